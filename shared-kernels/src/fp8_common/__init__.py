@@ -1,0 +1,66 @@
+"""FP8 formats, scaling rules and quantization, defined once on NumPy arrays for every framework.
+
+`fp8_common.torch` and `fp8_common.jax` hold the same functions on tensors and arrays, bit for bit equal.
+Importing this package loads neither torch nor jax nor triton.
+"""
+
+from fp8_common.amax import amax
+from fp8_common.e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
+from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
+from fp8_common.formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
+from fp8_common.history import update_history
+from fp8_common.policy import CANONICAL, POWER_OF_2, PRESETS, ScalePolicy
+from fp8_common.quantize import (
+    Quantized,
+    dequantize,
+    dequantize_blockwise,
+    dequantize_mx,
+    quantize,
+    quantize_blockwise,
+    quantize_mx,
+    quantize_rowwise,
+    quantize_stochastic,
+)
+from fp8_common.rounding import decode, encode, encode_stochastic
+from fp8_common.scaling import amax_to_scale, amax_to_scale_inv, reciprocal
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CANONICAL",
+    "DATA_FORMATS",
+    "E4M3",
+    "E4M3FNUZ",
+    "E5M2",
+    "E5M2FNUZ",
+    "E8M0",
+    "FORMATS",
+    "POWER_OF_2",
+    "PRESETS",
+    "Format",
+    "Fp8Error",
+    "Fp8StaleError",
+    "Fp8UnsupportedError",
+    "Quantized",
+    "ScalePolicy",
+    "amax",
+    "amax_to_e8m0",
+    "amax_to_scale",
+    "amax_to_scale_inv",
+    "decode",
+    "dequantize",
+    "dequantize_blockwise",
+    "dequantize_mx",
+    "e8m0_to_scale",
+    "e8m0_to_scale_inv",
+    "encode",
+    "encode_stochastic",
+    "get_format",
+    "quantize",
+    "quantize_blockwise",
+    "quantize_mx",
+    "quantize_rowwise",
+    "quantize_stochastic",
+    "reciprocal",
+    "update_history",
+]

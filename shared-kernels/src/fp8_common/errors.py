@@ -1,0 +1,16 @@
+"""Decides which exceptions the fp8 packages raise; every one says what, what it got and what to do."""
+
+
+class Fp8Error(ValueError):
+    """A value, name or combination that the fp8 packages cannot accept.
+
+    It is a `ValueError`, so code that already handles bad values handles it too.
+    """
+
+
+class Fp8UnsupportedError(RuntimeError):
+    """The hardware or an installed version cannot do what was asked; the message names the way round it."""
+
+
+class Fp8StaleError(RuntimeError):
+    """Cached FP8 codes or scales no longer belong to the weight they stand for."""
