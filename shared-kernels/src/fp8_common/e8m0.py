@@ -7,7 +7,7 @@ NVIDIA's cuBLAS recipe ("rceil").
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fp8_common.amax import INF_KEY, float_key
+from fp8_common.amax import INF_KEY, as_float32, float_key
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.policy import MX_MODES, MxMode
@@ -30,11 +30,11 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
 
     Raises:
-        Fp8Error: Unknown mode or format.
+        Fp8Error: Unknown mode or format, or `amax` is not float16, bfloat16 or float32.
     """
     fmt = get_data_format(fmt)
     check_mode(mode)
-    key = float_key(np.asarray(amax, np.float32)).astype(np.int64)
+    key = float_key(as_float32(amax, "amax")).astype(np.int64)
     if mode == "rceil":
         code = _rceil(key, fmt)
     else:

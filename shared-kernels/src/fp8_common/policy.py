@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from fp8_common.errors import Fp8Error
+from fp8_common.records import Record
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 SCALE_MIN = 2.0**-126
@@ -22,7 +23,7 @@ HISTORY_ALGOS: tuple[HistoryAlgo, ...] = ("max", "most_recent")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScalePolicy:
+class ScalePolicy(Record):
     """How an amax becomes a scale.
 
     Attributes:
@@ -56,17 +57,16 @@ class ScalePolicy:
 
     def __post_init__(self) -> None:
         """Refuse values that no implementation could honour."""
-        if not isinstance(self.margin, int) or abs(self.margin) > MAX_MARGIN:
+        self.check_choices()
+        if type(self.margin) is not int or abs(self.margin) > MAX_MARGIN:
             raise Fp8Error(f"margin must be an integer from -{MAX_MARGIN} to {MAX_MARGIN}, got {self.margin!r}.")
         if not (self.eps == 0 or (SCALE_MIN <= self.eps < math.inf)):
             raise Fp8Error(f"eps must be 0 or a normal positive float32 (>= 2^-126), got {self.eps!r}.")
         if self.zero == "eps" and self.eps == 0:
             raise Fp8Error('zero="eps" needs eps > 0; got eps=0. Set eps, or use zero="previous".')
-        if self.mx_mode not in MX_MODES:
-            raise Fp8Error(f"mx_mode must be one of {MX_MODES}, got {self.mx_mode!r}.")
-        if self.algo not in HISTORY_ALGOS:
-            raise Fp8Error(f"algo must be one of {HISTORY_ALGOS}, got {self.algo!r}.")
-        if self.history < 0:
+        if not 0 < self.lower < self.upper:
+            raise Fp8Error(f"lower must be positive and below upper, got lower={self.lower!r}, upper={self.upper!r}.")
+        if type(self.history) is not int or self.history < 0:
             raise Fp8Error(f"history must be 0 (current scaling) or a length, got {self.history!r}.")
 
 

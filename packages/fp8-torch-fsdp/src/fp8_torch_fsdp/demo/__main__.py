@@ -1,0 +1,131 @@
+"""Decides the order of the demo: check everything that can be checked, train, compare, report."""
+
+import platform
+import sys
+from collections import defaultdict
+from typing import Any
+
+from fp8_common.demo import report
+from fp8_common.demo.command import refusing
+from fp8_common.demo.corpus import Corpus, load_corpus
+from fp8_common.demo.machine import machine_facts
+from fp8_common.demo.plot import require_matplotlib
+from fp8_common.demo.progress import Progress
+from fp8_common.machine import installed_versions
+from fp8_torch_fsdp.demo import launch, results
+from fp8_torch_fsdp.demo.checkpointing import Record, claim
+from fp8_torch_fsdp.demo.options import Options, parse
+
+NAMES = {"bf16": "bf16", "fp8": "FP8"}
+
+
+class Listener:
+    """Shows the events of the training processes and keeps what they measured.
+
+    Attributes:
+        facts: what they said at the start: device, parameters, tokens per step.
+        records: of each run, in the order of the seeds.
+    """
+
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self.options, self.progress = options, progress
+        self.facts: dict[str, Any] = {}
+        self.records: dict[str, list[Record]] = defaultdict(list)
+
+    def __call__(self, event: launch.Event) -> None:
+        """Take one event."""
+        kind = event.pop("event")
+        if kind == "start":
+            self.facts = event
+        elif kind == "begin":
+            self.progress.begin(self.name(event), self.options.steps, done=event["done"])
+        elif kind == "step":
+            self.progress.step(event.pop("done"), **event)
+        elif kind == "end":
+            record = Record(**event["record"])
+            self.records[event["run"]].append(record)
+            self.progress.say(f"{self.name(event)}: held-out loss {record.val_loss:.4f}")
+
+    def name(self, event: launch.Event) -> str:
+        """Return what a run is called on the screen."""
+        seed = f" seed {event['seed']}" if self.options.seeds > 1 else ""
+        return NAMES[event["run"]] + seed
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    options = parse()
+    require_matplotlib()
+    earlier = report.open_folder(options.out)
+    corpus = load_corpus(options.data)
+    if options.checkpoint:
+        claim(options.checkpoint, options.identity(corpus.digest), resume=options.resume)
+    with Progress() as progress:
+        progress.say(
+            f"Training twice on {corpus.label} ({corpus.size:,} bytes), {options.ranks} processes on {options.device}: "
+            f"first with bf16 all-gather, then with FP8 ({options.recipe})."
+        )
+        listener = Listener(options, progress)
+        launch.run_training(options, corpus.digest, listener)
+    finished = make_report(options, corpus, listener, earlier)
+    report.write(options.out, finished)
+    words = finished["torch_fsdp"]["summary"]
+    print("", report.plain_table(words), "", *words["verdict"], sep="\n")
+    print(f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})")
+    return 0
+
+
+def make_report(
+    options: Options, corpus: Corpus, listener: Listener, earlier: report.Report | None
+) -> report.Report:
+    """Return the report with this demo's section in it."""
+    facts = listener.facts
+    runs = {
+        run: results.run_figures(records, ranks=options.ranks, tokens_per_step=facts["tokens_per_step"])
+        for run, records in listener.records.items()
+    }
+    settings = {name: getattr(options, name) for name in ("recipe", "device", "dim", "layers", "seeds")}
+    section = {
+        "ranks": options.ranks,
+        "steps": options.steps,
+        "params": facts["params"],
+        "runs": runs,
+        "settings": {**settings, "tokens_per_step": facts["tokens_per_step"]},
+        "bf16_val_loss_spread": results.spread(runs["bf16"]),
+    }
+    return report.merge(
+        earlier,
+        machine={**machine_facts(), "device": facts["device"]},
+        versions={"python": platform.python_version(), **installed_versions()},
+        data={"path": corpus.label, "bytes": corpus.size},
+        name="torch_fsdp",
+        section=section,
+        summary=results.summarize(
+            runs, ranks=options.ranks, device=options.device, recipe=options.recipe
+        ),
+    )
+
+
+def interrupted(options_hint: bool) -> str:
+    """Return the sentence for a run that was told to stop."""
+    return "Interrupted: the training processes are stopped, no report was written." + (
+        " Go on with the same options and --resume." if options_hint else ""
+    )
+
+
+def run() -> int:
+    """Run the demo and turn every expected end into a sentence and an exit code."""
+    try:
+        with launch.interruptible():
+            return refusing(main)
+    except launch.Interrupted as stop:
+        print("\n" + interrupted("--checkpoint" in " ".join(sys.argv)), file=sys.stderr)
+        return 128 + stop.number
+    except launch.TrainingFailedError as error:
+        hint = " Go on with the same options and --resume." if "--checkpoint" in " ".join(sys.argv) else ""
+        print(f"{error}{hint}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,38 @@
+"""Decides where FP8 products run on hardware and where they are emulated."""
+
+import logging
+from functools import cache
+
+import torch
+
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_torch_fsdp.config import Float8LinearConfig
+
+logger = logging.getLogger(__name__)
+
+
+def should_emulate(device: torch.device, config: Float8LinearConfig) -> bool:
+    """Return whether products on `device` are emulated.
+
+    Raises:
+        Fp8UnsupportedError: `config.emulate` is False and the device has no FP8 products.
+    """
+    if config.emulate is True:
+        return True
+    supported = _has_fp8_products(device)
+    if config.emulate is False and not supported:
+        raise Fp8UnsupportedError(
+            f"{device} has no FP8 matrix products: they need a GPU of compute capability 8.9 or higher. "
+            'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'
+        )
+    return not supported
+
+
+@cache
+def _has_fp8_products(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    supported = torch.cuda.get_device_capability(device) >= (8, 9)
+    if not supported:
+        logger.warning("%s has no FP8 matrix products; they are emulated in higher precision.", device)
+    return supported

@@ -1,0 +1,85 @@
+"""Decides what an FP8 linear weight is after the all-gather: codes and a scale that act as a weight in products.
+
+`GatheredFloat8Weight` is the second life-cycle state. `Float8Linear` reads its codes; any other operator gets the
+dequantized values, so that custom layers work too.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8_common.formats import get_format
+from fp8_common.torch.quantize import dequantize
+
+aten = torch.ops.aten
+
+_KEEPS_CODES = {aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default}
+
+
+class GatheredFloat8Weight(torch.Tensor):
+    """The whole weight as FP8 codes with its scale; reports `dtype` as the dtype of its gradient.
+
+    Args:
+        codes: float8 [rows, columns], contiguous.
+        scale: float32 scalar that multiplied the weight into FP8.
+        fmt: Short name of the format.
+        dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    fmt: str
+
+    @staticmethod
+    def __new__(
+        cls, codes: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype
+    ) -> "GatheredFloat8Weight":
+        """Wrap codes and scale without copying them."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
+        )
+        self.codes, self.scale, self.fmt = codes, scale, fmt
+        return self
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values in this tensor's dtype: codes / scale, by multiplication with RN32(1 / scale)."""
+        return dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show shape and format; the values may be freed."""
+        return f"GatheredFloat8Weight(shape={tuple(self.shape)}, fmt={self.fmt!r}, dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
+        """Expose codes and scale to the compiler."""
+        return ["codes", "scale"], (self.fmt, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple[str, torch.dtype], outer_size: Any, outer_stride: Any
+    ) -> "GatheredFloat8Weight":
+        """Rebuild from `__tensor_flatten__`."""
+        return GatheredFloat8Weight(inner["codes"], inner["scale"], *context)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Keep codes under views that FSDP2 takes; run everything else on dequantized values."""
+        kwargs = kwargs or {}
+        if func in _KEEPS_CODES:
+            weight = args[0]
+            codes = func(weight.codes, *args[1:], **kwargs)
+            return cls(codes, weight.scale, weight.fmt, weight.dtype)
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
+                "replaces. Change the sharded parameter instead (after model.reshard())."
+            )
+        values = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+        return func(*values[0], **values[1])
+
+
+torch.serialization.add_safe_globals([GatheredFloat8Weight])

@@ -1,0 +1,131 @@
+"""Decides what an FP8 linear weight is before the all-gather: a high-precision shard that tracks its changes.
+
+`ShardedFloat8Weight` is the first of two life-cycle states; `GatheredFloat8Weight` is the other. Optimizers,
+checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from fp8_common.torch.fsdp import WeightState, gather_inputs, is_view, mark_mutations, refill, track_optimizer_steps
+from fp8_torch_fsdp.gathered import GatheredFloat8Weight
+from fp8_torch_fsdp.strategies import TensorwiseStrategy
+
+aten = torch.ops.aten
+
+# Results of these hold new data of a weight (FSDP2 shards, moves and copies with them): still a weight, nothing known.
+_MAKES_WEIGHT = {
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten._pin_memory.default,
+}
+
+
+class ShardedFloat8Weight(torch.Tensor):
+    """A weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
+
+    Args:
+        data: The plain tensor, float32, bfloat16 or float16 [rows, columns].
+        state: What is known about it; see `fp8_common.torch.fsdp.WeightState`.
+    """
+
+    _data: torch.Tensor
+    _state: WeightState
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, state: WeightState) -> "ShardedFloat8Weight":
+        """Wrap `data` without copying it."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=data.requires_grad,
+        )
+        self._data, self._state = data, state
+        return self
+
+    @classmethod
+    def of(cls, data: torch.Tensor, strategy: TensorwiseStrategy, *, cache: bool = True) -> "ShardedFloat8Weight":
+        """Wrap a plain weight that nothing is known about yet."""
+        track_optimizer_steps(cls)
+        return cls(data, WeightState(strategy=strategy, cache=cache))
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The plain tensor underneath; writes to it are noticed through its version counter."""
+        return self._data
+
+    @property
+    def strategy(self) -> TensorwiseStrategy:
+        """How this weight is scaled."""
+        return self._state.strategy
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show the high-precision values."""
+        return f"ShardedFloat8Weight({self._data!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], WeightState]:
+        """Expose the plain tensor to the compiler; the state is identity-compared metadata."""
+        return ["_data"], self._state
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], state: WeightState, outer_size: Any, outer_stride: Any
+    ) -> "ShardedFloat8Weight":
+        """Rebuild from `__tensor_flatten__`."""
+        return ShardedFloat8Weight(inner["_data"], state)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run `func` on the plain tensors, record writes, and keep weights weights."""
+        kwargs = kwargs or {}
+        mark_mutations(func, args, kwargs, cls)
+        source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda w: w._data, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
+        if is_view(func):
+            return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
+        if func in _MAKES_WEIGHT and result.is_floating_point():
+            return cls(result, source._state.fresh())
+        return result
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return the uint8 buffers of this shard and what `fsdp_post_all_gather` needs besides."""
+        buffers = gather_inputs(self, mesh)
+        return buffers, (self._state.scale, self._state.full_shape)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: tuple,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
+        scale, full_shape = metadata
+        if out is not None:
+            # FSDP2 has already refilled the buffer that the codes alias; only the scale is left.
+            refill(getattr(out, "_local_tensor", out).scale, scale)
+            return None
+        data = self.strategy.from_wire(all_gather_outputs, full_shape)
+        return GatheredFloat8Weight(data, scale.clone(), self.strategy.cast.format, param_dtype), ()
+
+
+torch.serialization.add_safe_globals([ShardedFloat8Weight])

@@ -1,0 +1,41 @@
+"""Decides what checkpoints see: plain tensors under the usual names, that need no package to load."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_torch_fsdp.sharded import ShardedFloat8Weight
+
+
+def keep_state_dicts_plain(module: nn.Module) -> None:
+    """Make `module.state_dict()` hold plain weights, and an assigning load keep FP8 weights what they are."""
+    module._register_state_dict_hook(_unwrap)
+    module._register_load_state_dict_pre_hook(_wrap_assigned, with_module=True)
+
+
+def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    key = f"{prefix}weight"
+    if key in state_dict:
+        state_dict[key] = _map_local(state_dict[key], lambda t: t.plain if isinstance(t, ShardedFloat8Weight) else t)
+
+
+def _wrap_assigned(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
+) -> None:
+    """Wrap what `load_state_dict(assign=True)` is about to put in the place of an FP8 weight."""
+    own = getattr(module.weight, "_local_tensor", module.weight)
+    key = f"{prefix}weight"
+    if not (local_metadata.get("assign_to_params_buffers") and isinstance(own, ShardedFloat8Weight)):
+        return
+    if key in state_dict:
+        state_dict[key] = _map_local(state_dict[key], lambda t: ShardedFloat8Weight(t, own._state.fresh()))
+
+
+def _map_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
+    """Apply `change` to a tensor, or to the local part of a DTensor."""
+    if isinstance(tensor, DTensor):
+        local = change(tensor._local_tensor)
+        return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
+    return change(tensor)

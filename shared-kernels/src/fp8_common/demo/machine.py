@@ -1,0 +1,37 @@
+"""Decides which facts about the machine stand in a report: no names, no paths."""
+
+import os
+import platform
+from pathlib import Path
+
+
+def machine_facts() -> dict[str, str | int | float]:
+    """Return what explains a report's times: system, processor, cores this process may use, memory in GiB."""
+    facts: dict[str, str | int | float] = {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "processor": processor_name(),
+        "cores": usable_cores(),
+    }
+    if hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        facts["memory_gib"] = round(memory / 2**30, 1)
+    return facts
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may run on, which can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the processor's name as the system tells it, or its architecture."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

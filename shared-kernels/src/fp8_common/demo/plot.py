@@ -1,0 +1,69 @@
+"""Decides what the picture of a report shows: training loss of every run, and the bytes its weights moved."""
+
+import importlib.util
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp8_common.errors import Fp8Error
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#3b6fb6", "#d1495b", "#3a9d6e", "#8c6bb1")
+BYTES = "fp8_weight_bytes_per_step"
+
+
+def require_matplotlib() -> None:
+    """Find out before the training, not after it, that the picture cannot be drawn.
+
+    Raises:
+        Fp8Error: matplotlib is not installed.
+    """
+    if not importlib.util.find_spec("matplotlib"):
+        raise Fp8Error("The demo draws its picture with matplotlib: run pip install 'fp8-common[demo]' first.")
+
+
+def draw(report: Mapping[str, Any]) -> bytes:
+    """Return a PNG: for each section that has runs, their losses, and bars of their bytes per step."""
+    from matplotlib.figure import Figure
+
+    parts = [part for part in report.values() if isinstance(part, dict) and part.get("runs")]
+    figure = Figure(figsize=(10, 4.2 * max(len(parts), 1)), layout="constrained")
+    grid = figure.subplots(len(parts), 2, squeeze=False, width_ratios=(3, 1))
+    for (left, right), part in zip(grid, parts, strict=True):
+        _draw_losses(left, part)
+        _draw_bytes(right, part["runs"])
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=130)
+    return png.getvalue()
+
+
+def smooth(losses: Sequence[float]) -> np.ndarray:
+    """Return the mean of each loss and those before it, over a window of a twentieth of the run."""
+    window = max(1, len(losses) // 20)
+    sums = np.cumsum([0.0, *losses])
+    ends = np.arange(1, len(losses) + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _draw_losses(axes: "Axes", part: Mapping[str, Any]) -> None:
+    for colour, (name, run) in zip(COLOURS, part["runs"].items(), strict=False):
+        steps = np.arange(1, len(run["losses"]) + 1)
+        axes.plot(steps, run["losses"], color=colour, alpha=0.25, linewidth=0.8)
+        label = f"{name}: held-out loss {run['val_loss']:.4f}"
+        axes.plot(steps, smooth(run["losses"]), color=colour, label=label, linewidth=1.8)
+    axes.set(xlabel="optimizer step", ylabel="training loss (nats per byte)", title=part["summary"]["title"])
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+
+
+def _draw_bytes(axes: "Axes", runs: Mapping[str, Any]) -> None:
+    amounts = [run.get(BYTES, 0) / 1e6 for run in runs.values()]
+    bars = axes.bar(list(runs), amounts, color=COLOURS[: len(runs)], width=0.6)
+    axes.bar_label(bars, fmt="%.2f")
+    axes.set(ylabel="MB per step and rank", title="linear weights on the wire")
+    axes.spines[["top", "right"]].set_visible(False)

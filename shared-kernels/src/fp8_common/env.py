@@ -1,0 +1,34 @@
+"""Decides which environment variables exist. No other file reads the environment.
+
+| variable | values | meaning |
+|---|---|---|
+| `FP8_COMMON_BACKEND` | `auto` (default), `triton`, `reference` | which implementation casts on a GPU |
+"""
+
+import os
+import typing
+from collections.abc import Mapping
+from typing import Literal
+
+from fp8_common.errors import Fp8Error
+
+BACKEND_VARIABLE = "FP8_COMMON_BACKEND"
+
+Backend = Literal["auto", "triton", "reference"]
+BACKENDS: tuple[Backend, ...] = typing.get_args(Backend)
+
+
+def backend(environ: Mapping[str, str] | None = None) -> Backend:
+    """Return the implementation that the user asked for; "auto" if the variable is unset or empty.
+
+    Args:
+        environ: The environment to read; None reads the process's own, at every call.
+
+    Raises:
+        Fp8Error: The variable holds anything but one of `BACKENDS`.
+    """
+    value = (os.environ if environ is None else environ).get(BACKEND_VARIABLE, "") or "auto"
+    for known in BACKENDS:
+        if value == known:
+            return known
+    raise Fp8Error(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {value!r}. Unset it for auto.")

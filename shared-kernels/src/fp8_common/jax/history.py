@@ -1,0 +1,37 @@
+"""Decides how JAX updates the amax history of delayed scaling: the window of `fp8_common.history`."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from fp8_common.amax import INF_KEY
+from fp8_common.history import check_history
+from fp8_common.jax.arrays import as_float32, float_key, from_bits
+from fp8_common.policy import HistoryAlgo
+
+
+def update_history(
+    history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max"
+) -> tuple[jax.Array, jax.Array]:
+    """Record one observation per tensor and return the amax that the next scale is made from.
+
+    An infinite or NaN amax is not recorded: the window of that tensor stays as it was. The gradient is zero.
+
+    Args:
+        history: float32 [L, ...], the windows; slot 0 is the newest.
+        amax: float32 [...], this step's amax.
+        algo: "max" over the window, or "most_recent" (slot 0); static under jit.
+
+    Returns:
+        (new history [L, ...], amax for the next scale [...]), both float32.
+
+    Raises:
+        Fp8Error: Shapes do not fit, the window is empty, `algo` is unknown, or a dtype is not supported.
+    """
+    window = lax.stop_gradient(as_float32(history, "history"))
+    key = float_key(lax.stop_gradient(as_float32(amax, "amax")))
+    check_history(window.shape, key.shape, algo)
+    rolled = jnp.concatenate([from_bits(key)[None], jnp.roll(window, -1, axis=0)[1:]])
+    updated = jnp.where(key >= INF_KEY, window, rolled)
+    return updated, from_bits(jnp.max(float_key(updated), axis=0)) if algo == "max" else updated[0]

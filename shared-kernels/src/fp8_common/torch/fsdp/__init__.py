@@ -1,0 +1,28 @@
+"""FP8 weights on FSDP2's all-gather: the uint8 wire, tracking of changes, and scale synchronization.
+
+What every plugin with FP8 weights under `fully_shard` shares. A plugin brings a tensor subclass with `_data` (the
+plain shard) and `_state` (a `WeightState`), and a `WireStrategy` for each kind of scaling.
+"""
+
+from fp8_common.torch.fsdp.sync import SyncPlan
+from fp8_common.torch.fsdp.weight_state import (
+    WeightState,
+    WireStrategy,
+    is_view,
+    mark_mutations,
+    track_optimizer_steps,
+)
+from fp8_common.torch.fsdp.wire import gather_inputs, pad_rows, refill, unpad
+
+__all__ = [
+    "SyncPlan",
+    "WeightState",
+    "WireStrategy",
+    "gather_inputs",
+    "is_view",
+    "mark_mutations",
+    "pad_rows",
+    "refill",
+    "track_optimizer_steps",
+    "unpad",
+]

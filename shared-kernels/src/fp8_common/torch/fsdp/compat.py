@@ -1,0 +1,125 @@
+"""The one place that touches private parts of FSDP2, and the facts about them that the wire relies on.
+
+Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fp8_common.errors import Fp8UnsupportedError
+
+try:
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    _import_error: ImportError | None = None
+except ImportError as error:  # an upgrade moved something: say so on use, not at import
+    _import_error = error
+
+_NEEDED = {
+    "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_groups"),
+    "FSDPParam": ("sharded_param", "padded_sharded_param_size", "_orig_size", "_param_fqn", "shard_mesh"),
+    "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedParam:
+    """One parameter that FSDP2 manages, as far as the wire needs to know it.
+
+    Attributes:
+        fsdp_param: FSDP2's own object.
+        group: The group of parameters that is gathered with it.
+    """
+
+    fsdp_param: "FSDPParam"
+    group: "FSDPParamGroup"
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, unpadded."""
+        return self.fsdp_param.sharded_param._local_tensor
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name from the FSDP root."""
+        return self.fsdp_param._param_fqn or "<unnamed>"
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the gathered parameter."""
+        return self.fsdp_param._orig_size
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Shape of every rank's contribution to the all-gather."""
+        return self.fsdp_param.padded_sharded_param_size
+
+    @property
+    def process_group(self) -> "torch.distributed.ProcessGroup":
+        """The ranks that hold the other shards."""
+        return self.fsdp_param.shard_mesh.get_group()
+
+
+def check() -> None:
+    """Raise if this torch lacks a private name that the wire needs.
+
+    Raises:
+        Fp8UnsupportedError: Naming what is missing and what to do.
+    """
+    if _import_error is not None:
+        raise Fp8UnsupportedError(
+            f"FP8 all-gather needs FSDP2 internals that torch {torch.__version__} does not have "
+            f"({_import_error}). Use torch 2.11 to 2.13, or a newer release of this package."
+        )
+
+
+def find_root(local: torch.Tensor) -> nn.Module:
+    """Return the FSDP root module whose parameters include the shard `local` (the same tensor object).
+
+    Raises:
+        Fp8UnsupportedError: No initialized FSDP2 root holds it.
+    """
+    check()
+    for state in _fsdp_states():
+        if any(param.local is local for param in _params_of_state(state)):
+            return state._state_ctx.all_states[0]._modules[0]
+    raise Fp8UnsupportedError(
+        "An FP8 weight is being gathered outside of torch.distributed.fsdp.fully_shard. "
+        "Apply fully_shard to the model after converting it."
+    )
+
+
+def sharded_params(root: nn.Module) -> list[ShardedParam]:
+    """Return every parameter under an FSDP root, in the order in which all ranks see them."""
+    return [param for state in _root_state(root)._state_ctx.all_states for param in _params_of_state(state)]
+
+
+def gradient_sync_enabled(root: nn.Module) -> bool:
+    """Return whether the next backward reduces gradients (False inside an accumulation window)."""
+    states = _root_state(root)._state_ctx.all_states
+    return any(group.reduce_grads for state in states for group in state._fsdp_param_groups)
+
+
+def _root_state(root: nn.Module) -> "FSDPState":
+    return root._get_fsdp_state()
+
+
+def _fsdp_states() -> Iterator["FSDPState"]:
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        if isinstance(state, FSDPState) and state._is_root is not None:
+            yield state
+
+
+def _params_of_state(state: "FSDPState") -> list[ShardedParam]:
+    return [
+        ShardedParam(fsdp_param=param, group=group)
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+    ]

@@ -1,0 +1,161 @@
+"""Decides what is remembered about one FP8 weight shard, and when that memory is out of date.
+
+A scale is stale as soon as anyone writes to the weight. Three independent observers see writes: the tensor subclass
+sees every operator that mutates it, the optimizer hooks see steps whose operators are hidden in a compiled graph, and
+the version counter of the storage sees writes through plain aliases, such as the tensors of a state dict.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+
+class WireStrategy(Protocol):
+    """How one kind of scaling turns a sharded weight into uint8 buffers. One small class per scaling type."""
+
+    def local_keys(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the int32 keys [k] (bits of non-negative float32) that the fused MAX all-reduce combines.
+
+        k is the same on every rank. A strategy that needs no reduction returns an empty tensor.
+        """
+
+    def scale_from_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the float32 scales of the whole weight from the reduced keys [k]."""
+
+    def to_wire(
+        self, shard: torch.Tensor, scale: torch.Tensor, padded_shape: torch.Size, world_size: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return contiguous uint8 buffers; their number depends on `world_size` alone, their sizes never change."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
+class WeightState:
+    """What is known about one shard; shared by every tensor that aliases it.
+
+    Attributes:
+        strategy: How the weight becomes wire buffers.
+        cache: Keep the wire buffers until the weight changes.
+        changes: Number of writes seen so far.
+        edited: Whether a write happened outside of an optimizer step since the last synchronization.
+        seen: (changes, version of the storage) that the current scale covers; None before the first.
+        keys: Cached result of `strategy.local_keys`, valid while `seen` is current.
+        scale: float32 scales that all ranks agree on.
+        wire: Cached uint8 buffers made with `scale`.
+        casts: How often the shard was cast, for reports and tests.
+        plan: The synchronization plan of the FSDP root that owns the shard.
+        name: Name of the parameter, known once linked to a plan.
+        full_shape: Shape of the gathered weight.
+        padded_shape: Shape of every rank's wire data.
+    """
+
+    strategy: WireStrategy
+    cache: bool = True
+    changes: int = 0
+    edited: bool = False
+    seen: tuple[int, int] | None = None
+    keys: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    wire: tuple[torch.Tensor, ...] | None = None
+    casts: int = 0
+    plan: Callable[[], object | None] = lambda: None
+    name: str = "<unnamed>"
+    full_shape: torch.Size = torch.Size()
+    padded_shape: torch.Size = torch.Size()
+
+    def fresh(self) -> "WeightState":
+        """Return the state of a new tensor that holds other data: the same strategy, nothing remembered."""
+        return WeightState(strategy=self.strategy, cache=self.cache)
+
+    def __deepcopy__(self, memo: dict) -> "WeightState":
+        """A copied weight starts without memory: its FSDP root, if any, is another one."""
+        return self.fresh()
+
+    def mark_changed(self) -> None:
+        """Record a write."""
+        self.changes += 1
+        if not _optimizers_stepping:
+            self.edited = True
+
+    def is_dirty(self, shard: torch.Tensor) -> bool:
+        """Return whether `shard` (the plain local tensor) changed since its scale was agreed on."""
+        return self.seen is None or self.seen != (self.changes, version_of(shard))
+
+    def was_edited(self, shard: torch.Tensor) -> bool:
+        """Return whether a write came from elsewhere than an optimizer step since the last synchronization."""
+        return self.edited or (self.seen is not None and self.seen[1] != version_of(shard))
+
+    def mark_synced(self, shard: torch.Tensor) -> None:
+        """Record that `scale` covers the present content of `shard`."""
+        self.seen, self.edited = (self.changes, version_of(shard)), False
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the storage's version counter; inference tensors have none and cannot be written outside of it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class TrackedWeight(Protocol):
+    """A tensor subclass whose writes are tracked."""
+
+    _state: WeightState
+
+
+def mark_mutations(func: torch._ops.OpOverload, args: tuple, kwargs: dict, cls: type) -> None:
+    """Mark every `cls` instance that `func` writes to, by the operator's schema."""
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, cls):
+                leaf._state.mark_changed()
+
+
+def is_view(func: torch._ops.OpOverload) -> bool:
+    """Return whether the operator's results alias an argument without writing to it."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+_optimizers_stepping: set[int] = set()
+_tracked_classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def track_optimizer_steps(cls: type) -> None:
+    """Mark parameters whose local tensor is a `cls` after every optimizer step, compiled ones included."""
+    if not _tracked_classes:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+    _tracked_classes.add(cls)
+
+
+def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    _optimizers_stepping.add(id(optimizer))
+
+
+def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    try:
+        for weight in _tracked_in(optimizer):
+            weight._state.mark_changed()
+    finally:
+        _optimizers_stepping.discard(id(optimizer))
+
+
+def _tracked_in(optimizer: Optimizer) -> Iterable[TrackedWeight]:
+    classes = tuple(_tracked_classes)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            local = getattr(param, "_local_tensor", param)
+            if isinstance(local, classes) and param.grad is not None:
+                yield local

@@ -1,0 +1,55 @@
+"""Decides how FP8 shards travel through FSDP2's all-gather: as contiguous uint8 buffers of constant number and size.
+
+uint8, because gloo and older NCCL refuse float8. The one-argument form of `fsdp_pre_all_gather` is used, because it
+lets short ranks pad their own buffers; the number of buffers depends on the world size alone, so ranks always agree.
+"""
+
+import math
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_common.torch.fsdp import compat
+from fp8_common.torch.fsdp.sync import SyncPlan
+from fp8_common.torch.fsdp.weight_state import WeightState
+
+
+def gather_inputs(weight: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
+    """Return the uint8 buffers that this rank contributes for `weight`, a tracked shard; the cast is cached.
+
+    The first gather of an FSDP root makes its `SyncPlan`; a weight that changed since the last synchronization
+    is synchronized here, which all ranks reach together.
+    """
+    state: WeightState = weight._state
+    plan = state.plan() or SyncPlan(compat.find_root(weight), type(weight))
+    if state.is_dirty(weight._data):
+        plan.synchronize()
+    if state.wire is not None:
+        return state.wire
+    buffers = state.strategy.to_wire(weight._data, state.scale, state.padded_shape, mesh.size())
+    state.casts += 1
+    if state.cache:
+        state.wire = buffers
+    return buffers
+
+
+def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
+    """Return float8 or uint8 `codes` as contiguous uint8 of `padded_shape`, zeros below the rows it has."""
+    data = codes.view(torch.uint8)
+    if data.shape == padded_shape:
+        return data.contiguous()
+    padded = data.new_zeros(padded_shape)
+    if data.numel():
+        padded[: data.shape[0]] = data
+    return padded
+
+
+def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gathered uint8 buffer as `dtype` of `full_shape`, without a copy: padding is at the end."""
+    return gathered.view(-1)[: math.prod(full_shape)].view(dtype).view(full_shape)
+
+
+def refill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Overwrite a tensor that autograd may have saved, without counting as a change: FSDP2 restores, not modifies."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+        target.copy_(source)
