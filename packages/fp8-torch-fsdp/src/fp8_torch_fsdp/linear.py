@@ -82,6 +82,11 @@ def _weight_codes(weight: torch.Tensor, cast: CastRecipe) -> tuple[torch.Tensor,
     return _cast(weight.plain if isinstance(weight, ShardedFloat8Weight) else weight, cast)
 
 
+def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
+    return torch.ops.aten._unsafe_view.default(matrix, shape)
+
+
 class _Float8Products(torch.autograd.Function):
     """y = x w^T, dx = dy w, dw = dy^T x, each with both operands in FP8."""
 
@@ -105,7 +110,7 @@ class _Float8Products(torch.autograd.Function):
             emulate=should_emulate(x.device, config),
             use_fast_accum=config.gemms.fast_accum_output,
         )
-        return output.reshape(*x.shape[:-1], -1)
+        return _reshaped(output, (*x.shape[:-1], output.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -126,7 +131,8 @@ class _Float8Products(torch.autograd.Function):
                 out_dtype=ctx.input_dtype,
                 emulate=emulate,
                 use_fast_accum=config.gemms.fast_accum_grad_input,
-            ).reshape(ctx.input_shape)
+            )
+            grad_input = _reshaped(grad_input, ctx.input_shape)
         if ctx.needs_input_grad[1]:
             grad_weight = scaled_product(
                 g_codes.t(),

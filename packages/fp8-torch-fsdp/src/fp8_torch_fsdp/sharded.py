@@ -62,8 +62,12 @@ class ShardedFloat8Weight(torch.Tensor):
 
     @property
     def plain(self) -> torch.Tensor:
-        """The plain tensor underneath; writes to it are noticed through its version counter."""
+        """The plain tensor underneath, to read. Writers take `lend()`."""
         return self._data
+
+    def lend(self) -> torch.Tensor:
+        """Return a plain alias that may be written to; the weight counts as changed as long as it lives."""
+        return self._state.lend(self._data)
 
     @property
     def strategy(self) -> TensorwiseStrategy:

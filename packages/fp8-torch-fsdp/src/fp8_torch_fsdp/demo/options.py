@@ -13,7 +13,7 @@ from fp8_common.demo.machine import usable_cores
 from fp8_common.errors import Fp8Error
 from fp8_torch_fsdp import demo
 
-STEPS, RANKS, DIM, LAYERS = 200, 2, 256, 3
+STEPS, RANKS, DIM, LAYERS = 160, 2, 256, 3
 # The width of an attention head. FP8 products want multiples of 16, and a head of 32 keeps small models possible.
 HEAD_DIM = 32
 # More processes than this only wait for each other.

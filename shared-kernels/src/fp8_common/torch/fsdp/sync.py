@@ -52,7 +52,7 @@ class SyncPlan:
         params = compat.sharded_params(root)
         self.members = [Member(param=param) for param in params if isinstance(param.local, cls)]
         self.reductions = 0
-        self._accumulating = False
+        self._accumulating = not compat.gradient_sync_enabled(root)
         self._unchecked: list[tuple[list[Member], torch.Tensor]] = []
         self._link()
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
@@ -64,7 +64,7 @@ class SyncPlan:
             self.synchronize()
 
     def _any_dirty(self) -> bool:
-        return any(member.state.is_dirty(member.shard) for member in self.members)
+        return any(member.state.may_be_stale(member.shard) for member in self.members)
 
     def _link(self) -> None:
         """Tell states, new ones too (after an assigning load), where they belong."""
@@ -87,7 +87,7 @@ class SyncPlan:
                 self._synchronize_group(group)
 
     def _synchronize_group(self, members: list[Member]) -> None:
-        dirty = [member.state.is_dirty(member.shard) for member in members]
+        dirty = [member.state.may_be_stale(member.shard) for member in members]
         for member, changed in zip(members, dirty, strict=True):
             if changed or member.state.keys is None:
                 member.state.keys = member.state.strategy.local_keys(member.shard)

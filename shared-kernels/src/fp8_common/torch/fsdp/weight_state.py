@@ -2,7 +2,8 @@
 
 A scale is stale as soon as anyone writes to the weight. Three independent observers see writes: the tensor subclass
 sees every operator that mutates it, the optimizer hooks see steps whose operators are hidden in a compiled graph, and
-the version counter of the storage sees writes through plain aliases, such as the tensors of a state dict.
+the version counter of the storage sees writes through plain aliases. An alias that was lent out on purpose, to a state
+dict, can be written without a trace (distributed checkpoints do): its weight counts as changed as long as it lives.
 """
 
 import dataclasses
@@ -50,6 +51,7 @@ class WeightState:
         keys: Cached result of `strategy.local_keys`, valid while `seen` is current.
         scale: float32 scales that all ranks agree on.
         wire: Cached uint8 buffers made with `scale`.
+        lent: Number of plain aliases that are still alive.
         casts: How often the shard was cast, for reports and tests.
         plan: The synchronization plan of the FSDP root that owns the shard.
         name: Name of the parameter, known once linked to a plan.
@@ -65,6 +67,7 @@ class WeightState:
     keys: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     wire: tuple[torch.Tensor, ...] | None = None
+    lent: int = 0
     casts: int = 0
     plan: Callable[[], object | None] = lambda: None
     name: str = "<unnamed>"
@@ -85,9 +88,24 @@ class WeightState:
         if not _optimizers_stepping:
             self.edited = True
 
-    def is_dirty(self, shard: torch.Tensor) -> bool:
-        """Return whether `shard` (the plain local tensor) changed since its scale was agreed on."""
+    def is_stale(self, shard: torch.Tensor) -> bool:
+        """Return whether `shard` (the plain local tensor) is known to have changed since its scale was agreed on."""
         return self.seen is None or self.seen != (self.changes, version_of(shard))
+
+    def may_be_stale(self, shard: torch.Tensor) -> bool:
+        """Return whether `shard` has, or could have, changed since its scale was agreed on."""
+        return self.lent > 0 or self.is_stale(shard)
+
+    def lend(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a plain alias of `shard` that may be written to."""
+        alias = shard.detach()
+        self.lent += 1
+        weakref.finalize(alias, self._take_back).atexit = False
+        return alias
+
+    def _take_back(self) -> None:
+        self.lent -= 1
+        self.changes += 1
 
     def was_edited(self, shard: torch.Tensor) -> bool:
         """Return whether a write came from elsewhere than an optimizer step since the last synchronization."""

@@ -22,7 +22,7 @@ def gather_inputs(weight: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor,
     """
     state: WeightState = weight._state
     plan = state.plan() or SyncPlan(compat.find_root(weight), type(weight))
-    if state.is_dirty(weight._data):
+    if state.is_stale(weight._data):
         plan.synchronize()
     if state.wire is not None:
         return state.wire

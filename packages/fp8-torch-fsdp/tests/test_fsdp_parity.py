@@ -1,0 +1,127 @@
+"""FP8 on the wire changes no number: bit for bit the run whose weights are gathered in high precision."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8_torch_fsdp as f8
+
+pytestmark = pytest.mark.distributed
+
+# rows of the linear layers: uneven over 2 and 3 ranks, 2 rows over 3 ranks leave one rank empty
+WIDTHS = {"even": (24, 48, 24, 12), "uneven": (24, 40, 7, 24), "empty_rank": (24, 2, 40, 2)}
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.norm = nn.LayerNorm(outputs)
+
+    def forward(self, x):
+        return self.norm(nn.functional.gelu(self.linear(x)))
+
+
+def build(widths: tuple[int, ...], dtype: torch.dtype, all_gather: bool, **options) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(a, b) for a, b in zip(widths, widths[1:], strict=False))).to(dtype)
+    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=all_gather, **options))
+    return f8.convert_to_float8_training(model, config=config)
+
+
+def shard(model: nn.Sequential, world_size: int, **options) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in list(model)[:-1]:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model: nn.Module, rank: int, dtype: torch.dtype, steps: int = 10) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 24, generator=generator).to(dtype)
+        loss = (model(x).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def compare_gathers(rank, world_size, widths, dtype, options):
+    low = shard(build(widths, dtype, all_gather=True), world_size, **options)
+    high = shard(build(widths, dtype, all_gather=False), world_size, **options)
+    losses = train(low, rank, dtype), train(high, rank, dtype)
+    weights = whole_weights(low), whole_weights(high)
+    different = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
+    return losses, different, f8.cast_count(low), f8.amax_reduction_count(low)
+
+
+@pytest.mark.matrix(
+    world_size=[1, 2, 3],
+    widths=list(WIDTHS),
+    dtype=[torch.float32, torch.bfloat16],
+    reshard=[True, False],
+)
+def test_ten_adamw_steps_equal_a_high_precision_gather(run_ranks, world_size, widths, dtype, reshard):
+    options = {"reshard_after_forward": reshard}
+    results = run_ranks(world_size, compare_gathers, WIDTHS[widths], dtype, options)
+    for (low, high), different, casts, reductions in results:
+        assert low == high
+        assert not different
+        assert low[-1] < low[0]
+        assert casts == 3 * 10, "one cast per weight per optimizer step, forward and backward together"
+        assert reductions == (10 if world_size > 1 else 0), "one amax all-reduce per optimizer step"
+
+
+def replicated_twin(rank, world_size, widths):
+    """Every rank holds the whole model and averages its gradients."""
+    sharded = shard(build(widths, torch.float32, all_gather=True), world_size)
+    twin = build(widths, torch.float32, all_gather=False)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(10):
+        loss = (twin(torch.randn(16, 24, generator=generator)) - 1).square().mean()
+        loss.backward()
+        for parameter in twin.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            parameter.grad.div_(world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    same_losses = train(sharded, rank, torch.float32) == losses
+    weights = whole_weights(sharded)
+    return same_losses, [n for n, p in twin.named_parameters() if not torch.equal(weights[n], p)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equals_a_replicated_model(run_ranks, world_size):
+    for same_losses, different in run_ranks(world_size, replicated_twin, WIDTHS["uneven"]):
+        assert same_losses
+        assert not different
+
+
+def without_cache(rank, world_size):
+    cached = shard(build(WIDTHS["uneven"], torch.float32, all_gather=True), world_size)
+    uncached = shard(build(WIDTHS["uneven"], torch.float32, all_gather=True, cache="none"), world_size)
+    return train(cached, rank, torch.float32) == train(uncached, rank, torch.float32), f8.cast_count(uncached)
+
+
+def test_cache_none_casts_at_every_gather(run_ranks):
+    for same, casts in run_ranks(2, without_cache):
+        assert same
+        # two blocks are gathered again in the backward; FSDP2 keeps the root's weights after the forward
+        assert casts == 10 * (2 + 2 + 1)

@@ -1,0 +1,136 @@
+"""Decides how tests run several ranks on one machine: processes over gloo that stay alive between calls.
+
+Starting a process that imports torch takes seconds; a pool pays for it once. A call that fails or takes too long
+costs the pool its processes, never the caller its patience.
+"""
+
+import datetime
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer; the message holds the traceback of each rank that told."""
+
+
+class RankPool:
+    """`world_size` processes in one gloo group that run the same function together.
+
+    Args:
+        world_size: Number of ranks.
+        collective_timeout: Seconds after which a collective that not all ranks joined fails.
+    """
+
+    def __init__(self, world_size: int, collective_timeout: float = 60.0) -> None:
+        self.world_size = world_size
+        self.collective_timeout = collective_timeout
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: object, timeout: float = 120.0) -> list[Any]:
+        """Call `function(rank, world_size, *args)` on every rank and return the results in rank order.
+
+        Args:
+            function: A module-level function; its file is imported again in each process.
+            *args: Picklable arguments.
+            timeout: Seconds for all ranks together.
+
+        Raises:
+            RankError: Any rank raised, died or was late. The pool starts new processes for the next call.
+        """
+        if not self._processes:
+            self._start()
+        path = str(Path(function.__code__.co_filename).resolve())
+        for pipe in self._pipes:
+            pipe.send((path, function.__qualname__, args))
+        replies = self._collect(time.monotonic() + timeout)
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
+        if failures:
+            self.close()
+            raise RankError("\n".join(failures))
+        return [result for _, result in replies]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False).name  # noqa: SIM115 gloo outlives us
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, store, self.collective_timeout, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, deadline: float) -> list[tuple[bool, Any]]:
+        """Wait for every rank; once one fails, the others get a moment to fail as well."""
+        replies: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world_size
+        waiting = dict(enumerate(self._pipes))
+        while waiting and time.monotonic() < deadline:
+            ready = multiprocessing.connection.wait(list(waiting.values()), timeout=0.5)
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    replies[rank] = waiting[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    replies[rank] = (False, f"died with exit code {self._processes[rank].exitcode}")
+                del waiting[rank]
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 10.0)
+        return replies
+
+
+def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connection) -> None:
+    """Join the group, then run what arrives until the pool goes away."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    while True:
+        try:
+            path, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, _load(path, name)(rank, world_size, *args)))
+        except BaseException:  # whatever it was, the parent reports it
+            pipe.send((False, traceback.format_exc()))
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    module_name = f"ranks_{Path(path).stem}_{abs(hash(path))}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    found = sys.modules[module_name]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
