@@ -21,7 +21,9 @@ from fp8_common.quantize import (
     quantize_rowwise,
     quantize_stochastic,
 )
+from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
 from fp8_common.rounding import decode, encode, encode_stochastic
+from fp8_common.rules import Decision, Rule, Rules
 from fp8_common.scaling import amax_to_scale, amax_to_scale_inv, reciprocal
 
 __version__ = "0.1.0"
@@ -37,11 +39,17 @@ __all__ = [
     "FORMATS",
     "POWER_OF_2",
     "PRESETS",
+    "RECIPES",
+    "CastRecipe",
+    "Decision",
     "Format",
     "Fp8Error",
     "Fp8StaleError",
     "Fp8UnsupportedError",
     "Quantized",
+    "Recipe",
+    "Rule",
+    "Rules",
     "ScalePolicy",
     "amax",
     "amax_to_e8m0",
@@ -56,6 +64,7 @@ __all__ = [
     "encode",
     "encode_stochastic",
     "get_format",
+    "get_recipe",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",

@@ -40,13 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fp8", description="FP8 formats, what this machine does with them, and single numbers.")
+    parser = _Parser(
+        prog="fp8", description="FP8 formats, what this machine does with them, and single numbers."
+    )
     parser.add_argument("--version", action="version", version=f"fp8-common {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    _add(commands, "doctor", _doctor, "what this machine, its frameworks and every plugin will do with FP8, and why")
+    _add(
+        commands,
+        "doctor",
+        _doctor,
+        "what this machine, its frameworks and every plugin will do with FP8, and why",
+    )
     _add(commands, "formats", _formats, "a table of every format")
-    explain = _add(commands, "explain", _explain, "what becomes of one number: bits, neighbours, rounding error")
+    explain = _add(
+        commands, "explain", _explain, "what becomes of one number: bits, neighbours, rounding error"
+    )
     explain.add_argument("value", metavar="VALUE", help="the number: 0.3, 1e-4, 0x1.8p-3, -inf, nan")
     names = ", ".join(fmt.name for fmt in DATA_FORMATS)
     explain.add_argument("--format", default="e4m3", metavar="F", help=f"one of {names}; e4m3 if left out")
@@ -54,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     command.add_argument("--json", action="store_true", help="write JSON")
     command.set_defaults(run=run)

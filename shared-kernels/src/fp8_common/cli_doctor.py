@@ -1,4 +1,4 @@
-"""Decides what `fp8 doctor` reports: the machine, the FP8 paths that will be used here and why, and every plugin."""
+"""Decides what `fp8 doctor` reports: the machine, its FP8 paths and why, and every plugin."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -40,7 +40,11 @@ def text(machine: Machine, plugins: Sequence[PluginReport], backend: Backend) ->
     device = machine.accelerator
     lines = [f"fp8-common {__version__} on {machine.system}, Python {machine.python}, {machine.cores} cores"]
     lines += ["", "Devices", *table([_device_row(device) for device in machine.devices], "  ")]
-    lines += ["", f"FP8 on {device.label} ({device.name})", *_path_lines(paths(machine, device, backend), "  ")]
+    lines += [
+        "",
+        f"FP8 on {device.label} ({device.name})",
+        *_path_lines(paths(machine, device, backend), "  "),
+    ]
     lines += ["", "Plugins", *_plugin_lines(plugins)]
     lines += ["", "Versions", *table(list(machine.versions.items()), "  ")]
     if machine.notes:

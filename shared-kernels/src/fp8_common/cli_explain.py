@@ -22,7 +22,9 @@ def parse_number(text: str) -> float:
     try:
         return float.fromhex(text) if "0x" in text.lower() else float(text)
     except (ValueError, OverflowError) as error:
-        raise Fp8Error(f"{text.strip()!r} is not a number. Write it like 0.3, 1e-4, 0x1.8p-3, inf or nan.") from error
+        raise Fp8Error(
+            f"{text.strip()!r} is not a number. Write it like 0.3, 1e-4, 0x1.8p-3, inf or nan."
+        ) from error
 
 
 def facts(value: float, fmt: str | Format, scale: float = 1.0) -> dict[str, Any]:
@@ -75,7 +77,10 @@ def text(entry: dict[str, Any]) -> str:
     rows = [
         ("value", f"{number(entry['value'])} ({entry['value_bits']}){rounded}"),
         ("times scale", f"{number(entry['scaled'])} (scale {number(entry['scale'])})"),
-        (f"in {entry['format']}", f"{number(entry['result'])} (0x{entry['code']:02x} = {entry['bits']}){_remark(entry)}"),
+        (
+            f"in {entry['format']}",
+            f"{number(entry['result'])} (0x{entry['code']:02x} = {entry['bits']}){_remark(entry)}",
+        ),
         ("neighbours", _neighbour_text(entry)),
         ("rounding error", f"{number(entry['rounding_error'])}{_percent(entry['relative_error'])}"),
         ("back", f"{number(entry['back'])} (times 1/scale = {number(entry['scale_inv'])})"),

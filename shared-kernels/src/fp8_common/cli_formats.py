@@ -8,7 +8,18 @@ from fp8_common.cli_text import number, table
 from fp8_common.formats import FORMATS, Format
 from fp8_common.rounding import decode
 
-HEADER = ("name", "dtype", "s e m", "bias", "max", "min normal", "min subnormal", "infinity", "-0", "NaN codes")
+HEADER = (
+    "name",
+    "dtype",
+    "s e m",
+    "bias",
+    "max",
+    "min normal",
+    "min subnormal",
+    "infinity",
+    "-0",
+    "NaN codes",
+)
 
 
 def facts() -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Decides which FP8 paths a device has. Facts in, answers out: nothing here looks at the machine it runs on.
 
 Sources: NVIDIA's cuBLASLt documentation (FP8 products and their scale modes by compute capability), what
-`torch._scaled_mm` accepts, and AMD's CDNA3 and CDNA4 instruction set guides. `fp8_common.machine` gathers the facts.
+`torch._scaled_mm` accepts, and AMD's CDNA3 and CDNA4 instruction set guides. `fp8_common.machine` gathers the
+facts.
 """
 
 import dataclasses
@@ -79,7 +80,11 @@ def product_path(device: Device, granularity: Granularity) -> Path:
         return Path(name=granularity, status="emulated", why=_no_units(device))
     native, why = _scale_support(device, granularity)
     if native:
-        return Path(name=granularity, status="native", why=f"{device.label} multiplies {' and '.join(formats)}; {why}.")
+        return Path(
+            name=granularity,
+            status="native",
+            why=f"{device.label} multiplies {' and '.join(formats)}; {why}.",
+        )
     return Path(name=granularity, status="emulated", why=f"{device.label}: {why}.")
 
 
@@ -109,7 +114,9 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: 
 
 def wire_path() -> Path:
     """Return how FP8 data crosses between processes: the same everywhere."""
-    why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
+    why = (
+        "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
+    )
     return Path(name="all-gather", status="native", why=why)
 
 
@@ -143,7 +150,10 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
         return True, "the product applies the scales"
     if granularity == "mx":
         native = device.arch == "gfx950" or (device.capability is not None and device.capability >= (10, 0))
-        return native, "MX block scales need sm_100 or gfx950 and newer" if not native else "MX scales are built in"
+        return (
+            native,
+            "MX block scales need sm_100 or gfx950 and newer" if not native else "MX scales are built in",
+        )
     if device.kind == "nvidia" and device.capability is not None and device.capability[0] == 9:
         return True, "cuBLAS applies float32 block scales on sm_90 from CUDA 12.9 on"
     return False, "cuBLAS applies float32 block scales on sm_90 alone"

@@ -1,7 +1,7 @@
 """Decides how the facts about this machine are gathered: without importing a framework that is not installed.
 
-Only `detect` looks, and only when it is called (by `fp8 doctor`). A framework that is installed but broken becomes a
-note, never an error.
+Only `detect` looks, and only when it is called (by `fp8 doctor`). A framework that is installed but broken
+becomes a note, never an error.
 """
 
 import dataclasses
@@ -79,12 +79,14 @@ def detect() -> Machine:
             accelerators, note = _try_framework(name, probe)
             notes += [note] if note else []
     if not accelerators and (accelerators := nvidia_smi_devices()):
-        notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
+        notes.append(
+            "The driver sees a GPU that no installed framework can use; install a build with GPU support."
+        )
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        devices=(Device(kind="cpu", name=_cpu_name()), *accelerators),
+        cores=usable_cores(),
+        devices=(Device(kind="cpu", name=processor_name()), *accelerators),
         versions=versions,
         kernels=importlib.util.find_spec("fp8_common.kernels") is not None,
         notes=tuple(notes),
@@ -115,7 +117,7 @@ def nvidia_smi_devices() -> list[Device]:
 
 
 def parse_nvidia_smi(answer: str) -> list[Device]:
-    """Return the devices in the lines "name, compute capability, memory in MiB"; other lines are passed over."""
+    """Return the devices in lines of "name, compute capability, memory in MiB"; skip other lines."""
     devices = []
     for line in answer.splitlines():
         name, _, rest = line.partition(",")
@@ -155,7 +157,9 @@ def _torch_devices(torch: Any) -> list[Device]:
             device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
         else:
             capability = (facts.major, facts.minor)
-            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=facts.total_memory)
+            device = Device(
+                kind="nvidia", name=facts.name, capability=capability, memory_bytes=facts.total_memory
+            )
         devices.append(device)
     return devices
 
@@ -174,12 +178,17 @@ def _jax_devices(jax: Any) -> list[Device]:
     return devices
 
 
-def _cpu_name() -> str:
-    """The processor's name: /proc/cpuinfo knows it on Linux, where `platform` does not."""
+def usable_cores() -> int:
+    """Return how many cores this process may run on, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the processor's name: /proc/cpuinfo knows it on Linux, where `platform` does not."""
     try:
         for line in FilePath("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    except OSError as error:
+        _log.debug("no /proc/cpuinfo: %s", error)
     return platform.processor() or platform.machine()

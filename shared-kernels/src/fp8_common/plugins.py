@@ -1,7 +1,7 @@
 """Decides how plugins make themselves known: entry points of the group `fp8.plugins`.
 
-An entry point names a function `describe(machine: Machine) -> PluginInfo`, or a ready `PluginInfo`. It must be quick
-and must not need a GPU. In a plugin's pyproject.toml:
+An entry point names a function `describe(machine: Machine) -> PluginInfo`, or a ready `PluginInfo`. It must
+be quick and must not need a GPU. In a plugin's pyproject.toml:
 
     [project.entry-points."fp8.plugins"]
     torch-fsdp = "fp8_torch_fsdp._plugin:describe"

@@ -1,7 +1,7 @@
 """Decides what a training recipe is: for each operand of a linear layer, its format, scaling and granularity.
 
-Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the products are
-"output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
+Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the products
+are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
 """
 
 import dataclasses
@@ -41,8 +41,10 @@ class CastRecipe(Record):
         format: Short name of the FP8 format (dtype names are accepted and shortened).
         scaling: "dynamic" takes the scale from the tensor itself, "delayed" from its history, "static" from
             `static_scale`; "disabled" leaves the operand in high precision.
-        granularity: What shares a scale: the tensor, a slice along the contracted axis, a block, or 32 values (MX).
-        policy: How an amax becomes a scale; `policy.history` is the window of delayed scaling and 0 otherwise.
+        granularity: What shares a scale: the tensor, a slice along the contracted axis, a block, or 32 values
+            (MX).
+        policy: How an amax becomes a scale; `policy.history` is the window of delayed scaling and 0
+            otherwise.
         static_scale: The multiplier into FP8 of static scaling, a normal float32.
     """
 
@@ -59,8 +61,8 @@ class CastRecipe(Record):
         self._check_policy()
         if (self.scaling == "static") != (self.static_scale is not None):
             raise Fp8Error(
-                f'static_scale belongs to scaling="static" and to nothing else; got scaling={self.scaling!r} and '
-                f"static_scale={self.static_scale!r}."
+                'static_scale belongs to scaling="static" and to nothing else; '
+                f"got scaling={self.scaling!r} and static_scale={self.static_scale!r}."
             )
         if self.static_scale is not None and not _is_normal_float32(self.static_scale):
             raise Fp8Error(f"static_scale must be a positive normal float32, got {self.static_scale!r}.")
@@ -68,18 +70,20 @@ class CastRecipe(Record):
     def _check_policy(self) -> None:
         if (self.scaling == "delayed") != (self.policy.history > 0):
             raise Fp8Error(
-                f'scaling="delayed" needs a policy with history >= 1 and every other scaling one with history=0; got '
-                f"scaling={self.scaling!r} and history={self.policy.history}. "
+                'scaling="delayed" needs a policy with history >= 1, every other scaling one with history=0; '
+                f"got scaling={self.scaling!r} and history={self.policy.history}. "
                 "Use dataclasses.replace(policy, history=...)."
             )
         if self.scaling in ("delayed", "static") and self.granularity != "tensorwise":
             raise Fp8Error(
-                f'scaling={self.scaling!r} keeps one scale for each tensor; got granularity={self.granularity!r}. '
+                f"scaling={self.scaling!r} keeps one scale for each tensor, "
+                f"got granularity={self.granularity!r}. "
                 'Use granularity="tensorwise", or scaling="dynamic".'
             )
         if (self.granularity == "mx") != (self.policy.formula == "e8m0"):
             raise Fp8Error(
-                f'granularity="mx" and a policy made by mx(mode) need each other; got granularity={self.granularity!r} '
+                'granularity="mx" and a policy made by mx(mode) need each other; '
+                f"got granularity={self.granularity!r} "
                 f"and the policy {self.policy.name!r} (formula={self.policy.formula!r})."
             )
 
@@ -124,7 +128,7 @@ class Recipe(Record):
             _check_product(self.name, product, *self.operands(product))
 
     def operands(self, product: Product) -> tuple[CastRecipe, CastRecipe]:
-        """Return the casts of both operands of "output" (x, w), "grad_input" (dy, w) or "grad_weight" (x, dy).
+        """Return both casts of "output" (x, w), "grad_input" (dy, w) or "grad_weight" (x, dy).
 
         Raises:
             Fp8Error: There is no such product.
@@ -134,7 +138,10 @@ class Recipe(Record):
         if product == "grad_input":
             return self.grad_output, self.weight_for_grad_input or self.weight
         if product == "grad_weight":
-            return self.input_for_grad_weight or self.input, self.grad_output_for_grad_weight or self.grad_output
+            return (
+                self.input_for_grad_weight or self.input,
+                self.grad_output_for_grad_weight or self.grad_output,
+            )
         raise Fp8Error(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
 
 
@@ -154,18 +161,24 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) -> None:
     where = f"Recipe {name!r}, product {product!r}:"
     if a.enabled != b.enabled:
-        raise Fp8Error(f'{where} one operand is FP8 and the other is not. Set scaling="disabled" on both or on none.')
+        raise Fp8Error(
+            f'{where} one operand is FP8 and the other is not. Set scaling="disabled" on both or on none.'
+        )
     if not a.enabled:
         return
     if _FAMILY[a.granularity] != _FAMILY[b.granularity]:
         raise Fp8Error(
-            f"{where} granularities {a.granularity!r} and {b.granularity!r} do not multiply. Combine tensorwise with "
-            "rowwise, blockwise with blockwise, or mx with mx."
+            f"{where} granularities {a.granularity!r} and {b.granularity!r} do not multiply. "
+            "Combine tensorwise with rowwise, blockwise with blockwise, or mx with mx."
         )
     if a.fp8_format.fnuz != b.fp8_format.fnuz:
-        raise Fp8Error(f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none.")
+        raise Fp8Error(
+            f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none."
+        )
     if a.fp8_format.mantissa_bits + b.fp8_format.mantissa_bits < 5:
-        raise Fp8Error(f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side.")
+        raise Fp8Error(
+            f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side."
+        )
 
 
 def _is_normal_float32(value: float) -> bool:
@@ -206,5 +219,5 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe(name="mx", input=_MX, weight=_MX, grad_output=_MX),
     )
 }
-"""Recipes by name. The row-wise ones use power-of-two scales, as torchao's do; "gw_hp" keeps "grad_weight" in high
-precision."""
+"""Recipes by name. The row-wise ones use power-of-two scales, as torchao's do; "gw_hp" keeps "grad_weight" in
+high precision."""

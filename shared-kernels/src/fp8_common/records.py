@@ -1,7 +1,7 @@
 """Decides how settings are checked and written down: frozen dataclasses to plain dictionaries and back.
 
-A dictionary holds only what strict JSON can carry; infinity is the string "inf". Reading refuses what it does not
-know, so that a setting is never dropped in silence.
+A dictionary holds only what strict JSON can carry; infinity is the string "inf". Reading refuses what it does
+not know, so that a setting is never dropped in silence.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class Record:
         """Build the record that `to_dict` described; fields left out take their defaults.
 
         Raises:
-            Fp8Error: The schema is another one, a key is unknown or missing, or a value has the wrong type or is
-                not allowed.
+            Fp8Error: The schema is another one, a key is unknown or missing, or a value has the wrong type or
+                is not allowed.
         """
         if not isinstance(data, Mapping):
             raise Fp8Error(f"{cls.__name__} must be read from a dictionary, got {type(data).__name__}.")
@@ -52,8 +52,12 @@ class Record:
             )
         missing = [name for name, field in fields.items() if _required(field) and name not in data]
         if missing:
-            raise Fp8Error(f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}.")
-        return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
+            raise Fp8Error(
+                f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}."
+            )
+        return cls(
+            **{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()}
+        )
 
     @classmethod
     def _without_schema(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
         Fp8Error: `fmt` is E8M0 or unknown.
     """
     fmt = get_data_format(fmt)
-    value = np.asarray(x).astype(np.float64)
+    value = _as_float64(x)
     grid, exponent = _to_grid(np.abs(value), fmt)
     return _assemble(value, np.rint(grid), exponent, fmt)
 
@@ -53,7 +53,7 @@ def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -
         Fp8Error: The shapes differ, or `random_bits` is not uint32.
     """
     fmt = get_data_format(fmt)
-    value = np.asarray(x).astype(np.float64)
+    value = _as_float64(x)
     bits = np.asarray(random_bits)
     if bits.dtype != np.uint32 or bits.shape != value.shape:
         raise Fp8Error(
@@ -91,6 +91,11 @@ def as_codes(codes: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
     if array.dtype != np.uint8:
         raise Fp8Error(f"FP8 codes must be uint8 or {get_format(fmt).dtype_name}, got {array.dtype}.")
     return array
+
+
+def _as_float64(x: ArrayLike) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):  # a signalling NaN is no error
+        return np.asarray(x).astype(np.float64)
 
 
 def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

@@ -1,16 +1,16 @@
-"""Decides which modules a recipe applies to: ordered include and exclude rules over fully qualified names.
+r"""Decides which modules a recipe applies to: ordered include and exclude rules over fully qualified names.
 
 A rule is written as one string:
 
 | text | meaning |
 |---|---|
 | `layers.*.mlp.*` | include; a glob: `*` any characters (dots too), `?` one, `[01]` one of these |
-| `re:layers\\.\\d+\\.mlp\\..*` | include; a regular expression |
+| `re:layers\.\d+\.mlp\..*` | include; a regular expression |
 | `!lm_head` | exclude; works before `re:` too |
 | `layers.*.attn.* = rowwise` | include with a named recipe instead of the caller's |
 
-Patterns match the whole name. Later rules win, so the general rule comes first and its exceptions after it. A name
-that no rule matches is included only if every rule excludes ("everything but lm_head").
+Patterns match the whole name. Later rules win, so the general rule comes first and its exceptions after it. A
+name that no rule matches is included only if every rule excludes ("everything but lm_head").
 """
 
 import dataclasses
@@ -46,7 +46,9 @@ class Rule:
         if not self.pattern:
             raise Fp8Error("A module rule needs a pattern, got an empty one. Use '*' for every module.")
         if self.recipe is not None and not self.include:
-            raise Fp8Error(f"Module rule {str(self)!r} excludes, so it cannot name a recipe. Remove one of the two.")
+            raise Fp8Error(
+                f"Module rule {str(self)!r} excludes, so it cannot name a recipe. Remove one of the two."
+            )
         _compiled(self.pattern)
 
     @classmethod
@@ -54,7 +56,8 @@ class Rule:
         """Read one rule as written in the module docstring.
 
         Raises:
-            Fp8Error: The pattern is empty or no regular expression, the recipe is unknown, or an exclusion has one.
+            Fp8Error: The pattern is empty or no regular expression, the recipe is unknown, or an exclusion
+                has one.
         """
         if not isinstance(text, str):
             raise Fp8Error(f"A module rule must be a string or a Rule, got {text!r}.")
@@ -111,7 +114,9 @@ class Rules:
         for rule in self.rules:
             other = seen.setdefault(rule.pattern, rule)
             if other.setting != rule.setting:
-                raise Fp8Error(f"Module rules {str(other)!r} and {str(rule)!r} contradict each other. Remove one.")
+                raise Fp8Error(
+                    f"Module rules {str(other)!r} and {str(rule)!r} contradict each other. Remove one."
+                )
 
     @classmethod
     def parse(cls, rules: "Rules | Iterable[str | Rule]") -> "Rules":
@@ -123,7 +128,9 @@ class Rules:
         if isinstance(rules, Rules):
             return rules
         if isinstance(rules, str):
-            raise Fp8Error(f"Module rules must be a list of strings, got the string {rules!r}. Put it in a list.")
+            raise Fp8Error(
+                f"Module rules must be a list of strings, got the string {rules!r}. Put it in a list."
+            )
         return cls(rules=tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules))
 
     def match(self, fqn: str) -> Decision:
@@ -161,9 +168,9 @@ class Rules:
         winners = {str(decision.rule): decision.rule for decision in matched if decision.rule is not None}
         if all(winner.setting != rule.setting for winner in winners.values()):
             raise Fp8Error(
-                f"Module rule {str(rule)!r} decides nothing: it matches {len(matched)} module(s), and later rules "
-                f"({', '.join(map(repr, winners))}) contradict it on every one. Later rules win: put the general rule "
-                "first, or remove one."
+                f"Module rule {str(rule)!r} decides nothing: it matches {len(matched)} module(s), and later "
+                f"rules ({', '.join(map(repr, winners))}) contradict it on every one. "
+                "Later rules win: put the general rule first, or remove one."
             )
 
 

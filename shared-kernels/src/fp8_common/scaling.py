@@ -57,7 +57,8 @@ def amax_to_scale_inv(
     fmt = get_data_format(fmt)
     if policy.formula != "descale":
         return reciprocal(amax_to_scale(amax, fmt, policy, prev))
-    descale = _at_least_eps(np.abs(as_float32(amax, "amax")), policy) / np.float32(fmt.max)
+    with np.errstate(all="ignore"):
+        descale = _at_least_eps(np.abs(as_float32(amax, "amax")), policy) / np.float32(fmt.max)
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 
 

@@ -44,7 +44,9 @@ def convert_to_float8_training(
     skipped = [names[m] for m in chosen if module_filter_fn and not module_filter_fn(m, names[m])]
     chosen = [m for m in chosen if names[m] not in skipped]
     if not chosen:
-        raise Fp8Error("No nn.Linear layer to convert. Check module_filter_fn, or that the model has linear layers.")
+        raise Fp8Error(
+            "No nn.Linear layer to convert. Check module_filter_fn, or that the model has linear layers."
+        )
     replacements = {module: Float8Linear.from_linear(module, config) for module in chosen}
     if config.all_gather.enabled:
         _wrap_weights(model, replacements, config)
@@ -53,7 +55,9 @@ def convert_to_float8_training(
             if child in replacements:
                 setattr(parent, name, replacements[child])
     logger.info(
-        "FP8: converted %d linear layers%s.", len(chosen), f", left {len(skipped)} to the filter" if skipped else ""
+        "FP8: converted %d linear layers%s.",
+        len(chosen),
+        f", left {len(skipped)} to the filter" if skipped else "",
     )
     return replacements.get(model, model)
 

@@ -57,7 +57,9 @@ class Float8Linear(nn.Linear):
             Fp8Error: The last dimension is not `in_features`.
         """
         if input.shape[-1] != self.in_features:
-            raise Fp8Error(f"Float8Linear expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
+            raise Fp8Error(
+                f"Float8Linear expects [..., {self.in_features}] as input, got {tuple(input.shape)}."
+            )
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         output = _Float8Products.apply(input, self.weight, self.config)
@@ -98,7 +100,12 @@ class _Float8Products(torch.autograd.Function):
         # A gathered weight is saved as it is: FSDP2 may free and refill it before the backward.
         gathered = isinstance(weight, GatheredFloat8Weight)
         ctx.save_for_backward(x_codes, x_scale_inv, *((weight,) if gathered else (w_codes, w_scale_inv)))
-        ctx.config, ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = config, x.shape, x.dtype, weight.dtype
+        ctx.config, ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = (
+            config,
+            x.shape,
+            x.dtype,
+            weight.dtype,
+        )
         output = scaled_product(
             x_codes,
             x_scale_inv,

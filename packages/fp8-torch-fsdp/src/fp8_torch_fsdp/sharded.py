@@ -10,7 +10,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from fp8_common.torch.fsdp import WeightState, gather_inputs, is_view, mark_mutations, refill, track_optimizer_steps
+from fp8_common.torch.fsdp import (
+    WeightState,
+    gather_inputs,
+    is_view,
+    mark_mutations,
+    refill,
+    track_optimizer_steps,
+)
 from fp8_torch_fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.strategies import TensorwiseStrategy
 
@@ -55,7 +62,9 @@ class ShardedFloat8Weight(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, data: torch.Tensor, strategy: TensorwiseStrategy, *, cache: bool = True) -> "ShardedFloat8Weight":
+    def of(
+        cls, data: torch.Tensor, strategy: TensorwiseStrategy, *, cache: bool = True
+    ) -> "ShardedFloat8Weight":
         """Wrap a plain weight that nothing is known about yet."""
         track_optimizer_steps(cls)
         return cls(data, WeightState(strategy=strategy, cache=cache))

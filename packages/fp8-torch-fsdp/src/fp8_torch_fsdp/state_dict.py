@@ -18,7 +18,9 @@ def keep_state_dicts_plain(module: nn.Module) -> None:
 def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
     key = f"{prefix}weight"
     if key in state_dict:
-        state_dict[key] = _map_local(state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t)
+        state_dict[key] = _map_local(
+            state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t
+        )
 
 
 def _wrap_assigned(

@@ -5,7 +5,7 @@ import sys
 from types import TracebackType
 from typing import Self, TextIO
 
-BAR = "{task.fields[figures]}"
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class Progress:
@@ -47,17 +47,18 @@ class Progress:
 
     def step(self, done: int, *, loss: float, tokens_per_s: float, bytes_per_step: float) -> None:
         """Show the figures after `done` steps of the run."""
-        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {megabytes(bytes_per_step)} gathered per step"
+        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {byte_count(bytes_per_step)}/step"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, figures=figures)
         elif done * 10 // self._steps > self._told:
             self._told = done * 10 // self._steps
-            self.say(f"{self._label:>12}  {done:>5}/{self._steps}  {figures}")
+            self.say(f"{self._label:>11}  {done:>5}/{self._steps}  {figures}")
 
 
-def megabytes(count: float) -> str:
-    """Return a number of bytes in MB (10^6 bytes) with two decimals."""
-    return f"{count / 1e6:.2f} MB"
+def byte_count(count: float) -> str:
+    """Return a number of bytes in kB, MB or GB (powers of 1000) with two decimals."""
+    unit, name = next(((unit, name) for unit, name in UNITS if count >= unit), UNITS[-1])
+    return f"{count / unit:.2f} {name}"
 
 
 def _rich_bar(stream: TextIO):  # noqa: ANN202  (rich is an extra: its types may be absent)
@@ -67,6 +68,6 @@ def _rich_bar(stream: TextIO):  # noqa: ANN202  (rich is an extra: its types may
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = [TextColumn("{task.description:>12}"), BarColumn(bar_width=24), MofNCompleteColumn()]
-    columns += [TextColumn(BAR), TimeRemainingColumn()]
+    columns = [TextColumn("{task.description:>11}"), BarColumn(bar_width=9), MofNCompleteColumn()]
+    columns += [TextColumn("{task.fields[figures]}"), TimeRemainingColumn()]
     return Bar(*columns, console=Console(file=stream))

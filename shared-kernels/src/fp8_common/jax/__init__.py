@@ -1,23 +1,20 @@
 """The functions of `fp8_common` on JAX arrays, bit for bit equal to the NumPy definition.
 
-They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and strict dtype promotion.
-Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies and errors are
-those of `fp8_common`. Needs jax >= 0.10.
+They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and strict dtype
+promotion. Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies
+and errors are those of `fp8_common`. Needs jax >= 0.10.
 """
 
 from fp8_common.jax.amax import amax
-from fp8_common.jax.e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
-from fp8_common.jax.history import update_history
-from fp8_common.jax.quantize import (
-    dequantize,
+from fp8_common.jax.block_scaled import (
     dequantize_blockwise,
     dequantize_mx,
-    quantize,
     quantize_blockwise,
     quantize_mx,
-    quantize_rowwise,
-    quantize_stochastic,
 )
+from fp8_common.jax.e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
+from fp8_common.jax.history import update_history
+from fp8_common.jax.quantize import dequantize, quantize, quantize_rowwise, quantize_stochastic
 from fp8_common.jax.rounding import decode, encode, encode_stochastic
 from fp8_common.jax.scaling import amax_to_scale, amax_to_scale_inv, reciprocal
 from fp8_common.jax.straight_through import fake_quantize

@@ -1,7 +1,7 @@
 """Decides which arrays the JAX functions accept, and how float32 values are seen as integers.
 
-Integers matter here more than elsewhere: XLA on CPUs flushes float32 subnormals to zero in every float operation, so
-whatever must stay exact is compared, selected and assembled on bits.
+Integers matter here more than elsewhere: XLA on CPUs flushes float32 subnormals to zero in every float
+operation, so whatever must stay exact is compared, selected and assembled on bits.
 """
 
 import jax
@@ -34,7 +34,9 @@ def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
     """
     dtype = _dtype(x)
     if dtype not in INPUT_DTYPES:
-        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {dtype}. Convert it to float32 first.")
+        raise Fp8Error(
+            f"{what} must be float16, bfloat16 or float32, got {dtype}. Convert it to float32 first."
+        )
     return jnp.asarray(x, dtype).astype(jnp.float32)
 
 
@@ -87,5 +89,5 @@ def float_key(x: jax.Array) -> jax.Array:
     return to_bits(x) & jnp.int32(KEY_MASK)
 
 
-def _dtype(x: ArrayLike) -> object:
+def _dtype(x: ArrayLike) -> np.dtype:
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype

@@ -66,7 +66,7 @@ def _round_exponent(key: jax.Array, fmt: Format, mode: MxMode) -> jax.Array:
 
 
 def _rceil(key: jax.Array, fmt: Format) -> jax.Array:
-    """Compare mantissas instead of dividing: amax <= fmt.max * 2^k exactly when its mantissa is not the larger."""
+    """Compare mantissas instead of dividing: amax <= fmt.max * 2^k when its mantissa is not the larger."""
     limit = int(np.float32(fmt.max).view(np.int32))
     above = ((key & MANTISSA_MASK) > (limit & MANTISSA_MASK)).astype(jnp.int32)
     return jnp.where(key >> 23 == 0, 0, (key >> 23) - ((limit >> 23) - 127) + above)

@@ -1,8 +1,8 @@
 """Decides how float32 products stay exact where XLA flushes subnormals: both ways of a scale.
 
-XLA on CPUs treats subnormal operands as zero and replaces subnormal results by zero. A subnormal is an integer times
-2^-149, so an operand becomes that integer with the power of two moved to the scale, and a result is assembled by
-integer rounding. Nothing here depends on whether the hardware flushes.
+XLA on CPUs treats subnormal operands as zero and replaces subnormal results by zero. A subnormal is an
+integer times 2^-149, so an operand becomes that integer with the power of two moved to the scale, and a
+result is assembled by integer rounding. Nothing here depends on whether the hardware flushes.
 """
 
 import jax
@@ -30,8 +30,8 @@ LIFT_BELOW_KEY = (127 - 100) << 23
 def product_into(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return RN32(x * scale), right for every product of at least 2^-100 in magnitude, whatever its operands.
 
-    Smaller products may come out as zero of the right sign: they round to zero in every FP8 format. A subnormal x
-    matters where scale > 2^100, a subnormal scale where x is huge.
+    Smaller products may come out as zero of the right sign: they round to zero in every FP8 format. A
+    subnormal x matters where scale > 2^100, a subnormal scale where x is huge.
 
     Args:
         x: float32, any shape.
@@ -47,12 +47,14 @@ def product_into(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _prepare_scale(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the scale with subnormals lifted, what lowers the product again, and scale * 2^-149."""
-    key = float_key(scale)
-    integer = to_bits(key.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149)))
+    key, sign = float_key(scale), to_bits(scale) & jnp.int32(SIGN_MASK)
     small = key < MIN_NORMAL_KEY
-    lifted = jnp.where(small, from_bits(integer | (to_bits(scale) & jnp.int32(SIGN_MASK))), scale)
+    integer = key.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
+    lifted = jnp.where(small, from_bits(to_bits(integer) | sign), scale)
     lowering = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1))
-    for_subnormal = scale * jnp.float32(2.0**-75) * jnp.float32(2.0**-74)
+    # By bits, because XLA folds two factors into one, and 2^-149 would be flushed.
+    reduced = jnp.maximum(key - jnp.int32(149 << 23), 0)
+    for_subnormal = from_bits(jnp.where(key < INF_KEY, reduced, key) | sign)
     # The barrier makes XLA compute these once per scale instead of once per element.
     return lax.optimization_barrier((lifted, lowering, for_subnormal))
 
@@ -61,7 +63,7 @@ def product_back(values: jax.Array, scale_inv: jax.Array) -> jax.Array:
     """Return RN32(values * scale_inv) exactly, subnormal results included.
 
     Args:
-        values: float32 values of an FP8 format, any shape: at most four significant bits, zero or at least 2^-17.
+        values: float32 values of an FP8 format, any shape: at most four significant bits, zero or >= 2^-17.
         scale_inv: float32, of the same number of dimensions, broadcastable to `values`; subnormals included.
     """
     lifted, lowered_by, significand, exponent = _prepare_scale_inv(scale_inv)
@@ -76,7 +78,7 @@ def product_back(values: jax.Array, scale_inv: jax.Array) -> jax.Array:
 def _prepare_scale_inv(scale_inv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the scale lifted, by how much (added to its bits), and its magnitude as integer and exponent."""
     key, sign = float_key(scale_inv), to_bits(scale_inv) & jnp.int32(SIGN_MASK)
-    # A subnormal becomes a normal 2^64 times as large by converting its integer; other small ones by their exponent.
+    # 2^64 times as large: a subnormal by converting its integer, other small scales by their exponent.
     from_integer = to_bits(key.astype(jnp.float32)) - jnp.int32((149 - LIFT) << 23)
     raised = jnp.where(key < MIN_NORMAL_KEY, from_integer, key + jnp.int32(LIFT << 23))
     raised = jnp.where(key == 0, 0, raised)
@@ -113,8 +115,8 @@ def divide(numerator: float, denominator: jax.Array) -> jax.Array:
     key = float_key(denominator)
     small = key < MIN_NORMAL_KEY
     usable = jnp.where(small, key.astype(jnp.float32), denominator)
-    # lax.div of equal shapes behind a barrier: XLA would turn a division by a broadcast or constant into a product
-    # with its reciprocal, which rounds twice.
+    # lax.div of equal shapes behind a barrier: XLA would turn a division by a broadcast or a constant into a
+    # product with its reciprocal, which rounds twice.
     quotient = lax.div(jnp.full_like(usable, np.float32(numerator)), lax.optimization_barrier(usable))
     raised = _times_2_to_149(quotient)
     return jnp.where(small, raised, quotient)

@@ -1,7 +1,7 @@
 """Decides how JAX turns numbers into FP8 codes and back.
 
-The cast is written with integer operations and one float addition instead of XLA's own conversion: that one does not
-saturate (overflow becomes NaN in E4M3 and infinity in E5M2), and on CPUs this one is also several times faster.
+The cast is written with integer operations and one float addition instead of XLA's own conversion: that one
+does not saturate (overflow becomes NaN in E4M3, infinity in E5M2), and on CPUs it is several times slower.
 """
 
 import jax
@@ -86,7 +86,7 @@ def check_random_bits(random_bits: ArrayLike, shape: tuple[int, ...]) -> jax.Arr
 def round_to_codes(x: jax.Array, fmt: Format) -> jax.Array:
     """Return the uint8 codes of float32 `x`, rounded to nearest even.
 
-    Adding 2^(e+23-m) to a value of binade e leaves exactly m mantissa bits, rounded by the hardware's own rule.
+    Adding 2^(e+23-m) to a value of binade e leaves m mantissa bits, rounded by the hardware's own rule.
     """
     bits = to_bits(lax.stop_gradient(x))
     magnitude, base = _magnitude_and_binade(bits, fmt)
@@ -102,7 +102,7 @@ def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) 
     """
     bits = to_bits(lax.stop_gradient(x))
     magnitude, base = _magnitude_and_binade(bits, fmt)
-    to_grid = from_bits(jnp.int32((254 + fmt.mantissa_bits) << 23) - base)
+    to_grid = from_bits(jnp.int32((127 + fmt.mantissa_bits) << 23) - (base - jnp.int32(127 << 23)))
     grid = from_bits(magnitude) * to_grid
     below = lax.floor(grid)
     drawn = lax.shift_right_logical(random_bits, jnp.uint32(9)) * jnp.uint32(2) + jnp.uint32(1)

@@ -1,4 +1,4 @@
-"""Decides how JAX computes scales: the rules of `fp8_common.scaling`, exact although XLA flushes subnormals."""
+"""Decides how JAX computes scales: the rules of `fp8_common.scaling`, exact though XLA flushes subnormals."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def amax_to_scale(
         amax: float16, bfloat16 or float32, any shape: max |x| (its sign is ignored).
         fmt: The format the values go to; static under jit.
         policy: The rule; static under jit.
-        prev: float32, broadcastable to `amax`: the scale in use, kept where the policy says so. None stands for 1.0.
+        prev: float32, broadcastable to `amax`: the scale in use, kept where the policy says so; None is 1.0.
 
     Returns:
         float32 of the shape of `amax`.
@@ -111,8 +111,9 @@ def _reciprocal(scale: jax.Array) -> jax.Array:
 def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
     """Return the bits of RN32(1 / scale) for 2^126 < scale < inf: the integer nearest 2^149 / scale.
 
-    With scale = significand * 2^(field-150) that is 2^(299-field) / significand. The float quotient is off by less
-    than one and a half; the remainder, computed modulo 2^32 (the numerator is 0 there), corrects it. No ties exist.
+    With scale = significand * 2^(field-150) that is 2^(299-field) / significand. The truncated float quotient
+    is off by less than one and a half; the remainder, computed modulo 2^32 (where the numerator is 0), tells
+    which way. No ties exist.
     """
     significand = (key & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)
     numerator = jnp.where(key >> 23 == 254, jnp.float32(2.0**45), jnp.float32(2.0**46))

@@ -1,4 +1,4 @@
-"""Decides the gradient of a cast to FP8 and back: the identity, as is the convention of quantized training."""
+"""Decides the gradient of a cast to FP8 and back: the identity, the convention of quantized training."""
 
 from functools import partial
 
@@ -13,8 +13,9 @@ from fp8_common.jax.quantize import dequantize, quantize
 def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     """Return `x` as its FP8 codes represent it: `dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)`.
 
-    Forward mode: the tangent of `x` passes unchanged, the tangent of `scale` is dropped. Transposed: the cotangent of
-    the result is the cotangent of `x`, also where `x` saturates; `scale` gets zero. Second derivatives are zero.
+    Forward mode: the tangent of `x` passes unchanged, the tangent of `scale` is dropped. Transposed: the
+    cotangent of the result is the cotangent of `x`, also where `x` saturates; `scale` gets zero. Second
+    derivatives are zero.
 
     Args:
         x: float16, bfloat16 or float32, any shape.

@@ -22,9 +22,14 @@ from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_
 NAMESPACE = "fp8_common"
 
 
-@cache
+@torch.compiler.assume_constant_result
 def policy_key(policy: ScalePolicy) -> str:
-    """Return the string that stands for `policy` in operator arguments."""
+    """Return the string that stands for `policy` in operator arguments; a constant to the compiler."""
+    return _policy_key(policy)
+
+
+@cache
+def _policy_key(policy: ScalePolicy) -> str:
     return json.dumps(dataclasses.asdict(policy))
 
 

@@ -71,7 +71,9 @@ def main() -> int:
     report.write(options.out, finished)
     words = finished["torch_fsdp"]["summary"]
     print("", report.plain_table(words), "", *words["verdict"], sep="\n")
-    print(f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})")
+    print(
+        f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})"
+    )
     return 0
 
 
@@ -100,31 +102,26 @@ def make_report(
         data={"path": corpus.label, "bytes": corpus.size},
         name="torch_fsdp",
         section=section,
-        summary=results.summarize(
-            runs, ranks=options.ranks, device=options.device, recipe=options.recipe
-        ),
-    )
-
-
-def interrupted(options_hint: bool) -> str:
-    """Return the sentence for a run that was told to stop."""
-    return "Interrupted: the training processes are stopped, no report was written." + (
-        " Go on with the same options and --resume." if options_hint else ""
+        summary=results.summarize(runs, ranks=options.ranks, device=options.device, recipe=options.recipe),
     )
 
 
 def run() -> int:
-    """Run the demo and turn every expected end into a sentence and an exit code."""
+    """Run the demo and turn every end that can be expected into a sentence and an exit code."""
     try:
         with launch.interruptible():
             return refusing(main)
     except launch.Interrupted as stop:
-        print("\n" + interrupted("--checkpoint" in " ".join(sys.argv)), file=sys.stderr)
-        return 128 + stop.number
+        words, code = (
+            "\nInterrupted: every training process is stopped, no report was written.",
+            128 + stop.number,
+        )
+        notes = getattr(stop, "__notes__", [])
     except launch.TrainingFailedError as error:
-        hint = " Go on with the same options and --resume." if "--checkpoint" in " ".join(sys.argv) else ""
-        print(f"{error}{hint}", file=sys.stderr)
-        return 1
+        words, code = str(error), 1
+        notes = getattr(error, "__notes__", [])
+    print(" ".join([words, *notes]), file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -126,7 +126,9 @@ def label_gathers(model: nn.Module, counter: CollectiveCounter) -> None:
         if isinstance(module, Block):
             linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Linear)}
             if others := [name for name, weight in module.named_parameters() if id(weight) not in linear]:
-                raise RuntimeError(f"A block must hold linear weights alone to be counted, and it holds {others}.")
+                raise RuntimeError(
+                    f"A block must hold linear weights alone to be counted, and it holds {others}."
+                )
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(
                 LabelledAllGather(counter, LINEAR if isinstance(module, Block) else OTHER)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -60,20 +59,33 @@ def run_training(options: Options, digest: str, listen: Callable[[Event], None])
     Raises:
         Fp8Error: a training process refused its task.
         TrainingFailedError: one ended early; its last words are in the log beside the report.
+        Interrupted: the demo was told to stop. Like the error before, it names --resume where that is possible.
     """
-    with (options.out / LOG).open("w+") as log:
-        process = _start(options, digest, log)
-        try:
-            for event in _events(process):
-                if event["event"] == "refused":
-                    raise Fp8Error(event["message"])
-                listen(event)
-            code = process.wait()
-        finally:
-            _stop(process)
-        if code:
-            raise TrainingFailedError(_what_happened(log, options.out / LOG))
-    (options.out / LOG).unlink()
+    path = options.out / LOG
+    try:
+        with path.open("w+") as log:
+            _train(options, digest, listen, log)
+    except (TrainingFailedError, Interrupted) as end:
+        if options.checkpoint:
+            end.add_note("Go on with the same options and --resume.")
+        if isinstance(end, Interrupted):
+            path.unlink()
+        raise
+    path.unlink()
+
+
+def _train(options: Options, digest: str, listen: Callable[[Event], None], log: IO[str]) -> None:
+    process = _start(options, digest, log)
+    try:
+        for event in _events(process):
+            if event["event"] == "refused":
+                raise Fp8Error(event["message"])
+            listen(event)
+        code = process.wait()
+    finally:
+        _stop(process)
+    if code:
+        raise TrainingFailedError(_what_happened(log))
 
 
 def _start(options: Options, digest: str, log: IO[str]) -> subprocess.Popen:
@@ -119,7 +131,7 @@ def _deaf() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _what_happened(log: IO[str], path: Path) -> str:
+def _what_happened(log: IO[str]) -> str:
     log.seek(0)
     text = log.read()
     signals = {int(code) for code in re.findall(r"exitcode\s*:\s*-(\d+)", text)}
@@ -127,4 +139,4 @@ def _what_happened(log: IO[str], path: Path) -> str:
         return f"A training process was killed by signal {killed.pop()}, so the others were stopped."
     raised = re.findall(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
     reason = f" ({raised[0]})" if raised else ""
-    return f"A training process ended early{reason}; its own words are in {str(path)!r}."
+    return f"A training process ended early{reason}; its own words are in {log.name!r}."

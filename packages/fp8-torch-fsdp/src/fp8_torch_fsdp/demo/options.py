@@ -96,16 +96,32 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m fp8_torch_fsdp.demo", description=demo.__doc__)
     add = parser.add_argument
     add("--steps", type=positive, default=STEPS, help="optimizer steps of each run (default %(default)s)")
-    add("--seeds", type=positive, default=1, help="train with this many seeds and compare the means (default 1)")
+    add(
+        "--seeds",
+        type=positive,
+        default=1,
+        help="train with this many seeds and compare the means (default 1)",
+    )
     add("--ranks", type=positive, help=f"processes (default {RANKS}, or the number of GPUs if that is less)")
     add("--recipe", default="tensorwise", help="FP8 recipe (default %(default)s)")
     add("--data", metavar="PATH", help="file or folder to train on (default: Python's standard library)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to train (default: a GPU if any)")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where to train (default: a GPU if any)",
+    )
     add("--dim", type=positive, default=DIM, help="width of the model (default %(default)s)")
     add("--layers", type=positive, default=LAYERS, help="number of blocks (default %(default)s)")
     add("--out", type=Path, default=Path("demo-report"), help="folder of the report (default %(default)s)")
     add("--checkpoint", type=Path, metavar="DIR", help="save checkpoints here while training")
-    add("--checkpoint-every", type=positive, default=25, metavar="N", help="steps between them (default %(default)s)")
+    add(
+        "--checkpoint-every",
+        type=positive,
+        default=25,
+        metavar="N",
+        help="steps between them (default %(default)s)",
+    )
     add("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     return parser
 
@@ -118,13 +134,15 @@ def _check_recipe(recipe: str) -> None:
 
 def _device(asked: str, gpus: int) -> Literal["cpu", "cuda"]:
     if asked == "cuda" and not gpus:
-        raise Fp8Error("--device cuda needs a GPU that PyTorch can use, and there is none here; use --device cpu.")
+        raise Fp8Error(
+            "--device cuda needs a GPU that PyTorch can use, and there is none here; use --device cpu."
+        )
     return "cuda" if gpus and asked != "cpu" else "cpu"
 
 
 def _ranks(asked: int | None, device: str, gpus: int) -> int:
     most = gpus if device == "cuda" else RANKS_PER_CORE * usable_cores()
     if asked is not None and asked > most:
-        what = f"{gpus} GPUs" if device == "cuda" else f"{usable_cores()} cores"
+        what = f"{gpus} GPU{'s' * (gpus > 1)}" if device == "cuda" else f"{usable_cores()} cores"
         raise Fp8Error(f"--ranks {asked} is more than {what} can serve; ask for at most {most}.")
     return asked or min(RANKS, most)

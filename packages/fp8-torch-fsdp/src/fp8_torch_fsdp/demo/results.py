@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from fp8_common.demo.progress import megabytes
+from fp8_common.demo.progress import byte_count
 from fp8_common.demo.report import Summary
 from fp8_torch_fsdp.demo.checkpointing import Record
 from fp8_torch_fsdp.demo.launch import TrainingFailedError
@@ -77,7 +77,13 @@ def summarize(runs: Mapping[str, Run], *, ranks: int, device: str, recipe: str) 
     bytes_ratio = ratio(fp8["fp8_weight_bytes_per_step"], bf16["fp8_weight_bytes_per_step"])
     difference = fp8["val_loss"] / bf16["val_loss"] - 1
     rows = [
-        _row("held-out loss (nats per byte)", bf16, fp8, lambda run: f"{run['val_loss']:.4f}", f"{difference:+.2%}"),
+        _row(
+            "held-out loss (nats per byte)",
+            bf16,
+            fp8,
+            lambda run: f"{run['val_loss']:.4f}",
+            f"{difference:+.2%}",
+        ),
         _bytes_row("linear weights, received per step", "fp8_weight_bytes_per_step", bf16, fp8),
         _bytes_row("all parameters, received per step", "all_gather_bytes_per_step", bf16, fp8),
         _row("amax all-reduces per step", bf16, fp8, lambda run: f"{run['amax_all_reduces_per_step']:g}", ""),
@@ -101,7 +107,9 @@ def summarize(runs: Mapping[str, Run], *, ranks: int, device: str, recipe: str) 
         _about_time(bf16, fp8, device),
     ]
     columns = ["", "bf16", f"FP8 ({recipe})", "FP8 / bf16"]
-    return Summary(title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict)
+    return Summary(
+        title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict
+    )
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -122,7 +130,7 @@ def _row(name: str, bf16: Run, fp8: Run, show: Any, last: str) -> list[str]:
 def _bytes_row(name: str, key: str, bf16: Run, fp8: Run) -> list[str]:
     quotient = ratio(fp8[key], bf16[key])
     last = "" if quotient is None else f"{quotient:.3f}x"
-    return _row(name, bf16, fp8, lambda run: megabytes(run[key]), last)
+    return _row(name, bf16, fp8, lambda run: byte_count(run[key]), last)
 
 
 def _short_answer(bytes_ratio: float | None, difference: float) -> str:
@@ -139,8 +147,8 @@ def _about_bytes(bf16: Run, fp8: Run, bytes_ratio: float | None, ranks: int) -> 
         return "With one process no weight is gathered; with --ranks 2 the bytes can be compared."
     key = "fp8_weight_bytes_per_step"
     return (
-        f"For the weights of the linear layers each of the {ranks} processes received {megabytes(fp8[key])} per step "
-        f"in FP8, scales included, and {megabytes(bf16[key])} in bf16: {bytes_ratio:.3f}x, counted at the collectives."
+        f"For the weights of the linear layers each of the {ranks} processes received {byte_count(fp8[key])} per step "
+        f"in FP8, scales included, and {byte_count(bf16[key])} in bf16: {bytes_ratio:.3f}x, counted at the collectives."
     )
 
 
@@ -158,8 +166,12 @@ def _about_loss(bf16: Run, fp8: Run, difference: float) -> str:
 def _about_time(bf16: Run, fp8: Run, device: str) -> str:
     speed = f"FP8 ran at {fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f} times the speed of bf16"
     if device == "cpu":
-        return f"{speed}: a CPU has no FP8 arithmetic, so the products are emulated. Time is won on GPUs alone."
-    return f"{speed} on this machine ({device}); a model this small does not fill a GPU, large ones gain most."
+        return (
+            f"{speed}: a CPU has no FP8 arithmetic, so the products are emulated. Time is won on GPUs alone."
+        )
+    return (
+        f"{speed} on this machine ({device}); a model this small does not fill a GPU, large ones gain most."
+    )
 
 
 def _times(count: float) -> str:

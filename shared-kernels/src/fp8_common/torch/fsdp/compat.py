@@ -21,11 +21,12 @@ try:
 except ImportError as error:  # an upgrade moved something: say so on use, not at import
     _import_error = error
 
-_NEEDED = {
+PRIVATE_NAMES = {
     "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_groups"),
     "FSDPParam": ("sharded_param", "padded_sharded_param_size", "_orig_size", "_param_fqn", "shard_mesh"),
     "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard"),
 }
+"""Attributes of private classes that this file reads; a test looks for each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,7 +134,9 @@ def mark_mutations(func: torch._ops.OpOverload, args: tuple, kwargs: dict, cls: 
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        value = (
+            args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        )
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, cls):
                 leaf._state.mark_changed()

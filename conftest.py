@@ -1,0 +1,74 @@
+"""Decides how every test of the repository runs: which cases of a matrix, which machines a test needs.
+
+`@pytest.mark.matrix(fmt=["e4m3", "e5m2"], block=[(1, 128), (128, 128)], seed=range(3))` gives a test every
+combination under `pytest --full`, else a small subset in which any two values of different names still meet.
+"""
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+# Read when JAX is imported: a silent int32 -> float32 promotion in a test would hide one in the code.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+
+# Only the session that installs every package also runs the examples in the documents.
+if importlib.util.find_spec("sybil") and importlib.util.find_spec("torch"):
+    from sybil import Sybil
+    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+    pytest_collect_file = Sybil(
+        parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", "docs/*.md", "docs/**/*.md"]
+    ).pytest()
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add `--full`, and the settings of pytest-timeout where a site's own Python (session `gpu`) lacks it."""
+    parser.addoption("--full", action="store_true", help="Run every case of a matrix, not a pairwise subset.")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "Seconds a test may take; needs pytest-timeout.")
+        parser.addini("timeout_method", "How a late test is stopped; needs pytest-timeout.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers that plugins would register, where these plugins are missing."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout, which is not installed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Spread `@pytest.mark.matrix(name=values, ...)` over cases."""
+    for marker in metafunc.definition.iter_markers("matrix"):
+        axes = [list(values) for values in marker.kwargs.values()]
+        cases = itertools.product(*axes) if metafunc.config.getoption("full") else pairwise(axes)
+        metafunc.parametrize(tuple(marker.kwargs), list(cases))
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the whole matrix of cases was asked for."""
+    return request.config.getoption("full")
+
+
+def pairwise(axes: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield few combinations, one value from each axis, so that any two values of two axes meet in one.
+
+    Greedy: always the combination that covers most of the pairs that are left, the earliest of equals, so the
+    choice is the same on every machine.
+    """
+    rows = [(row, frozenset(_pairs(row))) for row in itertools.product(*(range(len(axis)) for axis in axes))]
+    left = frozenset[tuple[int, int, int, int]]().union(*(pairs for _, pairs in rows))
+    while left:
+        best, covered = max(rows, key=lambda item: len(item[1] & left))
+        left -= covered
+        yield tuple(axis[i] for axis, i in zip(axes, best, strict=True))
+
+
+def _pairs(row: Iterable[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Name every pair of values in a row; a single axis pairs with itself."""
+    cells = list(enumerate(row))
+    pairs = itertools.combinations(cells, 2) if len(cells) > 1 else zip(cells, cells, strict=True)
+    return ((a, i, b, j) for (a, i), (b, j) in pairs)

@@ -1,0 +1,327 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# dependencies = ["nox[uv]>=2025.11.12"]
+# ///
+"""Every task of the repository: `nox -l` lists them, `nox` tests all, `nox -s NAME -- ARGS` runs one."""
+
+import ast
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import nox
+
+nox.needs_version = ">=2025.11.12"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+# A session that wants another interpreter is skipped, with its reason, where there is no such interpreter.
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ["lint", "types", "test", "isolated", "docs", "build"]
+
+ROOT = Path(__file__).parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+FRAMEWORKS = {"torch", "jax", "flax", "triton"}
+
+
+class Alone(NamedTuple):
+    """One run of session `isolated`: `tests` pass with `packages` alone, and `absent` is not installed."""
+
+    packages: list[str]
+    tests: str
+    absent: set[str]
+
+
+# Every package: its folder, and the extras that its features need. A new package is a line here and below.
+PACKAGES = {
+    "fp8-common": "shared-kernels[torch,jax,demo,testing]",
+    "fp8-torch-fsdp": "packages/fp8-torch-fsdp[demo]",
+}
+ISOLATED = {
+    "fp8-common": Alone(["fp8-common"], "shared-kernels/tests/numpy", FRAMEWORKS),
+    "fp8-common-torch": Alone(["fp8-common[torch]"], "shared-kernels/tests/torch", {"jax", "flax"}),
+    "fp8-common-jax": Alone(["fp8-common[jax]"], "shared-kernels/tests/jax", {"torch", "triton"}),
+    "fp8-torch-fsdp": Alone(
+        ["fp8-common", "fp8-torch-fsdp"], "packages/fp8-torch-fsdp/tests", {"jax", "flax"}
+    ),
+}
+JAX_TESTS = ["shared-kernels/tests/jax"]
+
+
+# ---------------------------------------------------------------- what runs by default
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, spelling and who imports whom; print the style budget."""
+    install(session, groups=["lint"])
+    session.install("--no-deps", *editable(*PACKAGES, extras=False))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("codespell")
+    session.run("lint-imports")
+    session.run("python", "tests/policy/style_budget.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the annotations."""
+    install(session, *PACKAGES, groups=["types"])
+    session.run("pyrefly", "check")
+
+
+@nox.session
+def test(session: nox.Session) -> None:
+    """Run every test with every package installed, the cross-framework ones included."""
+    install(session, *PACKAGES, groups=["test", "peers"])
+    run_tests(session)
+
+
+@nox.session
+@nox.parametrize("run", list(ISOLATED), ids=list(ISOLATED))
+def isolated(session: nox.Session, run: str) -> None:
+    """Run one package's own tests where nothing else is installed."""
+    packages, tests, absent = ISOLATED[run]
+    install(session, *packages, groups=["test"], extras=False)
+    look = f"import importlib.util as u; print(*filter(u.find_spec, {sorted(absent)}))"
+    if intruders := session.run("python", "-c", look, silent=True, log=False).strip():
+        session.error(
+            f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it."
+        )
+    session.run("pytest", tests, *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site into site/; broken links and references are errors."""
+    install(session, groups=["docs"])
+    session.run("zensical", "build", "--clean", "--strict")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every sdist and wheel into dist/, check them, import the wheels in an empty environment."""
+    install(session, groups=["build"])
+    temporary = Path(session.create_tmp()).resolve()
+    session.env["HATCH_DATA_DIR"] = str(temporary / "hatch")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    # with UV_PYTHON hatch would install the build backend here and not into the environment it builds in
+    session.run("hatch", "build", "--all", env={"UV_PYTHON": None})
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    empty = temporary / "empty"
+    python = str(empty / ("Scripts" if os.name == "nt" else "bin") / "python")
+    session.run("uv", "venv", "--quiet", "--clear", f"--python={sys.executable}", str(empty))
+    for wheel in sorted(dist.glob("*.whl")):
+        session.run("uv", "pip", "install", "--quiet", f"--python={python}", str(wheel), external=True)
+        module = wheel.name.partition("-")[0]
+        session.run(python, "-IB", "-c", f"import {module}; print({module})", external=True)
+
+
+# ---------------------------------------------------------------- what runs when asked for
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small language model with bf16 and with FP8 all-gather; the comparison is in demo-report/."""
+    install(session, "fp8-common[demo]", "fp8-torch-fsdp")
+    session.run("python", "-m", "fp8_torch_fsdp.demo", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Run every test on the whole matrix of cases."""
+    install(session, *PACKAGES, groups=["test", "peers"])
+    run_tests(session, "--full", "--timeout=1800")
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run every test on the oldest supported torch, jax, triton and numpy."""
+    packages = ["fp8-common[torch,jax,triton,demo,testing]", *list(PACKAGES)[1:]]
+    install(session, *packages, groups=["test"], constraints="constraints-oldest.txt")
+    run_tests(session)
+
+
+def select_pyenv_interpreter(version: str) -> str:
+    """Let nox see a Python that pyenv has but has not selected; return `version`."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = sorted((p.name for p in root.glob(f"{version}.*")), key=lambda name: (len(name), name))
+    if found:
+        selected = os.environ.get("PYENV_VERSION") or "system"
+        os.environ["PYENV_VERSION"] = f"{selected}:{found[-1]}"
+    return version
+
+
+@nox.session(python=select_pyenv_interpreter("3.12"))
+def py312(session: nox.Session) -> None:
+    """Run the JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
+    install(session, "fp8-common[jax]", groups=["test"], constraints=None)
+    session.run("pytest", *JAX_TESTS, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the GPU tests and the benchmarks with this Python's own torch and jax."""
+    if reason := why_no_gpu():
+        session.skip(f"There is nothing to run on: {reason}.")
+    sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
+    session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
+    run_benchmarks(session, sys.executable)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run benchmarks/bench_*.py (or those named after --); results go to benchmarks/results/."""
+    install(session, *PACKAGES)
+    run_benchmarks(session, "python", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Write the golden vectors again; fails if a number changed."""
+    install(session, "fp8-common")
+    folder = ROOT / "shared-kernels/src/fp8_common/golden"
+    before = digest(folder)
+    session.run("python", "-m", "fp8_common.golden", *session.posargs)
+    changed = sorted(name for name, value in digest(folder).items() if before.get(name) != value)
+    if changed:
+        session.error(
+            f"Changed: {', '.join(changed)}. Look at the difference; commit it only if it is meant."
+        )
+
+
+@nox.session
+def dev(session: nox.Session) -> None:
+    """Make .venv with every package editable and every tool, for an editor or a shell."""
+    session.env.update(package_sources("constraints.txt"))
+    session.install("uv")
+    session.run("uv", "venv", "--clear", f"--python={sys.executable}", ".venv")
+    tools = nox.project.dependency_groups(PROJECT, "test", "peers", "lint", "types")
+    session.run("uv", "pip", "install", "--python=.venv", *editable(*PACKAGES), *tools)
+
+
+# ---------------------------------------------------------------- installing
+
+
+def install(
+    session: nox.Session,
+    *packages: str,
+    groups: list[str] | None = None,
+    constraints: str | None = "constraints.txt",
+    extras: bool = True,
+) -> None:
+    """Install packages of this repository (editable) and dependency groups, under `constraints`."""
+    session.env.update(package_sources(constraints))
+    # nox switches bytecode off; then each process compiles torch anew: importing it takes 3.6 s, not 1.6 s
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    tools = nox.project.dependency_groups(PROJECT, *groups or [])
+    session.install(*editable(*packages, extras=extras), *tools)
+
+
+def editable(*packages: str, extras: bool = True) -> Iterator[str]:
+    """Yield the arguments that install packages from their folders; `name[extras]` asks for other extras."""
+    for package in packages:
+        name, bracket, asked = package.partition("[")
+        folder, _, usual = PACKAGES[name].partition("[")
+        wanted = bracket + asked or (extras and usual and f"[{usual}") or ""
+        yield from ("-e", f"./{folder}{wanted}")
+
+
+def folders() -> list[str]:
+    """Return the folders of the packages, fp8-common first."""
+    return [place.partition("[")[0] for place in PACKAGES.values()]
+
+
+def package_sources(constraints: str | None) -> dict[str, str]:
+    """Return the settings that make uv and pip install the same builds from the same places.
+
+    uv reads no pip configuration, so it is told. On Linux without a GPU and without any such configuration
+    torch comes from PyTorch's index of CPU builds, which saves gigabytes of CUDA libraries.
+    """
+    settings = {}
+    if constraints:
+        settings = dict.fromkeys(["PIP_CONSTRAINT", "UV_CONSTRAINT"], str(ROOT / constraints))
+    pip = pip_settings()
+    if "find-links" in pip:
+        settings["UV_FIND_LINKS"] = ",".join(pip["find-links"].split())
+    if "index-url" in pip:
+        settings["UV_DEFAULT_INDEX"] = pip["index-url"]
+    if "extra-index-url" in pip:
+        settings["UV_INDEX"] = " ".join(pip["extra-index-url"].split())
+        settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # pip's: the best version of all indexes
+    if "cert" in pip:
+        settings["SSL_CERT_FILE"] = pip["cert"]
+    configured = {"find-links", "index-url", "extra-index-url"} & pip.keys()
+    if sys.platform == "linux" and not configured and not shutil.which("nvidia-smi"):
+        settings |= {"UV_TORCH_BACKEND": "cpu", "PIP_EXTRA_INDEX_URL": CPU_WHEELS}
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+@functools.cache
+def pip_settings() -> dict[str, str]:
+    """Return what pip was told on this machine, in files and in the environment, which wins."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    settings = {}
+    for line in listing.splitlines():
+        name, _, value = line.partition("=")
+        settings[name.rpartition(".")[2]] = ast.literal_eval(value)
+    for name in ("find-links", "index-url", "extra-index-url", "cert"):
+        if value := os.environ.get(f"PIP_{name.upper().replace('-', '_')}"):
+            settings[name] = value
+    return settings
+
+
+# ---------------------------------------------------------------- running
+
+
+def run_tests(session: nox.Session, *options: str) -> None:
+    """Run what was named after `--`, else all: what shares the cores, then what starts its own processes."""
+    if session.posargs:
+        session.run("pytest", *options, *session.posargs)
+        return
+    session.run("pytest", *options, "-n", "auto", "-m", "not gpu and not distributed")
+    session.run("pytest", *options, "-m", "distributed and not gpu")
+
+
+def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
+    """Run the benchmarks, or those whose file name contains one of `names`."""
+    for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
+        if not names or any(name in path.stem for name in names):
+            session.run(python, str(path.relative_to(ROOT)), external=True)
+
+
+def why_no_gpu() -> str | None:
+    """Return why session `gpu` cannot run with this Python, or None if it can."""
+    if missing := [
+        name for name in ("pytest", "hypothesis", "numpy", "ml_dtypes") if complaint(f"import {name}")
+    ]:
+        return f"{sys.executable} has no {', '.join(missing)}"
+    torch = complaint("import torch; torch.cuda.init()")
+    jax = complaint("import jax; jax.devices('gpu')")
+    return f"torch says {torch!r}, jax says {jax!r}" if torch and jax else None
+
+
+def complaint(code: str) -> str:
+    """Return the last line that this Python prints about `code`, or nothing if it runs."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Return a hash of every data file in a folder, by its path in the repository."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"})
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+if __name__ == "__main__":
+    nox.main()

@@ -1,0 +1,257 @@
+"""Decides what the golden vectors pin: which function, with which settings, on which inputs.
+
+The inputs come from fixed formulas, never from a random generator whose stream could change.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_common.amax import amax
+from fp8_common.e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
+from fp8_common.formats import DATA_FORMATS, FORMATS
+from fp8_common.history import update_history
+from fp8_common.policy import (
+    CANONICAL,
+    HISTORY_ALGOS,
+    MX_MODES,
+    POWER_OF_2,
+    ScalePolicy,
+    deepgemm,
+    flax,
+    msamp,
+    mx,
+    te_current,
+    te_delayed,
+    torchao,
+)
+from fp8_common.quantize import dequantize, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
+from fp8_common.rounding import decode, encode, encode_stochastic
+from fp8_common.scaling import amax_to_scale, amax_to_scale_inv
+from fp8_common.testing.inputs import adversarial, adversarial_amax, all_codes, special_values
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One call with its results.
+
+    Attributes:
+        name: Unique name, a path such as "scale/e4m3/torchao".
+        function: Name of the function in `FUNCTIONS`.
+        settings: Its settings as JSON can carry them; a policy as `ScalePolicy.to_dict` writes it.
+        inputs: Its arrays by name.
+        outputs: The arrays it gives.
+    """
+
+    name: str
+    function: str
+    settings: dict[str, Any]
+    inputs: Arrays
+    outputs: Arrays
+
+
+POLICIES: dict[str, ScalePolicy] = {
+    "canonical": CANONICAL,
+    "canonical_margin_3": ScalePolicy(margin=3),
+    "canonical_eps": ScalePolicy(eps=2.0**-20),
+    "power_of_2": POWER_OF_2,
+    "te_delayed": te_delayed(),
+    "te_delayed_margin_-2": te_delayed(margin=-2),
+    "te_current": te_current(),
+    "te_current_pow2": te_current(pow2=True),
+    "te_current_eps": te_current(eps=2.0**-10),
+    "torchao": torchao(),
+    "torchao_power_of_2": torchao(power_of_2=True),
+    "flax": flax(),
+    "flax_margin_4": flax(margin=4),
+    "msamp": msamp(),
+    "msamp_margin_1": msamp(margin=1),
+    "deepgemm": deepgemm(),
+    "deepgemm_ue8m0": deepgemm(ue8m0=True),
+    **{f"mx_{mode}": mx(mode) for mode in MX_MODES},
+}
+"""The scale rules that are pinned, by name."""
+
+
+def _encode(a: Arrays, fmt: str) -> Arrays:
+    return {"codes": encode(a["x"], fmt)}
+
+
+def _encode_stochastic(a: Arrays, fmt: str) -> Arrays:
+    return {"codes": encode_stochastic(a["x"], fmt, a["random_bits"])}
+
+
+def _decode(a: Arrays, fmt: str) -> Arrays:
+    return {"values": decode(a["codes"], fmt)}
+
+
+def _amax(a: Arrays, axis: int | None) -> Arrays:
+    return {"amax": amax(a["x"], axis=axis)}
+
+
+def _scale(a: Arrays, fmt: str, policy: dict[str, Any]) -> Arrays:
+    rule = ScalePolicy.from_dict(policy)
+    scale = amax_to_scale(a["amax"], fmt, rule, prev=a["prev"])
+    return {"scale": scale, "scale_inv": amax_to_scale_inv(a["amax"], fmt, rule, prev=a["prev"])}
+
+
+def _e8m0(a: Arrays, fmt: str, mode: str) -> Arrays:
+    return {"codes": amax_to_e8m0(a["amax"], fmt, mode)}
+
+
+def _e8m0_scale(a: Arrays) -> Arrays:
+    return {"scale": e8m0_to_scale(a["codes"]), "scale_inv": e8m0_to_scale_inv(a["codes"])}
+
+
+def _history(a: Arrays, algo: str, length: int) -> Arrays:
+    """Observe each row of `observed` in turn; record every window and every reduced amax."""
+    window = np.zeros((length, *a["observed"].shape[1:]), np.float32)
+    windows, reduced = [], []
+    for observed in a["observed"]:
+        window, used = update_history(window, observed, algo)
+        windows.append(window)
+        reduced.append(used)
+    return {"windows": np.stack(windows), "reduced": np.stack(reduced)}
+
+
+def _quantize(a: Arrays, fmt: str) -> Arrays:
+    return {"data": quantize(a["x"], a["scale"], fmt)}
+
+
+def _dequantize(a: Arrays, fmt: str, dtype: str) -> Arrays:
+    return {"x": np.asarray(dequantize(a["codes"], a["scale"], fmt, np.dtype(dtype)))}
+
+
+def _rowwise(a: Arrays, fmt: str, axis: int) -> Arrays:
+    return quantize_rowwise(a["x"], fmt, axis)._asdict()
+
+
+def _blockwise(a: Arrays, fmt: str, block: list[int]) -> Arrays:
+    return quantize_blockwise(a["x"], fmt, (block[0], block[1]))._asdict()
+
+
+def _mx(a: Arrays, fmt: str, mode: str) -> Arrays:
+    return quantize_mx(a["x"], fmt, mode)._asdict()
+
+
+FUNCTIONS: dict[str, Callable[..., Arrays]] = {
+    "encode": _encode,
+    "encode_stochastic": _encode_stochastic,
+    "decode": _decode,
+    "amax": _amax,
+    "amax_to_scale": _scale,
+    "amax_to_e8m0": _e8m0,
+    "e8m0_to_scale": _e8m0_scale,
+    "update_history": _history,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "quantize_rowwise": _rowwise,
+    "quantize_blockwise": _blockwise,
+    "quantize_mx": _mx,
+}
+"""What a case may call: `FUNCTIONS[case.function](case.inputs, **case.settings)` gives `case.outputs`."""
+
+
+def build() -> dict[str, Case]:
+    """Compute every case with NumPy."""
+    cases = {}
+    for generate in (_code_cases, _amax_cases, _tensor_cases):
+        for name, function, settings, inputs in generate():
+            outputs = FUNCTIONS[function](inputs, **settings)
+            cases[name] = Case(
+                name=name, function=function, settings=settings, inputs=inputs, outputs=outputs
+            )
+    return cases
+
+
+_Plan = Iterator[tuple[str, str, dict[str, Any], Arrays]]
+
+
+def _code_cases() -> _Plan:
+    for fmt in FORMATS:
+        yield f"decode/{fmt}", "decode", {"fmt": fmt}, {"codes": all_codes(fmt)}
+    for fmt in DATA_FORMATS:
+        x = np.unique(adversarial(fmt).view(np.uint32))[::4].view(np.float32)
+        yield f"encode/{fmt}", "encode", {"fmt": fmt.name}, {"x": x}
+        x = mixed(96) * np.float32(fmt.smallest_normal * 2)
+        yield (
+            f"stochastic/{fmt}",
+            "encode_stochastic",
+            {"fmt": fmt.name},
+            {"x": x, "random_bits": scramble(96)},
+        )
+
+
+def _amax_cases() -> _Plan:
+    observed = adversarial_amax()
+    prev = np.float32([3.5, 0.25])[np.arange(observed.size) % 2]
+    for name, policy in POLICIES.items():
+        for fmt in ("e4m3", "e5m2"):
+            settings = {"fmt": fmt, "policy": policy.to_dict()}
+            yield f"scale/{fmt}/{name}", "amax_to_scale", settings, {"amax": observed, "prev": prev}
+    for fmt in DATA_FORMATS:
+        for mode in MX_MODES:
+            yield f"e8m0/{fmt}/{mode}", "amax_to_e8m0", {"fmt": fmt.name, "mode": mode}, {"amax": observed}
+    yield "e8m0/scale", "e8m0_to_scale", {}, {"codes": all_codes("e8m0")}
+    steps = np.float32([[2, 1], [3, 0], [4, np.inf], [1, 5], [np.nan, 2], [0, 0], [0, 0], [0, 1]])
+    for algo in HISTORY_ALGOS:
+        for length in (1, 3):
+            settings = {"algo": algo, "length": length}
+            yield f"history/{algo}/{length}", "update_history", settings, {"observed": steps}
+
+
+def _tensor_cases() -> _Plan:
+    special = special_values()
+    x = np.stack([special, mixed(special.size)])
+    for axis in (None, 0, 1):
+        yield f"amax/{axis}", "amax", {"axis": axis}, {"x": x}
+    scale = np.float32([[2.0**-126], [1], [0.7], [2.0**100], [np.inf]])
+    for fmt in DATA_FORMATS:
+        yield f"quantize/{fmt}", "quantize", {"fmt": fmt.name}, {"x": special[None], "scale": scale}
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        settings = {"fmt": "e4m3", "dtype": np.dtype(dtype).name}
+        codes = all_codes("e4m3")[None, ::5]
+        yield f"dequantize/{settings['dtype']}", "dequantize", settings, {"codes": codes, "scale": scale[:4]}
+    yield from _granularity_cases()
+
+
+def _granularity_cases() -> _Plan:
+    wide, tall, odd = mixed(2, 130), mixed(130, 3), mixed(3, 70)
+    odd[0, 3], odd[1, 40], odd[2, :32] = np.nan, np.inf, 0
+    for fmt in ("e4m3", "e5m2"):
+        for axis in (-1, 0):
+            yield f"rowwise/{fmt}/{axis}", "quantize_rowwise", {"fmt": fmt, "axis": axis}, {"x": odd}
+        for name, block, x in (
+            ("1x128", [1, 128], wide),
+            ("128x128", [128, 128], tall),
+            ("2x33", [2, 33], odd),
+        ):
+            yield f"blockwise/{fmt}/{name}", "quantize_blockwise", {"fmt": fmt, "block": block}, {"x": x}
+        for mode in MX_MODES:
+            yield f"mx/{fmt}/{mode}", "quantize_mx", {"fmt": fmt, "mode": mode}, {"x": odd}
+
+
+def scramble(*shape: int) -> NDArray[np.uint32]:
+    """Return well mixed uint32 words that depend on their index alone (the finalizer of MurmurHash3)."""
+    word = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        word = ((word ^ (word >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+    return word.astype(np.uint32).reshape(shape)
+
+
+def mixed(*shape: int) -> NDArray[np.float32]:
+    """Return float32 of both signs with magnitudes from 2^-12 to 2^12 and all mantissa bits in use."""
+    word = scramble(*shape)
+    exponent = (word >> 8) % 24 + (127 - 12)
+    sign = word & np.uint32(0x80000000)
+    return (
+        (sign | (exponent << 23) | (scramble(*shape) * np.uint32(0x9E3779B1) >> 9))
+        .astype(np.uint32)
+        .view(np.float32)
+    )

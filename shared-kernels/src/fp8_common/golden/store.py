@@ -1,0 +1,106 @@
+"""Decides how golden vectors are kept: one JSON file of hexadecimal words, which a diff can show."""
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_common.errors import Fp8Error
+from fp8_common.golden.cases import Case
+
+SCHEMA = 1
+FILE = importlib.resources.files("fp8_common.golden") / "vectors.json"
+
+
+def load(text: str | None = None) -> dict[str, Case]:
+    """Return the committed vectors by name.
+
+    Args:
+        text: The JSON to read; None reads the file in this package.
+
+    Raises:
+        Fp8Error: The file has another schema.
+    """
+    data = json.loads(FILE.read_text(encoding="utf-8") if text is None else text)
+    if data.get("schema") != SCHEMA:
+        raise Fp8Error(
+            f"Golden vectors must have schema {SCHEMA}, got {data.get('schema')!r}. "
+            "Write them again with: python -m fp8_common.golden"
+        )
+    arrays = {key: _array(words) for key, words in data["inputs"].items()}
+    return {
+        name: Case(
+            name=name,
+            function=case["function"],
+            settings=case["settings"],
+            inputs={key: arrays[reference] for key, reference in case["inputs"].items()},
+            outputs={key: _array(words) for key, words in case["outputs"].items()},
+        )
+        for name, case in data["cases"].items()
+    }
+
+
+def dump(cases: Mapping[str, Case]) -> str:
+    """Return the JSON text of the cases; equal inputs are written once."""
+    inputs: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    entries = {}
+    for name, case in cases.items():
+        references = {}
+        for key, array in case.inputs.items():
+            words = _words(array)
+            references[key] = written.setdefault(json.dumps(words), f"{key}{len(written)}")
+            inputs[references[key]] = words
+        entries[name] = {
+            "function": case.function,
+            "settings": case.settings,
+            "inputs": references,
+            "outputs": {key: _words(array) for key, array in case.outputs.items()},
+        }
+    return json.dumps({"schema": SCHEMA, "inputs": inputs, "cases": entries}, indent=0) + "\n"
+
+
+def write(cases: Mapping[str, Case], path: Path) -> None:
+    """Write the cases to a file."""
+    path.write_text(dump(cases), encoding="utf-8")
+
+
+def compare(committed: Mapping[str, Case], computed: Mapping[str, Case]) -> list[str]:
+    """Return one sentence for each case that is missing, new or differs; NaN codes count here."""
+    problems = [f"{name}: is not in the committed vectors" for name in computed if name not in committed]
+    for name, case in committed.items():
+        if name not in computed:
+            problems.append(f"{name}: is no longer computed")
+            continue
+        problems += [f"{name}: {difference}" for difference in _differences(case, computed[name])]
+    return problems
+
+
+def _differences(committed: Case, computed: Case) -> list[str]:
+    found = []
+    if (committed.function, committed.settings) != (computed.function, computed.settings):
+        found.append("has other settings")
+    for kind in ("inputs", "outputs"):
+        old, new = getattr(committed, kind), getattr(computed, kind)
+        if old.keys() != new.keys():
+            found.append(f"has other {kind}")
+            continue
+        found += [f"{kind[:-1]} {key!r} differs" for key in old if _words(old[key]) != _words(new[key])]
+    return found
+
+
+def _words(array: NDArray[Any]) -> dict[str, Any]:
+    """Write an array as dtype, shape and its bits, each element a hexadecimal word of fixed width."""
+    bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").astype(f">u{array.dtype.itemsize}")
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "hex": bits.tobytes().hex()}
+
+
+def _array(words: dict[str, Any]) -> NDArray[Any]:
+    # ml_dtypes, imported by this package, registers its names with NumPy
+    dtype = np.dtype(words["dtype"])
+    bits = np.frombuffer(bytes.fromhex(words["hex"]), f">u{dtype.itemsize}").astype(f"u{dtype.itemsize}")
+    return bits.view(dtype).reshape(words["shape"])

@@ -1,0 +1,26 @@
+"""Test tools for FP8 code: exact comparison with useful failures, and the inputs that break casts.
+
+`fp8_common.testing.strategies` holds hypothesis strategies and is imported on its own.
+"""
+
+from fp8_common.testing.compare import assert_same_bits
+from fp8_common.testing.inputs import (
+    adversarial,
+    adversarial_amax,
+    all_bfloat16,
+    all_codes,
+    all_float16,
+    midpoints,
+    special_values,
+)
+
+__all__ = [
+    "adversarial",
+    "adversarial_amax",
+    "all_bfloat16",
+    "all_codes",
+    "all_float16",
+    "assert_same_bits",
+    "midpoints",
+    "special_values",
+]

@@ -1,0 +1,183 @@
+"""Decides when two results are the same: bit for bit, except that any NaN equals any NaN.
+
+Libraries disagree on the code of a NaN and on nothing else, so NaN is compared as a class and the rest
+bytewise: -0 is not 0, and a distance counts representable values (ULP), -0 and 0 being neighbours.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import FORMATS, Format, get_format
+from fp8_common.rounding import decode
+from fp8_common.testing.arrays import as_numpy
+
+SHOWN = 8
+"""How many offenders a failure lists."""
+
+_FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+_NAN_DISTANCE = np.uint64(2**64 - 1)
+
+
+def assert_same_bits(
+    got: Any,
+    want: Any,
+    *,
+    fmt: str | Format | None = None,
+    source: Any = None,
+    seed: Any = None,
+    max_ulp: int = 0,
+    name: str = "got",
+) -> None:
+    """Raise unless `got` equals `want` bit for bit; NaN equals NaN whatever its bits.
+
+    Args:
+        got: The result: an array or tensor of a float8 dtype, of another float, integer or boolean dtype, or
+            uint8 codes.
+        want: What it should be; same shape and dtype.
+        fmt: The format of FP8 codes. With it, uint8 codes and the format's own dtype may be mixed; without
+            it, uint8 is compared as integers.
+        source: The inputs that were cast, of the same shape; shown beside the offenders.
+        seed: Whatever reproduces the inputs; shown at the end.
+        max_ulp: Distance that is still accepted, in representable values. Zero, unless orders of accumulation
+            differ.
+        name: What was computed; the first word of the failure.
+
+    Raises:
+        AssertionError: Shapes, dtypes or values differ. The message holds the count, a histogram of
+            distances, the first offenders with index, source, value and bits, and the seed.
+        Fp8Error: The arguments themselves make no sense.
+    """
+    if max_ulp < 0:
+        raise Fp8Error(f"max_ulp must be 0 or more, got {max_ulp!r}.")
+    got_array, want_array, found = _comparable(as_numpy(got), as_numpy(want), fmt, name)
+    distance = _distance(got_array, want_array, found)
+    bad = distance > np.uint64(max_ulp)
+    if not bad.any():
+        return
+    lines = [
+        f"{name}: {bad.sum()} of {bad.size} values ({100 * bad.mean():.3g} %) "
+        f"differ by more than {max_ulp} ULP",
+        f"  ULP histogram: {_histogram(distance[bad])}",
+        *_offenders(got_array, want_array, distance, bad, _checked_source(source, bad.shape), found),
+    ]
+    if seed is not None:
+        lines.append(f"  seed: {seed!r}")
+    raise AssertionError("\n".join(lines))
+
+
+def _comparable(
+    got: NDArray[Any], want: NDArray[Any], fmt: str | Format | None, name: str
+) -> tuple[NDArray[Any], NDArray[Any], Format | None]:
+    """Return both sides in one dtype (uint8 for FP8) and the format, or say what does not fit."""
+    if got.shape != want.shape:
+        raise AssertionError(f"{name}: shape {got.shape}, but {want.shape} was wanted")
+    found = get_format(fmt) if fmt is not None else _format_of(want.dtype)
+    if found is None:
+        if got.dtype != want.dtype:
+            hint = ". Pass fmt to compare codes with float8" if np.uint8 in (got.dtype, want.dtype) else ""
+            raise AssertionError(f"{name}: dtype {got.dtype}, but {want.dtype} was wanted{hint}")
+        return got, want, None
+    allowed = (np.dtype(np.uint8), found.numpy_dtype) if fmt is not None else (found.numpy_dtype,)
+    for side, array in (("", got), (" (the wanted side)", want)):
+        if array.dtype not in allowed:
+            raise AssertionError(
+                f"{name}{side}: dtype {array.dtype}, but {' or '.join(map(str, allowed))} was wanted"
+            )
+    return got.view(np.uint8), want.view(np.uint8), found
+
+
+def _format_of(dtype: np.dtype[Any]) -> Format | None:
+    return next((fmt for fmt in FORMATS.values() if fmt.numpy_dtype == dtype), None)
+
+
+def _distance(got: NDArray[Any], want: NDArray[Any], fmt: Format | None) -> NDArray[np.uint64]:
+    """How many values apart both sides are, uint64; the largest number where one alone is NaN."""
+    a, b = _ordinal(got, fmt), _ordinal(want, fmt)
+    # unsigned subtraction wraps, so the difference of any two int64 is right
+    distance = np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64))
+    got_nan, want_nan = _is_nan(got, fmt), _is_nan(want, fmt)
+    distance = np.where(got_nan & want_nan, np.uint64(0), distance)
+    return np.where(got_nan ^ want_nan, _NAN_DISTANCE, distance)
+
+
+def _ordinal(x: NDArray[Any], fmt: Format | None) -> NDArray[np.int64]:
+    """Number the representable values in order: ... -1 is -0, 0 is 0, 1 is the smallest positive value ..."""
+    if fmt is None and x.dtype not in _FLOATS:
+        return np.asarray(x.astype(np.int64))
+    bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
+    if fmt is not None and not fmt.signed:
+        return np.asarray(bits & 0xFF)
+    magnitude = bits & np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)
+    return np.asarray(np.where(bits < 0, ~magnitude, magnitude))
+
+
+def _is_nan(x: NDArray[Any], fmt: Format | None) -> NDArray[np.bool_]:
+    if fmt is None and x.dtype not in _FLOATS:
+        return np.zeros(x.shape, bool)
+    return np.asarray(np.isnan(x if fmt is None else decode(x, fmt)))
+
+
+def _histogram(distance: NDArray[np.uint64]) -> str:
+    """Count distances in ranges that double: "1: 12, 2: 3, 3-4: 1, NaN: 2"."""
+    nan = distance == _NAN_DISTANCE
+    steps = [int(step) for step in distance[~nan]]
+    bins: dict[int, int] = {}
+    for step in steps:
+        power = (step - 1).bit_length()
+        bins[power] = bins.get(power, 0) + 1
+    parts = [f"{_range(power)}: {bins[power]}" for power in sorted(bins)]
+    return ", ".join(parts + ([f"NaN on one side: {nan.sum()}"] if nan.any() else []))
+
+
+def _range(power: int) -> str:
+    first, last = 2**power // 2 + 1, 2**power
+    return str(last) if first >= last else f"{first}-{last}"
+
+
+def _checked_source(source: Any, shape: tuple[int, ...]) -> NDArray[Any] | None:
+    if source is None:
+        return None
+    array = as_numpy(source)
+    if array.shape != shape:
+        raise Fp8Error(f"source must have the shape of what was made from it, {shape}, got {array.shape}.")
+    return array
+
+
+def _offenders(
+    got: NDArray[Any],
+    want: NDArray[Any],
+    distance: NDArray[np.uint64],
+    bad: NDArray[np.bool_],
+    source: NDArray[Any] | None,
+    fmt: Format | None,
+) -> Iterable[str]:
+    """Return the header and one line for each of the first offenders."""
+    rows = [("index", "source", "got", "wanted", "ULP")]
+    for where in np.argwhere(bad)[:SHOWN]:
+        index = tuple(int(i) for i in where)
+        ulp = "NaN" if distance[index] == _NAN_DISTANCE else str(distance[index])
+        origin = "-" if source is None else _show(source[index], None)
+        rows.append((str(index), origin, _show(got[index], fmt), _show(want[index], fmt), ulp))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _show(item: Any, fmt: Format | None) -> str:
+    """Write one element as its value and its bits."""
+    scalar = np.asarray(item)
+    if fmt is not None:
+        return f"{float(decode(scalar, fmt)):.9g} (0x{int(scalar):02x})"
+    if scalar.dtype not in _FLOATS:
+        own = _format_of(scalar.dtype)
+        return str(scalar) if own is None else _show(scalar.view(np.uint8), own)
+    size = scalar.dtype.itemsize
+    bits = int(scalar.view(f"u{size}"))
+    return f"{float(scalar):.{17 if size == 8 else 9}g} (0x{bits:0{2 * size}x})"

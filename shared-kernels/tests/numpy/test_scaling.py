@@ -1,0 +1,176 @@
+"""The canonical scale: every row of its table, and IEEE division for a million amax."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from fp8_common import (
+    CANONICAL,
+    DATA_FORMATS,
+    FORMATS,
+    POWER_OF_2,
+    Fp8Error,
+    ScalePolicy,
+    amax_to_scale,
+    amax_to_scale_inv,
+    decode,
+    quantize,
+    reciprocal,
+)
+from fp8_common.testing import adversarial_amax, assert_same_bits
+
+SEED = 11
+formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
+F32_MAX = float(np.finfo(np.float32).max)
+TINY = 2.0**-149
+
+
+def random_amax(count):
+    """Any positive finite float32, each bit pattern equally likely."""
+    return np.random.default_rng(SEED).integers(1, 0x7F800000, count, dtype=np.int32).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("policy", "amax", "prev", "want"),
+    [
+        # key == 0: previous, or 1.0 without one
+        (CANONICAL, 0.0, 3.5, 3.5),
+        (CANONICAL, 0.0, None, 1.0),
+        (CANONICAL, -0.0, 3.5, 3.5),
+        (POWER_OF_2, 0.0, 3.5, 3.5),
+        # infinite or NaN
+        (CANONICAL, np.inf, 3.5, 3.5),
+        (CANONICAL, np.inf, None, 1.0),
+        (CANONICAL, np.nan, 3.5, 3.5),
+        (CANONICAL, np.nan, None, 1.0),
+        # below eps
+        (ScalePolicy(eps=0.5), 0.25, None, 896.0),
+        (ScalePolicy(eps=0.5), 0.5, None, 896.0),
+        (ScalePolicy(eps=0.5, zero="eps"), 0.0, 3.5, 896.0),
+        (ScalePolicy(eps=0.5), 0.0, 3.5, 3.5),
+        # division
+        (CANONICAL, 448.0, 3.5, 1.0),
+        (CANONICAL, 1.0, None, 448.0),
+        (CANONICAL, 3.0, None, float(np.float32(448) / np.float32(3))),
+        (CANONICAL, -3.0, None, float(np.float32(448) / np.float32(3))),
+        (ScalePolicy(margin=2), 1.0, None, 112.0),
+        (ScalePolicy(margin=-1), 1.0, None, 896.0),
+        # limits
+        (CANONICAL, 448 * 2.0**-100, None, 2.0**100),
+        (CANONICAL, float(np.nextafter(np.float32(448 * 2.0**-100), np.float32(0))), None, 2.0**100),
+        (CANONICAL, TINY, None, 2.0**100),
+        (CANONICAL, F32_MAX, None, float(np.float32(448) / np.float32(F32_MAX))),
+        (ScalePolicy(margin=16), F32_MAX, None, 2.0**-126),
+        # powers of two: the mantissa is cleared, just below a power too
+        (POWER_OF_2, 1.0, None, 256.0),
+        (POWER_OF_2, 1.75, None, 256.0),
+        (POWER_OF_2, float(np.nextafter(np.float32(1.75), np.float32(2))), None, 128.0),
+        (POWER_OF_2, TINY, None, 2.0**100),
+    ],
+)
+def test_the_table(policy, amax, prev, want):
+    previous = None if prev is None else np.float32(prev)
+    assert_same_bits(amax_to_scale(np.float32(amax), "e4m3", policy, previous), np.float32(want))
+
+
+@formats
+def test_a_million_scales_are_ieee_quotients(fmt):
+    amax = random_amax(1_000_000)
+    # float64 has more than twice the bits of float32, so rounding its quotient again rounds the exact one
+    exact = fmt.max / amax.astype(np.float64)
+    want = np.clip(exact, 2.0**-126, 2.0**100).astype(np.float32)
+    assert_same_bits(amax_to_scale(amax, fmt), want, source=amax, seed=SEED)
+
+
+@formats
+def test_scales_are_the_nearest_float32_in_exact_arithmetic(fmt):
+    amax = np.concatenate([random_amax(2000), adversarial_amax()])
+    scale = amax_to_scale(amax, fmt)
+    for a, s in zip(amax.tolist(), scale.tolist(), strict=True):
+        if not 0 < a < np.inf or s in (2.0**100, 2.0**-126):
+            continue
+        exact, found = Fraction(fmt.max) / Fraction(a), Fraction(s)
+        for other in (np.nextafter(np.float32(s), np.float32(0)), np.nextafter(np.float32(s), np.float32(np.inf))):
+            nearer = abs(exact - found) - abs(exact - Fraction(float(other)))
+            assert nearer < 0 or (nearer == 0 and np.float32(s).view(np.int32) % 2 == 0), (a, s)
+
+
+@formats
+def test_reciprocals_are_ieee_and_never_amax_over_max(fmt):
+    amax = random_amax(200_000)
+    scale = amax_to_scale(amax, fmt)
+    want = (1.0 / scale.astype(np.float64)).astype(np.float32)
+    assert_same_bits(reciprocal(scale), want, source=scale, seed=SEED)
+    assert_same_bits(amax_to_scale_inv(amax, fmt), want, source=amax, seed=SEED)
+    if fmt.name in ("e4m3", "e5m2"):
+        assert (want != amax / np.float32(fmt.max)).mean() > 0.2
+
+
+@formats
+@pytest.mark.parametrize("margin", [-16, 0, 3, 16])
+def test_scale_and_reciprocal_stay_normal(fmt, margin):
+    scale = amax_to_scale(adversarial_amax(), fmt, ScalePolicy(margin=margin))
+    for values in (scale, reciprocal(scale)):
+        assert (values >= 2.0**-126).all()
+        assert np.isfinite(values).all()
+
+
+@formats
+def test_the_cap_sends_every_float32_subnormal_to_zero(fmt):
+    subnormal = np.array([1, 2, 0x400000, 0x7FFFFF], np.uint32).view(np.float32)
+    largest = amax_to_scale(subnormal, fmt)
+    assert largest.tolist() == [2.0**100] * 4
+    assert decode(quantize(subnormal, largest, fmt), fmt).tolist() == [0] * 4
+
+
+def test_powers_of_two_are_the_exact_floor_just_below_every_power():
+    below = np.nextafter(np.ldexp(np.float32(1), np.arange(-100, 100)).astype(np.float32), np.float32(0))
+    amax = (np.float64(448) / below).astype(np.float32)
+    scale = amax_to_scale(amax, "e4m3", POWER_OF_2)
+    full = amax_to_scale(amax, "e4m3")
+    mantissa, exponent = np.frexp(full.astype(np.float64))
+    assert_same_bits(scale, np.ldexp(1.0, exponent - 1).astype(np.float32), source=amax)
+    assert (scale <= full).all()
+    assert (mantissa != 0.5).any()
+
+
+def test_shapes_previous_scales_and_other_dtypes():
+    amax = np.float32([[0, 448], [np.inf, 224]])
+    prev = np.float32([5, 6])
+    assert amax_to_scale(amax, "e4m3", prev=prev).tolist() == [[5, 1], [5, 2]]
+    assert amax_to_scale(np.float16(2), "e4m3").tolist() == 224
+    assert amax_to_scale(np.zeros((0, 3), np.float32), "e4m3").shape == (0, 3)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(Fp8Error, match="amax must be float16, bfloat16 or float32, got float64"):
+        amax_to_scale(np.float64(1), "e4m3")
+    with pytest.raises(Fp8Error, match="scale must be float16, bfloat16 or float32, got int64"):
+        reciprocal(np.int64(1))
+    with pytest.raises(Fp8Error, match="E8M0 holds block scales"):
+        amax_to_scale(np.float32(1), FORMATS["e8m0"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"margin": 17}, "margin must be an integer from -16 to 16, got 17"),
+        ({"margin": 0.5}, "margin must be an integer"),
+        ({"margin": True}, "margin must be an integer"),
+        ({"eps": -1.0}, "eps must be 0 or a normal positive float32"),
+        ({"eps": 1e-40}, "eps must be 0 or a normal positive float32"),
+        ({"zero": "eps"}, 'zero="eps" needs eps > 0'),
+        ({"zero": "two"}, "zero must be one of 'previous', 'one', 'eps', got 'two'"),
+        ({"nonfinite": "x"}, "nonfinite must be one of"),
+        ({"formula": "x"}, "formula must be one of"),
+        ({"mx_mode": "x"}, "mx_mode must be one of 'floor', 'ceil', 'even', 'rceil', got 'x'"),
+        ({"algo": "min"}, "algo must be one of 'max', 'most_recent', got 'min'"),
+        ({"history": -1}, "history must be 0"),
+        ({"history": 2.0}, "history must be 0"),
+        ({"lower": 2.0, "upper": 1.0}, "lower must be positive and below upper"),
+        ({"lower": 0.0}, "lower must be positive and below upper"),
+    ],
+)
+def test_policies_refuse_what_nothing_could_honour(settings, message):
+    with pytest.raises(Fp8Error, match=message):
+        ScalePolicy(**settings)

@@ -1,0 +1,93 @@
+"""Stochastic rounding: exact for representable values, unbiased, and decided by the given bits alone."""
+
+import numpy as np
+import pytest
+from fp8_common import DATA_FORMATS, Fp8Error, decode, encode, encode_stochastic, quantize_stochastic
+from fp8_common.testing import adversarial, all_codes, assert_same_bits
+
+SEED = 7
+formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
+
+
+def draw(shape, seed=SEED):
+    return np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint32)
+
+
+def filled(shape, bits):
+    return np.full(shape, bits, np.uint32)
+
+
+@formats
+@pytest.mark.parametrize("bits", [0, 0x1FF, 0x200, 2**31, 2**32 - 1])
+def test_representable_values_never_move(fmt, bits):
+    codes = all_codes(fmt, finite=True)
+    found = encode_stochastic(decode(codes, fmt), fmt, filled(codes.shape, bits))
+    assert_same_bits(found, codes, fmt=fmt)
+
+
+@formats
+def test_results_are_one_of_the_two_neighbours(fmt):
+    x = adversarial(fmt)
+    x = x[np.abs(x) <= fmt.max].astype(np.float64)
+    low = decode(encode_stochastic(x.astype(np.float32), fmt, filled(x.shape, 2**32 - 1)), fmt)
+    high = decode(encode_stochastic(x.astype(np.float32), fmt, filled(x.shape, 0)), fmt)
+    assert (np.abs(low) <= np.abs(x)).all()
+    # f below 2^-24 never rounds up, by the definition of the threshold
+    tiny = np.abs(x) < fmt.smallest_subnormal * 2.0**-24
+    assert ((np.abs(high) >= np.abs(x)) | tiny).all()
+    found = decode(encode_stochastic(x.astype(np.float32), fmt, draw(x.shape)), fmt)
+    assert ((found == low) | (found == high)).all()
+
+
+@formats
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("exponent", ["subnormal", "normal"])
+def test_unbiased(fmt, fraction, exponent):
+    """The mean lies within 5 standard deviations; a fair rounder fails once in 1.7 million draws."""
+    count = 200_000
+    step = fmt.smallest_subnormal
+    low = 0.0 if exponent == "subnormal" else 4 * fmt.smallest_normal
+    step = step if exponent == "subnormal" else 4 * step
+    x = np.full(count, low + fraction * step, np.float32)
+    up = decode(encode_stochastic(x, fmt, draw(count)), fmt) > low
+    p = float((np.float64(x[0]) - low) / step)
+    assert abs(up.mean() - p) <= 5 * np.sqrt(p * (1 - p) / count), f"seed {SEED}"
+
+
+def test_the_threshold_uses_the_upper_23_bits_and_is_strict():
+    # x is 2^-24 * (2k + 1) of the way from 1 to 1.125, so the threshold of word k equals it: down, and up for k - 1
+    k = 5
+    x = np.full(4, 1 + 0.125 * (2 * k + 1) * 2.0**-24, np.float64)
+    words = np.uint32([(k - 1) << 9 | 0x1FF, k << 9, k << 9 | 0x1FF, (k + 1) << 9])
+    assert encode_stochastic(x, "e4m3", words).tolist() == [0x39, 0x38, 0x38, 0x38]
+
+
+def test_deterministic_given_the_bits_and_different_for_others():
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    first = encode_stochastic(x, "e4m3", draw(x.shape))
+    assert np.array_equal(first, encode_stochastic(x, "e4m3", draw(x.shape)))
+    assert not np.array_equal(first, encode_stochastic(x, "e4m3", draw(x.shape, seed=8)))
+
+
+@formats
+def test_special_values_are_treated_as_in_encode(fmt):
+    x = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, fmt.max * 1.5, -fmt.max * 1e4])
+    assert_same_bits(encode_stochastic(x, fmt, draw(x.shape)), encode(x, fmt), fmt=fmt, source=x)
+
+
+@formats
+def test_float32_subnormals_round_to_zero_whatever_the_bits(fmt):
+    x = np.array([1, 0x7FFFFF], np.uint32).view(np.float32)
+    assert decode(encode_stochastic(x, fmt, filled(x.shape, 0)), fmt).tolist() == [0, 0]
+
+
+def test_quantize_stochastic_multiplies_first():
+    x, scale = np.float32([0.3, -2.7, 100.0]), np.float32(3.3)
+    want = encode_stochastic(x * scale, "e5m2", draw(3))
+    assert_same_bits(quantize_stochastic(x, scale, "e5m2", draw(3)), want, fmt="e5m2")
+
+
+@pytest.mark.parametrize("bits", [np.zeros(3, np.int64), np.zeros(2, np.uint32), np.zeros((1, 3), np.uint32)])
+def test_wrong_random_bits_are_refused(bits):
+    with pytest.raises(Fp8Error, match=r"random_bits must be uint32 of shape \(3,\), got .*rng\.integers"):
+        encode_stochastic(np.ones(3, np.float32), "e4m3", bits)

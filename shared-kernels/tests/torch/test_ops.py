@@ -1,0 +1,115 @@
+"""The torch operators: they equal NumPy, pass opcheck, and behave under torch.compile, autograd and fake tensors."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+import fp8_common as f8
+from fp8_common import torch as f8t
+from fp8_common.testing import adversarial, assert_same_bits
+from fp8_common.torch import ops
+
+POLICY = ops.policy_key(f8.CANONICAL)
+X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
+ONE = torch.tensor(2.0)
+CODES = f8t.quantize(X, ONE, "e4m3").view(torch.uint8)
+BITS = torch.arange(160, dtype=torch.int32).reshape(4, 40)
+
+OPERATORS = {
+    "amax": (X, None, False),
+    "amax_over_rows": (X, [-1], True),
+    "amax_to_scale": (X.abs(), None, "e4m3", POLICY),
+    "amax_to_scale_with_prev": (X.abs(), ONE, "e4m3", POLICY),
+    "amax_to_scale_inv": (X.abs(), None, "e4m3", POLICY),
+    "amax_to_e8m0": (X.abs(), "e4m3", "floor"),
+    "quantize": (X, ONE, "e4m3"),
+    "quantize_stochastic": (X, ONE, BITS, "e5m2"),
+    "dequantize": (CODES, ONE, "e4m3", torch.bfloat16),
+    "fake_quantize": (X.clone().requires_grad_(), ONE, "e4m3"),
+    "quantize_rowwise": (X, "e4m3", -1, POLICY),
+    "quantize_blockwise": (X, "e4m3", 1, 128, POLICY),
+    "dequantize_blockwise": (CODES, torch.ones(4, 1), "e4m3", 1, 128, torch.float32),
+    "quantize_mx": (X, "e4m3", "rceil"),
+    "dequantize_mx": (CODES, torch.full((4, 2), 127, dtype=torch.uint8), "e4m3", torch.float32),
+    "update_history": (torch.zeros(3, 2), torch.ones(2), "max"),
+}
+
+
+@pytest.mark.parametrize("case", OPERATORS)
+def test_opcheck(case):
+    name = case.split("_over")[0].split("_with")[0]
+    opcheck(getattr(torch.ops.fp8_common, name).default, OPERATORS[case])
+
+
+def test_every_operator_is_checked():
+    defined = {
+        name.removeprefix("fp8_common::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("fp8_common::")
+    }
+    assert defined == {case.split("_over")[0].split("_with")[0] for case in OPERATORS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in f8.DATA_FORMATS])
+def test_quantize_equals_numpy(fmt, dtype):
+    name = {torch.float32: np.float32, torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}[dtype]
+    x = adversarial(fmt, name)
+    tensor = torch.from_numpy(x.view(np.uint16 if x.itemsize == 2 else np.uint32).copy()).view(dtype)
+    for scale in (1.0, 2.0**100, 2.0**-126, 0.3):
+        want = f8.quantize(x, np.float32(scale), fmt)
+        got = f8t.quantize(tensor, torch.tensor(scale), fmt)
+        assert_same_bits(got.view(torch.uint8).numpy(), want, fmt=fmt, source=x)
+
+
+def test_compiled_equals_eager():
+    def step(x):
+        scale = f8t.amax_to_scale(f8t.amax(x), "e4m3")
+        q = f8t.quantize(x, scale, "e4m3")
+        return scale, q.view(torch.uint8), f8t.dequantize(q, scale, "e4m3")
+
+    compiled = torch.compile(step, fullgraph=True)
+    for got, want in zip(compiled(X * 7), step(X * 7), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_gradients():
+    x = X.clone().requires_grad_()
+    assert not f8t.quantize(x, ONE, "e4m3").requires_grad
+    assert not f8t.amax(x).requires_grad
+    weight = torch.randn_like(x)
+    (f8t.fake_quantize(x, ONE, "e4m3") * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+def test_fake_tensors_have_the_right_shapes():
+    with FakeTensorMode():
+        x = torch.empty(3, 200, dtype=torch.bfloat16, device="cuda")
+        data, scale = f8t.quantize_blockwise(x, "e4m3", (1, 128))
+        assert (data.shape, data.dtype, data.device.type) == ((3, 200), torch.float8_e4m3fn, "cuda")
+        assert (scale.shape, scale.dtype) == ((3, 2), torch.float32)
+        assert f8t.amax(x, axis=0).shape == (200,)
+        assert f8t.quantize_mx(x, "e5m2").scale.dtype == torch.float8_e8m0fnu
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: f8t.quantize(X.double(), ONE, "e4m3"), "float16, bfloat16 or float32, got torch.float64"),
+        (lambda: f8t.quantize(X, torch.ones(41), "e4m3"), "does not broadcast"),
+        (lambda: f8t.quantize(X, ONE, "e8m0"), "E8M0 holds block scales"),
+        (lambda: f8t.quantize(X, ONE, "fp9"), "Unknown FP8 format 'fp9'"),
+        (lambda: f8t.quantize_mx(X, "e4m3", "up"), "mode must be one of"),
+        (lambda: f8t.decode(X, "e4m3"), "codes must be torch.uint8"),
+        (lambda: f8t.update_history(torch.zeros(3), torch.zeros(2)), "history must have shape"),
+        (lambda: f8t.encode_stochastic(X, "e4m3", BITS[:1]), "random_bits must be"),
+        (lambda: f8t.quantize_blockwise(torch.ones(4), "e4m3", (128, 128)), "cannot cut"),
+        (lambda: f8t.dequantize_blockwise(CODES, torch.ones(4, 2), "e4m3"), "must have shape"),
+    ],
+)
+def test_errors_say_what_and_what_to_do(call, message):
+    with pytest.raises(f8.Fp8Error, match=message):
+        call()

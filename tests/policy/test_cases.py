@@ -1,0 +1,37 @@
+"""Decides that the small subset of a matrix of cases is a fair one."""
+
+import itertools
+
+import pytest
+from repository import ROOT
+
+
+@pytest.fixture(scope="session")
+def pairwise(pytestconfig):
+    """The function of the root conftest, which cannot be imported by name."""
+    return pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py")).pairwise
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (4, 3, 5, 2), (3, 3, 3, 3), (2, 2, 2, 2, 2, 7), (3, 1, 2)])
+def test_any_two_values_meet(pairwise, sizes):
+    axes = [[f"{axis}-{i}" for i in range(size)] for axis, size in enumerate(sizes)]
+    cases = list(pairwise(axes))
+    for first, second in itertools.combinations(axes, 2):
+        met = {pair for case in cases for pair in itertools.permutations(case, 2)}
+        assert set(itertools.product(first, second)) <= met
+    assert {value for case in cases for value in case} == set(itertools.chain(*axes))
+    assert len(cases) == len(set(cases))
+
+
+def test_the_subset_is_small_and_always_the_same(pairwise):
+    axes = [range(4)] * 6
+    cases = list(pairwise(axes))
+    assert len(cases) <= 40
+    assert cases == list(pairwise(axes))
+
+
+@pytest.mark.matrix(left=["a", "b"], right=[1, 2])
+def test_the_marker_gives_values_by_name(left, right, full):
+    assert left in {"a", "b"}
+    assert right in {1, 2}
+    assert isinstance(full, bool)
