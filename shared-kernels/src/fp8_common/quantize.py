@@ -49,16 +49,12 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
     return encode(_scaled(x, scale), fmt)
 
 
-def quantize_stochastic(
-    x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike
-) -> NDArray[np.uint8]:
+def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
     """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`."""
     return encode_stochastic(_scaled(x, scale), fmt, random_bits)
 
 
-def dequantize(
-    q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32
-) -> NDArray[np.generic]:
+def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
     """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
 
     Args:
@@ -70,9 +66,7 @@ def dequantize(
     return _back(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
 
 
-def quantize_rowwise(
-    x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
-) -> Quantized:
+def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:
     """Quantize with one scale for each slice along `axis`.
 
     Args:

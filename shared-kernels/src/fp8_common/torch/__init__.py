@@ -18,7 +18,7 @@ from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.quantize import Quantized
 from fp8_common.torch import ops
 from fp8_common.torch.dtypes import INPUT_DTYPES, as_codes, torch_dtype
-from fp8_common.torch.rounding import cast_stochastic, values
+from fp8_common.torch.rounding import cast_stochastic
 from fp8_common.torch.rounding import encode as _encode
 from fp8_common.torch.scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
@@ -68,7 +68,8 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
         Fp8Error: `codes` has another dtype.
     """
     fmt = get_format(fmt)
-    return scale_inv_of_e8m0(as_codes(codes, fmt)) if fmt.name == "e8m0" else values(codes, fmt)
+    raw = as_codes(codes, fmt)
+    return scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else ops.decode(raw, fmt.name)
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:

@@ -15,7 +15,6 @@ FLOAT8_DTYPES = {getattr(torch, f.dtype_name): f for f in FORMATS.values()}
 """The format of each float8 dtype."""
 
 
-@cache
 def torch_dtype(fmt: str | Format) -> torch.dtype:
     """Return the torch dtype of a format.
 

@@ -17,6 +17,7 @@ from fp8_common.torch import history as _history
 from fp8_common.torch import quantize as _quantize
 from fp8_common.torch.amax import amax_all, amax_over
 from fp8_common.torch.dtypes import torch_dtype
+from fp8_common.torch.rounding import values
 from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_from_amax
 
 NAMESPACE = "fp8_common"
@@ -41,7 +42,7 @@ def policy_of_key(key: str) -> ScalePolicy:
 
 @torch.library.custom_op(f"{NAMESPACE}::amax", mutates_args=())
 def amax(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
-    """max |x| as float32; all dimensions when `dims` is None."""
+    """Max |x| as float32; all dimensions when `dims` is None."""
     if dims is None:
         result = amax_all(x)
         return result.reshape((1,) * x.ndim) if keepdim else result
@@ -53,6 +54,17 @@ def _(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
     reduced = set(range(x.ndim)) if dims is None else {d % x.ndim for d in dims}
     shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
     return x.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::decode", mutates_args=())
+def decode(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    """float32 values of the shape of `codes`."""
+    return values(codes, get_data_format(fmt))
+
+
+@decode.register_fake
+def _(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::amax_to_scale", mutates_args=())
