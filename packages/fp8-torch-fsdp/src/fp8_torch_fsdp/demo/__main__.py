@@ -71,15 +71,11 @@ def main() -> int:
     report.write(options.out, finished)
     words = finished["torch_fsdp"]["summary"]
     print("", report.plain_table(words), "", *words["verdict"], sep="\n")
-    print(
-        f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})"
-    )
+    print(f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})")
     return 0
 
 
-def make_report(
-    options: Options, corpus: Corpus, listener: Listener, earlier: report.Report | None
-) -> report.Report:
+def make_report(options: Options, corpus: Corpus, listener: Listener, earlier: report.Report | None) -> report.Report:
     """Return the report with this demo's section in it."""
     facts = listener.facts
     runs = {

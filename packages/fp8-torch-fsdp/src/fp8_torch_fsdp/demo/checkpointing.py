@@ -66,13 +66,9 @@ def claim(folder: Path, identity: dict[str, Any], *, resume: bool) -> None:
             f"Checkpoints cannot be kept in {str(folder)!r} ({error.strerror}); give --checkpoint another folder."
         ) from error
     if found is None and resume:
-        raise Fp8Error(
-            f"There is no run to resume in {str(folder)!r}; leave --resume out to start one there."
-        )
+        raise Fp8Error(f"There is no run to resume in {str(folder)!r}; leave --resume out to start one there.")
     if found is not None and not resume:
-        raise Fp8Error(
-            f"{str(folder)!r} already holds a run; add --resume to go on with it, or name another folder."
-        )
+        raise Fp8Error(f"{str(folder)!r} already holds a run; add --resume to go on with it, or name another folder.")
     if resume and found != identity:
         changed = sorted(key for key in identity if found.get(key) != identity[key])
         raise Fp8Error(

@@ -74,9 +74,7 @@ class CollectiveCounter(TorchDispatchMode):
         finally:
             self.label = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         # A tensor subclass may communicate inside its own dispatch: it goes first, and what it calls comes here.
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented
@@ -126,13 +124,9 @@ def label_gathers(model: nn.Module, counter: CollectiveCounter) -> None:
         if isinstance(module, Block):
             linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Linear)}
             if others := [name for name, weight in module.named_parameters() if id(weight) not in linear]:
-                raise RuntimeError(
-                    f"A block must hold linear weights alone to be counted, and it holds {others}."
-                )
+                raise RuntimeError(f"A block must hold linear weights alone to be counted, and it holds {others}.")
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(
-                LabelledAllGather(counter, LINEAR if isinstance(module, Block) else OTHER)
-            )
+            module.set_custom_all_gather(LabelledAllGather(counter, LINEAR if isinstance(module, Block) else OTHER))
 
 
 def _bytes(tensors: Any) -> int:

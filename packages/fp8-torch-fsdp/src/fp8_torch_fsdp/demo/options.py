@@ -134,9 +134,7 @@ def _check_recipe(recipe: str) -> None:
 
 def _device(asked: str, gpus: int) -> Literal["cpu", "cuda"]:
     if asked == "cuda" and not gpus:
-        raise Fp8Error(
-            "--device cuda needs a GPU that PyTorch can use, and there is none here; use --device cpu."
-        )
+        raise Fp8Error("--device cuda needs a GPU that PyTorch can use, and there is none here; use --device cpu.")
     return "cuda" if gpus and asked != "cpu" else "cpu"
 
 

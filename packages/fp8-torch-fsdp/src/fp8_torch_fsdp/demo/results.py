@@ -51,8 +51,7 @@ def run_figures(records: Sequence[Record], *, ranks: int, tokens_per_step: int) 
     run["first_step"] = {key: counts[0][name] for key, name in COUNTED.items()}
     if len(records) > 1:
         run["seeds"] = [
-            {"seed": seed, "losses": record.losses, "val_loss": record.val_loss}
-            for seed, record in enumerate(records)
+            {"seed": seed, "losses": record.losses, "val_loss": record.val_loss} for seed, record in enumerate(records)
         ]
     return run
 
@@ -107,9 +106,7 @@ def summarize(runs: Mapping[str, Run], *, ranks: int, device: str, recipe: str) 
         _about_time(bf16, fp8, device),
     ]
     columns = ["", "bf16", f"FP8 ({recipe})", "FP8 / bf16"]
-    return Summary(
-        title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict
-    )
+    return Summary(title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict)
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -166,12 +163,8 @@ def _about_loss(bf16: Run, fp8: Run, difference: float) -> str:
 def _about_time(bf16: Run, fp8: Run, device: str) -> str:
     speed = f"FP8 ran at {fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f} times the speed of bf16"
     if device == "cpu":
-        return (
-            f"{speed}: a CPU has no FP8 arithmetic, so the products are emulated. Time is won on GPUs alone."
-        )
-    return (
-        f"{speed} on this machine ({device}); a model this small does not fill a GPU, large ones gain most."
-    )
+        return f"{speed}: a CPU has no FP8 arithmetic, so the products are emulated. Time is won on GPUs alone."
+    return f"{speed} on this machine ({device}); a model this small does not fill a GPU, large ones gain most."
 
 
 def _times(count: float) -> str:
