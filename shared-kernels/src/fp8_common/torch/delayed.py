@@ -53,8 +53,8 @@ class DelayedScale(nn.Module):
         self.register_buffer("scale", torch.ones((), device=device))
         self.register_buffer("history", torch.zeros(cast.policy.history, device=device))
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool, device=device))
-        self.register_buffer("key", torch.zeros((), dtype=torch.int32, device=device), persistent=False)
-        self.register_buffer("late", torch.zeros((), dtype=torch.bool, device=device), persistent=False)
+        self.register_buffer("key", torch.zeros((), dtype=torch.int32, device=device))
+        self.register_buffer("late", torch.zeros((), dtype=torch.bool, device=device))
         self.reset_parameters()
         _alive.add(self)
 
@@ -103,8 +103,19 @@ class DelayedScale(nn.Module):
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.key.fill_(UNOBSERVED)
-        self.late.zero_()
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        """Refuse to save what only this rank has observed: the other ranks' part would be lost.
+
+        Raises:
+            Fp8Error: Several ranks, and observations that were not synchronized.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1 and pending([self]):
+            raise Fp8Error(
+                f"{prefix.rstrip('.')} holds observations that the ranks have not combined yet. Call "
+                "sync_float8_amax_and_scale_history(model) on all ranks before taking a state dict."
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def extra_repr(self) -> str:
         """Show the configuration."""

@@ -58,6 +58,7 @@ class WeightState:
         changes: Number of writes seen so far.
         edited: Whether a write happened outside of an optimizer step since the last synchronization.
         seen: (changes, version of the storage) that the current scale covers; None before the first.
+        synced_at: Number of optimizer steps made when it was last synchronized.
         keys: Cached result of `strategy.local_keys`, valid while `seen` is current.
         agreed: The keys combined over ranks at the last synchronization.
         scale: float32 scales that all ranks agree on.
@@ -76,6 +77,7 @@ class WeightState:
     changes: int = 0
     edited: bool = False
     seen: tuple[int, int] | None = None
+    synced_at: int = 0
     keys: torch.Tensor | None = None
     agreed: torch.Tensor | None = None
     scale: torch.Tensor | None = None
@@ -128,6 +130,7 @@ class WeightState:
     def mark_synced(self, shard: torch.Tensor) -> None:
         """Record that `scale` covers the present content of `shard`."""
         self.seen, self.edited = (self.changes, version_of(shard)), False
+        self.synced_at = StepCounter.count
 
 
 def version_of(tensor: torch.Tensor) -> int:
