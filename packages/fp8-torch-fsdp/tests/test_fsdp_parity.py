@@ -88,6 +88,8 @@ def train(model: nn.Module, rank: int, dtype: torch.dtype, steps: int = 10) -> l
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights, and all delayed scales and histories."""
+    f8.sync_float8_amax_and_scale_history(model)
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in model.state_dict().items()
@@ -98,9 +100,10 @@ def compare_gathers(rank, world_size, widths, dtype, recipe, options):
     low = shard(build(widths, dtype, all_gather=True, recipe=recipe), world_size, **options)
     high = shard(build(widths, dtype, all_gather=False, recipe=recipe), world_size, **options)
     losses = train(low, rank, dtype), train(high, rank, dtype)
+    counts = f8.cast_count(low), f8.amax_reduction_count(low)
     weights = whole_weights(low), whole_weights(high)
     different = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
-    return losses, different, f8.cast_count(low), f8.amax_reduction_count(low)
+    return losses, different, *counts
 
 
 @pytest.mark.matrix(

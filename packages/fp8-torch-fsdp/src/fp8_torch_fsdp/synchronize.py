@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fp8_common.torch import delayed
-from fp8_common.torch.fsdp import StepCounter, SyncPlan, track_optimizer_steps
+from fp8_common.torch.fsdp import SyncPlan, track_optimizer_steps
 from fp8_torch_fsdp.counters import plans_of
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,8 @@ def _without_plan(model: nn.Module, plans: list[SyncPlan]) -> list[delayed.Delay
 
 def _reduce(model: nn.Module, scales: list[delayed.DelayedScale], *, roll: bool) -> None:
     """Combine `scales` over the ranks that share the model's parameters, and roll if any of them made a step."""
-    if not scales:
-        return
-    stepped = roll or StepCounter.count != getattr(model, "_fp8_rolled_at", StepCounter.count)
-    model._fp8_rolled_at = StepCounter.count
-    delayed.reduce_and_roll(scales, _process_group(model), stepped)
+    if scales:
+        delayed.reduce_and_roll(scales, _process_group(model), force=roll)
 
 
 def _process_group(model: nn.Module) -> dist.ProcessGroup | None:

@@ -166,10 +166,16 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
             module.late.logical_and_(~due)
 
 
-def reduce_and_roll(modules: Sequence[DelayedScale], group: dist.ProcessGroup | None, due: bool) -> None:
-    """Synchronize: one int32 MAX all-reduce over `group` (None: this process alone), then `roll` if it is due anywhere."""
-    device = modules[0].key.device
-    payload = torch.cat([stack_keys(modules), torch.tensor([due], dtype=torch.int32).to(device)])
+def due(modules: Sequence[DelayedScale], force: bool = False) -> torch.Tensor:
+    """Return int32 [1]: 1 if an optimizer step followed what any of `modules` observed here, or if forced."""
+    late = torch.stack([module.late for module in modules]).any().reshape(1)
+    return (late | force).int()
+
+
+@torch.no_grad()
+def reduce_and_roll(modules: Sequence[DelayedScale], group: dist.ProcessGroup | None, *, force: bool) -> None:
+    """Synchronize: one int32 MAX all-reduce over `group` (None: this process alone), then `roll` if due on any rank."""
+    payload = torch.cat([stack_keys(modules), due(modules, force)])
     if group is not None and group.size() > 1:
         dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
     roll(modules, payload[:-1], payload[-1] > 0)

@@ -17,7 +17,6 @@ from fp8_common.errors import Fp8StaleError
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.member import Member, flags_of, names_of_partial_edits
-from fp8_common.torch.fsdp.weight_state import StepCounter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class SyncPlan:
         self.reductions = 0
         self._accumulating = not compat.gradient_sync_enabled(root)
         self._explicit = False
-        self._rolled_at = StepCounter.count
         self._unchecked: list[tuple[list[Member], torch.Tensor]] = []
         self._link()
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
@@ -105,11 +103,10 @@ class SyncPlan:
         if process_group.size() > 1:
             dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=process_group)
             self.reductions += 1
-        *keys, flags, observed, stepped = payload.split([part.numel() for part in parts])
+        *keys, flags, observed, due = payload.split([part.numel() for part in parts])
         if scales:
             # where any rank made a step; without one, the observations of this rank stay for later
-            delayed.roll(scales, observed, stepped[0] > 0)
-            self._rolled_at = StepCounter.count
+            delayed.roll(scales, observed, due[0] > 0)
         changed = self._changed(members, flags.view(3, -1)) if members else []
         for member, own, is_new in zip(members, keys, changed, strict=True):
             member.state.agreed = own
@@ -119,12 +116,12 @@ class SyncPlan:
     def _payload(self, members: list[Member], scales: list[delayed.DelayedScale], roll: bool) -> list[torch.Tensor]:
         """Return int32 parts: the keys of each weight, their flags, the keys of delayed scales, whether to roll."""
         device = members[0].shard.device if members else scales[0].key.device
-        stepped = roll or StepCounter.count != self._rolled_at
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
         return [
             *(member.state.keys for member in members),
             flags_of(members).to(device, non_blocking=True),
-            delayed.stack_keys(scales) if scales else torch.zeros(0, dtype=torch.int32, device=device),
-            torch.tensor([stepped], dtype=torch.int32).to(device, non_blocking=True),
+            delayed.stack_keys(scales) if scales else nothing,
+            delayed.due(scales, roll) if scales else nothing,
         ]
 
     def _changed(self, members: list[Member], flags: torch.Tensor) -> list[bool]:
