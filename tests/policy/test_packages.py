@@ -33,9 +33,7 @@ def test_the_licence_is_a_real_copy(package):
 
 @every_package
 def test_the_readme_is_shipped(package):
-    assert (
-        (package.folder / package.config["project"]["readme"]).read_text().startswith(f"# {package.name}\n")
-    )
+    assert (package.folder / package.config["project"]["readme"]).read_text().startswith(f"# {package.name}\n")
 
 
 @every_package

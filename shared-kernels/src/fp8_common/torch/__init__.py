@@ -93,9 +93,7 @@ def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale back from FP8, of the shape of `amax`; see `fp8_common.amax_to_scale_inv`."""
-    return ops.amax_to_scale_inv(
-        _input(amax, "amax"), prev, get_data_format(fmt).name, ops.policy_key(policy)
-    )
+    return ops.amax_to_scale_inv(_input(amax, "amax"), prev, get_data_format(fmt).name, ops.policy_key(policy))
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -121,9 +119,7 @@ def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
     """Like `quantize`, rounding at random; `random_bits` is int32 or uint32 of the shape of `x`."""
-    return ops.quantize_stochastic(
-        _input(x), _broadcastable(scale, x), random_bits, get_data_format(fmt).name
-    )
+    return ops.quantize_stochastic(_input(x), _broadcastable(scale, x), random_bits, get_data_format(fmt).name)
 
 
 def dequantize(
@@ -140,13 +136,9 @@ def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> to
     return ops.fake_quantize(x, _broadcastable(scale, x), get_data_format(fmt).name)
 
 
-def quantize_rowwise(
-    x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
-) -> Quantized:
+def quantize_rowwise(x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:
     """Quantize with one scale for each slice along `axis`; scales keep that axis with length 1."""
-    return Quantized(
-        *ops.quantize_rowwise(_input(x), get_data_format(fmt).name, axis, ops.policy_key(policy))
-    )
+    return Quantized(*ops.quantize_rowwise(_input(x), get_data_format(fmt).name, axis, ops.policy_key(policy)))
 
 
 def quantize_blockwise(
@@ -210,9 +202,7 @@ def update_history(
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Check the dtype and leave the autograd graph: a step function has no useful derivative."""
     if x.dtype not in INPUT_DTYPES:
-        raise Fp8Error(
-            f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first."
-        )
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
     return x.detach()
 
 

@@ -97,9 +97,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize_stochastic", mutates_args=())
-def quantize_stochastic(
-    x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str
-) -> torch.Tensor:
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of the shape of `x`, rounded at random."""
     return _quantize.quantize_stochastic(x, scale, get_data_format(fmt), random_bits)
 
@@ -171,9 +169,7 @@ def dequantize_blockwise(
 
 
 @dequantize_blockwise.register_fake
-def _(
-    q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
 

@@ -62,6 +62,11 @@ class ShardedParam:
         return self.fsdp_param.padded_sharded_param_size
 
     @property
+    def first_row(self) -> int:
+        """Index of this rank's first row in the gathered parameter, when it is sharded by rows."""
+        return self.padded_shape[0] * self.fsdp_param.shard_mesh.get_local_rank() if self.padded_shape else 0
+
+    @property
     def process_group(self) -> "torch.distributed.ProcessGroup":
         """The ranks that hold the other shards."""
         return self.fsdp_param.shard_mesh.get_group()
@@ -120,7 +125,5 @@ def _fsdp_states() -> Iterator["FSDPState"]:
 
 def _params_of_state(state: "FSDPState") -> list[ShardedParam]:
     return [
-        ShardedParam(fsdp_param=param, group=group)
-        for group in state._fsdp_param_groups
-        for param in group.fsdp_params
+        ShardedParam(fsdp_param=param, group=group) for group in state._fsdp_param_groups for param in group.fsdp_params
     ]
