@@ -10,7 +10,7 @@ from fp8_common.recipe import CastRecipe
 from fp8_torch_fsdp.config import CastConfig
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
-from fp8_torch_fsdp.strategies import strategy_for
+from fp8_torch_fsdp.strategies import Strategy, strategy_for
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,7 +64,7 @@ def _resolve(target: nn.Module | Iterable[nn.Parameter], model: nn.Module | None
     return target, {id(p) for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in embedded}
 
 
-def _wrap(parameter: nn.Parameter, strategy: object, name: str) -> nn.Parameter:
+def _wrap(parameter: nn.Parameter, strategy: Strategy, name: str) -> nn.Parameter:
     if hasattr(parameter, "_local_tensor") or isinstance(parameter, ShardedFloat8Weight):
         raise Fp8Error(f"{name} is already sharded or gathered in FP8. Call enable_float8_all_gather once, first.")
     return nn.Parameter(ShardedFloat8Weight.of(parameter.data, strategy), requires_grad=parameter.requires_grad)

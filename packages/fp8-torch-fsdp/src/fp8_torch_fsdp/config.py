@@ -1,7 +1,7 @@
 """Decides what a user can choose for FP8 linear layers; one object reaches all code that uses it."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from fp8_common.errors import Fp8Error
 from fp8_common.policy import HISTORY_ALGOS, HistoryAlgo
@@ -147,7 +147,7 @@ class Float8LinearConfig:
         )
 
     @classmethod
-    def from_recipe_name(cls, name: str, **changes: object) -> "Float8LinearConfig":
+    def from_recipe_name(cls, name: str, **changes: Any) -> "Float8LinearConfig":
         """Return the configuration of a named recipe.
 
         Args:
@@ -158,14 +158,14 @@ class Float8LinearConfig:
             Fp8Error: Unknown recipe, or one that this package does not train with.
         """
         recipe = get_recipe(name)
-        casts = {
+        fields: dict[str, Any] = {
             "input": recipe.input,
             "weight": recipe.weight,
             "grad_output": recipe.grad_output,
             "input_for_grad_weight": recipe.input_for_grad_weight,
             "grad_output_for_grad_weight": recipe.grad_output_for_grad_weight,
         }
-        return cls(**{**casts, **changes})
+        return cls(**{**fields, **changes})
 
 
 _GRANULARITIES = {

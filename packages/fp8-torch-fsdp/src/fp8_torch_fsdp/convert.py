@@ -1,7 +1,7 @@
 """Decides which layers of a model become FP8 layers, and says so."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
@@ -41,7 +41,9 @@ def convert_to_float8_training(
     chosen, left = _select(model, module_filter_fn)
     if not chosen:
         raise Fp8Error(f"No nn.Linear layer to convert.{_why_left(left)} Check module_filter_fn and the model.")
-    replacements = {module: Float8Linear.from_linear(module, config) for module in chosen}
+    replacements: dict[nn.Module, Float8Linear] = {
+        module: Float8Linear.from_linear(module, config) for module in chosen
+    }
     if config.all_gather.enabled:
         _wrap_weights(model, replacements, config)
     _replace(model, replacements)
@@ -61,7 +63,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     Raises:
         Fp8Error: The model is sharded; save a state dict and load it into a new model instead.
     """
-    replacements = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, Float8Linear):
             if hasattr(module.weight, "_local_tensor"):
@@ -105,7 +107,7 @@ def _why_left(left: dict[str, str]) -> str:
     return f" Left in high precision: {'; '.join(parts)}." if parts else ""
 
 
-def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replacements:

@@ -35,6 +35,9 @@ class Float8Linear(nn.Linear):
     config: Float8LinearConfig
     strategy: Strategy
     watcher: Any
+    fp8_input: DelayedScale | None
+    fp8_weight: DelayedScale | None
+    fp8_grad_output: DelayedScale | None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: Float8LinearConfig) -> "Float8Linear":

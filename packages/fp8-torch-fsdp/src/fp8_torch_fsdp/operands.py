@@ -65,7 +65,7 @@ def cast_operand(
 
 def tensorwise_scale(x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None, *, record: bool) -> torch.Tensor:
     """Return the float32 scalar scale of dynamic, delayed or static tensorwise scaling."""
-    if cast.scaling == "static":
+    if cast.static_scale is not None:
         return torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
     if delayed is not None:
         return delayed.current(amax_all(x), record)

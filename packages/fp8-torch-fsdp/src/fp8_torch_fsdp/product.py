@@ -92,7 +92,8 @@ def _aligned(a: torch.Tensor, b: torch.Tensor, pad: bool) -> tuple[torch.Tensor,
         )
     if not missing:
         return a, b
-    return tuple(F.pad(m.view(torch.uint8), (0, missing)).view(m.dtype) for m in (a, b))
+    a, b = (F.pad(m.view(torch.uint8), (0, missing)).view(m.dtype) for m in (a, b))
+    return a, b
 
 
 def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:

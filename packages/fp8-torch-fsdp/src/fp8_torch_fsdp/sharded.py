@@ -4,7 +4,7 @@
 checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ class ShardedFloat8Weight(torch.Tensor):
     @property
     def strategy(self) -> Strategy:
         """How this weight is scaled."""
-        return self._state.strategy
+        return cast(Strategy, self._state.strategy)  # `of` put it there
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show the high-precision values."""
@@ -131,17 +131,17 @@ class ShardedFloat8Weight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
         kept, full_shape = metadata
-        strategy, cast = self.strategy, self.strategy.cast
+        strategy = self.strategy
         scale = strategy.scale_from_wire(all_gather_outputs, kept, full_shape)
-        target = None if out is None else getattr(out, "_local_tensor", out)
+        target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and not strategy.decode:
             # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
             refill(target.scale, scale)
             return None
         codes = strategy.codes_from_wire(all_gather_outputs, full_shape)
         if not strategy.decode:
-            return GatheredFloat8Weight(codes, scale.clone(), cast.format, param_dtype, strategy.block), ()
-        plain = decoded(codes, scale, cast.format, strategy.block, param_dtype)
+            return GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.block), ()
+        plain = decoded(codes, scale, strategy.cast.format, strategy.block, param_dtype)
         if target is None:
             return plain, (plain,)
         refill(target, plain)

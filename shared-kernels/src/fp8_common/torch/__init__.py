@@ -136,14 +136,16 @@ def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> to
     return ops.fake_quantize(x, _broadcastable(scale, x), get_data_format(fmt).name)
 
 
-def quantize_rowwise(x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:
+def quantize_rowwise(
+    x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
+) -> Quantized[torch.Tensor]:
     """Quantize with one scale for each slice along `axis`; scales keep that axis with length 1."""
     return Quantized(*ops.quantize_rowwise(_input(x), get_data_format(fmt).name, axis, ops.policy_key(policy)))
 
 
 def quantize_blockwise(
     x: torch.Tensor, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
-) -> Quantized:
+) -> Quantized[torch.Tensor]:
     """Quantize [..., M, N] with one scale per block: scales [..., ceil(M / rows), ceil(N / columns)]."""
     rows, columns = check_block(block, x.ndim)
     name = get_data_format(fmt).name
@@ -178,7 +180,7 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
     return scale_inv_of_e8m0(as_codes(codes, "e8m0"))
 
 
-def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
+def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
     """Quantize [..., N] to OCP MX: data and torch.float8_e8m0fnu scales [..., ceil(N / 32)]."""
     check_mode(mode)
     return Quantized(*ops.quantize_mx(_input(x), get_data_format(fmt).name, mode))

@@ -13,10 +13,18 @@ import torch
 from fp8_common.blocks import block_grid
 from fp8_common.formats import get_data_format
 from fp8_common.policy import ScalePolicy
+from fp8_common.quantize import MX_BLOCK
 from fp8_common.torch import history as _history
-from fp8_common.torch import quantize as _quantize
 from fp8_common.torch.amax import amax_all, amax_over
 from fp8_common.torch.dtypes import torch_dtype
+from fp8_common.torch.quantize import dequantize as _dequantize
+from fp8_common.torch.quantize import dequantize_blockwise as _dequantize_blockwise
+from fp8_common.torch.quantize import dequantize_mx as _dequantize_mx
+from fp8_common.torch.quantize import quantize as _quantize
+from fp8_common.torch.quantize import quantize_blockwise as _quantize_blockwise
+from fp8_common.torch.quantize import quantize_mx as _quantize_mx
+from fp8_common.torch.quantize import quantize_rowwise as _quantize_rowwise
+from fp8_common.torch.quantize import quantize_stochastic as _quantize_stochastic
 from fp8_common.torch.rounding import values
 from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_from_amax
 
@@ -88,7 +96,7 @@ def _(amax: torch.Tensor, prev: torch.Tensor | None, fmt: str, policy: str) -> t
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of the shape of `x`."""
-    return _quantize.quantize(x, scale, get_data_format(fmt))
+    return _quantize(x, scale, get_data_format(fmt))
 
 
 @quantize.register_fake
@@ -99,7 +107,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
 @torch.library.custom_op(f"{NAMESPACE}::quantize_stochastic", mutates_args=())
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of the shape of `x`, rounded at random."""
-    return _quantize.quantize_stochastic(x, scale, get_data_format(fmt), random_bits)
+    return _quantize_stochastic(x, scale, get_data_format(fmt), random_bits)
 
 
 @quantize_stochastic.register_fake
@@ -110,7 +118,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str)
 @torch.library.custom_op(f"{NAMESPACE}::dequantize", mutates_args=())
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _quantize.dequantize(q, scale, get_data_format(fmt), dtype)
+    return _dequantize(q, scale, get_data_format(fmt), dtype)
 
 
 @dequantize.register_fake
@@ -122,7 +130,7 @@ def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> tor
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """Quantize and go back, in the dtype of `x`."""
     form = get_data_format(fmt)
-    return _quantize.dequantize(_quantize.quantize(x, scale, form), scale, form, x.dtype)
+    return _dequantize(_quantize(x, scale, form), scale, form, x.dtype)
 
 
 @fake_quantize.register_fake
@@ -136,7 +144,7 @@ fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
 @torch.library.custom_op(f"{NAMESPACE}::quantize_rowwise", mutates_args=())
 def quantize_rowwise(x: torch.Tensor, fmt: str, dim: int, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, scales with `dim` of length 1."""
-    return _quantize.quantize_rowwise(x, get_data_format(fmt), dim, policy_of_key(policy))
+    return _quantize_rowwise(x, get_data_format(fmt), dim, policy_of_key(policy))
 
 
 @quantize_rowwise.register_fake
@@ -151,7 +159,7 @@ def quantize_blockwise(
     x: torch.Tensor, fmt: str, rows: int, columns: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, one scale per block."""
-    return _quantize.quantize_blockwise(x, get_data_format(fmt), (rows, columns), policy_of_key(policy))
+    return _quantize_blockwise(x, get_data_format(fmt), (rows, columns), policy_of_key(policy))
 
 
 @quantize_blockwise.register_fake
@@ -165,7 +173,7 @@ def dequantize_blockwise(
     q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _quantize.dequantize_blockwise(q, scale, get_data_format(fmt), (rows, columns), dtype)
+    return _dequantize_blockwise(q, scale, get_data_format(fmt), (rows, columns), dtype)
 
 
 @dequantize_blockwise.register_fake
@@ -176,19 +184,19 @@ def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, d
 @torch.library.custom_op(f"{NAMESPACE}::quantize_mx", mutates_args=())
 def quantize_mx(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, one E8M0 scale per 32 values."""
-    return _quantize.quantize_mx(x, get_data_format(fmt), mode)
+    return _quantize_mx(x, get_data_format(fmt), mode)
 
 
 @quantize_mx.register_fake
 def _(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = x.new_empty(block_grid(tuple(x.shape), _quantize.MX_BLOCK), dtype=torch.float8_e8m0fnu)
+    scale = x.new_empty(block_grid(tuple(x.shape), MX_BLOCK), dtype=torch.float8_e8m0fnu)
     return torch.empty_like(x, dtype=torch_dtype(fmt)), scale
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dequantize_mx", mutates_args=())
 def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _quantize.dequantize_mx(q, codes, get_data_format(fmt), dtype)
+    return _dequantize_mx(q, codes, get_data_format(fmt), dtype)
 
 
 @dequantize_mx.register_fake

@@ -6,6 +6,7 @@ import dataclasses
 import torch
 
 from fp8_common.blocks import Block
+from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.dtypes import torch_dtype
 from fp8_common.torch.fsdp import WeightState, pad_rows, unpad
@@ -59,7 +60,16 @@ class Strategy(abc.ABC):
     def scale_from_wire(
         self, buffers: tuple[torch.Tensor, ...], kept: torch.Tensor | None, full_shape: torch.Size
     ) -> torch.Tensor:
-        """Return the scales of the whole weight: those kept at hand, unless they travelled."""
+        """Return the scales of the whole weight: those kept at hand, unless they travelled.
+
+        Raises:
+            Fp8Error: There are none.
+        """
+        if kept is None:
+            raise Fp8Error(
+                f"{type(self).__name__} got {len(buffers)} gathered buffers and no scales: another strategy made them. "
+                "Convert the model once, before fully_shard."
+            )
         return kept
 
 

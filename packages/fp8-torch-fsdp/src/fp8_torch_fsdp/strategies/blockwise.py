@@ -47,6 +47,6 @@ class BlockwiseStrategy(Strategy):
         self, shard: torch.Tensor, state: WeightState, world_size: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the codes; every rank has all scales."""
-        scale = expand_blocks(state.scale, BLOCK, state.full_shape)
+        scale = expand_blocks(state.agreed_scale, BLOCK, state.full_shape)
         scale = scale[state.first_row : state.first_row + shard.shape[0]]
-        return wire_of(quantize(shard, scale, self.cast.fp8_format), state), state.scale
+        return wire_of(quantize(shard, scale, self.cast.fp8_format), state), state.agreed_scale

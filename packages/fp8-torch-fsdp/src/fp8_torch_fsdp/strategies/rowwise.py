@@ -43,6 +43,6 @@ class RowwiseStrategy(Strategy):
     ) -> torch.Tensor:
         """Return the scales [..., rows, 1] of the whole weight, sharing the gathered buffer."""
         if len(buffers) == 1:
-            return kept
+            return super().scale_from_wire(buffers, kept, full_shape)
         rows = math.prod(full_shape[:-1])
         return buffers[1].view(-1).view(torch.float32)[:rows].view(*full_shape[:-1], 1)

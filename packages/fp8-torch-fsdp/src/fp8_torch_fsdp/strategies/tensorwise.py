@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from fp8_common.errors import Fp8Error
 from fp8_common.torch.amax import amax_all, float_key, key_to_float
 from fp8_common.torch.delayed import DelayedScale
 from fp8_common.torch.fsdp import WeightState
@@ -37,7 +38,8 @@ class TensorwiseStrategy(Strategy):
         self, shard: torch.Tensor, state: WeightState, world_size: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the codes, and the scale that all ranks agreed on."""
-        return wire_of(quantize(shard, state.scale, self.cast.fp8_format), state), state.scale
+        scale = state.agreed_scale
+        return wire_of(quantize(shard, scale, self.cast.fp8_format), state), scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,4 +78,6 @@ class StaticStrategy(TensorwiseStrategy):
         return wire_of(quantize(shard, scale, self.cast.fp8_format), state), scale
 
     def _constant(self, device: torch.device) -> torch.Tensor:
+        if self.cast.static_scale is None:
+            raise Fp8Error(f"StaticStrategy needs a cast with static_scale, got {self.cast}.")
         return torch.full((), self.cast.static_scale, dtype=torch.float32, device=device)

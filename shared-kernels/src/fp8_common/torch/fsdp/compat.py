@@ -5,6 +5,7 @@ Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade break
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,9 +43,10 @@ class ShardedParam:
     group: "FSDPParamGroup"
 
     @property
-    def local(self) -> torch.Tensor:
-        """This rank's shard, unpadded."""
-        return self.fsdp_param.sharded_param._local_tensor
+    def local(self) -> Any:
+        """This rank's shard, unpadded: a plain tensor or a plugin's `TrackedWeight`."""
+        sharded: Any = self.fsdp_param.sharded_param  # a DTensor, which FSDP2 annotates as a Parameter
+        return sharded._local_tensor
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ def check() -> None:
         )
 
 
-def find_root(local: torch.Tensor) -> nn.Module:
+def find_root(local: object) -> nn.Module:
     """Return the FSDP root module whose parameters include the shard `local` (the same tensor object).
 
     Raises:
@@ -112,7 +114,7 @@ def gradient_sync_enabled(root: nn.Module) -> bool:
     return any(group.reduce_grads for state in states for group in state._fsdp_param_groups)
 
 
-def _root_state(root: nn.Module) -> "FSDPState":
+def _root_state(root: Any) -> "FSDPState":
     return root._get_fsdp_state()
 
 

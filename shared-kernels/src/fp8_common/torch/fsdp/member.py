@@ -2,12 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.weight_state import WeightState
+
+if TYPE_CHECKING:
+    from fp8_common.torch.fsdp.sync import SyncPlan
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -41,7 +45,7 @@ class Member:
         """The ranks that hold the other shards."""
         return self.param.process_group
 
-    def link(self, plan: Callable[[], object | None]) -> None:
+    def link(self, plan: "Callable[[], SyncPlan | None]") -> None:
         """Tell the state where it belongs."""
         state, param = self.state, self.param
         state.plan, state.name = plan, param.name

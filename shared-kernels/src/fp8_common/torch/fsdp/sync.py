@@ -118,7 +118,7 @@ class SyncPlan:
         device = members[0].shard.device if members else scales[0].key.device
         nothing = torch.zeros(0, dtype=torch.int32, device=device)
         return [
-            *(member.state.keys for member in members),
+            *(member.state.known_keys for member in members),
             flags_of(members).to(device, non_blocking=True),
             delayed.stack_keys(scales) if scales else nothing,
             delayed.due(scales, roll) if scales else nothing,

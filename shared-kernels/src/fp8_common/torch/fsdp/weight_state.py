@@ -11,7 +11,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -21,7 +21,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
+from fp8_common.errors import Fp8StaleError
 from fp8_common.torch import delayed
+
+if TYPE_CHECKING:
+    from fp8_common.torch.fsdp.sync import SyncPlan
 
 _NO_SHAPE = torch.Size()
 
@@ -86,11 +90,33 @@ class WeightState:
     wire: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None
     lent: int = 0
     casts: int = 0
-    plan: Callable[[], object | None] = lambda: None
+    plan: "Callable[[], SyncPlan | None]" = lambda: None
     name: str = "<unnamed>"
     full_shape: torch.Size = _NO_SHAPE
     padded_shape: torch.Size = _NO_SHAPE
     first_row: int = 0
+
+    @property
+    def known_keys(self) -> torch.Tensor:
+        """The keys of this rank's part.
+
+        Raises:
+            Fp8StaleError: They were not computed yet.
+        """
+        if self.keys is None:
+            raise Fp8StaleError(f"{self.name} has no keys of its amax yet. Synchronize its FSDP root first.")
+        return self.keys
+
+    @property
+    def agreed_scale(self) -> torch.Tensor:
+        """The scales that all ranks agree on.
+
+        Raises:
+            Fp8StaleError: They were not agreed on yet.
+        """
+        if self.scale is None:
+            raise Fp8StaleError(f"{self.name} has no scale that the ranks agreed on. Synchronize its FSDP root first.")
+        return self.scale
 
     def fresh(self) -> "WeightState":
         """Return the state of a new tensor that holds other data: the same strategy, nothing remembered."""
@@ -118,7 +144,8 @@ class WeightState:
         """Return a plain alias of `shard` that may be written to."""
         alias = shard.detach()
         self.lent += 1
-        weakref.finalize(alias, self._take_back).atexit = False
+        # `atexit` is a property, for which the stub leaves no slot
+        weakref.finalize(alias, self._take_back).atexit = False  # pyrefly: ignore[missing-attribute]
         return alias
 
     def _take_back(self) -> None:
@@ -141,8 +168,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class TrackedWeight(Protocol):
-    """A tensor subclass whose writes are tracked."""
+    """A tensor subclass whose writes are tracked: the plain shard, and what is known about it."""
 
+    _data: torch.Tensor
     _state: WeightState
 
 

@@ -11,16 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.sync import SyncPlan
-from fp8_common.torch.fsdp.weight_state import WeightState
+from fp8_common.torch.fsdp.weight_state import TrackedWeight
 
 
-def gather_inputs(weight: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+def gather_inputs(weight: TrackedWeight, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Return the uint8 buffers that this rank contributes for `weight`, a tracked shard, and scales to keep at hand.
 
     The cast is cached. The first gather of an FSDP root makes its `SyncPlan`; a weight that changed since the last
     synchronization is synchronized here, which all ranks reach together.
     """
-    state: WeightState = weight._state
+    state = weight._state
     plan = state.plan() or SyncPlan(compat.find_root(weight), type(weight))
     if state.is_stale(weight._data):
         plan.synchronize()
