@@ -2,7 +2,7 @@
 
     python benchmarks/bench_casts.py [--rows 2048] [--columns 2048] [--seconds 0.5]
 
-Writes benchmarks/results/casts.json: the median time of a cast, elements per second, and the ratio to NumPy
+Writes benchmarks/results/casts.json: the shortest time of a cast, elements per second, and the ratio to NumPy
 in the same run. Ratios travel between machines better than times.
 """
 
@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,15 +68,15 @@ def _finish(jax: ModuleType, function: Callable[..., object], arguments: tuple[o
     jax.block_until_ready(function(*arguments))
 
 
-def median_seconds(function: Cast, seconds: float) -> float:
-    """Return the median time of a call; the first, which may compile, is not counted."""
+def best_seconds(function: Cast, seconds: float) -> float:
+    """Return the shortest time of a call: other load only adds. The first call, which may compile, is not counted."""
     function()
     times, end = [], time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return min(times)
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def main() -> None:
 
     rows, baseline = [], {}
     for implementation, cast, function in runs:
-        seconds = median_seconds(function, options.seconds)
+        seconds = best_seconds(function, options.seconds)
         baseline.setdefault(cast, seconds)
         row = {
             "implementation": implementation,

@@ -115,7 +115,7 @@ def policies(full: bool, fmt: Format) -> tuple[ScalePolicy, ...]:
     if fmt.fnuz and not full:
         return CANONICAL, *(PRESETS[name]() for name in ("flax", "deepgemm", "mx"))
     te, current, peers = PRESETS["te_delayed"], PRESETS["te_current"], (PRESETS["flax"], PRESETS["msamp"])
-    margins = (-16, -1, 0, 1, 3, 16) if full else (0, 3)
+    margins = (-16, -1, 0, 1, 3, 16) if full else (0, 16)
     return (
         CANONICAL,
         POWER_OF_2,

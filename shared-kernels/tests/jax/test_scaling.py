@@ -12,6 +12,7 @@ from fp8_common.testing import adversarial_amax, assert_same_bits
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
 PRESET = {name: preset() for name, preset in PRESETS.items()} | {"canonical": CANONICAL, "power_of_2": POWER_OF_2}
+PRESET |= {f"{name} margin {n}": PRESETS[name](margin=n) for name in ("te_delayed", "flax", "msamp") for n in (-16, 16)}
 SEED = 7
 
 

@@ -153,3 +153,11 @@ def test_same_shapes_do_not_trace_again(x):
     for _ in range(10):
         scale, _ = step(x, scale)
     assert len(traced) == 1
+
+
+@operations
+def test_debug_nans_finds_none(operation, x):
+    """Unused lanes and constants must not make a NaN where neither the input nor the result has one."""
+    with jax.debug_nans(True):
+        operation(x)
+        operation(np.zeros_like(x))

@@ -20,6 +20,7 @@ EXPONENT_MASK = 0x7F800000
 MANTISSA_MASK = 0x007FFFFF
 HIDDEN_BIT = 0x00800000
 NAN_KEY = 0x7FC00000
+"""Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that were not there."""
 
 
 def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from fp8_common.amax import INF_KEY
 from fp8_common.e8m0 import check_mode
 from fp8_common.formats import E8M0, Format, get_data_format
-from fp8_common.jax.arrays import MANTISSA_MASK, as_codes, as_float32, float_key, from_bits
+from fp8_common.jax.arrays import MANTISSA_MASK, NAN_KEY, as_codes, as_float32, float_key, from_bits
 from fp8_common.jax.rounding import decode
 from fp8_common.policy import MxMode
 
@@ -45,7 +45,7 @@ def e8m0_to_scale(codes: ArrayLike) -> jax.Array:
     """
     code = lax.stop_gradient(as_codes(codes, E8M0)).astype(jnp.int32)
     bits = jnp.where(code == 254, jnp.int32(1 << 22), (254 - code) << 23)
-    return jnp.where(code == E8M0.nan_code, jnp.float32(np.nan), from_bits(bits))
+    return from_bits(jnp.where(code == E8M0.nan_code, jnp.int32(NAN_KEY), bits))
 
 
 def e8m0_to_scale_inv(codes: ArrayLike) -> jax.Array:

@@ -16,15 +16,7 @@ from fp8_common.amax import INPUT_DTYPES
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_data_format
 from fp8_common.jax.amax import amax
-from fp8_common.jax.arrays import (
-    SIGN_MASK,
-    as_codes,
-    as_float32,
-    as_native,
-    broadcast_scale,
-    float_key,
-    to_bits,
-)
+from fp8_common.jax.arrays import as_codes, as_float32, as_native, broadcast_scale
 from fp8_common.jax.products import product_back, product_into
 from fp8_common.jax.rounding import check_random_bits, decode_codes, round_to_codes, round_to_codes_at_random
 from fp8_common.jax.scaling import amax_to_scale, reciprocal
@@ -123,14 +115,4 @@ def _quantize_stochastic(x: jax.Array, scale: jax.Array, bits: jax.Array, *, fmt
 
 @partial(jax.jit, static_argnames=("fmt", "dtype"), inline=True)
 def _multiply_back(codes: jax.Array, scale_inv: jax.Array, *, fmt: Format, dtype: np.dtype) -> jax.Array:
-    value = product_back(decode_codes(codes, fmt), lax.stop_gradient(scale_inv))
-    return _to_bfloat16(value) if dtype == jnp.bfloat16 else value.astype(dtype)
-
-
-def _to_bfloat16(x: jax.Array) -> jax.Array:
-    """Round to nearest even on bits: the hardware instruction that XLA may use flushes subnormals."""
-    key = float_key(x)
-    rounded = key + jnp.int32(0x7FFF) + ((key >> 16) & jnp.int32(1))
-    quiet = jnp.where(key > jnp.int32(0x7F800000), key, rounded)
-    bits = lax.shift_right_logical(quiet | (to_bits(x) & jnp.int32(SIGN_MASK)), jnp.int32(16))
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return product_back(decode_codes(codes, fmt), lax.stop_gradient(scale_inv)).astype(dtype)

@@ -136,7 +136,7 @@ def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
     code = lax.stop_gradient(codes).astype(jnp.int32)
     if fmt is E8M0:
         bits = jnp.where(code == 0, jnp.int32(1 << 22), code << 23)
-        return jnp.where(code == fmt.nan_code, jnp.float32(np.nan), from_bits(bits))
+        return from_bits(jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits))
     magnitude, sign = code & 0x7F, (code & 0x80) << 24
     subnormal = magnitude.astype(jnp.float32) * jnp.float32(fmt.smallest_subnormal)
     normal = (magnitude << (23 - fmt.mantissa_bits)) + jnp.int32((127 - fmt.bias) << 23)

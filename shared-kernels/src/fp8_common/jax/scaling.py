@@ -14,6 +14,7 @@ from fp8_common.jax.arrays import (
     EXPONENT_MASK,
     HIDDEN_BIT,
     MANTISSA_MASK,
+    NAN_KEY,
     SIGN_MASK,
     as_float32,
     broadcast_scale,
@@ -146,7 +147,8 @@ def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, pre
     if policy.zero != "eps":
         scale = jnp.where(key == 0, replacement[policy.zero], scale)
     if policy.nonfinite == "propagate":
-        return jnp.where(key == INF_KEY, 0, jnp.where(key > INF_KEY, np.float32(np.nan), scale))
+        finite = jnp.where(key == INF_KEY, 0, to_bits(scale))
+        return from_bits(jnp.where(key > INF_KEY, jnp.int32(NAN_KEY), finite))
     return jnp.where(key >= INF_KEY, replacement[policy.nonfinite], scale)
 
 

@@ -1,12 +1,13 @@
 """Decides the operators `torch.ops.fp8_common.*`: what torch.compile and FX graphs see of this package.
 
 Each is opaque to the compiler, so compiled and eager results are the same bits. Formats travel as names, policies as
-JSON strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through.
+strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through.
 """
 
 import dataclasses
-import json
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -31,21 +32,26 @@ from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_
 NAMESPACE = "fp8_common"
 
 
-@torch.compiler.assume_constant_result
 def policy_key(policy: ScalePolicy) -> str:
-    """Return the string that stands for `policy` in operator arguments; a constant to the compiler."""
-    return _policy_key(policy)
-
-
-@cache
-def _policy_key(policy: ScalePolicy) -> str:
-    return json.dumps(dataclasses.asdict(policy))
+    """Return the string that stands for `policy` in operator arguments; plain enough for every compiler to fold."""
+    return (
+        f"{policy.name}|{policy.margin}|{policy.power_of_2}|{policy.eps}|{policy.zero}|{policy.nonfinite}|"
+        f"{policy.upper}|{policy.lower}|{policy.formula}|{policy.mx_mode}|{policy.history}|{policy.algo}"
+    )
 
 
 @cache
 def policy_of_key(key: str) -> ScalePolicy:
     """Return the policy that `policy_key` wrote."""
-    return ScalePolicy(**json.loads(key))
+    fields = zip(dataclasses.fields(ScalePolicy), key.split("|"), strict=True)
+    return ScalePolicy(**{field.name: _READERS.get(str(field.type), str)(text) for field, text in fields})
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "<class 'int'>": int,
+    "<class 'float'>": float,
+    "<class 'bool'>": "True".__eq__,
+}
 
 
 @torch.library.custom_op(f"{NAMESPACE}::amax", mutates_args=())

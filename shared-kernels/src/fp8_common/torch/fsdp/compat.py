@@ -4,7 +4,7 @@ Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade break
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ except ImportError as error:  # an upgrade moved something: say so on use, not a
     _import_error = error
 
 PRIVATE_NAMES = {
-    "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_groups"),
+    "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_group"),
     "FSDPParam": ("sharded_param", "padded_sharded_param_size", "_orig_size", "_param_fqn", "shard_mesh"),
     "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
 }
@@ -117,7 +117,7 @@ def sharded_params(root: nn.Module) -> list[ShardedParam]:
 def gradient_sync_enabled(root: nn.Module) -> bool:
     """Return whether the next backward reduces gradients (False inside an accumulation window)."""
     states = _root_state(root)._state_ctx.all_states
-    return any(group.reduce_grads for state in states for group in state._fsdp_param_groups)
+    return any(group.reduce_grads for state in states for group in _groups_of_state(state))
 
 
 def _root_state(root: Any) -> "FSDPState":
@@ -133,5 +133,13 @@ def _fsdp_states() -> Iterator["FSDPState"]:
 
 def _params_of_state(state: "FSDPState") -> list[ShardedParam]:
     return [
-        ShardedParam(fsdp_param=param, group=group) for group in state._fsdp_param_groups for param in group.fsdp_params
+        ShardedParam(fsdp_param=param, group=group) for group in _groups_of_state(state) for param in group.fsdp_params
     ]
+
+
+def _groups_of_state(state: "FSDPState") -> Sequence["FSDPParamGroup"]:
+    """Return the parameter groups of a state; torch 2.11 has at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups

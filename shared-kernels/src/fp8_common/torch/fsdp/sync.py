@@ -159,9 +159,9 @@ def _refuse_partial_resharding(members: list[Member]) -> None:
     names = [member.param.name for member in members if member.param.reshards_to_part_of_the_mesh]
     if names:
         raise Fp8Error(
-            f"reshard_after_forward with an integer does not work for weights that are gathered in FP8 "
-            f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, shard over a "
-            "two-dimensional mesh (HSDP) instead."
+            f"reshard_after_forward with an integer does not work for weights gathered in FP8 "
+            f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, "
+            "shard over a two-dimensional mesh (HSDP) instead."
         )
 
 
