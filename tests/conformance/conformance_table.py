@@ -235,7 +235,7 @@ def quantize_rowwise(full: bool) -> Iterator[Call]:
                 yield Call(
                     label=f"{fmt} {name} {shape} axis={axis}",
                     run=lambda lib, x, f=fmt, a=axis, p=policy: lib.f8.quantize_rowwise(x, f, a, p),
-                    arrays=(array(dtype, shape, (1, shape[-1]) if axis else (shape[0], 1)),),
+                    arrays=(array(dtype, shape, (1, max(shape[-1], 1)) if axis else (max(shape[0], 1), 1)),),
                     formats=(fmt, None),
                 )
 

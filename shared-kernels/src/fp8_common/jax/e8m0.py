@@ -33,6 +33,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     fmt = get_data_format(fmt)
     check_mode(mode)
     key = float_key(lax.stop_gradient(as_float32(amax, "amax")))
+    # Both are negative for subnormals, as for all that is too small: the smallest scale holds them.
     code = _rceil(key, fmt) if mode == "rceil" else _round_exponent(key, fmt, mode) - fmt.max_exponent
     return jnp.where(key >= INF_KEY, E8M0.nan_code, jnp.maximum(code, 0)).astype(jnp.uint8)
 
@@ -69,4 +70,4 @@ def _rceil(key: jax.Array, fmt: Format) -> jax.Array:
     """Compare mantissas instead of dividing: amax <= fmt.max * 2^k when its mantissa is not the larger."""
     limit = int(np.float32(fmt.max).view(np.int32))
     above = ((key & MANTISSA_MASK) > (limit & MANTISSA_MASK)).astype(jnp.int32)
-    return jnp.where(key >> 23 == 0, 0, (key >> 23) - ((limit >> 23) - 127) + above)
+    return (key >> 23) - ((limit >> 23) - 127) + above
