@@ -1,0 +1,104 @@
+"""Decides how Triton's interpreter is made exact: conversions from the oracle, inline assembly on the PTX machine.
+
+As shipped (triton 3.6 and 3.7) the interpreter rounds to FP8 with ties away from zero, drops a carry and loses NaN,
+and it refuses inline assembly. `exact_interpreter` mends both while it is active. The interpreter itself is chosen by
+TRITON_INTERPRET=1 before triton is imported, for the whole process.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.rounding import encode
+from fp8_common.testing import ptx_machine
+
+NUMPY_DTYPES = {
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+}
+FP8_FORMATS = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+
+
+@contextmanager
+def exact_interpreter() -> Iterator[None]:
+    """Make the running interpreter exact, until the end of the `with` block.
+
+    Raises:
+        Fp8UnsupportedError: Triton does not interpret in this process.
+    """
+    import triton
+    from triton.runtime import interpreter
+
+    if not triton.knobs.runtime.interpret:
+        raise Fp8UnsupportedError("Triton does not interpret here. Set TRITON_INTERPRET=1 before importing triton.")
+    convert = interpreter._convert_float
+    assemble = interpreter.InterpreterBuilder.create_inline_asm
+    interpreter._convert_float = lambda x, source, target, mode: convert_exactly(x, source.name, target.name)
+    interpreter.InterpreterBuilder.create_inline_asm = _create_inline_asm
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        interpreter._convert_float = convert
+        interpreter.InterpreterBuilder.create_inline_asm = assemble
+
+
+def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
+    """Convert the bits in `x` between Triton dtypes as a GPU does: nearest even, FP8 saturating.
+
+    Raises:
+        Fp8UnsupportedError: A dtype that the kernels do not use.
+    """
+    if source not in NUMPY_DTYPES or target not in NUMPY_DTYPES:
+        raise Fp8UnsupportedError(f"No exact conversion from {source} to {target}; know {', '.join(NUMPY_DTYPES)}.")
+    values = np.ascontiguousarray(x).view(NUMPY_DTYPES[source])
+    with np.errstate(all="ignore"):
+        if target in FP8_FORMATS:
+            return encode(values.astype(np.float32), FP8_FORMATS[target]).reshape(np.shape(x))
+        converted = values.astype(NUMPY_DTYPES[target])
+    return converted.view(f"u{converted.itemsize}").reshape(np.shape(x))
+
+
+class _Results:
+    """What `create_inline_asm` returns: the output tensors."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
+
+
+def _create_inline_asm(
+    builder: Any, asm: str, constraints: str, values: list[Any], types: list[Any], is_pure: bool, pack: int
+) -> _Results:
+    """Run `asm` for every `pack` elements, with the register layout that Triton documents."""
+    from triton.runtime.interpreter import TensorHandle
+
+    shape, size = values[0].data.shape, values[0].data.size
+    inputs = [register for value in values for register in _registers(value.data, pack)]
+    widths = [kind.scalar.primitive_bitwidth // 8 for kind in types]
+    counts = [max(1, pack * width // 4) for width in widths]
+    words = ptx_machine.run(asm, inputs, sum(counts))
+    handles = []
+    for kind, width, count in zip(types, widths, counts, strict=True):
+        taken, words = words[:count], words[count:]
+        data = np.ascontiguousarray(np.stack(taken, axis=-1)).view(f"i{width}" if width == 4 else f"u{width}")
+        handles.append(TensorHandle(data.reshape(-1)[:size].reshape(shape), kind.scalar))
+    return _Results(handles)
+
+
+def _registers(data: NDArray[Any], pack: int) -> list[NDArray[np.uint32]]:
+    """Deal elements out in groups of `pack`: 32-bit registers of the first, second, ... element of every group."""
+    flat = np.ascontiguousarray(data).reshape(-1)
+    padded = np.concatenate([flat, np.zeros(-flat.size % pack, flat.dtype)])
+    words = padded.view(np.uint32).reshape(padded.size // pack, -1)
+    return [np.ascontiguousarray(words[:, i]) for i in range(words.shape[1])]
