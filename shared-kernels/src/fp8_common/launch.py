@@ -169,7 +169,7 @@ def rowwise_plan(
     if n > LONGEST_ROW:
         kernel, grid, tile, warps = "rowwise_long", m, {"BN": 4096}, 8
     else:
-        bm = max(1, 2048 // bn)
+        bm = max(1, 4096 // bn)
         kernel, grid, tile, warps = "rowwise", _tiles(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
     return LaunchPlan(
         kernel=kernel,
@@ -270,18 +270,18 @@ def dequantize_plan(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[
     """Plan q * RN(1 / scale) for q [m, n] with one scale per block (rows, columns).
 
     Raises:
-        Fp8Error: A block of columns is neither a multiple of 128 nor the whole row.
+        Fp8Error: No kernel has this block.
     """
-    rows, columns = block
-    if columns % 128 and columns < n:
-        raise Fp8Error(f"dequantize needs blocks of whole rows or of multiples of 128 columns, got {block}.")
+    rows = 0 if block[0] >= m else block[0]
+    columns = 0 if block[1] >= n else block[1]
+    if columns not in (0, 128):
+        raise Fp8Error(f"dequantize needs scales for whole rows or for 128 columns, got {block}. Use the reference.")
     return LaunchPlan(
         kernel="dequantize",
-        grid=_tiles(m, 16) * _tiles(n, 128),
+        grid=_tiles(m, 32) * _tiles(n, 128),
         pointers={"q_ptr": _fp8(fmt), "scale_ptr": "fp32", "y_ptr": _input(dtype)},
-        scalars=_matrix(m, n)
-        | {"ROWS": ("i32", rows), "COLUMNS": ("i32", columns), "STRIDE": ("i32", _tiles(n, columns))},
-        constexprs={"ALIGNED": n % 16 == 0, "BM": 16, "BN": 128},
+        scalars=_matrix(m, n),
+        constexprs={"ROWS": rows, "COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 32, "BN": 128},
         num_warps=4,
         outputs=("y_ptr",),
     )
@@ -309,7 +309,7 @@ def stochastic_plan(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset
         pointers={"x_ptr": _input(dtype), "scale_ptr": "fp32", "y_ptr": _fp8(fmt)},
         scalars={"n": ("i64", n), "seed": ("i64", seed), "offset": ("i64", offset)},
         constexprs={
-            "FMAX": form.max,
+            "MAX_KEY": _key(form.max),
             "MIN_EXPONENT": form.min_exponent,
             "MANTISSA_BITS": form.mantissa_bits,
             "BLOCK": 2048,

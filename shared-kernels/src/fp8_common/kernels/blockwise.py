@@ -6,7 +6,7 @@ Dims: x_MN is [M, N]; scales are [M, ceil(N / 128)] or [ceil(M / 128), ceil(N / 
 import triton
 import triton.language as tl
 
-from fp8_common.kernels.device import narrow_key, scale_of_key, to_fp8, widen_key
+from fp8_common.kernels.device import multiple_of_16, narrow_key, scale_of_key, to_fp8, widen_key
 from fp8_common.kernels.transpose import load_rows, max_narrow_key, store_with_transpose
 
 
@@ -24,7 +24,7 @@ def block_1x128_kernel(
 ):
     """A scale for every 128 consecutive elements of a row; a program handles one such column of BM rows."""
     if ALIGNED:
-        N = tl.multiple_of(N, 16)
+        N = multiple_of_16(N)
     columns = tl.cdiv(N, 128)
     block = tl.program_id(0) % columns
     r = (tl.program_id(0) // columns) * BM + tl.arange(0, BM)
@@ -51,7 +51,7 @@ def block_128x128_kernel(
 ):
     """A scale for every 128x128 block; with `yt`, its transpose too, which needs M % 4 == 0."""
     if ALIGNED:
-        M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
+        M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.cdiv(N, 128)
     m0, n0 = (tl.program_id(0) // columns) * 128, (tl.program_id(0) % columns) * 128

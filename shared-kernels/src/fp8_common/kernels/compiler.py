@@ -64,15 +64,16 @@ def source(plan: LaunchPlan, kernel: Any = None) -> ASTSource:
     return ASTSource(function, signature=signature, constexprs=fixed, attrs=aligned)
 
 
-def compile_plan(plan: LaunchPlan, capability: int, kernel: Any = None) -> Compiled:
+def compile_plan(plan: LaunchPlan, capability: int, kernel: Any = None, **options: Any) -> Compiled:
     """Compile a plan for a compute capability such as 90, on any machine.
 
     Args:
         plan: What to compile.
         capability: Ten times the major plus the minor compute capability.
         kernel: Another `@triton.jit` function with the same arguments, for comparisons.
+        options: Further compiler options, e.g. maxnreg.
     """
-    options = {"num_warps": plan.num_warps}
+    options = {"num_warps": plan.num_warps} | options
     built = triton.compile(source(plan, kernel), target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(
         name=built.metadata.name,

@@ -6,33 +6,37 @@ Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m 
 import triton
 import triton.language as tl
 
-from fp8_common.kernels.device import reciprocal, scale_inv_of_e8m0
+from fp8_common.kernels.device import multiple_of_16, reciprocal, scale_inv_of_e8m0
 
 
-@triton.jit(do_not_specialize=["M", "N", "ROWS", "COLUMNS", "STRIDE"])
+@triton.jit(do_not_specialize=["M", "N"])
 def dequantize_kernel(
     q_ptr,
     scale_ptr,
     y_ptr,
     M: tl.int32,
     N: tl.int32,
-    ROWS: tl.int32,
-    COLUMNS: tl.int32,
-    STRIDE: tl.int32,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Tiles are BM x BN and never cross a boundary between columns of scales: COLUMNS is a multiple of BN, or >= N."""
+    """ROWS is 0 where a scale covers all rows; COLUMNS is 0 where it covers the whole row, else it equals BN."""
     if ALIGNED:
-        N = tl.multiple_of(N, 16)
+        N = multiple_of_16(N)
     tiles_n = tl.cdiv(N, BN)
-    r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)
-    n0 = (tl.program_id(0) % tiles_n) * BN
-    c = n0 + tl.arange(0, BN)[None, :]
-    at, mask = r[:, None].to(tl.int64) * N + c, (r[:, None] < M) & (c < N)
-    scale = tl.load(scale_ptr + (r // ROWS).to(tl.int64) * STRIDE + n0 // COLUMNS, mask=r < M, other=1.0)
-    value = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32) * reciprocal(scale)[:, None]
+    tile = tl.program_id(0) % tiles_n
+    r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)[:, None]
+    c = tile * BN + tl.arange(0, BN)[None, :]
+    at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    column = 0 if COLUMNS == 0 else tile
+    stride = 1 if COLUMNS == 0 else tiles_n
+    if ROWS == 0:
+        scale_inv = reciprocal(tl.load(scale_ptr + column))
+    else:
+        scale_inv = reciprocal(tl.load(scale_ptr + (r // ROWS).to(tl.int64) * stride + column, mask=r < M, other=1.0))
+    value = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale_inv
     tl.store(y_ptr + at, value.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -49,7 +53,7 @@ def dequantize_mx_kernel(
 ):
     """The same for MX data, whose E8M0 codes are uint8 [M, ceil(N / 32)]; exact in float32."""
     if ALIGNED:
-        N = tl.multiple_of(N, 16)
+        N = multiple_of_16(N)
     BLOCKS: tl.constexpr = BN // 32
     tiles_n, columns = tl.cdiv(N, BN), tl.cdiv(N, 32)
     r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)[:, None]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp8_common.kernels.device import e8m0_of_key, narrow_key, scale_of_e8m0, to_fp8, widen_key
+from fp8_common.kernels.device import e8m0_of_key, multiple_of_16, narrow_key, scale_of_e8m0, to_fp8, widen_key
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -22,7 +22,7 @@ def mx_kernel(
 ):
     """code[m, b] from max |x[m, 32b : 32b + 32]|, y = fp8(x * 2^(127 - code)); `code` is uint8 [M, ceil(N / 32)]."""
     if ALIGNED:
-        N = tl.multiple_of(N, 16)
+        N = multiple_of_16(N)
     BLOCKS: tl.constexpr = BN // 32
     tiles_n = tl.cdiv(N, BN)
     r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)[:, None]

@@ -8,7 +8,7 @@ Dims: x_MN is [M, N], scale_M is [M], fold_N is [N].
 import triton
 import triton.language as tl
 
-from fp8_common.kernels.device import narrow_key, scale_of_key, to_fp8, widen_key
+from fp8_common.kernels.device import multiple_of_16, narrow_key, scale_of_key, to_fp8, widen_key
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def rowwise_kernel(
 ):
     """scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
     if ALIGNED:
-        N = tl.multiple_of(N, 16)
+        N = multiple_of_16(N)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, BN)[None, :]
     at, mask = r[:, None].to(tl.int64) * N + c, (r[:, None] < M) & (c < N)
@@ -63,7 +63,7 @@ def rowwise_long_kernel(
 ):
     """The same for rows of any length, one program per row; the second read of a row comes from the L2 cache."""
     if ALIGNED:
-        N = tl.multiple_of(N, 16)
+        N = multiple_of_16(N)
     row = tl.program_id(0).to(tl.int64) * N
     c = tl.arange(0, BN)
     key = tl.zeros((BN,), tl.int32)

@@ -7,7 +7,7 @@ The key is the 64-bit seed (low word first); the counter is (low, high word of i
 import triton
 import triton.language as tl
 
-from fp8_common.kernels.device import as_bits, as_float, to_fp8
+from fp8_common.kernels.device import KEY_MASK, as_bits, as_float, to_fp8
 
 
 @triton.jit
@@ -19,12 +19,12 @@ def random_words(seed, counter, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def round_at_random(v, bits, FMAX: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA_BITS: tl.constexpr):
+def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA_BITS: tl.constexpr):
     """Move float32 v to the format's grid, up with the probability of its distance from below; NaN stays."""
-    magnitude = tl.minimum(tl.abs(v), FMAX)
-    exponent = tl.maximum((as_bits(magnitude) >> 23) - 127, MIN_EXPONENT)
+    key = tl.minimum(as_bits(v) & KEY_MASK, MAX_KEY)
+    magnitude, exponent = as_float(key), tl.maximum((key >> 23) - 127, MIN_EXPONENT)
     grid = magnitude * as_float((MANTISSA_BITS - exponent + 127) << 23)
-    below = tl.floor(grid)
+    below = grid.to(tl.int32).to(tl.float32)
     threshold = ((bits >> 9) * 2 + 1).to(tl.int32).to(tl.float32) * (2.0**-24)
     steps = below + (threshold < grid - below).to(tl.float32)
     rounded = steps * as_float((exponent - MANTISSA_BITS + 127) << 23)
@@ -40,7 +40,7 @@ def stochastic_kernel(
     n: tl.int64,
     seed: tl.int64,
     offset: tl.int64,
-    FMAX: tl.constexpr,
+    MAX_KEY: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,9 +53,9 @@ def stochastic_kernel(
     F8: tl.constexpr = y_ptr.dtype.element_ty
     if base + BLOCK <= n:
         v = tl.load(x_ptr + at).to(tl.float32) * scale
-        v = round_at_random(v, bits, FMAX, MIN_EXPONENT, MANTISSA_BITS)
+        v = round_at_random(v, bits, MAX_KEY, MIN_EXPONENT, MANTISSA_BITS)
         tl.store(y_ptr + at, to_fp8(v, F8))
     else:
         v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32) * scale
-        v = round_at_random(v, bits, FMAX, MIN_EXPONENT, MANTISSA_BITS)
+        v = round_at_random(v, bits, MAX_KEY, MIN_EXPONENT, MANTISSA_BITS)
         tl.store(y_ptr + at, to_fp8(v, F8), mask=at < n)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp8_common.kernels.cast import tensor_scale
-from fp8_common.kernels.device import narrow_key, to_fp8, to_fp8_rows, widen_key
+from fp8_common.kernels.device import multiple_of_16, narrow_key, to_fp8, to_fp8_rows, widen_key
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def cast_transpose_kernel(
 ):
     """y = fp8(x * scale) and yt = y^T; scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0."""
     if ALIGNED:
-        M, N = tl.multiple_of(M, 16), tl.multiple_of(N, 16)
+        M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     scale = tensor_scale(scale_ptr, scale_out_ptr, FMAX, RULE)
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)

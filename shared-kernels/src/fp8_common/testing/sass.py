@@ -1,7 +1,8 @@
 """Decides what a compiled kernel is judged by: the machine instructions it executes, read without a GPU.
 
-Triton's NVIDIA backend carries `nvdisasm` and `cuobjdump`. Loops of the kernels are unrolled, and the counts are of
-the path for whole tiles where that can be told apart: instructions after the first EXIT belong to the tail.
+Triton's NVIDIA backend carries `nvdisasm` and `cuobjdump`. The kernels' loops over whole tiles are unrolled, so
+instructions in the text are instructions executed. Kernels with a separate path for the last, partial tile load and
+store single elements there: basic blocks that do so are counted as the tail.
 """
 
 import dataclasses
@@ -13,8 +14,11 @@ from functools import cache
 from pathlib import Path
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)", re.M)
+_BLOCK_END = re.compile(r"^\.L_x_\d+:|\b(?:BRA|EXIT)\b.*$", re.M)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _GLOBAL = re.compile(r"^(LDG|STG)\b")
+TAIL_ACCESSES = 8
+"""Accesses of up to 4 bytes that make a block the tail; the path for whole tiles loads at most scales so."""
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
@@ -26,18 +30,24 @@ class Sass:
         opcodes: How often each opcode with its modifiers occurs, e.g. {"LDG.E.128": 2}.
         registers: Registers per thread.
         spilled: Bytes of stack and local memory per thread; 0 if nothing was spilled.
+        tail: The same counts for the blocks that handle single elements.
         text: The disassembly.
     """
 
     opcodes: Counter[str]
     registers: int
     spilled: int
+    tail: Counter[str]
     text: str
 
     @property
     def instructions(self) -> int:
         """Number of instructions, padding left out."""
-        return sum(count for name, count in self.opcodes.items() if name != "NOP")
+        return _instructions(self.opcodes)
+
+    def without_tail(self) -> "Sass":
+        """Return the code that handles whole tiles."""
+        return dataclasses.replace(self, opcodes=self.opcodes - self.tail, tail=Counter())
 
     def count(self, pattern: str) -> int:
         """Number of instructions whose opcode matches a regular expression from its start."""
@@ -48,7 +58,7 @@ class Sass:
         found: Counter[int] = Counter()
         for name, count in self.opcodes.items():
             if _GLOBAL.match(name) and name.startswith(kind):
-                found[next((_WIDTHS[part] for part in name.split(".") if part in _WIDTHS), 4)] += count
+                found[_width(name)] += count
         return found
 
 
@@ -62,8 +72,31 @@ def disassemble(cubin: bytes) -> Sass:
     if usage is None:
         raise RuntimeError("cuobjdump printed no resource usage; its output format must have changed.")
     registers, stack, _, local = map(int, usage.groups())
-    opcodes = Counter(_INSTRUCTION.findall(text))
-    return Sass(opcodes=opcodes, registers=registers, spilled=stack + local, text=text)
+    blocks = [Counter(_INSTRUCTION.findall(block)) for block in _blocks(text)]
+    tail = sum((block for block in blocks if _moves_single_elements(block)), Counter())
+    return Sass(
+        opcodes=sum(blocks, Counter()), registers=registers, spilled=stack + local, tail=tail, text=text
+    )
+
+
+def _blocks(text: str) -> list[str]:
+    """Cut a disassembly after every branch and before every label."""
+    cuts = [0, *(m.start() if m[0].startswith(".") else m.end() for m in _BLOCK_END.finditer(text)), len(text)]
+    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _moves_single_elements(block: Counter[str]) -> bool:
+    narrow = sum(count for name, count in block.items() if _GLOBAL.match(name) and _width(name) <= 4)
+    return narrow >= TAIL_ACCESSES
+
+
+def _width(opcode: str) -> int:
+    """Bytes per thread that a global access moves."""
+    return next((_WIDTHS[part] for part in opcode.split(".") if part in _WIDTHS), 4)
+
+
+def _instructions(opcodes: Counter[str]) -> int:
+    return sum(count for name, count in opcodes.items() if name != "NOP")
 
 
 @cache
