@@ -5,6 +5,7 @@ Both ways give Triton the same types, constants and alignment, so the PTX is the
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -91,3 +92,8 @@ def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any]) -> None:
     arguments = {name: tensors[name] for name, kind in plan.pointers.items() if kind}
     arguments |= {name: value for name, (_, value) in plan.scalars.items()}
     get_kernel(plan.kernel)[(plan.grid,)](**arguments, **constants(plan), num_warps=plan.num_warps)
+
+
+def tools() -> Path:
+    """Return the folder of the `nvdisasm` and `cuobjdump` that Triton carries."""
+    return Path(triton.__file__).parent / "backends/nvidia/bin"

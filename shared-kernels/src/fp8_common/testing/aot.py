@@ -7,12 +7,15 @@ data sheets. Kernels get half of it, so that they stay bound by memory; on sm_10
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING, Any
 
 from fp8_common import launch
-from fp8_common.kernels.compiler import Compiled, compile_plan
 from fp8_common.launch import LaunchPlan
 from fp8_common.policy import CANONICAL
 from fp8_common.testing.sass import Sass, disassemble
+
+if TYPE_CHECKING:
+    from fp8_common.kernels.compiler import Compiled
 
 ARCHITECTURES = (89, 90, 100)
 INSTRUCTIONS_PER_BYTE = {
@@ -68,7 +71,7 @@ class Figures:
 
     case: Case
     capability: int
-    compiled: Compiled
+    compiled: "Compiled"
     sass: Sass
     instructions: float
     wide_bytes: float
@@ -230,8 +233,10 @@ def _back_cases(dtype: str, fmt: str) -> list[Case]:
     ]
 
 
-def measure(case: Case, capability: int, **changes: object) -> Figures:
+def measure(case: Case, capability: int, **changes: Any) -> Figures:
     """Compile a case and count; `changes` go to `compile_plan` (another kernel, compiler options)."""
+    from fp8_common.kernels.compiler import compile_plan
+
     compiled = compile_plan(case.plan, capability, **changes)
     sass = disassemble(compiled.cubin)
     if case.tail:

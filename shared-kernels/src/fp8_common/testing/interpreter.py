@@ -34,21 +34,10 @@ def exact_interpreter() -> Iterator[None]:
     Raises:
         Fp8UnsupportedError: Triton does not interpret in this process.
     """
-    import triton
-    from triton.runtime import interpreter
+    from fp8_common.kernels.interpreter import replaced
 
-    if not triton.knobs.runtime.interpret:
-        raise Fp8UnsupportedError("Triton does not interpret here. Set TRITON_INTERPRET=1 before importing triton.")
-    convert = interpreter._convert_float
-    assemble = interpreter.InterpreterBuilder.create_inline_asm
-    interpreter._convert_float = lambda x, source, target, mode: convert_exactly(x, source.name, target.name)
-    interpreter.InterpreterBuilder.create_inline_asm = _create_inline_asm
-    try:
-        with np.errstate(all="ignore"):
-            yield
-    finally:
-        interpreter._convert_float = convert
-        interpreter.InterpreterBuilder.create_inline_asm = assemble
+    with replaced(convert_exactly, assemble), np.errstate(all="ignore"):
+        yield
 
 
 def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
@@ -67,33 +56,28 @@ def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
     return converted.view(f"u{converted.itemsize}").reshape(np.shape(x))
 
 
-class _Results:
-    """What `create_inline_asm` returns: the output tensors."""
+def assemble(asm: str, values: list[NDArray[Any]], widths: list[int], pack: int) -> list[NDArray[Any]]:
+    """Run `asm` for every `pack` elements, with the register layout that Triton documents.
 
-    def __init__(self, handles: list[Any]) -> None:
-        self.handles = handles
+    Args:
+        asm: PTX.
+        values: Input arrays of one shape.
+        widths: Bits of an element of each output: 8 or 32.
+        pack: Elements that one run of `asm` handles.
 
-    def get_result(self, index: int) -> Any:
-        return self.handles[index]
-
-
-def _create_inline_asm(
-    builder: Any, asm: str, constraints: str, values: list[Any], types: list[Any], is_pure: bool, pack: int
-) -> _Results:
-    """Run `asm` for every `pack` elements, with the register layout that Triton documents."""
-    from triton.runtime.interpreter import TensorHandle
-
-    shape, size = values[0].data.shape, values[0].data.size
-    inputs = [register for value in values for register in _registers(value.data, pack)]
-    widths = [kind.scalar.primitive_bitwidth // 8 for kind in types]
-    counts = [max(1, pack * width // 4) for width in widths]
+    Returns:
+        The outputs, unsigned bytes or signed words, of the shape of the inputs.
+    """
+    shape, size = values[0].shape, values[0].size
+    inputs = [register for value in values for register in _registers(value, pack)]
+    counts = [max(1, pack * width // 32) for width in widths]
     words = ptx_machine.run(asm, inputs, sum(counts))
-    handles = []
-    for kind, width, count in zip(types, widths, counts, strict=True):
+    outputs = []
+    for width, count in zip(widths, counts, strict=True):
         taken, words = words[:count], words[count:]
-        data = np.ascontiguousarray(np.stack(taken, axis=-1)).view(f"i{width}" if width == 4 else f"u{width}")
-        handles.append(TensorHandle(data.reshape(-1)[:size].reshape(shape), kind.scalar))
-    return _Results(handles)
+        data = np.ascontiguousarray(np.stack(taken, axis=-1)).view(np.uint8 if width == 8 else np.int32)
+        outputs.append(data.reshape(-1)[:size].reshape(shape))
+    return outputs
 
 
 def _registers(data: NDArray[Any], pack: int) -> list[NDArray[np.uint32]]:

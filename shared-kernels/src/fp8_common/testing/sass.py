@@ -10,8 +10,6 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from functools import cache
-from pathlib import Path
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)", re.M)
 _BLOCK_END = re.compile(r"^\.L_x_\d+:|\b(?:BRA|EXIT)\b.*$", re.M)
@@ -86,8 +84,9 @@ def _blocks(text: str) -> list[str]:
 
 
 def _moves_single_elements(block: Counter[str]) -> bool:
-    narrow = sum(count for name, count in block.items() if _GLOBAL.match(name) and _width(name) <= 4)
-    return narrow >= TAIL_ACCESSES
+    accesses = [(_width(name), count) for name, count in block.items() if _GLOBAL.match(name)]
+    scalar = sum(count for width, count in accesses if width <= 4)
+    return scalar >= TAIL_ACCESSES or any(width <= 2 for width, _ in accesses)
 
 
 def _width(opcode: str) -> int:
@@ -99,13 +98,8 @@ def _instructions(opcodes: Counter[str]) -> int:
     return sum(count for name, count in opcodes.items() if name != "NOP")
 
 
-@cache
-def _tools() -> Path:
-    import triton
-
-    return Path(triton.__file__).parent / "backends/nvidia/bin"
-
-
 def _run(tool: str, *arguments: str) -> str:
-    done = subprocess.run([_tools() / tool, *arguments], capture_output=True, text=True, check=True)
+    from fp8_common.kernels.compiler import tools
+
+    done = subprocess.run([tools() / tool, *arguments], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

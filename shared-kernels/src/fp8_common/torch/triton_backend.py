@@ -270,9 +270,9 @@ def _obstacle(device: torch.device) -> str | None:
 @cache
 def interpreting() -> bool:
     """Return whether Triton interprets kernels on the CPU in this process."""
-    import triton
+    from fp8_common.kernels import interpreter
 
-    return bool(triton.knobs.runtime.interpret)
+    return interpreter.interpreting()
 
 
 def _name(dtype: torch.dtype) -> str:
