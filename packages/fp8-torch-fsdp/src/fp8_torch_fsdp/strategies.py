@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from fp8_common.formats import Format
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.amax import amax_all, float_key, key_to_float
 from fp8_common.torch.dtypes import torch_dtype
@@ -22,6 +23,11 @@ class TensorwiseStrategy:
 
     cast: CastRecipe
 
+    @property
+    def tensorwise_format(self) -> Format:
+        """The format; that there is one lets all such weights share launches."""
+        return self.cast.fp8_format
+
     def local_keys(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the integer key [1] of the shard's amax; 0 for an empty shard."""
         return float_key(amax_all(shard)).reshape(1)
@@ -38,7 +44,11 @@ class TensorwiseStrategy:
         self, shard: torch.Tensor, scale: torch.Tensor, padded_shape: torch.Size, world_size: int
     ) -> tuple[torch.Tensor, ...]:
         """Return one uint8 buffer: the codes. All ranks know the scale already."""
-        return (pad_rows(quantize(shard, scale, self.cast.fp8_format), padded_shape),)
+        return self.wire_from_codes(quantize(shard, scale, self.cast.fp8_format), padded_shape)
+
+    def wire_from_codes(self, codes: torch.Tensor, padded_shape: torch.Size) -> tuple[torch.Tensor, ...]:
+        """Return the wire buffer that holds float8 codes cast before."""
+        return (pad_rows(codes, padded_shape),)
 
     def from_wire(self, buffers: tuple[torch.Tensor, ...], full_shape: torch.Size) -> torch.Tensor:
         """Return the float8 codes of the whole weight, sharing the gathered buffer."""

@@ -1,7 +1,8 @@
 """Decides the operators `torch.ops.fp8_common.*`: what torch.compile and FX graphs see of this package.
 
 Each is opaque to the compiler, so compiled and eager results are the same bits. Formats travel as names, policies as
-JSON strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through.
+JSON strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through. Eager code and
+graphs alike run the Triton kernels where `fp8_common.torch.triton_backend` applies, else the references.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from fp8_common.formats import get_data_format
 from fp8_common.policy import ScalePolicy
 from fp8_common.torch import history as _history
 from fp8_common.torch import quantize as _quantize
+from fp8_common.torch import triton_backend
 from fp8_common.torch.amax import amax_all, amax_over
 from fp8_common.torch.dtypes import torch_dtype
 from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_from_amax
@@ -43,7 +45,7 @@ def policy_of_key(key: str) -> ScalePolicy:
 def amax(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
     """max |x| as float32; all dimensions when `dims` is None."""
     if dims is None:
-        result = amax_all(x)
+        result = triton_backend.amax_all(x) if triton_backend.applies(x) else amax_all(x)
         return result.reshape((1,) * x.ndim) if keepdim else result
     return amax_over(x, dims, keepdim)
 
@@ -76,7 +78,7 @@ def _(amax: torch.Tensor, prev: torch.Tensor | None, fmt: str, policy: str) -> t
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of the shape of `x`."""
-    return _quantize.quantize(x, scale, get_data_format(fmt))
+    return triton_backend.module_for(x, fmt).quantize(x, scale, get_data_format(fmt))
 
 
 @quantize.register_fake
@@ -100,7 +102,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str)
 @torch.library.custom_op(f"{NAMESPACE}::dequantize", mutates_args=())
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _quantize.dequantize(q, scale, get_data_format(fmt), dtype)
+    return triton_backend.module_for(q, fmt).dequantize(q, scale, get_data_format(fmt), dtype)
 
 
 @dequantize.register_fake
@@ -112,7 +114,8 @@ def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> tor
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """Quantize and go back, in the dtype of `x`."""
     form = get_data_format(fmt)
-    return _quantize.dequantize(_quantize.quantize(x, scale, form), scale, form, x.dtype)
+    module = triton_backend.module_for(x, fmt)
+    return module.dequantize(module.quantize(x, scale, form), scale, form, x.dtype)
 
 
 @fake_quantize.register_fake
@@ -126,7 +129,8 @@ fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
 @torch.library.custom_op(f"{NAMESPACE}::quantize_rowwise", mutates_args=())
 def quantize_rowwise(x: torch.Tensor, fmt: str, dim: int, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, scales with `dim` of length 1."""
-    return _quantize.quantize_rowwise(x, get_data_format(fmt), dim, policy_of_key(policy))
+    rule = policy_of_key(policy)
+    return triton_backend.module_for(x, fmt, rule).quantize_rowwise(x, get_data_format(fmt), dim, rule)
 
 
 @quantize_rowwise.register_fake
@@ -141,7 +145,8 @@ def quantize_blockwise(
     x: torch.Tensor, fmt: str, rows: int, columns: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, one scale per block."""
-    return _quantize.quantize_blockwise(x, get_data_format(fmt), (rows, columns), policy_of_key(policy))
+    rule, form = policy_of_key(policy), get_data_format(fmt)
+    return triton_backend.module_for(x, fmt, rule).quantize_blockwise(x, form, (rows, columns), rule)
 
 
 @quantize_blockwise.register_fake
@@ -155,7 +160,8 @@ def dequantize_blockwise(
     q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _quantize.dequantize_blockwise(q, scale, get_data_format(fmt), (rows, columns), dtype)
+    module, form = triton_backend.module_for(q, fmt), get_data_format(fmt)
+    return module.dequantize_blockwise(q, scale, form, (rows, columns), dtype)
 
 
 @dequantize_blockwise.register_fake
@@ -168,7 +174,7 @@ def _(
 @torch.library.custom_op(f"{NAMESPACE}::quantize_mx", mutates_args=())
 def quantize_mx(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, one E8M0 scale per 32 values."""
-    return _quantize.quantize_mx(x, get_data_format(fmt), mode)
+    return triton_backend.module_for(x, fmt).quantize_mx(x, get_data_format(fmt), mode)
 
 
 @quantize_mx.register_fake
@@ -180,7 +186,7 @@ def _(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]
 @torch.library.custom_op(f"{NAMESPACE}::dequantize_mx", mutates_args=())
 def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _quantize.dequantize_mx(q, codes, get_data_format(fmt), dtype)
+    return triton_backend.module_for(q, fmt).dequantize_mx(q, codes, get_data_format(fmt), dtype)
 
 
 @dequantize_mx.register_fake

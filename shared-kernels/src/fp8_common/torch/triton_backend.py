@@ -6,7 +6,9 @@ tensors on compute capability 8.9 and newer, "triton" refuses where it cannot, "
 """
 
 import importlib.util
+import sys
 from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -245,10 +247,8 @@ def delayed_update(
     return scale_inv
 
 
-def reference_or_kernels(x: torch.Tensor, fmt: str, policy: ScalePolicy | None = None) -> object:
-    """Return the module whose functions handle `x`: this one or `fp8_common.torch.quantize`."""
-    import sys
-
+def module_for(x: torch.Tensor, fmt: str | Format, policy: ScalePolicy | None = None) -> ModuleType:
+    """Return the module whose functions handle `x`: this one, or the references."""
     return sys.modules[__name__] if applies(x, fmt, policy) else _quantize
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from fp8_common.errors import Fp8StaleError
 from fp8_common.torch.fsdp import compat
+from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
 from fp8_common.torch.fsdp.weight_state import WeightState
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,7 @@ class SyncPlan:
 
     def _synchronize_group(self, members: list[Member]) -> None:
         dirty = [member.state.may_be_stale(member.shard) for member in members]
-        for member, changed in zip(members, dirty, strict=True):
-            if changed or member.state.keys is None:
-                member.state.keys = member.state.strategy.local_keys(member.shard)
+        refresh_keys([m for m, d in zip(members, dirty, strict=True) if d or m.state.keys is None])
         sizes = [member.state.keys.numel() for member in members]
         flags = _flags(members, dirty)
         payload = torch.cat([*(member.state.keys for member in members), flags])
@@ -100,9 +99,10 @@ class SyncPlan:
             self.reductions += 1
         *keys, reduced = payload.split([*sizes, flags.numel()])
         changed = self._check_flags(members, dirty, reduced.view(3, -1))
-        for member, own_keys, is_new in zip(members, keys, changed, strict=True):
-            if is_new:
-                self._renew(member, own_keys)
+        renewed = [(member, own) for member, own, is_new in zip(members, keys, changed, strict=True) if is_new]
+        for member, own_keys in renewed:
+            self._renew(member, own_keys)
+        cast_together([member for member, _ in renewed])
 
     def _check_flags(self, members: list[Member], dirty: list[bool], flags: torch.Tensor) -> Sequence[bool]:
         """Return which weights changed on any rank; look for partial edits now, or later if that would stall a GPU."""
