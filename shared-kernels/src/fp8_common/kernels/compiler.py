@@ -85,6 +85,34 @@ def compile_plan(plan: LaunchPlan, capability: int, kernel: Any = None, **option
     )
 
 
+def compile_function(
+    function: Any, types: Mapping[str, str], fixed: Mapping[str, Any], capability: int, num_warps: int
+) -> Compiled:
+    """Compile any Triton function for comparison, e.g. another library's, autotuned ones without their tuner.
+
+    Args:
+        function: The `@triton.jit` function, or what wraps it.
+        types: Triton types of its run-time arguments, all taken to be multiples of 16.
+        fixed: Its compile-time arguments; those that it does not have are left out.
+        capability: Ten times the major plus the minor compute capability.
+        num_warps: Warps per program.
+    """
+    while not isinstance(function, triton.runtime.JITFunction):
+        function = function.fn
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(function.arg_names) if name in types
+    }
+    constants = {name: value for name, value in fixed.items() if name in function.arg_names}
+    built = triton.compile(
+        ASTSource(function, signature=signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps},
+    )
+    asm, data = built.asm, built.metadata
+    return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=num_warps)
+
+
 def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any]) -> None:
     """Launch a plan on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter)."""
     if plan.grid == 0:
@@ -97,3 +125,8 @@ def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any]) -> None:
 def tools() -> Path:
     """Return the folder of the `nvdisasm` and `cuobjdump` that Triton carries."""
     return Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def triton_version() -> str:
+    """Return the version of the installed Triton."""
+    return triton.__version__
