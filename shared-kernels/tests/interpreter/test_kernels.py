@@ -15,13 +15,20 @@ DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.f
 FORMATS = ["e4m3", "e5m2"]
 SHAPES = [(1, 1), (1, 7), (300, 517), (6, 256), (128, 160), (0, 8), (8, 0)]
 SEED = 4
+DEVICE = "cpu"
+"""Where the kernels run; the tests on a GPU replace it."""
 
 
 def tensor(x):
     """Return a tensor with the bits of a NumPy array."""
     carrier = {1: np.uint8, 2: np.int16, 4: np.int32}[x.dtype.itemsize]
     bits = torch.from_numpy(np.ascontiguousarray(x).view(carrier).copy())
-    return bits.view(getattr(torch, x.dtype.name))
+    return bits.view(getattr(torch, x.dtype.name)).to(DEVICE)
+
+
+def number(value):
+    """Return a float32 scalar tensor."""
+    return torch.tensor(float(value), device=DEVICE)
 
 
 def planted(shape, dtype, fmt):
@@ -72,14 +79,14 @@ def test_a_nan_on_either_of_two_ranks_reaches_the_common_amax(rank):
 @every_input
 def test_cast(dtype, fmt, shape):
     x, scale = planted(shape, dtype, fmt), np.float32(11.3)
-    got = triton_backend.quantize(tensor(x), torch.tensor(scale), f8.get_format(fmt))
+    got = triton_backend.quantize(tensor(x), number(scale), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
 
 
 @every_input
 def test_cast_with_amax(dtype, fmt, shape):
     x, scale = planted(shape, dtype, fmt), np.float32(0.37)
-    got, amax = triton_backend.quantize_with_amax(tensor(x), torch.tensor(scale), f8.get_format(fmt))
+    got, amax = triton_backend.quantize_with_amax(tensor(x), number(scale), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
     assert_same_bits(amax, f8.amax(x))
 
@@ -96,7 +103,7 @@ def test_dynamic_tensorwise_in_two_launches(dtype, fmt, shape):
 @every_input
 def test_cast_and_transpose(dtype, fmt, shape):
     x, scale = planted(shape, dtype, fmt), np.float32(5.0)
-    got, transposed = triton_backend.quantize_transposed(tensor(x), torch.tensor(scale), f8.get_format(fmt))
+    got, transposed = triton_backend.quantize_transposed(tensor(x), number(scale), f8.get_format(fmt))
     want = f8.quantize(x, scale, fmt)
     assert_same_bits(got, want, fmt=fmt, source=x)
     assert_same_bits(transposed, want.T, fmt=fmt, source=x.T)
@@ -179,11 +186,11 @@ def test_mx_codes_of_every_kind_of_amax(fmt, mode):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("x", [all_bfloat16(), all_float16()], ids=["bfloat16", "float16"])
 def test_every_16_bit_value_there_and_every_code_back(fmt, x):
-    got = triton_backend.quantize(tensor(x), torch.tensor(1.0), f8.get_format(fmt))
+    got = triton_backend.quantize(tensor(x), number(1.0), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, np.float32(1), fmt), fmt=fmt, source=x)
     codes = np.arange(256, dtype=np.uint8)
     back = triton_backend.dequantize(
-        torch.from_numpy(codes), torch.tensor([3.0]), f8.get_format(fmt), torch.float32
+        tensor(codes), number(3.0), f8.get_format(fmt), torch.float32
     )
     assert_same_bits(back, f8.dequantize(codes, np.float32(3), fmt))
 
@@ -223,7 +230,7 @@ def test_delayed_update_of_all_tensors_at_once(algo, length):
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, seed=[0, 0x123456789ABCDEF])
 def test_stochastic_rounding_draws_the_documented_bits(dtype, fmt, shape, seed):
     x, scale = planted(shape, dtype, fmt), np.float32(7.0)
-    got = triton_backend.quantize_stochastic(tensor(x), torch.tensor(scale), f8.get_format(fmt), seed, 2**33)
+    got = triton_backend.quantize_stochastic(tensor(x), number(scale), f8.get_format(fmt), seed, 2**33)
     want = f8.quantize_stochastic(x, scale, fmt, random_bits(seed, shape, 2**33))
     assert_same_bits(got, want, fmt=fmt, source=x, seed=seed)
 
