@@ -48,9 +48,7 @@ ISOLATED = {
     "fp8-common": Alone(["fp8-common"], "shared-kernels/tests/numpy", FRAMEWORKS),
     "fp8-common-torch": Alone(["fp8-common[torch]"], "shared-kernels/tests/torch", {"jax", "flax"}),
     "fp8-common-jax": Alone(["fp8-common[jax]"], "shared-kernels/tests/jax", {"torch", "triton"}),
-    "fp8-torch-fsdp": Alone(
-        ["fp8-common", "fp8-torch-fsdp"], "packages/fp8-torch-fsdp/tests", {"jax", "flax"}
-    ),
+    "fp8-torch-fsdp": Alone(["fp8-common", "fp8-torch-fsdp"], "packages/fp8-torch-fsdp/tests", {"jax", "flax"}),
 }
 JAX_TESTS = ["shared-kernels/tests/jax"]
 
@@ -92,9 +90,7 @@ def isolated(session: nox.Session, run: str) -> None:
     install(session, *packages, groups=["test"], extras=False)
     look = f"import importlib.util as u; print(*filter(u.find_spec, {sorted(absent)}))"
     if intruders := session.run("python", "-c", look, silent=True, log=False).strip():
-        session.error(
-            f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it."
-        )
+        session.error(f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it.")
     session.run("pytest", tests, *session.posargs)
 
 
@@ -188,15 +184,13 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def golden(session: nox.Session) -> None:
     """Write the golden vectors again; fails if a number changed."""
-    install(session, "fp8-common")
+    install(session, "fp8-common", extras=False)
     folder = ROOT / "shared-kernels/src/fp8_common/golden"
     before = digest(folder)
     session.run("python", "-m", "fp8_common.golden", *session.posargs)
     changed = sorted(name for name, value in digest(folder).items() if before.get(name) != value)
     if changed:
-        session.error(
-            f"Changed: {', '.join(changed)}. Look at the difference; commit it only if it is meant."
-        )
+        session.error(f"Changed: {', '.join(changed)}. Look at the difference; commit it only if it is meant.")
 
 
 @nox.session
@@ -302,9 +296,7 @@ def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
 
 def why_no_gpu() -> str | None:
     """Return why session `gpu` cannot run with this Python, or None if it can."""
-    if missing := [
-        name for name in ("pytest", "hypothesis", "numpy", "ml_dtypes") if complaint(f"import {name}")
-    ]:
+    if missing := [name for name in ("pytest", "hypothesis", "numpy", "ml_dtypes") if complaint(f"import {name}")]:
         return f"{sys.executable} has no {', '.join(missing)}"
     torch = complaint("import torch; torch.cuda.init()")
     jax = complaint("import jax; jax.devices('gpu')")

@@ -108,9 +108,7 @@ def main() -> None:
             "times_numpy": round(baseline[cast] / seconds, 2),
         }
         rows.append(row)
-        print(
-            f"{cast:24} {implementation:22} {row['milliseconds']:10.3f} ms {row['times_numpy']:8.2f} x numpy"
-        )
+        print(f"{cast:24} {implementation:22} {row['milliseconds']:10.3f} ms {row['times_numpy']:8.2f} x numpy")
 
     machine = {
         "processor": platform.machine(),

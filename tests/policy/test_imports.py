@@ -25,9 +25,7 @@ ALLOWED = {
 
 def light_modules() -> list[str]:
     """Return the modules of fp8_common that need no framework."""
-    names = (
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path, _ in sources(COMMON)
-    )
+    names = (path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path, _ in sources(COMMON))
     heavy = ("fp8_common.torch", "fp8_common.jax", "fp8_common.kernels")
     return [name for name in names if not name.startswith(heavy) and not name.endswith("__main__")]
 

@@ -54,17 +54,13 @@ def test_every_package_is_tested_alone():
 
 
 def test_ci_runs_the_command_of_the_readme():
-    commands = re.findall(
-        r"^(?:\$ )?(python -m pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
+    commands = re.findall(r"^(?:\$ )?(python -m pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     install = 'python -m pip install "nox[uv]"'
     assert commands == [f"{install} && python -m nox -s demo", f"{install} && python -m nox"]
     lines = (ROOT / ".ci/run").read_text().splitlines()
     steps = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
     assert steps == [commands[1]]
-    assert (ROOT / ".ci/run").stat().st_mode & 0o111, (
-        "CI and people start .ci/run directly: make it executable."
-    )
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111, "CI and people start .ci/run directly: make it executable."
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.stem)

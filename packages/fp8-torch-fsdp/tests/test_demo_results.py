@@ -21,9 +21,7 @@ def record(val_loss=2.0, linear=1000, amax=1, steps=5):
         for step in range(2)
     ]
     seconds = [1.0, 1.0] + [0.5] * (steps - 2)
-    return Record(
-        losses=[5.0 - i + val_loss for i in range(steps)], seconds=seconds, counts=counts, val_loss=val_loss
-    )
+    return Record(losses=[5.0 - i + val_loss for i in range(steps)], seconds=seconds, counts=counts, val_loss=val_loss)
 
 
 def figures(*records, ranks=2):

@@ -57,6 +57,10 @@ def processes(folder: Path, *words: str) -> list[int]:
     return found
 
 
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def workers(folder: Path) -> list[int]:
     return [
         pid
@@ -109,7 +113,7 @@ def test_fp8_moves_half_the_bytes_with_one_all_reduce_and_one_cast(whole):
 
 def test_picture_readme_and_screen_tell_the_same(folder, whole):
     out, report = whole
-    assert sorted(os.listdir(folder / "whole")) == ["README.md", "loss.png", "report.json"]
+    assert files(folder / "whole") == ["README.md", "loss.png", "report.json"]
     readme = (folder / "whole" / "README.md").read_text()
     for sentence in report["torch_fsdp"]["summary"]["verdict"]:
         assert sentence in out
@@ -164,7 +168,7 @@ def test_interrupted_and_killed_runs_leave_nothing_behind_and_go_on_bit_for_bit(
         assert resumed[name]["losses"] == run["losses"]
         assert resumed[name]["val_loss"] == run["val_loss"]
         assert resumed[name]["amax_all_reduces_per_step"] == run["amax_all_reduces_per_step"]
-    assert "training.log" not in os.listdir(folder / "broken")
+    assert "training.log" not in files(folder / "broken")
 
 
 def test_ctrl_c_at_once_is_a_sentence_too(folder):
@@ -175,4 +179,4 @@ def test_ctrl_c_at_once_is_a_sentence_too(folder):
     assert code == 128 + signal.SIGINT
     assert err.strip() == "Interrupted: every training process is stopped, no report was written."
     wait_for(lambda: not processes(folder), 20)
-    assert os.listdir(folder / "early") == []
+    assert files(folder / "early") == []

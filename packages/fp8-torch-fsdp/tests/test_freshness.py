@@ -16,9 +16,7 @@ GROWTH = 100.0
 
 def build(world_size):
     torch.manual_seed(0)
-    model = f8.convert_to_float8_training(
-        nn.Sequential(nn.Linear(16, 10, bias=False), nn.Linear(10, 6, bias=False))
-    )
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 10, bias=False), nn.Linear(10, 6, bias=False)))
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in model:
         fully_shard(layer, mesh=mesh)

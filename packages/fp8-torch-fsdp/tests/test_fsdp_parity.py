@@ -1,5 +1,8 @@
 """FP8 on the wire changes no number: bit for bit the run whose weights are gathered in high precision."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,11 +11,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from fp8_common import POWER_OF_2
 
 pytestmark = pytest.mark.distributed
 
 # rows of the linear layers: uneven over 2 and 3 ranks, 2 rows over 3 ranks leave one rank empty
-WIDTHS = {"even": (24, 48, 24, 12), "uneven": (24, 40, 7, 24), "empty_rank": (24, 2, 40, 2)}
+TRAINED_RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+WIDTHS = {
+    "even": (24, 48, 24, 12),
+    "uneven": (24, 40, 7, 24),
+    "empty_rank": (24, 2, 40, 2),
+    "blocks": (24, 200, 150, 24),
+}
 
 
 class Block(nn.Module):
@@ -25,10 +35,34 @@ class Block(nn.Module):
         return self.norm(nn.functional.gelu(self.linear(x)))
 
 
-def build(widths: tuple[int, ...], dtype: torch.dtype, all_gather: bool, **options) -> nn.Module:
+STATIC = f8.Float8LinearConfig(
+    input=f8.CastConfig(scaling="static", static_scale=64.0),
+    weight=f8.CastConfig(scaling="static", static_scale=256.0),
+    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+)
+FNUZ = f8.Float8LinearConfig(
+    input=f8.CastConfig(format="e4m3fnuz"),
+    weight=f8.CastConfig(format="e4m3fnuz", policy=POWER_OF_2),
+    grad_output=f8.CastConfig(format="e5m2fnuz"),
+)
+RECIPES = {
+    **{name: f8.Float8LinearConfig.from_recipe_name(name) for name in TRAINED_RECIPES},
+    "delayed_from_one": f8.Float8LinearConfig.from_recipe_name(
+        "tensorwise_delayed",
+        delayed=f8.DelayedScalingConfig(history_len=3, scale_fn="most_recent", margin=1, initial="one"),
+    ),
+    "static": STATIC,
+    "fnuz_power_of_2": FNUZ,
+}
+# how many scales are agreed on in a steady step
+REDUCTIONS = {"rowwise": 0, "rowwise_with_gw_hp": 0, "static": 0}
+
+
+def build(widths, dtype, all_gather: bool, recipe: str = "tensorwise", **options) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(a, b) for a, b in zip(widths, widths[1:], strict=False))).to(dtype)
-    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=all_gather, **options))
+    model = nn.Sequential(*(Block(a, b) for a, b in itertools.pairwise(widths))).to(dtype)
+    gather = f8.AllGatherConfig(enabled=all_gather, **options)
+    config = dataclasses.replace(RECIPES[recipe], all_gather=gather)
     return f8.convert_to_float8_training(model, config=config)
 
 
@@ -54,36 +88,41 @@ def train(model: nn.Module, rank: int, dtype: torch.dtype, steps: int = 10) -> l
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights, and all delayed scales and histories."""
+    f8.sync_float8_amax_and_scale_history(model)
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in model.state_dict().items()
     }
 
 
-def compare_gathers(rank, world_size, widths, dtype, options):
-    low = shard(build(widths, dtype, all_gather=True), world_size, **options)
-    high = shard(build(widths, dtype, all_gather=False), world_size, **options)
+def compare_gathers(rank, world_size, widths, dtype, recipe, options):
+    low = shard(build(widths, dtype, all_gather=True, recipe=recipe), world_size, **options)
+    high = shard(build(widths, dtype, all_gather=False, recipe=recipe), world_size, **options)
     losses = train(low, rank, dtype), train(high, rank, dtype)
+    counts = f8.cast_count(low), f8.amax_reduction_count(low)
     weights = whole_weights(low), whole_weights(high)
     different = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
-    return losses, different, f8.cast_count(low), f8.amax_reduction_count(low)
+    return losses, different, *counts
 
 
 @pytest.mark.matrix(
-    world_size=[1, 2, 3],
+    world_size=[1, 2, 3, 4],
     widths=list(WIDTHS),
+    recipe=list(RECIPES),
     dtype=[torch.float32, torch.bfloat16],
     reshard=[True, False],
 )
-def test_ten_adamw_steps_equal_a_high_precision_gather(run_ranks, world_size, widths, dtype, reshard):
+def test_ten_adamw_steps_equal_a_high_precision_gather(run_ranks, world_size, widths, recipe, dtype, reshard):
     options = {"reshard_after_forward": reshard}
-    results = run_ranks(world_size, compare_gathers, WIDTHS[widths], dtype, options)
+    results = run_ranks(world_size, compare_gathers, WIDTHS[widths], dtype, recipe, options)
     for (low, high), different, casts, reductions in results:
         assert low == high
         assert not different
         assert low[-1] < low[0]
         assert casts == 3 * 10, "one cast per weight per optimizer step, forward and backward together"
-        assert reductions == (10 if world_size > 1 else 0), "one amax all-reduce per optimizer step"
+        per_step = REDUCTIONS.get(recipe, 1) if world_size > 1 else 0
+        assert reductions == 10 * per_step, "one amax all-reduce per optimizer step, none for scales that stay at home"
 
 
 def replicated_twin(rank, world_size, widths):

@@ -54,9 +54,7 @@ def bytes_of_one_step(rank, world_size, all_gather):
 
 def test_fp8_moves_half_the_bytes_of_bfloat16_and_one_all_reduce(run_ranks):
     elements = 2 * 64 * 96 // 2  # both weights, this rank's half
-    for low, high in zip(
-        run_ranks(2, bytes_of_one_step, True), run_ranks(2, bytes_of_one_step, False), strict=True
-    ):
+    for low, high in zip(run_ranks(2, bytes_of_one_step, True), run_ranks(2, bytes_of_one_step, False), strict=True):
         for step in range(3):
             gathers = [(dtype, n) for kind, dtype, n in low[step] if kind == "all_gather"]
             assert {dtype for dtype, _ in gathers} == {torch.uint8}

@@ -32,16 +32,12 @@ def as_float32(x: ArrayLike, what: str = "x") -> NDArray[np.float32]:
     """
     array = np.asarray(x)
     if array.dtype not in INPUT_DTYPES:
-        raise Fp8Error(
-            f"{what} must be float16, bfloat16 or float32, got {array.dtype}. Convert it to float32 first."
-        )
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {array.dtype}. Convert it to float32 first.")
     with np.errstate(invalid="ignore"):  # a signalling NaN is no error
         return array.astype(np.float32)
 
 
-def amax(
-    x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False
-) -> NDArray[np.float32]:
+def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> NDArray[np.float32]:
     """Return max |x| over `axis` as float32, exactly.
 
     Args:

@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fp8", description="FP8 formats, what this machine does with them, and single numbers."
-    )
+    parser = _Parser(prog="fp8", description="FP8 formats, what this machine does with them, and single numbers.")
     parser.add_argument("--version", action="version", version=f"fp8-common {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -53,9 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "what this machine, its frameworks and every plugin will do with FP8, and why",
     )
     _add(commands, "formats", _formats, "a table of every format")
-    explain = _add(
-        commands, "explain", _explain, "what becomes of one number: bits, neighbours, rounding error"
-    )
+    explain = _add(commands, "explain", _explain, "what becomes of one number: bits, neighbours, rounding error")
     explain.add_argument("value", metavar="VALUE", help="the number: 0.3, 1e-4, 0x1.8p-3, -inf, nan")
     names = ", ".join(fmt.name for fmt in DATA_FORMATS)
     explain.add_argument("--format", default="e4m3", metavar="F", help=f"one of {names}; e4m3 if left out")
@@ -63,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
-) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     command.add_argument("--json", action="store_true", help="write JSON")
     command.set_defaults(run=run)
@@ -74,6 +68,8 @@ def _add(
 
 def _shield_number(argument: str) -> str:
     """Put a blank before negative numbers, which argparse would take for options (-inf, -0x1p-3)."""
+    if not argument.startswith("-"):
+        return argument
     try:
         cli_explain.parse_number(argument)
     except Fp8Error:

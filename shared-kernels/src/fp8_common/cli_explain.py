@@ -22,9 +22,7 @@ def parse_number(text: str) -> float:
     try:
         return float.fromhex(text) if "0x" in text.lower() else float(text)
     except (ValueError, OverflowError) as error:
-        raise Fp8Error(
-            f"{text.strip()!r} is not a number. Write it like 0.3, 1e-4, 0x1.8p-3, inf or nan."
-        ) from error
+        raise Fp8Error(f"{text.strip()!r} is not a number. Write it like 0.3, 1e-4, 0x1.8p-3, inf or nan.") from error
 
 
 def facts(value: float, fmt: str | Format, scale: float = 1.0) -> dict[str, Any]:

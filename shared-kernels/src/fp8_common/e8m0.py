@@ -35,10 +35,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     fmt = get_data_format(fmt)
     check_mode(mode)
     key = float_key(as_float32(amax, "amax")).astype(np.int64)
-    if mode == "rceil":
-        code = _rceil(key, fmt)
-    else:
-        code = _round_exponent(key, fmt, mode) - fmt.max_exponent
+    code = _rceil(key, fmt) if mode == "rceil" else _round_exponent(key, fmt, mode) - fmt.max_exponent
     return np.where(key >= INF_KEY, E8M0.nan_code, np.maximum(code, 0)).astype(np.uint8)
 
 

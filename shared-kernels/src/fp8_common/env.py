@@ -31,6 +31,4 @@ def backend(environ: Mapping[str, str] | None = None) -> Backend:
     for known in BACKENDS:
         if value == known:
             return known
-    raise Fp8Error(
-        f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {value!r}. Unset it for auto."
-    )
+    raise Fp8Error(f"{BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {value!r}. Unset it for auto.")

@@ -114,9 +114,7 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: 
 
 def wire_path() -> Path:
     """Return how FP8 data crosses between processes: the same everywhere."""
-    why = (
-        "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
-    )
+    why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
     return Path(name="all-gather", status="native", why=why)
 
 
@@ -168,5 +166,5 @@ def _triton_obstacle(device: Device, triton: str | None, kernels: bool) -> str |
     if triton is None:
         return "Triton is not installed"
     if not native_formats(device):
-        return f"{device.label} has no FP8 conversion instructions"
+        return f"this device, {device.label}, has no FP8 conversion instructions"
     return None

@@ -79,9 +79,7 @@ def detect() -> Machine:
             accelerators, note = _try_framework(name, probe)
             notes += [note] if note else []
     if not accelerators and (accelerators := nvidia_smi_devices()):
-        notes.append(
-            "The driver sees a GPU that no installed framework can use; install a build with GPU support."
-        )
+        notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -126,9 +124,7 @@ def parse_nvidia_smi(answer: str) -> list[Device]:
         if not (major.isdigit() and minor.isdigit()):
             continue
         size = int(memory) * 2**20 if memory.isdigit() else None
-        devices.append(
-            Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor)), memory_bytes=size)
-        )
+        devices.append(Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor)), memory_bytes=size))
     return devices
 
 
@@ -157,9 +153,7 @@ def _torch_devices(torch: Any) -> list[Device]:
             device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
         else:
             capability = (facts.major, facts.minor)
-            device = Device(
-                kind="nvidia", name=facts.name, capability=capability, memory_bytes=facts.total_memory
-            )
+            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=facts.total_memory)
         devices.append(device)
     return devices
 

@@ -106,16 +106,12 @@ def torchao(power_of_2: bool = False) -> ScalePolicy:
 
 def flax(margin: int = 0, history: int = 1024) -> ScalePolicy:
     """flax.linen.fp8_ops' delayed scaling: overflow gives inf, so that its stored 1/scale becomes 0."""
-    return ScalePolicy(
-        name="flax", margin=margin, history=history, upper=math.inf, formula="divide_then_margin"
-    )
+    return ScalePolicy(name="flax", margin=margin, history=history, upper=math.inf, formula="divide_then_margin")
 
 
 def msamp(margin: int = 0) -> ScalePolicy:
     """MS-AMP: power-of-two scales without an upper limit; the power is the exact floor of the quotient."""
-    return ScalePolicy(
-        name="msamp", margin=margin, power_of_2=True, upper=math.inf, formula="divide_then_margin"
-    )
+    return ScalePolicy(name="msamp", margin=margin, power_of_2=True, upper=math.inf, formula="divide_then_margin")
 
 
 def deepgemm(ue8m0: bool = False) -> ScalePolicy:

@@ -4,7 +4,7 @@ The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then r
 Scales multiply into FP8; going back multiplies by RN32(1 / scale).
 """
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -19,8 +19,11 @@ from fp8_common.scaling import amax_to_scale, reciprocal
 
 MX_BLOCK = (1, 32)
 
+ArrayT = TypeVar("ArrayT")
+"""The array type of a framework."""
 
-class Quantized(NamedTuple):
+
+class Quantized(NamedTuple, Generic[ArrayT]):
     """FP8 data and the scales it was made with.
 
     Attributes:
@@ -28,8 +31,8 @@ class Quantized(NamedTuple):
         scale: float32 scales into FP8 (E8M0 codes, which go back from FP8, for MX).
     """
 
-    data: NDArray[np.uint8]
-    scale: NDArray[np.float32] | NDArray[np.uint8]
+    data: ArrayT
+    scale: ArrayT
 
 
 def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
@@ -49,16 +52,12 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
     return encode(_scaled(x, scale), fmt)
 
 
-def quantize_stochastic(
-    x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike
-) -> NDArray[np.uint8]:
+def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
     """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`."""
     return encode_stochastic(_scaled(x, scale), fmt, random_bits)
 
 
-def dequantize(
-    q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32
-) -> NDArray[np.generic]:
+def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
     """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
 
     Args:
@@ -72,7 +71,7 @@ def dequantize(
 
 def quantize_rowwise(
     x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
-) -> Quantized:
+) -> Quantized[NDArray[Any]]:
     """Quantize with one scale for each slice along `axis`.
 
     Args:
@@ -90,7 +89,7 @@ def quantize_rowwise(
 
 def quantize_blockwise(
     x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
-) -> Quantized:
+) -> Quantized[NDArray[Any]]:
     """Quantize with one scale for each (rows, columns) block of the last two dimensions.
 
     Args:
@@ -116,7 +115,7 @@ def dequantize_blockwise(
     return dequantize(codes, expand_blocks(as_float32(scale, "scale"), block, codes.shape), fmt, dtype)
 
 
-def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
+def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[NDArray[Any]]:
     """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
 
     Args:

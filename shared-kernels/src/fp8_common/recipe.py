@@ -161,9 +161,7 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) -> None:
     where = f"Recipe {name!r}, product {product!r}:"
     if a.enabled != b.enabled:
-        raise Fp8Error(
-            f'{where} one operand is FP8 and the other is not. Set scaling="disabled" on both or on none.'
-        )
+        raise Fp8Error(f'{where} one operand is FP8 and the other is not. Set scaling="disabled" on both or on none.')
     if not a.enabled:
         return
     if _FAMILY[a.granularity] != _FAMILY[b.granularity]:
@@ -172,13 +170,9 @@ def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) ->
             "Combine tensorwise with rowwise, blockwise with blockwise, or mx with mx."
         )
     if a.fp8_format.fnuz != b.fp8_format.fnuz:
-        raise Fp8Error(
-            f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none."
-        )
+        raise Fp8Error(f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none.")
     if a.fp8_format.mantissa_bits + b.fp8_format.mantissa_bits < 5:
-        raise Fp8Error(
-            f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side."
-        )
+        raise Fp8Error(f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side.")
 
 
 def _is_normal_float32(value: float) -> bool:

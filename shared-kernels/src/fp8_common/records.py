@@ -52,12 +52,8 @@ class Record:
             )
         missing = [name for name, field in fields.items() if _required(field) and name not in data]
         if missing:
-            raise Fp8Error(
-                f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}."
-            )
-        return cls(
-            **{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()}
-        )
+            raise Fp8Error(f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}.")
+        return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
 
     @classmethod
     def _without_schema(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:

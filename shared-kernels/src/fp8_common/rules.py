@@ -46,9 +46,7 @@ class Rule:
         if not self.pattern:
             raise Fp8Error("A module rule needs a pattern, got an empty one. Use '*' for every module.")
         if self.recipe is not None and not self.include:
-            raise Fp8Error(
-                f"Module rule {str(self)!r} excludes, so it cannot name a recipe. Remove one of the two."
-            )
+            raise Fp8Error(f"Module rule {str(self)!r} excludes, so it cannot name a recipe. Remove one of the two.")
         _compiled(self.pattern)
 
     @classmethod
@@ -114,9 +112,7 @@ class Rules:
         for rule in self.rules:
             other = seen.setdefault(rule.pattern, rule)
             if other.setting != rule.setting:
-                raise Fp8Error(
-                    f"Module rules {str(other)!r} and {str(rule)!r} contradict each other. Remove one."
-                )
+                raise Fp8Error(f"Module rules {str(other)!r} and {str(rule)!r} contradict each other. Remove one.")
 
     @classmethod
     def parse(cls, rules: "Rules | Iterable[str | Rule]") -> "Rules":
@@ -128,9 +124,7 @@ class Rules:
         if isinstance(rules, Rules):
             return rules
         if isinstance(rules, str):
-            raise Fp8Error(
-                f"Module rules must be a list of strings, got the string {rules!r}. Put it in a list."
-            )
+            raise Fp8Error(f"Module rules must be a list of strings, got the string {rules!r}. Put it in a list.")
         return cls(rules=tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules))
 
     def match(self, fqn: str) -> Decision:

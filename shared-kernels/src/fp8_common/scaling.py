@@ -42,7 +42,7 @@ def amax_to_scale(
     key = float_key(value)
     with np.errstate(all="ignore"):
         scale = _limit(_quotient(_at_least_eps(value, policy), fmt, policy), policy)
-    fallback = np.float32(1) if prev is None else as_float32(prev, "prev")
+    fallback = np.ones((), np.float32) if prev is None else as_float32(prev, "prev")
     return _replace_unusable(scale, key, policy, fallback)
 
 

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+
 from fp8_common import Fp8Error, amax
 from fp8_common.testing import all_bfloat16, all_float16, assert_same_bits
 
@@ -73,5 +74,5 @@ def test_empty_reductions_are_zero():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint8, ml_dtypes.float8_e4m3fn])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(Fp8Error, match="x must be float16, bfloat16 or float32, got .* Convert it to float32"):
+    with pytest.raises(Fp8Error, match=r"x must be float16, bfloat16 or float32, got .* Convert it to float32"):
         amax(np.ones(3, dtype))

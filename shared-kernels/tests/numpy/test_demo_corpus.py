@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fp8_common import Fp8Error
-from fp8_common.demo.corpus import BLOCK_BYTES, HELD_OUT_EVERY, LEAST_BYTES, MOST_BYTES, load_corpus, split
+from fp8_common.demo import corpus
+from fp8_common.demo.corpus import BLOCK_BYTES, HELD_OUT_EVERY, LEAST_BYTES, load_corpus, split
 
 
 def numbered(blocks: int) -> bytes:
@@ -70,7 +71,8 @@ def test_ranks_share_the_held_out_windows_without_overlap():
 
 
 def test_a_folder_is_read_in_order_without_hidden_or_binary_files(tmp_path):
-    for name, content in {"b.txt": b"b", "a/z.txt": b"a", ".git/config": b"x", "c.bin": b"\0", "tests/t.txt": b"t"}.items():
+    files = {"b.txt": b"b", "a/z.txt": b"a", ".git/config": b"x", "c.bin": b"\0", "tests/t.txt": b"t"}
+    for name, content in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content * LEAST_BYTES)
@@ -86,11 +88,11 @@ def test_a_file_may_hold_any_bytes(tmp_path):
     assert load_corpus(path).size == LEAST_BYTES
 
 
-def test_reading_stops_at_the_limit(tmp_path):
+def test_reading_stops_at_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MOST_BYTES", LEAST_BYTES + 5)
     path = tmp_path / "large"
-    with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-    assert load_corpus(path).size == MOST_BYTES
+    path.write_bytes(b"a" * (LEAST_BYTES + 6))
+    assert load_corpus(path).size == LEAST_BYTES + 5
 
 
 def test_missing_data_is_a_sentence(tmp_path):
@@ -98,11 +100,15 @@ def test_missing_data_is_a_sentence(tmp_path):
         load_corpus(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("make", [lambda path: path.write_bytes(b"short"), lambda path: path.mkdir()], ids=["file", "folder"])
-def test_too_few_bytes_is_a_sentence(tmp_path, make):
-    make(tmp_path / "small")
-    with pytest.raises(Fp8Error, match=r"holds [05] bytes of text, and the demo needs 65,536"):
+def test_too_few_bytes_in_a_file_is_a_sentence(tmp_path):
+    (tmp_path / "small").write_bytes(b"short")
+    with pytest.raises(Fp8Error, match=r"holds 5 bytes of text, and the demo needs 65,536"):
         load_corpus(tmp_path / "small")
+
+
+def test_too_few_bytes_in_a_folder_is_a_sentence(tmp_path):
+    with pytest.raises(Fp8Error, match=r"holds 0 bytes of text, and the demo needs 65,536"):
+        load_corpus(tmp_path)
 
 
 def test_data_that_cannot_be_read_is_a_sentence(tmp_path):

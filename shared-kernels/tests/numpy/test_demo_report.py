@@ -79,7 +79,8 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
 def test_the_readme_holds_picture_table_and_verdict():
     text = report.readme(merged())
     assert "![Training loss](loss.png)" in text
-    assert "## A part\n\n**Short.**\n\n|  | bf16 | FP8 |\n| --- | ---: | ---: |\n| loss | 2.1 | 2.2 |\n\n- Long." in text
+    table = "|  | bf16 | FP8 |\n| --- | ---: | ---: |\n| loss | 2.1 | 2.2 |"
+    assert f"## A part\n\n**Short.**\n\n{table}\n\n- Long." in text
     assert "python-stdlib, 1,234,567 bytes" in text
 
 
@@ -97,9 +98,7 @@ def test_smoothing_is_the_mean_of_the_steps_before():
 
 def test_every_section_gets_its_row_in_the_picture():
     pytest.importorskip("matplotlib", reason="the picture needs the extra [demo]")
-    heights = [
-        int.from_bytes(plot.draw(made)[20:24], "big") for made in (merged(), merged(merged(), name="jax_owg"))
-    ]
+    heights = [int.from_bytes(plot.draw(made)[20:24], "big") for made in (merged(), merged(merged(), name="jax_owg"))]
     assert heights[1] == 2 * heights[0]
 
 

@@ -27,7 +27,7 @@ def show(stream, steps=40, done=0):
 def test_without_a_terminal_there_is_a_line_for_each_tenth():
     lines = show(io.StringIO()).splitlines()
     assert len(lines) == 11
-    assert lines[0].split() == "bf16 4/40 loss 2.500 12,346 tokens/s 4.72 MB/step".split()
+    assert lines[0].split() == ["bf16", "4/40", "loss", "2.500", "12,346", "tokens/s", "4.72", "MB/step"]
     assert lines[-1] == "over"
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from fp8_common import (
     DATA_FORMATS,
     E8M0,

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+
 from fp8_common import DATA_FORMATS, E5M2, FORMATS, Fp8Error, decode, encode
 from fp8_common.rounding import as_codes
 from fp8_common.testing import (

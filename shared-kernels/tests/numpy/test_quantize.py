@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+
 from fp8_common import (
     CANONICAL,
     DATA_FORMATS,
@@ -156,6 +157,12 @@ def test_mx_equals_a_loop(fmt, mode, shape):
         assert_same_bits(found.data[part], quantize(x[part], e8m0_to_scale(code), fmt), fmt=fmt, source=x[part])
 
 
+def test_mx_rounds_its_scales_with_rceil_unless_told_otherwise():
+    x = np.full((1, 32), 449, np.float32)
+    assert quantize_mx(x, "e4m3").scale == quantize_mx(x, "e4m3", "rceil").scale == 128
+    assert quantize_mx(x, "e4m3", "floor").scale == 127
+
+
 def test_an_mx_block_with_infinity_or_nan_is_all_nan_and_its_neighbour_is_not():
     x = np.ones((2, 64), np.float32)
     x[0, 3], x[1, 40] = np.inf, np.nan
@@ -170,7 +177,7 @@ def test_an_mx_block_with_infinity_or_nan_is_all_nan_and_its_neighbour_is_not():
 @formats
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_dequantize_multiplies_by_the_rounded_reciprocal(fmt, dtype):
-    codes, scale = np.arange(256, dtype=np.uint8), np.float32(448 / 2.7)
+    codes, scale = np.arange(256, dtype=np.uint8), np.float32(49)
     inverse = np.float32(1 / np.float64(scale))
     with np.errstate(over="ignore"):
         want = (decode(codes, fmt).astype(np.float64) * inverse).astype(np.float32).astype(dtype)
@@ -180,6 +187,15 @@ def test_dequantize_multiplies_by_the_rounded_reciprocal(fmt, dtype):
     # dividing by the scale is another number
     with np.errstate(invalid="ignore"):
         assert (decode(codes, fmt) / scale != decode(codes, fmt) * inverse).mean() > 0.2
+
+
+def test_dequantize_rounds_to_float32_before_a_narrower_type():
+    codes = np.arange(0x30, 0x40, dtype=np.uint8)
+    scale = np.random.default_rng(SEED).uniform(1, 2, (20_000, 1)).astype(np.float32)
+    exact = decode(codes, "e4m3").astype(np.float64) * (1 / scale.astype(np.float64)).astype(np.float32)
+    found = dequantize(codes, scale, "e4m3", np.float16)
+    assert_same_bits(found, exact.astype(np.float32).astype(np.float16), seed=SEED)
+    assert (found != exact.astype(np.float16)).any()
 
 
 @formats
@@ -229,11 +245,17 @@ def test_results_unpack_and_broadcast():
         (lambda: quantize(np.float32([1]), np.float32(1), "e8m0"), "E8M0 holds block scales"),
         (lambda: dequantize(np.int8([1]), np.float32(1), "e4m3"), "FP8 codes must be uint8 or float8_e4m3fn, got int8"),
         (lambda: dequantize(np.uint8([1]), np.float32(1), "e8m0"), "E8M0 holds block scales"),
-        (lambda: quantize_blockwise(np.ones(4, np.float32), "e4m3", (2, 2)), r"Block \(2, 2\) cannot cut .* 1 dimension"),
+        (
+            lambda: quantize_blockwise(np.ones(4, np.float32), "e4m3", (2, 2)),
+            r"Block \(2, 2\) cannot cut .* 1 dimension",
+        ),
         (lambda: quantize_blockwise(np.ones((4, 4), np.float32), "e4m3", (0, 2)), "sides must be positive"),
         (lambda: quantize_mx(np.float32(1), "e4m3"), r"Block \(1, 32\) cannot cut a tensor of 0 dimension"),
         (lambda: dequantize_mx(np.uint8(1), np.uint8(1), "e4m3"), "cannot cut a tensor of 0 dimension"),
-        (lambda: quantize_mx(np.ones((4, 4), np.float32), "e4m3", "up"), "mode must be one of floor, ceil, even, rceil"),
+        (
+            lambda: quantize_mx(np.ones((4, 4), np.float32), "e4m3", "up"),
+            "mode must be one of floor, ceil, even, rceil",
+        ),
         (
             lambda: dequantize_blockwise(np.zeros((4, 200), np.uint8), np.ones((4, 1), np.float32), "e4m3"),
             r"Scales for data of shape \(4, 200\) in blocks of \(1, 128\) must have shape \(4, 2\), got \(4, 1\)",

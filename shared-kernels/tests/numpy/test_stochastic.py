@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from fp8_common import DATA_FORMATS, Fp8Error, decode, encode, encode_stochastic, quantize_stochastic
 from fp8_common.testing import adversarial, all_codes, assert_same_bits
 

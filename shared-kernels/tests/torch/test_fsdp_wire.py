@@ -51,9 +51,7 @@ def test_state_knows_stale_from_fresh():
     assert not state.is_stale(shard)
     state.mark_synced(shard)
     del alias
-    assert state.is_stale(shard), (
-        "a write through a lent alias can leave no trace: its return counts as a change"
-    )
+    assert state.is_stale(shard), "a write through a lent alias can leave no trace: its return counts as a change"
     assert not state.was_edited(shard)
 
 
@@ -68,7 +66,7 @@ def test_rank_pool_returns_results_and_reports_failures():
     pool = RankPool(2, collective_timeout=20)
     try:
         assert pool.run(add, 10) == [10, 11]
-        with pytest.raises(RankError, match="rank 1: (.|\n)*no negative numbers"):
+        with pytest.raises(RankError, match=r"rank 1: (.|\n)*no negative numbers"):
             pool.run(add, -1)
         assert pool.run(add, 1) == [1, 2], "a failed call costs the processes, not the pool"
     finally:

@@ -27,6 +27,7 @@ OPERATORS = {
     "amax_to_e8m0": (X.abs(), "e4m3", "floor"),
     "quantize": (X, ONE, "e4m3"),
     "quantize_stochastic": (X, ONE, BITS, "e5m2"),
+    "decode": (CODES, "e4m3"),
     "dequantize": (CODES, ONE, "e4m3", torch.bfloat16),
     "fake_quantize": (X.clone().requires_grad_(), ONE, "e4m3"),
     "quantize_rowwise": (X, "e4m3", -1, POLICY),

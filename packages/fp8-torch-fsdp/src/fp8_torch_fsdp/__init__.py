@@ -6,24 +6,54 @@
 Nothing else changes in a training loop: scales are synchronized with one all-reduce per step, automatically.
 """
 
-from fp8_torch_fsdp.config import AllGatherConfig, CastConfig, Float8LinearConfig, GemmConfig
-from fp8_torch_fsdp.convert import convert_to_float8_training
+from fp8_common.plugins import check_version
+from fp8_torch_fsdp.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from fp8_torch_fsdp.communication import enable_float8_all_gather
+from fp8_torch_fsdp.config import (
+    AllGatherConfig,
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    GemmConfig,
+)
+from fp8_torch_fsdp.convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.counters import amax_reduction_count, cast_count
 from fp8_torch_fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.linear import Float8Linear
+from fp8_torch_fsdp.monitor import Float8Monitor
+from fp8_torch_fsdp.report import AllGatherReport, WeightReport, float8_all_gather_report
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
+from fp8_torch_fsdp.synchronize import (
+    Float8Controller,
+    precompute_float8_dynamic_scale_for_fsdp,
+    sync_float8_amax_and_scale_history,
+)
 
 __version__ = "0.1.0"
+check_version("fp8-torch-fsdp", __version__)
 
 __all__ = [
     "AllGatherConfig",
+    "AllGatherReport",
     "CastConfig",
+    "DelayedScalingConfig",
+    "Float8Controller",
     "Float8Linear",
     "Float8LinearConfig",
+    "Float8Monitor",
     "GatheredFloat8Weight",
     "GemmConfig",
     "ShardedFloat8Weight",
+    "WeightReport",
     "amax_reduction_count",
     "cast_count",
     "convert_to_float8_training",
+    "enable_float8_all_gather",
+    "float8_all_gather_report",
+    "load_checkpoint",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "save_checkpoint",
+    "sync_float8_amax_and_scale_history",
+    "unconvert",
+    "verify_checkpoint",
 ]

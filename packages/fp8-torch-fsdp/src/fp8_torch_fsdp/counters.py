@@ -4,22 +4,29 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fp8_common.torch.fsdp import SyncPlan
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 
 
 def cast_count(model: nn.Module) -> int:
     """Return how often FP8 weights under `model` were cast for the all-gather on this rank, in total."""
-    return sum(weight._state.casts for weight in _weights(model))
+    return sum(weight._state.casts for _, weight in sharded_weights(model))
 
 
 def amax_reduction_count(model: nn.Module) -> int:
     """Return how many amax all-reduces the FSDP roots under `model` issued on this rank."""
-    plans = {id(plan): plan for weight in _weights(model) if (plan := weight._state.plan()) is not None}
-    return sum(plan.reductions for plan in plans.values())
+    return sum(plan.reductions for plan in plans_of(model))
 
 
-def _weights(model: nn.Module) -> Iterator[ShardedFloat8Weight]:
-    for parameter in model.parameters():
+def plans_of(model: nn.Module) -> list[SyncPlan]:
+    """Return the synchronization plans of the FSDP roots that hold FP8 weights of `model`."""
+    plans = {id(plan): plan for _, weight in sharded_weights(model) if (plan := weight._state.plan()) is not None}
+    return list(plans.values())
+
+
+def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedFloat8Weight]]:
+    """Yield name and shard of every weight of `model` that is gathered in FP8, gathered at the moment or not."""
+    for name, parameter in model.named_parameters():
         local = getattr(parameter, "_local_tensor", parameter)
         if isinstance(local, ShardedFloat8Weight):
-            yield local
+            yield name, local

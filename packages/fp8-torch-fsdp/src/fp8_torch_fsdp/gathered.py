@@ -1,4 +1,4 @@
-"""Decides what an FP8 linear weight is after the all-gather: codes and a scale that act as a weight in products.
+"""Decides what an FP8 linear weight is after the all-gather: codes and scales that act as a weight in products.
 
 `GatheredFloat8Weight` is the second life-cycle state. `Float8Linear` reads its codes; any other operator gets the
 dequantized values, so that custom layers work too.
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fp8_common.blocks import Block
 from fp8_common.formats import get_format
-from fp8_common.torch.quantize import dequantize
+from fp8_common.torch.quantize import dequantize, expand_blocks
 
 aten = torch.ops.aten
 
@@ -18,45 +19,47 @@ _KEEPS_CODES = {aten.detach.default, aten.alias.default, aten.as_strided.default
 
 
 class GatheredFloat8Weight(torch.Tensor):
-    """The whole weight as FP8 codes with its scale; reports `dtype` as the dtype of its gradient.
+    """The whole weight as FP8 codes with its scales; reports `dtype` as the dtype of its gradient.
 
     Args:
         codes: float8 [rows, columns], contiguous.
-        scale: float32 scalar that multiplied the weight into FP8.
+        scale: float32 that multiplied the weight into FP8: a scalar, [rows, 1], or one for each block.
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
+        block: The block of each scale, where scales do not broadcast.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     fmt: str
+    block: Block | None
 
     @staticmethod
     def __new__(
-        cls, codes: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype
+        cls: type, codes: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype, block: Block | None = None
     ) -> "GatheredFloat8Weight":
-        """Wrap codes and scale without copying them."""
+        """Wrap codes and scales without copying them."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
-        self.codes, self.scale, self.fmt = codes, scale, fmt
+        self.codes, self.scale, self.fmt, self.block = codes, scale, fmt, block
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values in this tensor's dtype: codes / scale, by multiplication with RN32(1 / scale)."""
-        return dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype)
+        """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
+        return decoded(self.codes, self.scale, self.fmt, self.block, self.dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show shape and format; the values may be freed."""
         return f"GatheredFloat8Weight(shape={tuple(self.shape)}, fmt={self.fmt!r}, dtype={self.dtype})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
-        """Expose codes and scale to the compiler."""
-        return ["codes", "scale"], (self.fmt, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        """Expose codes and scales to the compiler."""
+        return ["codes", "scale"], (self.fmt, self.dtype, self.block)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: tuple[str, torch.dtype], outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
     ) -> "GatheredFloat8Weight":
         """Rebuild from `__tensor_flatten__`."""
         return GatheredFloat8Weight(inner["codes"], inner["scale"], *context)
@@ -72,14 +75,23 @@ class GatheredFloat8Weight(torch.Tensor):
         if func in _KEEPS_CODES:
             weight = args[0]
             codes = func(weight.codes, *args[1:], **kwargs)
-            return cls(codes, weight.scale, weight.fmt, weight.dtype)
+            return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block)
         if func._schema.is_mutable:
             raise RuntimeError(
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
                 "replaces. Change the sharded parameter instead (after model.reshard())."
             )
-        values = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
-        return func(*values[0], **values[1])
+        args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def decoded(
+    codes: torch.Tensor, scale: torch.Tensor, fmt: str, block: Block | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return codes times RN32(1 / scale), rounded to `dtype`."""
+    if block is not None:
+        scale = expand_blocks(scale, block, codes.shape)
+    return dequantize(codes, scale, get_format(fmt), dtype)
 
 
 torch.serialization.add_safe_globals([GatheredFloat8Weight])

@@ -1,4 +1,4 @@
-"""Decides how a linear layer computes in FP8: three products, each operand cast once, scales from amax."""
+"""Decides how a linear layer computes in FP8: three products, each operand cast once."""
 
 from typing import Any
 
@@ -7,29 +7,41 @@ from torch import nn
 
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.amax import amax_all
-from fp8_common.torch.quantize import quantize
-from fp8_common.torch.scaling import divide, scale_from_amax
+from fp8_common.torch.delayed import DelayedScale
+from fp8_common.torch.scaling import divide
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.device import should_emulate
 from fp8_torch_fsdp.gathered import GatheredFloat8Weight
-from fp8_torch_fsdp.product import scaled_product
+from fp8_torch_fsdp.operands import Operand, cast_operand
+from fp8_torch_fsdp.product import multiply
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
+from fp8_torch_fsdp.strategies import Strategy, strategy_for
 
 
 class Float8Linear(nn.Linear):
     """A linear layer whose three matrix products run in FP8.
 
     Made by `convert_to_float8_training`, or from a layer by `from_linear`. Under FSDP2 its weight arrives as FP8 codes;
-    without, it is cast in the forward. Parameters, gradients and state dicts are those of `nn.Linear`.
+    without, it is cast in the forward. Parameters, gradients and state dicts are those of `nn.Linear`; delayed scaling
+    adds buffers below `fp8_input`, `fp8_weight` and `fp8_grad_output`.
+
+    Attributes:
+        config: How to cast and gather.
+        strategy: How the weight is cast.
+        watcher: Called by a `Float8Monitor` with operand name, matrix and its FP8 form; None costs nothing.
     """
 
     config: Float8LinearConfig
+    strategy: Strategy
+    watcher: Any
+    fp8_input: DelayedScale | None
+    fp8_weight: DelayedScale | None
+    fp8_grad_output: DelayedScale | None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: Float8LinearConfig) -> "Float8Linear":
-        """Turn `linear` into a Float8Linear in place of it, sharing its parameters.
+        """Turn `linear` into a Float8Linear that shares its parameters.
 
         Args:
             linear: The layer; weight [out_features, in_features] in float32, bfloat16 or float16.
@@ -40,7 +52,13 @@ class Float8Linear(nn.Linear):
         """
         self = cls.__new__(cls)
         self.__dict__ = linear.__dict__.copy()
-        self.config = config
+        self._modules = {}
+        self.config, self.watcher = config, None
+        device = linear.weight.device
+        self.fp8_input = _delayed(config.input, config, device)
+        self.fp8_weight = _delayed(config.weight, config, device)
+        self.fp8_grad_output = _delayed(config.grad_output, config, device)
+        self.strategy = strategy_for(config.weight, delayed=self.fp8_weight)
         keep_state_dicts_plain(self)
         return self
 
@@ -57,99 +75,138 @@ class Float8Linear(nn.Linear):
             Fp8Error: The last dimension is not `in_features`.
         """
         if input.shape[-1] != self.in_features:
-            raise Fp8Error(
-                f"Float8Linear expects [..., {self.in_features}] as input, got {tuple(input.shape)}."
-            )
+            raise Fp8Error(f"Float8Linear expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        output = _Float8Products.apply(input, self.weight, self.config)
+        output = _Float8Products.apply(input, self.weight, self, self.training and torch.is_grad_enabled())
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def cast(self, name: str, x: torch.Tensor, cast: CastRecipe, *, record: bool) -> Operand:
+        """Cast a matrix whose contracted dimension is the last as the operand `name`, "input" or "grad_output"."""
+        operand = cast_operand(x, cast, getattr(self, f"fp8_{name}"), record=record)
+        if self.watcher is not None:
+            self.watcher(name, x, operand)
+        return operand
+
+    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
+        """Return the weight [out_features, in_features] as an operand: as it was gathered, or cast now."""
+        if isinstance(weight, GatheredFloat8Weight):
+            codes, scale = weight.codes, weight.scale
+        else:
+            plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
+            codes, scale = self.strategy.cast_whole(plain, record=record)
+        return Operand(codes, divide(1.0, scale), self.config.weight.fp8_format, self.strategy.block)
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""
         gathered = "fp8" if self.config.all_gather.enabled else "high precision"
-        return f"{super().extra_repr()}, fp8={self.config.weight.format}, all_gather={gathered}"
+        cast = self.config.weight
+        return f"{super().extra_repr()}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
 
 
-def _cast(x: torch.Tensor, cast: CastRecipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 data and the scalar scale back from FP8 for dynamic tensorwise scaling."""
-    scale = scale_from_amax(amax_all(x), cast.fp8_format, cast.policy)
-    return quantize(x, scale, cast.fp8_format), divide(1.0, scale)
-
-
-def _weight_codes(weight: torch.Tensor, cast: CastRecipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 codes and scale_inv of a weight that was gathered in FP8, or cast it now."""
-    if isinstance(weight, GatheredFloat8Weight):
-        return weight.codes, divide(1.0, weight.scale)
-    return _cast(weight.plain if isinstance(weight, ShardedFloat8Weight) else weight, cast)
-
-
-def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
-    return torch.ops.aten._unsafe_view.default(matrix, shape)
+def _delayed(cast: CastRecipe, config: Float8LinearConfig, device: torch.device) -> DelayedScale | None:
+    if cast.scaling != "delayed":
+        return None
+    initial = config.delayed.initial if config.delayed else "dynamic"
+    return DelayedScale(cast, initial=initial, device=device)
 
 
 class _Float8Products(torch.autograd.Function):
     """y = x w^T, dx = dy w, dw = dy^T x, each with both operands in FP8."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, config: Float8LinearConfig) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Float8Linear, record: bool) -> torch.Tensor:
+        config = layer.config
         rows = x.reshape(-1, x.shape[-1])
-        x_codes, x_scale_inv = _cast(rows, config.input)
-        w_codes, w_scale_inv = _weight_codes(weight, config.weight)
-        # A gathered weight is saved as it is: FSDP2 may free and refill it before the backward.
-        gathered = isinstance(weight, GatheredFloat8Weight)
-        ctx.save_for_backward(x_codes, x_scale_inv, *((weight,) if gathered else (w_codes, w_scale_inv)))
-        ctx.config, ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = (
-            config,
-            x.shape,
-            x.dtype,
-            weight.dtype,
-        )
-        output = scaled_product(
-            x_codes,
-            x_scale_inv,
-            config.input.fp8_format,
-            w_codes.t(),
-            w_scale_inv,
-            config.weight.fp8_format,
+        x_operand = layer.cast("input", rows, config.input, record=record)
+        w_operand = layer.weight_operand(weight, record=record)
+        # The weight is saved as it is, not as codes: FSDP2 may free and refill it before the backward.
+        saved = (x_operand.codes, x_operand.scale_inv) if _keeps_codes(config) else (rows,)
+        ctx.save_for_backward(weight, *saved)
+        ctx.layer, ctx.record, ctx.shape, ctx.dtype = layer, record, x.shape, x.dtype
+        output = multiply(
+            x_operand,
+            w_operand,
             out_dtype=x.dtype,
             emulate=should_emulate(x.device, config),
             use_fast_accum=config.gemms.fast_accum_output,
+            pad_inner_dim=config.pad_inner_dim,
         )
         return _reshaped(output, (*x.shape[:-1], output.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        config: Float8LinearConfig = ctx.config
-        x_codes, x_scale_inv, *weight = ctx.saved_tensors
-        w_codes, w_scale_inv = weight if len(weight) == 2 else _weight_codes(weight[0], config.weight)
-        g_codes, g_scale_inv = _cast(grad.reshape(-1, grad.shape[-1]), config.grad_output)
-        g_format, emulate = config.grad_output.fp8_format, should_emulate(grad.device, config)
+        weight, *saved = ctx.saved_tensors
+        layer: Float8Linear = ctx.layer
+        rows = grad.reshape(-1, grad.shape[-1])
+        shared = _cast_once(layer, rows, ctx.record)
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_input = scaled_product(
-                g_codes,
-                g_scale_inv,
-                g_format,
-                w_codes,
-                w_scale_inv,
-                config.weight.fp8_format,
-                out_dtype=ctx.input_dtype,
-                emulate=emulate,
-                use_fast_accum=config.gemms.fast_accum_grad_input,
-            )
-            grad_input = _reshaped(grad_input, ctx.input_shape)
+            grad_input = _grad_input(layer, rows, weight, shared).to(ctx.dtype)
+            grad_input = _reshaped(grad_input, ctx.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = scaled_product(
-                g_codes.t(),
-                g_scale_inv,
-                g_format,
-                x_codes,
-                x_scale_inv,
-                config.input.fp8_format,
-                out_dtype=ctx.weight_dtype,
-                emulate=emulate,
-                use_fast_accum=config.gemms.fast_accum_grad_weight,
-            )
-        return grad_input, grad_weight, None
+            grad_weight = _grad_weight(layer, rows, saved, shared, weight.dtype)
+        return grad_input, grad_weight, None, None
+
+
+def _keeps_codes(config: Float8LinearConfig) -> bool:
+    """Whether the codes of the forward serve for the weight's gradient: one scale, whatever is contracted."""
+    return config.grad_weight_casts[1] == config.input and config.input.granularity == "tensorwise"
+
+
+def _cast_once(layer: Float8Linear, grad: torch.Tensor, record: bool) -> Operand | None:
+    """Cast the gradient once for both products, where its one scale serves both."""
+    config = layer.config
+    if config.grad_output.granularity != "tensorwise" or config.weight.granularity == "rowwise":
+        return None
+    return layer.cast("grad_output", grad, config.grad_output, record=record)
+
+
+def _grad_input(layer: Float8Linear, grad: torch.Tensor, weight: torch.Tensor, shared: Operand | None) -> torch.Tensor:
+    """Dx = dy w [M, K]; row scales of the weight are folded into dy before its cast."""
+    config = layer.config
+    w = layer.weight_operand(weight, record=False)
+    if config.weight.granularity == "rowwise":
+        folded = grad.float() * w.scale_inv.t()
+        grad_operand = layer.cast("grad_output", folded, config.grad_output, record=False)
+        w = Operand(w.codes.t(), torch.ones_like(w.scale_inv[0, 0]), w.fmt)
+    else:
+        grad_operand = shared or layer.cast("grad_output", grad, config.grad_output, record=False)
+        w = w.transposed()
+    return multiply(
+        grad_operand,
+        w,
+        out_dtype=grad.dtype,
+        emulate=should_emulate(grad.device, config),
+        use_fast_accum=config.gemms.fast_accum_grad_input,
+        pad_inner_dim=config.pad_inner_dim,
+    )
+
+
+def _grad_weight(
+    layer: Float8Linear, grad: torch.Tensor, saved: list[torch.Tensor], shared: Operand | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
+    config = layer.config
+    grad_cast, input_cast = config.grad_weight_casts
+    if not input_cast.enabled:
+        return (grad.t() @ saved[0].to(grad.dtype)).to(dtype)
+    if len(saved) == 2:
+        x = Operand(saved[0], saved[1], config.input.fp8_format).transposed()
+    else:
+        x = cast_operand(saved[0].t(), input_cast)
+    same = shared is not None and grad_cast == config.grad_output
+    g = shared.transposed() if same else cast_operand(grad.t(), grad_cast)
+    return multiply(
+        g,
+        x,
+        out_dtype=dtype,
+        emulate=should_emulate(grad.device, config),
+        use_fast_accum=config.gemms.fast_accum_grad_weight,
+        pad_inner_dim=config.pad_inner_dim,
+    )
+
+
+def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
+    return torch.ops.aten._unsafe_view.default(matrix, shape)

@@ -2,53 +2,100 @@
 
 With FP8 tensor cores: `torch._scaled_mm`. Without: every FP8 value is exact in bfloat16 and float32, so the codes are
 decoded and multiplied in the output's dtype, which on CPU is several times faster than the scaled product there. The
-operands are the same numbers; only the order of accumulation differs.
+operands are the same numbers; only the order of accumulation differs. Block-wise operands are always multiplied as
+dequantized float32 (or, on GPUs, bfloat16) matrices.
 """
 
 import torch
+import torch.nn.functional as F
 
-from fp8_common.formats import Format
+from fp8_common.errors import Fp8Error
+from fp8_common.torch.quantize import expand_blocks
 from fp8_common.torch.rounding import values
+from fp8_torch_fsdp.operands import Operand
+
+ALIGNMENT = 16
+"""FP8 tensor cores need contracted and output dimensions that are multiples of this."""
 
 
-def scaled_product(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_format: Format,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_format: Format,
+def multiply(
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype,
     emulate: bool,
     use_fast_accum: bool = False,
+    pad_inner_dim: bool = False,
 ) -> torch.Tensor:
-    """Return (a * a_scale_inv) @ (b * b_scale_inv).
+    """Return a @ b.T with scales applied.
 
     Args:
-        a: float8 [M, K].
-        a_scale_inv: float32 scalar back from FP8.
-        a_format: Format of `a`.
-        b: float8 [K, N], in any layout.
-        b_scale_inv: float32 scalar back from FP8.
-        b_format: Format of `b`.
+        a: [M, K].
+        b: [N, K].
         out_dtype: float32, bfloat16 or float16.
         emulate: Decode and multiply instead of calling the FP8 hardware.
         use_fast_accum: Let the hardware accumulate with fewer bits.
+        pad_inner_dim: Pad K with zeros to a multiple of 16 for the hardware; otherwise such a K is an error there.
 
     Returns:
         [M, N] in `out_dtype`.
+
+    Raises:
+        Fp8Error: The hardware cannot multiply these sizes.
     """
-    if not emulate:
-        column_major = b.t().contiguous().t()
-        return torch._scaled_mm(
-            a.contiguous(),
-            column_major,
-            a_scale_inv,
-            b_scale_inv,
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-        )
+    if a.block or b.block:
+        return _multiply_blocks(a, b, out_dtype)
+    if emulate:
+        return _multiply_decoded(a, b, out_dtype)
+    return _multiply_scaled(a, b, out_dtype, use_fast_accum, pad_inner_dim)
+
+
+def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    product = values(a, a_format, exact) @ values(b, b_format, exact)
-    return (product.float() * (a_scale_inv * b_scale_inv)).to(out_dtype)
+    product = (values(a.codes, a.fmt, exact) @ values(b.codes, b.fmt, exact).t()).float()
+    if a.scale_inv.ndim == b.scale_inv.ndim == 0:
+        return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
+    return (product * a.scale_inv * _as_row(b.scale_inv)).to(out_dtype)
+
+
+def _multiply_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.bfloat16 if a.codes.is_cuda else torch.float32
+    return (_dequantize(a).to(wide) @ _dequantize(b).to(wide).t()).to(out_dtype)
+
+
+def _dequantize(operand: Operand) -> torch.Tensor:
+    scale_inv = operand.scale_inv
+    if operand.block:
+        scale_inv = expand_blocks(scale_inv, operand.block, operand.codes.shape)
+    return values(operand.codes, operand.fmt) * scale_inv
+
+
+def _multiply_scaled(
+    a: Operand, b: Operand, out_dtype: torch.dtype, use_fast_accum: bool, pad_inner_dim: bool
+) -> torch.Tensor:
+    a_codes, b_codes = a.codes.contiguous(), b.codes.contiguous()
+    a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
+    if a_inv.ndim != b_inv.ndim:
+        a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
+        b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
+    if a_codes.is_cuda:
+        a_codes, b_codes = _aligned(a_codes, b_codes, pad_inner_dim)
+    return torch._scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+def _aligned(a: torch.Tensor, b: torch.Tensor, pad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    missing = -a.shape[1] % ALIGNMENT
+    if b.shape[0] % ALIGNMENT or (missing and not pad):
+        raise Fp8Error(
+            f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
+            f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True for K."
+        )
+    if not missing:
+        return a, b
+    a, b = (F.pad(m.view(torch.uint8), (0, missing)).view(m.dtype) for m in (a, b))
+    return a, b
+
+
+def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Turn scales [N, 1] of the rows of b into [1, N], the columns of the product; scalars stay."""
+    return scale_inv.t() if scale_inv.ndim == 2 else scale_inv

@@ -4,7 +4,7 @@
 checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,8 +18,8 @@ from fp8_common.torch.fsdp import (
     refill,
     track_optimizer_steps,
 )
-from fp8_torch_fsdp.gathered import GatheredFloat8Weight
-from fp8_torch_fsdp.strategies import TensorwiseStrategy
+from fp8_torch_fsdp.gathered import GatheredFloat8Weight, decoded
+from fp8_torch_fsdp.strategies import Strategy
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ class ShardedFloat8Weight(torch.Tensor):
     _state: WeightState
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, state: WeightState) -> "ShardedFloat8Weight":
+    def __new__(cls: type, data: torch.Tensor, state: WeightState) -> "ShardedFloat8Weight":
         """Wrap `data` without copying it."""
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -62,9 +62,7 @@ class ShardedFloat8Weight(torch.Tensor):
         return self
 
     @classmethod
-    def of(
-        cls, data: torch.Tensor, strategy: TensorwiseStrategy, *, cache: bool = True
-    ) -> "ShardedFloat8Weight":
+    def of(cls, data: torch.Tensor, strategy: Strategy, *, cache: bool = True) -> "ShardedFloat8Weight":
         """Wrap a plain weight that nothing is known about yet."""
         track_optimizer_steps(cls)
         return cls(data, WeightState(strategy=strategy, cache=cache))
@@ -79,9 +77,9 @@ class ShardedFloat8Weight(torch.Tensor):
         return self._state.lend(self._data)
 
     @property
-    def strategy(self) -> TensorwiseStrategy:
+    def strategy(self) -> Strategy:
         """How this weight is scaled."""
-        return self._state.strategy
+        return cast(Strategy, self._state.strategy)  # `of` put it there
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show the high-precision values."""
@@ -120,8 +118,8 @@ class ShardedFloat8Weight(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return the uint8 buffers of this shard and what `fsdp_post_all_gather` needs besides."""
-        buffers = gather_inputs(self, mesh)
-        return buffers, (self._state.scale, self._state.full_shape)
+        buffers, scale = gather_inputs(self, mesh)
+        return buffers, (scale, self._state.full_shape)
 
     def fsdp_post_all_gather(
         self,
@@ -132,13 +130,22 @@ class ShardedFloat8Weight(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
-        scale, full_shape = metadata
-        if out is not None:
-            # FSDP2 has already refilled the buffer that the codes alias; only the scale is left.
-            refill(getattr(out, "_local_tensor", out).scale, scale)
+        kept, full_shape = metadata
+        strategy = self.strategy
+        scale = strategy.scale_from_wire(all_gather_outputs, kept, full_shape)
+        target: Any = None if out is None else getattr(out, "_local_tensor", out)
+        if target is not None and not strategy.decode:
+            # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
+            refill(target.scale, scale)
             return None
-        data = self.strategy.from_wire(all_gather_outputs, full_shape)
-        return GatheredFloat8Weight(data, scale.clone(), self.strategy.cast.format, param_dtype), ()
+        codes = strategy.codes_from_wire(all_gather_outputs, full_shape)
+        if not strategy.decode:
+            return GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.block), ()
+        plain = decoded(codes, scale, strategy.cast.format, strategy.block, param_dtype)
+        if target is None:
+            return plain, (plain,)
+        refill(target, plain)
+        return None
 
 
 torch.serialization.add_safe_globals([ShardedFloat8Weight])

@@ -1,5 +1,6 @@
 """Decides what checkpoints see: plain tensors under the usual names, that need no package to load."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,26 +10,25 @@ from torch.distributed.tensor import DTensor
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 
 
-def keep_state_dicts_plain(module: nn.Module) -> None:
-    """Make `module.state_dict()` hold plain weights, and an assigning load keep FP8 weights what they are."""
-    module._register_state_dict_hook(_unwrap)
-    module._register_load_state_dict_pre_hook(_wrap_assigned, with_module=True)
+def keep_state_dicts_plain(module: nn.Module, name: str = "weight") -> None:
+    """Make `module.state_dict()` hold a plain `name`, and an assigning load keep the FP8 weight what it is."""
+    module._register_state_dict_hook(partial(_unwrap, name))
+    module._register_load_state_dict_pre_hook(partial(_wrap_assigned, name), with_module=True)
 
 
-def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
-    key = f"{prefix}weight"
+def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    key = f"{prefix}{name}"
     if key in state_dict:
-        state_dict[key] = _map_local(
-            state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t
-        )
+        state_dict[key] = _map_local(state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t)
 
 
 def _wrap_assigned(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
+    name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
 ) -> None:
     """Wrap what `load_state_dict(assign=True)` is about to put in the place of an FP8 weight."""
-    own = getattr(module.weight, "_local_tensor", module.weight)
-    key = f"{prefix}weight"
+    parameter = getattr(module, name)
+    own = getattr(parameter, "_local_tensor", parameter)
+    key = f"{prefix}{name}"
     if not (local_metadata.get("assign_to_params_buffers") and isinstance(own, ShardedFloat8Weight)):
         return
     if key in state_dict:

@@ -55,9 +55,7 @@ class Corpus:
         random = np.random.default_rng([seed, step, rank])
         return _windows(self.train, random.integers(0, len(self.train) - length, rows), length)
 
-    def held_out_batches(
-        self, *, batches: int, rank: int, ranks: int, rows: int, length: int
-    ) -> Iterator[np.ndarray]:
+    def held_out_batches(self, *, batches: int, rank: int, ranks: int, rows: int, length: int) -> Iterator[np.ndarray]:
         """Yield one rank's share of `batches * ranks * rows` windows spread evenly over the held-out bytes.
 
         Yields:
@@ -89,9 +87,7 @@ def load_corpus(data: str | Path | None = None) -> Corpus:
     try:
         content = _join(paths)
     except OSError as error:
-        raise Fp8Error(
-            f"The data {label!r} cannot be read ({error.strerror}); give --data another path."
-        ) from error
+        raise Fp8Error(f"The data {label!r} cannot be read ({error.strerror}); give --data another path.") from error
     if len(content) < LEAST_BYTES:
         raise Fp8Error(
             f"{label!r} holds {len(content):,} bytes of text, and the demo needs {LEAST_BYTES:,} to train on some "

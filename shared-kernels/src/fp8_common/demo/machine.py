@@ -2,7 +2,8 @@
 
 import os
 import platform
-from pathlib import Path
+
+from fp8_common.machine import processor_name, usable_cores
 
 
 def machine_facts() -> dict[str, str | int | float]:
@@ -17,21 +18,3 @@ def machine_facts() -> dict[str, str | int | float]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         facts["memory_gib"] = round(memory / 2**30, 1)
     return facts
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may run on, which can be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def processor_name() -> str:
-    """Return the processor's name as the system tells it, or its architecture."""
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#3b6fb6", "#d1495b", "#3a9d6e", "#8c6bb1")
+WIDTHS = (4.0, 1.3, 1.3, 1.3)
 BYTES = "fp8_weight_bytes_per_step"
 
 
@@ -51,11 +52,12 @@ def smooth(losses: Sequence[float]) -> np.ndarray:
 
 
 def _draw_losses(axes: "Axes", part: Mapping[str, Any]) -> None:
-    for colour, (name, run) in zip(COLOURS, part["runs"].items(), strict=False):
+    # Equal curves hide each other: the first is drawn wide, the others thin on top of it.
+    for colour, width, (name, run) in zip(COLOURS, WIDTHS, part["runs"].items(), strict=False):
         steps = np.arange(1, len(run["losses"]) + 1)
         axes.plot(steps, run["losses"], color=colour, alpha=0.25, linewidth=0.8)
         label = f"{name}: held-out loss {run['val_loss']:.4f}"
-        axes.plot(steps, smooth(run["losses"]), color=colour, label=label, linewidth=1.8)
+        axes.plot(steps, smooth(run["losses"]), color=colour, label=label, linewidth=width)
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per byte)", title=part["summary"]["title"])
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -1,7 +1,6 @@
 """Decides what `demo-report/` holds: `report.json` (schema 1), which each demo adds its section to, and README.md."""
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -144,4 +143,4 @@ def plain_table(words: Mapping[str, Any]) -> str:
 def _replace(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.part")
     beside.write_bytes(content)
-    os.replace(beside, path)
+    beside.replace(path)

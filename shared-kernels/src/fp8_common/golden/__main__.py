@@ -12,9 +12,7 @@ from fp8_common.golden.store import FILE, compare, load, write
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the vectors; return 0, or 1 if a check found differences."""
     parser = argparse.ArgumentParser(prog="python -m fp8_common.golden", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="compare what NumPy computes with the file; write nothing"
-    )
+    parser.add_argument("--check", action="store_true", help="compare what NumPy computes with the file; write nothing")
     options = parser.parse_args(argv)
     cases = build()
     if not options.check:

@@ -20,6 +20,8 @@ from fp8_common.policy import (
     HISTORY_ALGOS,
     MX_MODES,
     POWER_OF_2,
+    HistoryAlgo,
+    MxMode,
     ScalePolicy,
     deepgemm,
     flax,
@@ -46,7 +48,7 @@ class Case:
         function: Name of the function in `FUNCTIONS`.
         settings: Its settings as JSON can carry them; a policy as `ScalePolicy.to_dict` writes it.
         inputs: Its arrays by name.
-        outputs: The arrays it gives.
+        outputs: The arrays it gives; those named "data" are FP8 codes of the format `settings["fmt"]`.
     """
 
     name: str
@@ -80,11 +82,11 @@ POLICIES: dict[str, ScalePolicy] = {
 
 
 def _encode(a: Arrays, fmt: str) -> Arrays:
-    return {"codes": encode(a["x"], fmt)}
+    return {"data": encode(a["x"], fmt)}
 
 
 def _encode_stochastic(a: Arrays, fmt: str) -> Arrays:
-    return {"codes": encode_stochastic(a["x"], fmt, a["random_bits"])}
+    return {"data": encode_stochastic(a["x"], fmt, a["random_bits"])}
 
 
 def _decode(a: Arrays, fmt: str) -> Arrays:
@@ -101,7 +103,7 @@ def _scale(a: Arrays, fmt: str, policy: dict[str, Any]) -> Arrays:
     return {"scale": scale, "scale_inv": amax_to_scale_inv(a["amax"], fmt, rule, prev=a["prev"])}
 
 
-def _e8m0(a: Arrays, fmt: str, mode: str) -> Arrays:
+def _e8m0(a: Arrays, fmt: str, mode: MxMode) -> Arrays:
     return {"codes": amax_to_e8m0(a["amax"], fmt, mode)}
 
 
@@ -109,7 +111,7 @@ def _e8m0_scale(a: Arrays) -> Arrays:
     return {"scale": e8m0_to_scale(a["codes"]), "scale_inv": e8m0_to_scale_inv(a["codes"])}
 
 
-def _history(a: Arrays, algo: str, length: int) -> Arrays:
+def _history(a: Arrays, algo: HistoryAlgo, length: int) -> Arrays:
     """Observe each row of `observed` in turn; record every window and every reduced amax."""
     window = np.zeros((length, *a["observed"].shape[1:]), np.float32)
     windows, reduced = [], []
@@ -136,7 +138,7 @@ def _blockwise(a: Arrays, fmt: str, block: list[int]) -> Arrays:
     return quantize_blockwise(a["x"], fmt, (block[0], block[1]))._asdict()
 
 
-def _mx(a: Arrays, fmt: str, mode: str) -> Arrays:
+def _mx(a: Arrays, fmt: str, mode: MxMode) -> Arrays:
     return quantize_mx(a["x"], fmt, mode)._asdict()
 
 
@@ -164,9 +166,7 @@ def build() -> dict[str, Case]:
     for generate in (_code_cases, _amax_cases, _tensor_cases):
         for name, function, settings, inputs in generate():
             outputs = FUNCTIONS[function](inputs, **settings)
-            cases[name] = Case(
-                name=name, function=function, settings=settings, inputs=inputs, outputs=outputs
-            )
+            cases[name] = Case(name=name, function=function, settings=settings, inputs=inputs, outputs=outputs)
     return cases
 
 
@@ -190,7 +190,7 @@ def _code_cases() -> _Plan:
 
 def _amax_cases() -> _Plan:
     observed = adversarial_amax()
-    prev = np.float32([3.5, 0.25])[np.arange(observed.size) % 2]
+    prev = np.array([3.5, 0.25], np.float32)[np.arange(observed.size) % 2]
     for name, policy in POLICIES.items():
         for fmt in ("e4m3", "e5m2"):
             settings = {"fmt": fmt, "policy": policy.to_dict()}
@@ -199,7 +199,7 @@ def _amax_cases() -> _Plan:
         for mode in MX_MODES:
             yield f"e8m0/{fmt}/{mode}", "amax_to_e8m0", {"fmt": fmt.name, "mode": mode}, {"amax": observed}
     yield "e8m0/scale", "e8m0_to_scale", {}, {"codes": all_codes("e8m0")}
-    steps = np.float32([[2, 1], [3, 0], [4, np.inf], [1, 5], [np.nan, 2], [0, 0], [0, 0], [0, 1]])
+    steps = np.array([[2, 1], [3, 0], [4, np.inf], [1, 5], [np.nan, 2], [0, 0], [0, 0], [0, 1]], np.float32)
     for algo in HISTORY_ALGOS:
         for length in (1, 3):
             settings = {"algo": algo, "length": length}
@@ -211,7 +211,7 @@ def _tensor_cases() -> _Plan:
     x = np.stack([special, mixed(special.size)])
     for axis in (None, 0, 1):
         yield f"amax/{axis}", "amax", {"axis": axis}, {"x": x}
-    scale = np.float32([[2.0**-126], [1], [0.7], [2.0**100], [np.inf]])
+    scale = np.array([[2.0**-126], [1], [0.7], [2.0**100], [np.inf]], np.float32)
     for fmt in DATA_FORMATS:
         yield f"quantize/{fmt}", "quantize", {"fmt": fmt.name}, {"x": special[None], "scale": scale}
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
@@ -251,7 +251,5 @@ def mixed(*shape: int) -> NDArray[np.float32]:
     exponent = (word >> 8) % 24 + (127 - 12)
     sign = word & np.uint32(0x80000000)
     return (
-        (sign | (exponent << 23) | (scramble(*shape) * np.uint32(0x9E3779B1) >> 9))
-        .astype(np.uint32)
-        .view(np.float32)
+        (sign | (exponent << 23) | (scramble(*shape) * np.uint32(0x9E3779B1) >> 9)).astype(np.uint32).view(np.float32)
     )

@@ -34,9 +34,7 @@ def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
     """
     dtype = _dtype(x)
     if dtype not in INPUT_DTYPES:
-        raise Fp8Error(
-            f"{what} must be float16, bfloat16 or float32, got {dtype}. Convert it to float32 first."
-        )
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {dtype}. Convert it to float32 first.")
     return jnp.asarray(x, dtype).astype(jnp.float32)
 
 

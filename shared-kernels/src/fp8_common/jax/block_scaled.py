@@ -72,9 +72,7 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
     return Quantized(quantize(value, scale, fmt), as_native(codes, E8M0))
 
 
-def dequantize_mx(
-    q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Undo `quantize_mx`: data [..., N] and scales [..., ceil(N / 32)], either as native dtype or as codes.
 
     Exact in float32, subnormal results included.

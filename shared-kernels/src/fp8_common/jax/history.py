@@ -11,9 +11,7 @@ from fp8_common.jax.arrays import as_float32, float_key, from_bits
 from fp8_common.policy import HistoryAlgo
 
 
-def update_history(
-    history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max"
-) -> tuple[jax.Array, jax.Array]:
+def update_history(history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max") -> tuple[jax.Array, jax.Array]:
     """Record one observation per tensor and return the amax that the next scale is made from.
 
     An infinite or NaN amax is not recorded: the window of that tensor stays as it was. The gradient is zero.

@@ -50,9 +50,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     return _quantize(value, broadcast_scale(scale, value.shape), fmt=get_data_format(fmt))
 
 
-def quantize_stochastic(
-    x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike
-) -> jax.Array:
+def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
     """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`.
 
     Raises:
@@ -63,9 +61,7 @@ def quantize_stochastic(
     return _quantize_stochastic(value, broadcast_scale(scale, value.shape), bits, fmt=get_data_format(fmt))
 
 
-def dequantize(
-    q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
 
     Args:
@@ -82,9 +78,7 @@ def dequantize(
     return multiply_back(codes, reciprocal(broadcast_scale(scale, codes.shape)), fmt, dtype)
 
 
-def quantize_rowwise(
-    x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
-) -> Quantized:
+def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:
     """Quantize with one scale for each slice along `axis`.
 
     Args:

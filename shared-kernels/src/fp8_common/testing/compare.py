@@ -60,8 +60,7 @@ def assert_same_bits(
     if not bad.any():
         return
     lines = [
-        f"{name}: {bad.sum()} of {bad.size} values ({100 * bad.mean():.3g} %) "
-        f"differ by more than {max_ulp} ULP",
+        f"{name}: {bad.sum()} of {bad.size} values ({100 * bad.mean():.3g} %) differ by more than {max_ulp} ULP",
         f"  ULP histogram: {_histogram(distance[bad])}",
         *_offenders(got_array, want_array, distance, bad, _checked_source(source, bad.shape), found),
     ]
@@ -85,9 +84,7 @@ def _comparable(
     allowed = (np.dtype(np.uint8), found.numpy_dtype) if fmt is not None else (found.numpy_dtype,)
     for side, array in (("", got), (" (the wanted side)", want)):
         if array.dtype not in allowed:
-            raise AssertionError(
-                f"{name}{side}: dtype {array.dtype}, but {' or '.join(map(str, allowed))} was wanted"
-            )
+            raise AssertionError(f"{name}{side}: dtype {array.dtype}, but {' or '.join(map(str, allowed))} was wanted")
     return got.view(np.uint8), want.view(np.uint8), found
 
 
@@ -165,8 +162,7 @@ def _offenders(
         rows.append((str(index), origin, _show(got[index], fmt), _show(want[index], fmt), ulp))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
 
 

@@ -4,6 +4,8 @@ Eight bits are few, so everything can be covered: every code, every midpoint bet
 values next to it, and every special value of the source type.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -136,7 +138,7 @@ def adversarial_amax() -> NDArray[np.float32]:
     ).view(np.float32)
 
 
-def with_neighbours(x: NDArray[np.generic], reach: int) -> NDArray[np.generic]:
+def with_neighbours(x: NDArray[Any], reach: int) -> NDArray[Any]:
     """Return non-negative floats, each with its `reach` neighbours on either side, none below zero."""
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
     around = bits[:, None] + np.arange(-reach, reach + 1)
@@ -148,7 +150,7 @@ def _positive_values(fmt: Format) -> NDArray[np.float64]:
     return decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
 
 
-def _both_signs(x: NDArray[np.generic]) -> NDArray[np.generic]:
+def _both_signs(x: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([x, -x])
 
 

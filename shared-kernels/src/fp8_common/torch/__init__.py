@@ -18,7 +18,7 @@ from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.quantize import Quantized
 from fp8_common.torch import ops
 from fp8_common.torch.dtypes import INPUT_DTYPES, as_codes, torch_dtype
-from fp8_common.torch.rounding import cast_stochastic, values
+from fp8_common.torch.rounding import cast_stochastic
 from fp8_common.torch.rounding import encode as _encode
 from fp8_common.torch.scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
@@ -68,7 +68,8 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
         Fp8Error: `codes` has another dtype.
     """
     fmt = get_format(fmt)
-    return scale_inv_of_e8m0(as_codes(codes, fmt)) if fmt.name == "e8m0" else values(codes, fmt)
+    raw = as_codes(codes, fmt)
+    return scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else ops.decode(raw, fmt.name)
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:
@@ -92,9 +93,7 @@ def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale back from FP8, of the shape of `amax`; see `fp8_common.amax_to_scale_inv`."""
-    return ops.amax_to_scale_inv(
-        _input(amax, "amax"), prev, get_data_format(fmt).name, ops.policy_key(policy)
-    )
+    return ops.amax_to_scale_inv(_input(amax, "amax"), prev, get_data_format(fmt).name, ops.policy_key(policy))
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -120,9 +119,7 @@ def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
     """Like `quantize`, rounding at random; `random_bits` is int32 or uint32 of the shape of `x`."""
-    return ops.quantize_stochastic(
-        _input(x), _broadcastable(scale, x), random_bits, get_data_format(fmt).name
-    )
+    return ops.quantize_stochastic(_input(x), _broadcastable(scale, x), random_bits, get_data_format(fmt).name)
 
 
 def dequantize(
@@ -141,16 +138,14 @@ def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> to
 
 def quantize_rowwise(
     x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
-) -> Quantized:
+) -> Quantized[torch.Tensor]:
     """Quantize with one scale for each slice along `axis`; scales keep that axis with length 1."""
-    return Quantized(
-        *ops.quantize_rowwise(_input(x), get_data_format(fmt).name, axis, ops.policy_key(policy))
-    )
+    return Quantized(*ops.quantize_rowwise(_input(x), get_data_format(fmt).name, axis, ops.policy_key(policy)))
 
 
 def quantize_blockwise(
     x: torch.Tensor, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
-) -> Quantized:
+) -> Quantized[torch.Tensor]:
     """Quantize [..., M, N] with one scale per block: scales [..., ceil(M / rows), ceil(N / columns)]."""
     rows, columns = check_block(block, x.ndim)
     name = get_data_format(fmt).name
@@ -185,7 +180,7 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
     return scale_inv_of_e8m0(as_codes(codes, "e8m0"))
 
 
-def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
+def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
     """Quantize [..., N] to OCP MX: data and torch.float8_e8m0fnu scales [..., ceil(N / 32)]."""
     check_mode(mode)
     return Quantized(*ops.quantize_mx(_input(x), get_data_format(fmt).name, mode))
@@ -209,9 +204,7 @@ def update_history(
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Check the dtype and leave the autograd graph: a step function has no useful derivative."""
     if x.dtype not in INPUT_DTYPES:
-        raise Fp8Error(
-            f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first."
-        )
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
     return x.detach()
 
 

@@ -15,7 +15,6 @@ FLOAT8_DTYPES = {getattr(torch, f.dtype_name): f for f in FORMATS.values()}
 """The format of each float8 dtype."""
 
 
-@cache
 def torch_dtype(fmt: str | Format) -> torch.dtype:
     """Return the torch dtype of a format.
 
@@ -32,9 +31,7 @@ def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
         Fp8Error: `x` is not float16, bfloat16 or float32.
     """
     if x.dtype not in INPUT_DTYPES:
-        raise Fp8Error(
-            f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first."
-        )
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
     return x.float()
 
 

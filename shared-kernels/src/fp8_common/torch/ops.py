@@ -1,8 +1,7 @@
 """Decides the operators `torch.ops.fp8_common.*`: what torch.compile and FX graphs see of this package.
 
 Each is opaque to the compiler, so compiled and eager results are the same bits. Formats travel as names, policies as
-JSON strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through. Eager code and
-graphs alike run the Triton kernels where `fp8_common.torch.triton_backend` applies, else the references.
+JSON strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through.
 """
 
 import dataclasses
@@ -14,11 +13,13 @@ import torch
 from fp8_common.blocks import block_grid
 from fp8_common.formats import get_data_format
 from fp8_common.policy import ScalePolicy
+from fp8_common.quantize import MX_BLOCK
 from fp8_common.torch import history as _history
-from fp8_common.torch import quantize as _quantize
 from fp8_common.torch import triton_backend
 from fp8_common.torch.amax import amax_all, amax_over
 from fp8_common.torch.dtypes import torch_dtype
+from fp8_common.torch.quantize import quantize_stochastic as _quantize_stochastic
+from fp8_common.torch.rounding import values
 from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_from_amax
 
 NAMESPACE = "fp8_common"
@@ -43,7 +44,7 @@ def policy_of_key(key: str) -> ScalePolicy:
 
 @torch.library.custom_op(f"{NAMESPACE}::amax", mutates_args=())
 def amax(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
-    """max |x| as float32; all dimensions when `dims` is None."""
+    """Max |x| as float32; all dimensions when `dims` is None."""
     if dims is None:
         result = triton_backend.amax_all(x) if triton_backend.applies(x) else amax_all(x)
         return result.reshape((1,) * x.ndim) if keepdim else result
@@ -55,6 +56,17 @@ def _(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
     reduced = set(range(x.ndim)) if dims is None else {d % x.ndim for d in dims}
     shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
     return x.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::decode", mutates_args=())
+def decode(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    """float32 values of the shape of `codes`."""
+    return values(codes, get_data_format(fmt))
+
+
+@decode.register_fake
+def _(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::amax_to_scale", mutates_args=())
@@ -87,11 +99,9 @@ def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize_stochastic", mutates_args=())
-def quantize_stochastic(
-    x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str
-) -> torch.Tensor:
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of the shape of `x`, rounded at random."""
-    return _quantize.quantize_stochastic(x, scale, get_data_format(fmt), random_bits)
+    return _quantize_stochastic(x, scale, get_data_format(fmt), random_bits)
 
 
 @quantize_stochastic.register_fake
@@ -165,9 +175,7 @@ def dequantize_blockwise(
 
 
 @dequantize_blockwise.register_fake
-def _(
-    q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
 
@@ -179,7 +187,7 @@ def quantize_mx(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, tor
 
 @quantize_mx.register_fake
 def _(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = x.new_empty(block_grid(tuple(x.shape), _quantize.MX_BLOCK), dtype=torch.float8_e8m0fnu)
+    scale = x.new_empty(block_grid(tuple(x.shape), MX_BLOCK), dtype=torch.float8_e8m0fnu)
     return torch.empty_like(x, dtype=torch_dtype(fmt)), scale
 
 

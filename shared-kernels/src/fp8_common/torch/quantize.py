@@ -22,9 +22,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     return cast(as_float32(x) * as_float32(scale, "scale"), fmt)
 
 
-def quantize_stochastic(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor
-) -> torch.Tensor:
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
     """Return `x * scale` rounded up or down at random, in the format's dtype."""
     return cast_stochastic(as_float32(x) * as_float32(scale, "scale"), fmt, random_bits)
 
@@ -34,9 +32,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.d
     return (values(q, fmt) * divide(1.0, as_float32(scale, "scale"))).to(dtype)
 
 
-def quantize_rowwise(
-    x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales, one scale for each slice along `dim` (kept with length 1)."""
     scale = scale_from_amax(amax_over(x, (dim,), keepdim=True), fmt, policy)
     return quantize(x, scale, fmt), scale

@@ -127,10 +127,12 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     module_name = f"ranks_{Path(path).stem}_{abs(hash(path))}"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"Ranks run functions of Python files, got one of {path}. Move it to a module.")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
-    found = sys.modules[module_name]
+    found: Any = sys.modules[module_name]
     for part in name.split("."):
         found = getattr(found, part)
     return found

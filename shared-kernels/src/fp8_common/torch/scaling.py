@@ -84,9 +84,7 @@ def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
     return torch.where(amax < policy.eps, torch.full_like(amax, policy.eps), amax) if policy.eps else amax
 
 
-def _replace_unusable(
-    scale: torch.Tensor, key: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor
-) -> torch.Tensor:
+def _replace_unusable(scale: torch.Tensor, key: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
     """Put the policy's answer where amax is zero, infinite or NaN."""
     one = torch.ones_like(scale)
     if policy.zero != "eps":

@@ -5,6 +5,7 @@ other axes, batched blocks) go to these references. `FP8_COMMON_BACKEND` chooses
 tensors on compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does.
 """
 
+import importlib
 import importlib.util
 import sys
 from functools import cache
@@ -20,8 +21,10 @@ from fp8_common.formats import Format, get_data_format
 from fp8_common.launch import LaunchPlan
 from fp8_common.policy import ScalePolicy
 from fp8_common.quantize import MX_BLOCK
-from fp8_common.torch import quantize as _quantize
 from fp8_common.torch.dtypes import torch_dtype
+
+# The module; the package's attribute of this name becomes the public function.
+_quantize = importlib.import_module("fp8_common.torch.quantize")
 
 
 def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolicy | None = None) -> bool:

@@ -62,7 +62,8 @@ def main() -> int:
         claim(options.checkpoint, options.identity(corpus.digest), resume=options.resume)
     with Progress() as progress:
         progress.say(
-            f"Training twice on {corpus.label} ({corpus.size:,} bytes), {options.ranks} processes on {options.device}: "
+            f"Training twice on {corpus.label} ({corpus.size:,} bytes) with "
+            f"{options.ranks} {options.device} process{'es' * (options.ranks > 1)}: "
             f"first with bf16 all-gather, then with FP8 ({options.recipe})."
         )
         listener = Listener(options, progress)
@@ -71,15 +72,11 @@ def main() -> int:
     report.write(options.out, finished)
     words = finished["torch_fsdp"]["summary"]
     print("", report.plain_table(words), "", *words["verdict"], sep="\n")
-    print(
-        f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})"
-    )
+    print(f"\nPicture, table and all numbers: {options.out}/ ({report.PICTURE}, {report.README}, {report.REPORT})")
     return 0
 
 
-def make_report(
-    options: Options, corpus: Corpus, listener: Listener, earlier: report.Report | None
-) -> report.Report:
+def make_report(options: Options, corpus: Corpus, listener: Listener, earlier: report.Report | None) -> report.Report:
     """Return the report with this demo's section in it."""
     facts = listener.facts
     runs = {

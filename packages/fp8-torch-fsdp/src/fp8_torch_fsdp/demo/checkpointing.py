@@ -5,7 +5,7 @@
 """
 
 import json
-import os
+import math
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,13 +30,13 @@ class Record:
         losses: training loss of each step, mean over ranks.
         seconds: duration of each step.
         counts: of the steps in which collectives were counted, as `Counts.to_dict`.
-        val_loss: held-out loss after the last step.
+        val_loss: held-out loss after the last step; NaN before.
     """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     counts: list[dict[str, Any]] = field(default_factory=list)
-    val_loss: float | None = None
+    val_loss: float = math.nan
 
     def save(self, path: Path) -> None:
         """Write the record; Python's JSON keeps every bit of a float."""
@@ -66,15 +66,11 @@ def claim(folder: Path, identity: dict[str, Any], *, resume: bool) -> None:
             f"Checkpoints cannot be kept in {str(folder)!r} ({error.strerror}); give --checkpoint another folder."
         ) from error
     if found is None and resume:
-        raise Fp8Error(
-            f"There is no run to resume in {str(folder)!r}; leave --resume out to start one there."
-        )
+        raise Fp8Error(f"There is no run to resume in {str(folder)!r}; leave --resume out to start one there.")
     if found is not None and not resume:
-        raise Fp8Error(
-            f"{str(folder)!r} already holds a run; add --resume to go on with it, or name another folder."
-        )
+        raise Fp8Error(f"{str(folder)!r} already holds a run; add --resume to go on with it, or name another folder.")
     if resume and found != identity:
-        changed = sorted(key for key in identity if found.get(key) != identity[key])
+        changed = sorted(key for key in identity if (found or {}).get(key) != identity[key])
         raise Fp8Error(
             f"The run in {str(folder)!r} was made with other {' and '.join(changed)}: it can only go on bit for bit "
             "with the same; give the same options, or another folder."
@@ -102,7 +98,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             beside = self.folder / f".{RECORD}"
             record.save(beside)
-            os.replace(beside, self.folder / RECORD)
+            beside.replace(self.folder / RECORD)
             for old in self._complete():
                 shutil.rmtree(old)
         dist.barrier()

@@ -7,7 +7,7 @@ its hooks. Each group's all-gather carries a label, so the bytes of the blocks' 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,9 +74,7 @@ class CollectiveCounter(TorchDispatchMode):
         finally:
             self.label = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         # A tensor subclass may communicate inside its own dispatch: it goes first, and what it calls comes here.
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented
@@ -126,13 +124,10 @@ def label_gathers(model: nn.Module, counter: CollectiveCounter) -> None:
         if isinstance(module, Block):
             linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Linear)}
             if others := [name for name, weight in module.named_parameters() if id(weight) not in linear]:
-                raise RuntimeError(
-                    f"A block must hold linear weights alone to be counted, and it holds {others}."
-                )
+                raise RuntimeError(f"A block must hold linear weights alone to be counted, and it holds {others}.")
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(
-                LabelledAllGather(counter, LINEAR if isinstance(module, Block) else OTHER)
-            )
+            label = LINEAR if isinstance(module, Block) else OTHER
+            module.set_custom_all_gather(cast(Any, LabelledAllGather(counter, label)))
 
 
 def _bytes(tensors: Any) -> int:
@@ -157,5 +152,5 @@ def _is_max(args: tuple) -> bool:
 
 def _operation(argument: Any) -> int | None:
     if isinstance(argument, torch.ScriptObject) and "ReduceOp" in str(argument._type()):
-        return argument.op()
+        return cast(Any, argument).op()
     return None

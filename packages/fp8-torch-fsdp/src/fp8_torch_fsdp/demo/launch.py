@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import IO, Any
 
-from fp8_common.demo.machine import usable_cores
 from fp8_common.errors import Fp8Error
+from fp8_common.machine import usable_cores
 from fp8_torch_fsdp.demo.options import Options
 
 LOG = "training.log"
@@ -26,7 +26,7 @@ class TrainingFailedError(RuntimeError):
     """The training processes ended before their time, or what they measured cannot be right."""
 
 
-class Interrupted(BaseException):  # noqa: N818  (like KeyboardInterrupt, it is no error)
+class Interrupted(BaseException):
     """The demo was told to stop.
 
     Args:

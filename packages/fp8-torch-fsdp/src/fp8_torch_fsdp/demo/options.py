@@ -4,13 +4,13 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from fp8_common.demo.command import Parser, positive
-from fp8_common.demo.machine import usable_cores
 from fp8_common.errors import Fp8Error
+from fp8_common.machine import usable_cores
 from fp8_torch_fsdp import demo
 
 STEPS, RANKS, DIM, LAYERS = 160, 2, 256, 3
@@ -60,8 +60,8 @@ class Options:
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
         fields = json.loads(text)
-        folder = fields["checkpoint"]
-        return cls(**{**fields, "out": Path(fields["out"]), "checkpoint": Path(folder) if folder else None})
+        fields |= {name: Path(fields[name]) for name in ("out", "checkpoint") if fields[name]}
+        return cls(**fields)
 
     def identity(self, digest: str) -> dict[str, str | int | None]:
         """Return what has to be equal for a run to go on bit for bit: everything that the losses depend on.
@@ -81,15 +81,16 @@ def parse(arguments: list[str] | None = None) -> Options:
         SystemExit: the command line cannot be read (exit code 2), or asks for help.
     """
     parser = _parser()
-    given = vars(parser.parse_args(arguments))
+    given: dict[str, Any] = vars(parser.parse_args(arguments))
     if given["dim"] % HEAD_DIM:
         raise Fp8Error(f"--dim must be a multiple of {HEAD_DIM} (the width of a head), not {given['dim']}.")
     if given["resume"] and not given["checkpoint"]:
         raise Fp8Error("--resume needs --checkpoint DIR, the folder that the interrupted run was given.")
     _check_recipe(given["recipe"])
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = _device(given["device"], gpus)
-    return Options(**{**given, "device": device, "ranks": _ranks(given["ranks"], device, gpus)})
+    given["device"] = _device(given["device"], gpus)
+    given["ranks"] = _ranks(given["ranks"], given["device"], gpus)
+    return Options(**given)
 
 
 def _parser() -> Parser:
@@ -134,9 +135,7 @@ def _check_recipe(recipe: str) -> None:
 
 def _device(asked: str, gpus: int) -> Literal["cpu", "cuda"]:
     if asked == "cuda" and not gpus:
-        raise Fp8Error(
-            "--device cuda needs a GPU that PyTorch can use, and there is none here; use --device cpu."
-        )
+        raise Fp8Error("--device cuda needs a GPU that PyTorch can use, and there is none here; use --device cpu.")
     return "cuda" if gpus and asked != "cpu" else "cpu"
 
 

@@ -51,8 +51,7 @@ def run_figures(records: Sequence[Record], *, ranks: int, tokens_per_step: int) 
     run["first_step"] = {key: counts[0][name] for key, name in COUNTED.items()}
     if len(records) > 1:
         run["seeds"] = [
-            {"seed": seed, "losses": record.losses, "val_loss": record.val_loss}
-            for seed, record in enumerate(records)
+            {"seed": seed, "losses": record.losses, "val_loss": record.val_loss} for seed, record in enumerate(records)
         ]
     return run
 
@@ -100,16 +99,11 @@ def summarize(runs: Mapping[str, Run], *, ranks: int, device: str, recipe: str) 
         _short_answer(bytes_ratio, difference),
         _about_bytes(bf16, fp8, bytes_ratio, ranks),
         _about_loss(bf16, fp8, difference),
-        f"In a step, FP8 needs {fp8['amax_all_reduces_per_step']:g} all-reduce of amax values for all weights "
-        f"together and casts each weight {_times(fp8['casts_per_weight_per_step'])} "
-        f"(the first step, counted apart: {fp8['first_step']['amax_all_reduces_per_step']:g} and "
-        f"{fp8['first_step']['casts_per_weight_per_step']:g}).",
+        _about_work(fp8),
         _about_time(bf16, fp8, device),
     ]
     columns = ["", "bf16", f"FP8 ({recipe})", "FP8 / bf16"]
-    return Summary(
-        title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict
-    )
+    return Summary(title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict)
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -163,15 +157,21 @@ def _about_loss(bf16: Run, fp8: Run, difference: float) -> str:
     )
 
 
+def _about_work(fp8: Run) -> str:
+    reductions, casts = fp8["amax_all_reduces_per_step"], fp8["casts_per_weight_per_step"]
+    first = fp8["first_step"]
+    return (
+        f"In a step, FP8 needs {reductions:g} all-reduce{'s' * (reductions != 1)} of amax values for all weights "
+        f"together and casts each weight {_times(casts)} (the first step, counted apart: "
+        f"{first['amax_all_reduces_per_step']:g} and {first['casts_per_weight_per_step']:g})."
+    )
+
+
 def _about_time(bf16: Run, fp8: Run, device: str) -> str:
     speed = f"FP8 ran at {fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f} times the speed of bf16"
     if device == "cpu":
-        return (
-            f"{speed}: a CPU has no FP8 arithmetic, so the products are emulated. Time is won on GPUs alone."
-        )
-    return (
-        f"{speed} on this machine ({device}); a model this small does not fill a GPU, large ones gain most."
-    )
+        return f"{speed}: a CPU has no FP8 arithmetic, so the products are emulated. Time is won on GPUs alone."
+    return f"{speed} on this machine ({device}); a model this small does not fill a GPU, large ones gain most."
 
 
 def _times(count: float) -> str:

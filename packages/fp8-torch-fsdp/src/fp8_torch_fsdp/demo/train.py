@@ -30,7 +30,7 @@ from fp8_torch_fsdp.demo.options import Options
 RUNS = ("bf16", "fp8")
 ROWS, LENGTH = 8, 128
 HELD_OUT_BATCHES = 16
-LEARNING_RATE, WARM_UP, LAST_RATE = 3e-3, 0.05, 0.1
+LEARNING_RATE, WARM_UP, LAST_RATE = 1.5e-3, 0.05, 0.1
 # Counting slows a step by a few percent, so after the first few only every tenth is counted and the others are timed.
 COUNT_ALL, COUNT_EVERY = 3, 10
 
@@ -53,16 +53,14 @@ class Trainer:
     seed: int
     steps: int
     mesh: DeviceMesh
-    model: nn.Module
+    model: ByteModel
     optimizer: torch.optim.Optimizer
     counter: CollectiveCounter
     fresh: bool = True
 
     def step(self, index: int, record: Record) -> None:
         """Make an optimizer step and add its loss, its duration and perhaps its counts to `record`."""
-        codes = self.corpus.batch(
-            seed=self.seed, step=index, rank=self.mesh.get_rank(), rows=ROWS, length=LENGTH
-        )
+        codes = self.corpus.batch(seed=self.seed, step=index, rank=self.mesh.get_rank(), rows=ROWS, length=LENGTH)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(index, self.steps) * group["width_factor"]
         counted = self.fresh or index < COUNT_ALL or index % COUNT_EVERY == 0
@@ -127,7 +125,7 @@ class Trainer:
 def build(options: Options, corpus: Corpus, run: str, seed: int, mesh: DeviceMesh) -> Trainer:
     """Make the model of one run: equal weights for equal seeds, sharded by block, in FP8 if the run is."""
     torch.manual_seed(seed)
-    model: nn.Module = ByteModel(options.dim, options.layers, LENGTH).to(options.device)
+    model = ByteModel(options.dim, options.layers, LENGTH).to(options.device)
     if run == "fp8":
         from fp8_torch_fsdp import convert_to_float8_training
 
@@ -161,7 +159,7 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * rise * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def linear_weights(model: nn.Module) -> list[nn.Parameter]:
+def linear_weights(model: ByteModel) -> list[Tensor]:
     """Return the weights that the FP8 run converts: those of the blocks' linear layers."""
     return [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
 

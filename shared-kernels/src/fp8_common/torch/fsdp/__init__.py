@@ -6,6 +6,7 @@ plain shard) and `_state` (a `WeightState`), and a `WireStrategy` for each kind 
 
 from fp8_common.torch.fsdp.sync import SyncPlan
 from fp8_common.torch.fsdp.weight_state import (
+    StepCounter,
     WeightState,
     WireStrategy,
     is_view,
@@ -15,6 +16,7 @@ from fp8_common.torch.fsdp.weight_state import (
 from fp8_common.torch.fsdp.wire import gather_inputs, pad_rows, refill, unpad
 
 __all__ = [
+    "StepCounter",
     "SyncPlan",
     "WeightState",
     "WireStrategy",

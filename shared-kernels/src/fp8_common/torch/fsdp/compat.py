@@ -5,6 +5,7 @@ Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade break
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,9 +43,10 @@ class ShardedParam:
     group: "FSDPParamGroup"
 
     @property
-    def local(self) -> torch.Tensor:
-        """This rank's shard, unpadded."""
-        return self.fsdp_param.sharded_param._local_tensor
+    def local(self) -> Any:
+        """This rank's shard, unpadded: a plain tensor or a plugin's `TrackedWeight`."""
+        sharded: Any = self.fsdp_param.sharded_param  # a DTensor, which FSDP2 annotates as a Parameter
+        return sharded._local_tensor
 
     @property
     def name(self) -> str:
@@ -60,6 +62,11 @@ class ShardedParam:
     def padded_shape(self) -> torch.Size:
         """Shape of every rank's contribution to the all-gather."""
         return self.fsdp_param.padded_sharded_param_size
+
+    @property
+    def first_row(self) -> int:
+        """Index of this rank's first row in the gathered parameter, when it is sharded by rows."""
+        return self.padded_shape[0] * self.fsdp_param.shard_mesh.get_local_rank() if self.padded_shape else 0
 
     @property
     def process_group(self) -> "torch.distributed.ProcessGroup":
@@ -80,7 +87,7 @@ def check() -> None:
         )
 
 
-def find_root(local: torch.Tensor) -> nn.Module:
+def find_root(local: object) -> nn.Module:
     """Return the FSDP root module whose parameters include the shard `local` (the same tensor object).
 
     Raises:
@@ -107,7 +114,7 @@ def gradient_sync_enabled(root: nn.Module) -> bool:
     return any(group.reduce_grads for state in states for group in state._fsdp_param_groups)
 
 
-def _root_state(root: nn.Module) -> "FSDPState":
+def _root_state(root: Any) -> "FSDPState":
     return root._get_fsdp_state()
 
 
@@ -120,7 +127,5 @@ def _fsdp_states() -> Iterator["FSDPState"]:
 
 def _params_of_state(state: "FSDPState") -> list[ShardedParam]:
     return [
-        ShardedParam(fsdp_param=param, group=group)
-        for group in state._fsdp_param_groups
-        for param in group.fsdp_params
+        ShardedParam(fsdp_param=param, group=group) for group in state._fsdp_param_groups for param in group.fsdp_params
     ]

@@ -5,61 +5,48 @@ tensors share one launch for all amax and one for all casts; others, and every w
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from fp8_common.formats import Format
 from fp8_common.torch import foreach, triton_backend
-from fp8_common.torch.fsdp.weight_state import WeightState
+from fp8_common.torch.fsdp.member import Member
 
 
-class Shard(Protocol):
-    """A weight of a plan."""
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """The plain local tensor."""
-
-    @property
-    def state(self) -> WeightState:
-        """What is known about it."""
-
-
-def refresh_keys(members: Iterable[Shard]) -> None:
-    """Compute `state.keys` of these weights."""
+def refresh_keys(members: Iterable[Member]) -> None:
+    """Compute the keys of these weights again where they may have changed."""
     together = []
     for member in members:
-        if _joins(member):
+        if (member.state.keys is None or member.may_be_stale) and _joins(member):
             together.append(member)
         else:
-            member.state.keys = member.state.strategy.local_keys(member.shard)
+            member.refresh_keys()
     if together:
         keys = foreach.amax_keys([member.shard for member in together])
         for member, key in zip(together, keys.split(1), strict=True):
             member.state.keys = key
 
 
-def cast_together(members: Iterable[Shard]) -> None:
-    """Make the wire buffers of weights that keep them; others are cast when they are gathered."""
-    by_format: dict[Format, list[Shard]] = {}
+def cast_together(members: Iterable[Member]) -> None:
+    """Make the wire buffers of weights that keep them and have none; others are cast when they are gathered."""
+    by_format: dict[Format, list[Member]] = {}
     for member in members:
-        if member.state.cache and _joins(member):
-            by_format.setdefault(_format(member), []).append(member)
+        fmt = _format(member)
+        if fmt is not None and member.state.cache and member.state.wire is None and _joins(member):
+            by_format.setdefault(fmt, []).append(member)
     for fmt, group in by_format.items():
-        scales = torch.stack([member.state.scale.reshape(()) for member in group])
+        scales = torch.stack([member.state.agreed_scale.reshape(()) for member in group])
         codes = foreach.cast([member.shard for member in group], scales, fmt)
         for member, own in zip(group, codes, strict=True):
-            state = member.state
-            state.wire = state.strategy.wire_from_codes(own, state.padded_shape)
-            state.casts += 1
+            member.state.wire = member.state.strategy.wire_from_codes(own, member.state)
+            member.state.casts += 1
 
 
-def _joins(member: Shard) -> bool:
+def _joins(member: Member) -> bool:
     fmt = _format(member)
     return fmt is not None and triton_backend.applies(member.shard, fmt)
 
 
-def _format(member: Shard) -> Format | None:
-    """Return the format of a strategy with one scale per tensor; None for other strategies."""
+def _format(member: Member) -> Format | None:
+    """Return the format of a strategy with one agreed scale per tensor; None for other strategies."""
     return getattr(member.state.strategy, "tensorwise_format", None)

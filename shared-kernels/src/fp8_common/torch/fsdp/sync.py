@@ -1,49 +1,32 @@
-"""Decides when the scales of all FP8 weights under an FSDP root are agreed on: one all-reduce per root forward.
+"""Decides when the scales under an FSDP root are agreed on: one all-reduce per root forward, for everything.
 
 The reduction runs in a hook before the root's own pre-forward, on every rank and whether or not this rank's weights
 changed: a rank that skipped an optimizer step cannot leave the others waiting, and a weight that was edited on some
 ranks only is found by all of them. Only inside a gradient accumulation window (`set_requires_gradient_sync(False)`)
-is it left out, because weights do not change there.
+is it left out, because weights do not change there. Weights whose scales never leave their rank take no part.
 """
 
-import dataclasses
 import logging
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fp8_common.errors import Fp8StaleError
+from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
-from fp8_common.torch.fsdp.weight_state import WeightState
+from fp8_common.torch.fsdp.member import Member, flags_of, names_of_partial_edits
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Member:
-    """One FP8 weight of a plan: FSDP2's view of it and, through its shard, its state."""
-
-    param: compat.ShardedParam
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """The plain local tensor."""
-        return self.param.local._data
-
-    @property
-    def state(self) -> WeightState:
-        """The state of the shard that the parameter holds now."""
-        return self.param.local._state
-
-
 class SyncPlan:
-    """The FP8 weights under one FSDP root, and the all-reduce that keeps their scales equal on all ranks.
+    """The FP8 weights and delayed scales under one FSDP root, and what keeps them equal on all ranks.
 
     Attributes:
+        members: The weights, in the order that all ranks share.
         reductions: Number of all-reduces issued so far on this rank.
     """
 
@@ -52,8 +35,10 @@ class SyncPlan:
         self._root = weakref.ref(root)
         params = compat.sharded_params(root)
         self.members = [Member(param=param) for param in params if isinstance(param.local, cls)]
+        self.scales = delayed.delayed_scales(root)
         self.reductions = 0
         self._accumulating = not compat.gradient_sync_enabled(root)
+        self._explicit = False
         self._unchecked: list[tuple[list[Member], torch.Tensor]] = []
         self._link()
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
@@ -61,92 +46,117 @@ class SyncPlan:
 
     def _before_root_forward(self, module: nn.Module, args: object) -> None:
         was_accumulating, self._accumulating = self._accumulating, not compat.gradient_sync_enabled(module)
-        if not was_accumulating or self._any_dirty():
-            self.synchronize()
+        was_explicit, self._explicit = self._explicit, False
+        changed = any(member.may_be_stale for member in self.members)
+        if changed or not (was_accumulating or was_explicit):
+            self.synchronize(record=False)
+        if module.training and torch.is_grad_enabled():
+            self._observe_weights()
+        if not was_accumulating:
+            self._gather_again_without_keys()
 
-    def _any_dirty(self) -> bool:
-        return any(member.state.may_be_stale(member.shard) for member in self.members)
-
-    def _link(self) -> None:
-        """Tell states, new ones too (after an assigning load), where they belong."""
-        for member in self.members:
-            state = member.state
-            state.plan, state.name = weakref.ref(self), member.param.name
-            state.full_shape, state.padded_shape = member.param.full_shape, member.param.padded_shape
+    def synchronize_now(self, *, roll: bool) -> None:
+        """Synchronize on request, after a step: the next root forward then finds nothing to do."""
+        self.synchronize(roll=roll, record=False)
+        self._explicit = True
 
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def synchronize(self, *, record: bool | None = None, roll: bool = False) -> None:
         """Agree on every scale with one MAX all-reduce per process group. Every rank of the root must call it.
+
+        Args:
+            record: Whether delayed scaling observes the weights; by default, whether the root is in training mode.
+            roll: Make the next delayed scales even if no optimizer step was made since the last time.
 
         Raises:
             Fp8StaleError: A weight was edited on some ranks only; raised on all ranks, naming it.
         """
+        root = self._root()
+        record = root is not None and root.training if record is None else record
         with torch.inference_mode(False):
             self._raise_for_partial_edits()
             self._link()
-            for group in _by_process_group(self.members):
-                self._synchronize_group(group)
+            refresh_keys(self.members)
+            for index, group in enumerate(_by_process_group(self.members)):
+                # the first group carries the delayed scales
+                self._synchronize_group(group, self.scales if index == 0 else [], roll)
+            for member in self.members:
+                if not member.reduced and member.may_be_stale:
+                    member.renew(None)
+            cast_together(self.members)
+            if record:
+                self._observe_weights()
 
-    def _synchronize_group(self, members: list[Member]) -> None:
-        dirty = [member.state.may_be_stale(member.shard) for member in members]
-        refresh_keys([m for m, d in zip(members, dirty, strict=True) if d or m.state.keys is None])
-        sizes = [member.state.keys.numel() for member in members]
-        flags = _flags(members, dirty)
-        payload = torch.cat([*(member.state.keys for member in members), flags])
-        process_group = members[0].param.process_group
+    @torch.no_grad()
+    def _observe_weights(self) -> None:
+        """Let delayed scaling record the amax of the weights that training uses now."""
+        for member in self.members:
+            if member.state.agreed is not None:
+                member.state.strategy.record(member.state.agreed)
+
+    def _synchronize_group(self, members: list[Member], scales: list[delayed.DelayedScale], roll: bool) -> None:
+        process_group = members[0].process_group
+        members = [member for member in members if member.reduced]
+        if not members and not scales:
+            return
+        parts = self._payload(members, scales, roll)
+        payload = torch.cat(parts)
         if process_group.size() > 1:
             dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=process_group)
             self.reductions += 1
-        *keys, reduced = payload.split([*sizes, flags.numel()])
-        changed = self._check_flags(members, dirty, reduced.view(3, -1))
-        renewed = [(member, own) for member, own, is_new in zip(members, keys, changed, strict=True) if is_new]
-        for member, own_keys in renewed:
-            self._renew(member, own_keys)
-        cast_together([member for member, _ in renewed])
+        *keys, flags, observed, due = payload.split([part.numel() for part in parts])
+        if scales:
+            # where any rank made a step; without one, the observations of this rank stay for later
+            delayed.roll(scales, observed, due[0] > 0)
+        changed = self._changed(members, flags.view(3, -1)) if members else []
+        for member, own, is_new in zip(members, keys, changed, strict=True):
+            member.state.agreed = own
+            if is_new:
+                member.renew(own)
 
-    def _check_flags(self, members: list[Member], dirty: list[bool], flags: torch.Tensor) -> Sequence[bool]:
+    def _payload(self, members: list[Member], scales: list[delayed.DelayedScale], roll: bool) -> list[torch.Tensor]:
+        """Return int32 parts: the keys of each weight, their flags, the keys of delayed scales, whether to roll."""
+        device = members[0].shard.device if members else scales[0].key.device
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+        return [
+            *(member.state.known_keys for member in members),
+            flags_of(members).to(device, non_blocking=True),
+            delayed.stack_keys(scales) if scales else nothing,
+            delayed.due(scales, roll) if scales else nothing,
+        ]
+
+    def _changed(self, members: list[Member], flags: torch.Tensor) -> list[bool]:
         """Return which weights changed on any rank; look for partial edits now, or later if that would stall a GPU."""
-        if all(dirty) and flags.device.type != "cpu":
+        if all(member.may_be_stale for member in members) and flags.device.type != "cpu":
             self._unchecked.append((members, flags.to("cpu", non_blocking=True)))
-            return dirty
+            return [True] * len(members)
         self._unchecked.append((members, flags.cpu()))
         self._raise_for_partial_edits()
         return flags[0].bool().tolist()
 
-    def _renew(self, member: Member, keys: torch.Tensor) -> None:
-        if member.param.group.is_unsharded:
-            member.param.group.reshard()
-        state = member.state
-        state.scale, state.wire = state.strategy.scale_from_keys(keys), None
-        state.mark_synced(member.shard)
-
     def _raise_for_partial_edits(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
-        for members, flags in unchecked:
-            _, edited, untouched = flags.tolist()
-            names = [m.param.name for m, e, u in zip(members, edited, untouched, strict=True) if e and u]
-            if names:
-                raise Fp8StaleError(
-                    f"FP8 weights were changed in place on some ranks only, outside of an optimizer step: "
-                    f"{', '.join(names)}. Make the same change on every rank that holds a part of them."
-                )
+        names = [name for members, flags in unchecked for name in names_of_partial_edits(members, flags)]
+        if names:
+            raise Fp8StaleError(
+                f"FP8 weights were changed in place on some ranks only, outside of an optimizer step: "
+                f"{', '.join(names)}. Make the same change on every rank that holds a part of them."
+            )
+
+    def _gather_again_without_keys(self) -> None:
+        """Let go of weights that FSDP2 kept gathered: without a reduction no rank knows of another's changes."""
+        for member in self.members:
+            if not member.reduced and member.param.group.is_unsharded:
+                member.param.group.reshard()
+
+    def _link(self) -> None:
+        """Tell states, new ones too (after an assigning load), where they belong."""
+        for member in self.members:
+            member.link(weakref.ref(self))
 
 
 def _by_process_group(members: list[Member]) -> list[list[Member]]:
     groups: dict[str, list[Member]] = {}
     for member in members:
-        groups.setdefault(member.param.process_group.group_name, []).append(member)
+        groups.setdefault(member.process_group.group_name, []).append(member)
     return list(groups.values())
-
-
-def _flags(members: list[Member], dirty: list[bool]) -> torch.Tensor:
-    """Return int32 rows [changed, edited, untouched] per weight; a rank with an empty shard has no say."""
-    edited = [member.state.was_edited(member.shard) for member in members]
-    present = [member.shard.numel() > 0 and member.state.seen is not None for member in members]
-    rows = [
-        dirty,
-        [e and p for e, p in zip(edited, present, strict=True)],
-        [not e and p for e, p in zip(edited, present, strict=True)],
-    ]
-    device = members[0].state.keys.device
-    return torch.tensor(rows, dtype=torch.int32).reshape(-1).to(device, non_blocking=True)

@@ -6,10 +6,12 @@ the version counter of the storage sees writes through plain aliases. An alias t
 dict, can be written without a trace (distributed checkpoints do): its weight counts as changed as long as it lives.
 """
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -19,23 +21,37 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
+from fp8_common.errors import Fp8StaleError
+from fp8_common.torch import delayed
+
+if TYPE_CHECKING:
+    from fp8_common.torch.fsdp.sync import SyncPlan
+
+_NO_SHAPE = torch.Size()
+
 
 class WireStrategy(Protocol):
     """How one kind of scaling turns a sharded weight into uint8 buffers. One small class per scaling type."""
 
-    def local_keys(self, shard: torch.Tensor) -> torch.Tensor:
+    def local_keys(self, shard: torch.Tensor, state: "WeightState") -> torch.Tensor:
         """Return the int32 keys [k] (bits of non-negative float32) that the fused MAX all-reduce combines.
 
         k is the same on every rank. A strategy that needs no reduction returns an empty tensor.
         """
 
-    def scale_from_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the float32 scales of the whole weight from the reduced keys [k]."""
+    def scale_from_keys(self, keys: torch.Tensor, state: "WeightState") -> torch.Tensor | None:
+        """Return the float32 scales of the whole weight from the reduced keys [k]; None if each rank has its own."""
 
     def to_wire(
-        self, shard: torch.Tensor, scale: torch.Tensor, padded_shape: torch.Size, world_size: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Return contiguous uint8 buffers; their number depends on `world_size` alone, their sizes never change."""
+        self, shard: torch.Tensor, state: "WeightState", world_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return contiguous uint8 buffers, and scales that do not travel because every rank has them.
+
+        The number of buffers depends on `world_size` alone, and their sizes never change.
+        """
+
+    def record(self, keys: torch.Tensor) -> None:
+        """Observe the reduced keys of a weight that training uses now, for delayed scaling."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
@@ -48,15 +64,18 @@ class WeightState:
         changes: Number of writes seen so far.
         edited: Whether a write happened outside of an optimizer step since the last synchronization.
         seen: (changes, version of the storage) that the current scale covers; None before the first.
+        synced_at: Number of optimizer steps made when it was last synchronized.
         keys: Cached result of `strategy.local_keys`, valid while `seen` is current.
+        agreed: The keys combined over ranks at the last synchronization.
         scale: float32 scales that all ranks agree on.
-        wire: Cached uint8 buffers made with `scale`.
+        wire: Cached result of `strategy.to_wire`, made with `scale`.
         lent: Number of plain aliases that are still alive.
         casts: How often the shard was cast, for reports and tests.
         plan: The synchronization plan of the FSDP root that owns the shard.
         name: Name of the parameter, known once linked to a plan.
         full_shape: Shape of the gathered weight.
         padded_shape: Shape of every rank's wire data.
+        first_row: Index of the shard's first row in the gathered weight.
     """
 
     strategy: WireStrategy
@@ -64,15 +83,40 @@ class WeightState:
     changes: int = 0
     edited: bool = False
     seen: tuple[int, int] | None = None
+    synced_at: int = 0
     keys: torch.Tensor | None = None
+    agreed: torch.Tensor | None = None
     scale: torch.Tensor | None = None
-    wire: tuple[torch.Tensor, ...] | None = None
+    wire: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None
     lent: int = 0
     casts: int = 0
-    plan: Callable[[], object | None] = lambda: None
+    plan: "Callable[[], SyncPlan | None]" = lambda: None
     name: str = "<unnamed>"
-    full_shape: torch.Size = torch.Size()
-    padded_shape: torch.Size = torch.Size()
+    full_shape: torch.Size = _NO_SHAPE
+    padded_shape: torch.Size = _NO_SHAPE
+    first_row: int = 0
+
+    @property
+    def known_keys(self) -> torch.Tensor:
+        """The keys of this rank's part.
+
+        Raises:
+            Fp8StaleError: They were not computed yet.
+        """
+        if self.keys is None:
+            raise Fp8StaleError(f"{self.name} has no keys of its amax yet. Synchronize its FSDP root first.")
+        return self.keys
+
+    @property
+    def agreed_scale(self) -> torch.Tensor:
+        """The scales that all ranks agree on.
+
+        Raises:
+            Fp8StaleError: They were not agreed on yet.
+        """
+        if self.scale is None:
+            raise Fp8StaleError(f"{self.name} has no scale that the ranks agreed on. Synchronize its FSDP root first.")
+        return self.scale
 
     def fresh(self) -> "WeightState":
         """Return the state of a new tensor that holds other data: the same strategy, nothing remembered."""
@@ -80,7 +124,7 @@ class WeightState:
 
     def __deepcopy__(self, memo: dict) -> "WeightState":
         """A copied weight starts without memory: its FSDP root, if any, is another one."""
-        return self.fresh()
+        return WeightState(strategy=copy.deepcopy(self.strategy, memo), cache=self.cache)
 
     def mark_changed(self) -> None:
         """Record a write."""
@@ -100,7 +144,8 @@ class WeightState:
         """Return a plain alias of `shard` that may be written to."""
         alias = shard.detach()
         self.lent += 1
-        weakref.finalize(alias, self._take_back).atexit = False
+        # `atexit` is a property, for which the stub leaves no slot
+        weakref.finalize(alias, self._take_back).atexit = False  # pyrefly: ignore[missing-attribute]
         return alias
 
     def _take_back(self) -> None:
@@ -114,6 +159,7 @@ class WeightState:
     def mark_synced(self, shard: torch.Tensor) -> None:
         """Record that `scale` covers the present content of `shard`."""
         self.seen, self.edited = (self.changes, version_of(shard)), False
+        self.synced_at = StepCounter.count
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -122,8 +168,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class TrackedWeight(Protocol):
-    """A tensor subclass whose writes are tracked."""
+    """A tensor subclass whose writes are tracked: the plain shard, and what is known about it."""
 
+    _data: torch.Tensor
     _state: WeightState
 
 
@@ -134,9 +181,7 @@ def mark_mutations(func: torch._ops.OpOverload, args: tuple, kwargs: dict, cls: 
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = (
-            args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        )
+        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, cls):
                 leaf._state.mark_changed()
@@ -148,16 +193,27 @@ def is_view(func: torch._ops.OpOverload) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+class StepCounter:
+    """How many optimizer steps this process has made, whatever the optimizer."""
+
+    count = 0
+
+
 _optimizers_stepping: set[int] = set()
 _tracked_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def track_optimizer_steps(cls: type) -> None:
-    """Mark parameters whose local tensor is a `cls` after every optimizer step, compiled ones included."""
-    if not _tracked_classes:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-    _tracked_classes.add(cls)
+def track_optimizer_steps(cls: type | None = None) -> None:
+    """Count optimizer steps, compiled ones included, and mark the parameters whose local tensor is a `cls`."""
+    _register_hooks()
+    if cls is not None:
+        _tracked_classes.add(cls)
+
+
+@cache
+def _register_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -168,6 +224,8 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     try:
         for weight in _tracked_in(optimizer):
             weight._state.mark_changed()
+        StepCounter.count += 1
+        delayed.mark_late()
     finally:
         _optimizers_stepping.discard(id(optimizer))
 

@@ -11,26 +11,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.sync import SyncPlan
-from fp8_common.torch.fsdp.weight_state import WeightState
+from fp8_common.torch.fsdp.weight_state import TrackedWeight
 
 
-def gather_inputs(weight: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
-    """Return the uint8 buffers that this rank contributes for `weight`, a tracked shard; the cast is cached.
+def gather_inputs(weight: TrackedWeight, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Return the uint8 buffers that this rank contributes for `weight`, a tracked shard, and scales to keep at hand.
 
-    The first gather of an FSDP root makes its `SyncPlan`; a weight that changed since the last synchronization
-    is synchronized here, which all ranks reach together.
+    The cast is cached. The first gather of an FSDP root makes its `SyncPlan`; a weight that changed since the last
+    synchronization is synchronized here, which all ranks reach together.
     """
-    state: WeightState = weight._state
+    state = weight._state
     plan = state.plan() or SyncPlan(compat.find_root(weight), type(weight))
     if state.is_stale(weight._data):
         plan.synchronize()
     if state.wire is not None:
         return state.wire
-    buffers = state.strategy.to_wire(weight._data, state.scale, state.padded_shape, mesh.size())
+    wire = state.strategy.to_wire(weight._data, state, mesh.size())
     state.casts += 1
     if state.cache:
-        state.wire = buffers
-    return buffers
+        state.wire = wire
+    return wire
 
 
 def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:

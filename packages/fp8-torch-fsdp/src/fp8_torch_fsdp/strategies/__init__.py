@@ -1,0 +1,46 @@
+"""How each kind of weight scaling casts a weight and puts it on the wire: one class per kind, one protocol."""
+
+from fp8_common.errors import Fp8Error
+from fp8_common.recipe import CastRecipe
+from fp8_common.torch.delayed import DelayedScale
+from fp8_torch_fsdp.strategies.base import Strategy
+from fp8_torch_fsdp.strategies.blockwise import BlockwiseStrategy
+from fp8_torch_fsdp.strategies.rowwise import RowwiseStrategy
+from fp8_torch_fsdp.strategies.tensorwise import DelayedStrategy, StaticStrategy, TensorwiseStrategy
+
+__all__ = [
+    "BlockwiseStrategy",
+    "DelayedStrategy",
+    "RowwiseStrategy",
+    "StaticStrategy",
+    "Strategy",
+    "TensorwiseStrategy",
+    "strategy_for",
+]
+
+
+def strategy_for(cast: CastRecipe, *, delayed: DelayedScale | None = None, decode: bool = False) -> Strategy:
+    """Return the strategy for a weight cast.
+
+    Args:
+        cast: How the weight is cast.
+        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        decode: Gathered weights become plain high-precision tensors again: communication only.
+
+    Raises:
+        Fp8Error: No weight is cast that way.
+    """
+    if cast.granularity == "tensorwise" and cast.scaling == "dynamic":
+        return TensorwiseStrategy(cast=cast, decode=decode)
+    if cast.granularity == "tensorwise" and cast.scaling == "static":
+        return StaticStrategy(cast=cast, decode=decode)
+    if cast.granularity == "tensorwise" and cast.scaling == "delayed" and delayed is not None:
+        return DelayedStrategy(cast=cast, decode=decode, delayed=delayed)
+    if cast.granularity == "rowwise" and cast.scaling == "dynamic":
+        return RowwiseStrategy(cast=cast, decode=decode)
+    if cast.granularity == "blockwise_128x128" and cast.scaling == "dynamic":
+        return BlockwiseStrategy(cast=cast, decode=decode)
+    raise Fp8Error(
+        f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use tensorwise (dynamic, delayed or "
+        "static), rowwise (dynamic) or blockwise_128x128 (dynamic)."
+    )

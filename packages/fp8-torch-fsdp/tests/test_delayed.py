@@ -1,0 +1,172 @@
+"""Delayed scaling: the history oracle, first steps, skipped steps, recomputation, and scales nobody synchronized."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8_common
+import fp8_torch_fsdp as f8
+
+
+def layer(**delayed):
+    torch.manual_seed(0)
+    config = f8.Float8LinearConfig.from_recipe_name(
+        "tensorwise_delayed", delayed=f8.DelayedScalingConfig(**{"history_len": 3, **delayed})
+    )
+    return f8.convert_to_float8_training(nn.Linear(32, 16), config=config)
+
+
+def train_step(model, x, optimizer=None):
+    model(x).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("initial", ["one", "dynamic"])
+def test_scales_follow_the_numpy_oracle(algo, margin, initial):
+    model = layer(scale_fn=algo, margin=margin, initial=initial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window, scale = np.zeros(3, np.float32), np.float32(1)
+    policy = model.config.input.policy
+    for step in range(7):
+        x = torch.randn(8, 32) * 3.0**-step
+        model(x).sum().backward()
+        amax = fp8_common.amax(x.numpy())
+        if step == 0 and initial == "dynamic":
+            assert not model.fp8_input.ready
+            used = fp8_common.amax_to_scale(amax, "e4m3", policy)
+            assert model.fp8_input.current(torch.from_numpy(amax), record=False).numpy() == used
+        else:
+            assert model.fp8_input.ready
+            assert model.fp8_input.scale.numpy() == scale
+            assert np.array_equal(model.fp8_input.history.numpy(), window)
+        window, reduced = fp8_common.update_history(window, amax, algo)
+        scale = fp8_common.amax_to_scale(reduced, "e4m3", policy, scale)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_first_step_of_dynamic_initialisation_equals_dynamic_scaling():
+    delayed = layer(initial="dynamic")
+    dynamic = f8.convert_to_float8_training(f8.unconvert(copy.deepcopy(delayed)))
+    x = torch.randn(8, 32)
+    for model in (delayed, dynamic):
+        train_step(model, x)
+    assert torch.equal(delayed(x), dynamic(x))
+    assert torch.equal(delayed.weight.grad, dynamic.weight.grad)
+
+
+def test_accumulation_and_recomputation_roll_once_per_step():
+    plain, recomputed = layer(), layer()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, recomputed)]
+    for _ in range(4):
+        batches = [torch.randn(8, 32, requires_grad=True) for _ in range(3)]
+        for x in batches:
+            plain(x).sum().backward()
+            checkpoint(recomputed, x, use_reentrant=False).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model in (plain, recomputed):
+        f8.sync_float8_amax_and_scale_history(model)
+    for name in ("fp8_input", "fp8_weight", "fp8_grad_output"):
+        a, b = getattr(plain, name), getattr(recomputed, name)
+        assert torch.equal(a.history, b.history)
+        assert torch.equal(a.scale, b.scale)
+    assert (plain.fp8_input.history > 0).all(), "four steps fill a window of three"
+    assert torch.equal(plain.weight.plain, recomputed.weight.plain)
+
+
+def test_evaluation_observes_nothing():
+    model = layer().eval()
+    model(torch.randn(8, 32) * 100)
+    with torch.no_grad():
+        model.train()(torch.randn(8, 32) * 100)
+    assert model.fp8_input.key == -1
+    f8.sync_float8_amax_and_scale_history(model)
+    assert not model.fp8_input.ready
+
+
+def test_a_second_synchronization_changes_nothing():
+    model = layer()
+    train_step(model, torch.randn(8, 32))
+    f8.sync_float8_amax_and_scale_history(model)
+    before = copy.deepcopy(model.state_dict())
+    f8.sync_float8_amax_and_scale_history(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_nonfinite_amax_is_not_recorded_and_the_scale_recovers(bad):
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_step(model, torch.ones(8, 32), optimizer)
+    x = torch.ones(8, 32)
+    x[0, 0] = bad
+    train_step(model, x, None)  # the step is skipped, as a gradient scaler would
+    model.weight.grad = model.bias.grad = None
+    train_step(model, torch.ones(8, 32) * 2, optimizer)
+    train_step(model, torch.ones(8, 32), optimizer)
+    assert model.fp8_input.history.isfinite().all()
+    assert model.fp8_input.history.max() == 2
+    assert model.fp8_input.scale == 224
+    assert model(torch.ones(8, 32)).isfinite().all()
+
+
+def test_an_unsynchronized_training_forward_raises():
+    model = nn.Sequential(layer())
+    layer_alone = model[0]
+    # the hook that synchronizes is on what was converted; take it away, as calling parts of a model would
+    layer_alone._forward_pre_hooks.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_step(model, torch.randn(8, 32), optimizer)
+    with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
+        model(torch.randn(8, 32))
+    model.eval()(torch.randn(8, 32))
+    f8.sync_float8_amax_and_scale_history(model)
+    model.train()(torch.randn(8, 32))
+
+
+def test_controller_synchronizes_after_the_step():
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = f8.Float8Controller(model, optimizer)
+    train_step(model, torch.ones(8, 32) * 7, optimizer)
+    assert model.fp8_input.history[0] == 7
+    controller.remove()
+    train_step(model, torch.ones(8, 32) * 5, optimizer)
+    assert model.fp8_input.history[0] == 7
+
+
+def test_state_survives_a_round_trip_and_a_plain_checkpoint_starts_anew():
+    model, twin = layer(), layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        train_step(model, torch.randn(8, 32), optimizer)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(8, 32)
+    assert torch.equal(model(x), twin(x))
+    plain = {name: value for name, value in model.state_dict().items() if ".fp8" not in f".{name}"}
+    twin.load_state_dict(plain)
+    assert not twin.fp8_input.ready
+    assert torch.equal(twin.weight.plain, model.weight.plain)
+
+
+def test_meta_initialisation():
+    with torch.device("meta"):
+        model = f8.convert_to_float8_training(nn.Linear(32, 16), recipe="tensorwise_delayed")
+    assert isinstance(model.weight, f8.ShardedFloat8Weight)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        module.reset_parameters()
+    assert isinstance(model.weight, f8.ShardedFloat8Weight)
+    train_step(model, torch.randn(8, 32))
+    assert model.fp8_input.key >= 0

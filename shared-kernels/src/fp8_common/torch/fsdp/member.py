@@ -1,0 +1,85 @@
+"""Decides how one FP8 weight takes part in a synchronization: its keys, its flags, and what follows from them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fp8_common.torch.fsdp import compat
+from fp8_common.torch.fsdp.weight_state import WeightState
+
+if TYPE_CHECKING:
+    from fp8_common.torch.fsdp.sync import SyncPlan
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Member:
+    """One FP8 weight of a plan: FSDP2's view of it and, through its shard, its state."""
+
+    param: compat.ShardedParam
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The plain local tensor."""
+        return self.param.local._data
+
+    @property
+    def state(self) -> WeightState:
+        """The state of the shard that the parameter holds now."""
+        return self.param.local._state
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether the shard has, or could have, changed since the last synchronization."""
+        return self.state.may_be_stale(self.shard)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether its scales are combined over ranks."""
+        return self.state.keys is not None and self.state.keys.numel() > 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the other shards."""
+        return self.param.process_group
+
+    def link(self, plan: "Callable[[], SyncPlan | None]") -> None:
+        """Tell the state where it belongs."""
+        state, param = self.state, self.param
+        state.plan, state.name = plan, param.name
+        state.full_shape, state.padded_shape, state.first_row = param.full_shape, param.padded_shape, param.first_row
+
+    def refresh_keys(self) -> None:
+        """Compute the keys of this rank's part again if it may have changed."""
+        if self.state.keys is None or self.may_be_stale:
+            self.state.keys = self.state.strategy.local_keys(self.shard, self.state)
+
+    def renew(self, keys: torch.Tensor | None) -> None:
+        """Take over the reduced keys: new scales, the cast is due, and what FSDP2 still holds is let go."""
+        if self.param.group.is_unsharded:
+            self.param.group.reshard()
+        state = self.state
+        if keys is not None:
+            state.scale = state.strategy.scale_from_keys(keys, state)
+        state.wire = None
+        state.mark_synced(self.shard)
+
+
+def flags_of(members: list[Member]) -> torch.Tensor:
+    """Return int32 [3 * n]: changed, edited, untouched for each weight; a rank with an empty shard has no say."""
+    edited = [member.state.was_edited(member.shard) for member in members]
+    present = [member.shard.numel() > 0 and member.state.seen is not None for member in members]
+    rows = [
+        [member.may_be_stale for member in members],
+        [e and p for e, p in zip(edited, present, strict=True)],
+        [not e and p for e, p in zip(edited, present, strict=True)],
+    ]
+    return torch.tensor(rows, dtype=torch.int32).reshape(-1)
+
+
+def names_of_partial_edits(members: list[Member], flags: torch.Tensor) -> list[str]:
+    """Return the weights that `flags` [3, n], combined over ranks, shows edited here and untouched there."""
+    _, edited, untouched = flags.tolist()
+    return [m.param.name for m, e, u in zip(members, edited, untouched, strict=True) if e and u]

@@ -1,0 +1,164 @@
+"""assert_same_bits: what is the same, what is not, and what a failure says."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8_common import DATA_FORMATS, FORMATS, Fp8Error, encode
+from fp8_common.testing import all_codes, assert_same_bits
+
+
+def bits(dtype, *words):
+    return np.array(words, f"u{np.dtype(dtype).itemsize}").view(dtype)
+
+
+def failure(got, want, **settings):
+    with pytest.raises(AssertionError) as caught:
+        assert_same_bits(got, want, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_every_code_equals_itself_in_any_dress(fmt):
+    codes = all_codes(fmt)
+    assert_same_bits(codes, codes, fmt=fmt)
+    assert_same_bits(codes.view(fmt.numpy_dtype), codes, fmt=fmt.name)
+    assert_same_bits(codes.view(fmt.numpy_dtype), codes.view(fmt.numpy_dtype))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_every_pair_of_different_codes_fails_except_nan_pairs(fmt):
+    a, b = np.meshgrid(all_codes(fmt), all_codes(fmt))
+    nan = np.isnan(a.view(fmt.numpy_dtype).astype(np.float32)) & np.isnan(b.view(fmt.numpy_dtype).astype(np.float32))
+    wrong = int(((a != b) & ~nan).sum())
+    assert f"{wrong} of 65536 values" in failure(a, b, fmt=fmt)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_floats_are_compared_by_bits_and_nan_as_a_class(dtype):
+    info = ml_dtypes.finfo(dtype)
+    x = np.array([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, float(info.tiny) / 2], dtype)
+    assert_same_bits(x, x.copy())
+    assert_same_bits(np.array([np.nan], dtype), -np.array([np.nan], dtype))
+    assert "1: 1" in failure(x[:1], x[1:2])
+    assert "1: 1" in failure(np.nextafter(x[2:3], x[3:4]), x[2:3])
+    assert "NaN on one side: 1" in failure(x[3:4], x[5:6])
+
+
+def test_distance_counts_values_across_zero():
+    smallest = bits(np.float32, 1, 0x80000001)
+    assert "3-4: 1" in failure(smallest[:1], smallest[1:])
+    assert "1: 1" in failure(np.uint8([0x00]), np.uint8([0x80]), fmt="e4m3")
+    assert "1: 1" in failure(np.uint8([0x00]), np.uint8([0x01]), fmt="e8m0")
+
+
+def test_distances_up_to_max_ulp_are_accepted():
+    got, want = np.uint8([0x38, 0x3A]), np.uint8([0x39, 0x39])
+    assert_same_bits(got, want, fmt="e4m3", max_ulp=1)
+    assert "1 of 2 values (50 %) differ by more than 1 ULP" in failure(
+        got + np.uint8([0, 1]), want, fmt="e4m3", max_ulp=1
+    )
+    assert "NaN on one side" in failure(np.uint8([0x7F]), np.uint8([0x7E]), fmt="e4m3", max_ulp=200)
+
+
+def test_the_failure_names_count_histogram_offenders_and_seed():
+    source = np.random.default_rng(0).normal(size=(8, 128)).astype(np.float32) * 20
+    want = encode(source, "e4m3")
+    got = want.copy()
+    got[2, 5:8] += 1
+    got[7, 0] -= 8
+    message = failure(got, want, fmt="e4m3", source=source, seed=1234, name="triton.cast")
+    lines = message.splitlines()
+    assert lines[0] == "triton.cast: 4 of 1024 values (0.391 %) differ by more than 0 ULP"
+    assert lines[1] == "  ULP histogram: 1: 3, 5-8: 1"
+    assert lines[2].split() == ["index", "source", "got", "wanted", "ULP"]
+    value = source[2, 5]
+    assert lines[3].split(maxsplit=4)[:4] == ["(2,", "5)", f"{value:.9g}", f"(0x{int(value.view(np.uint32)):08x})"]
+    assert f"(0x{got[2, 5]:02x})" in lines[3]
+    assert f"(0x{want[2, 5]:02x})" in lines[3]
+    assert lines[-1] == "  seed: 1234"
+    assert len(lines) == 8
+
+
+def test_only_the_first_offenders_are_listed():
+    message = failure(np.zeros(100, np.uint8), np.arange(100, dtype=np.uint8), fmt="e4m3")
+    assert message.count("\n") == 2 + 8
+    assert "1: 1, 2: 1, 3-4: 2, 5-8: 4, 9-16: 8, 17-32: 16, 33-64: 32, 65-128: 35" in message
+
+
+def test_integers_and_booleans_are_compared_exactly():
+    assert_same_bits(np.int32([1, -2]), np.int32([1, -2]))
+    assert_same_bits(np.uint8([255]), np.uint8([255]))
+    assert "3-4: 1" in failure(np.int64([2]), np.int64([-2]))
+    assert "127" in failure(np.uint8([127]), np.uint8([255]))
+    assert "differ" in failure(np.array([True]), np.array([False]))
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "fmt", "message"),
+    [
+        (np.zeros(3), np.zeros((3, 1)), None, r"got: shape (3,), but (3, 1) was wanted"),
+        (np.zeros(1), np.zeros(1, np.float32), None, "got: dtype float64, but float32 was wanted"),
+        (np.zeros(1, np.uint8), np.zeros(1, ml_dtypes.float8_e5m2), None, "but float8_e5m2 was wanted"),
+        (np.zeros(1, ml_dtypes.float8_e5m2), np.zeros(1, np.uint8), None, "Pass fmt to compare codes with float8"),
+        (np.zeros(1, ml_dtypes.float8_e5m2), np.zeros(1, ml_dtypes.float8_e4m3fn), None, "dtype float8_e5m2"),
+        (np.zeros(1, ml_dtypes.float8_e5m2), np.zeros(1, np.uint8), "e4m3", "but uint8 or float8_e4m3fn was wanted"),
+        (np.zeros(1, np.uint8), np.zeros(1, np.int32), "e4m3", "got (the wanted side): dtype int32"),
+    ],
+)
+def test_shapes_and_dtypes_must_agree(got, want, fmt, message):
+    assert message in failure(got, want, fmt=fmt)
+
+
+def test_empty_scalar_strided_and_listed_inputs():
+    assert_same_bits(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32))
+    assert_same_bits(np.float32(1), np.array(1, np.float32))
+    assert "()" in failure(np.float32(1), np.float32(2))
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert_same_bits(x.T[::2], np.ascontiguousarray(x.T[::2]))
+    assert_same_bits([1.0, 2.0], np.float64([1, 2]))
+
+
+def test_float8_sources_and_inputs_can_be_shown():
+    source = np.uint8([0x38]).view(ml_dtypes.float8_e4m3fn)
+    assert "1 (0x38)" in failure(np.float32([1]), np.float32([2]), source=source)
+
+
+class Tensor:
+    """What this package needs of a tensor that NumPy cannot read; its library is this module."""
+
+    def __init__(self, array, dtype):
+        self.array, self.dtype = array, dtype
+
+    def detach(self):
+        return self
+
+    cpu = contiguous = detach
+
+    def view(self, carrier):
+        return Tensor(self.array.view(carrier), f"{__name__}.carrier")
+
+    def numpy(self):
+        return self.array
+
+
+def test_tensors_of_unknown_dtypes_become_arrays_of_the_same_bits(monkeypatch):
+    import sys
+    import types
+
+    monkeypatch.setitem(sys.modules, "lib", types.SimpleNamespace(uint8=np.uint8, uint16=np.uint16))
+    for fmt in DATA_FORMATS:
+        codes = all_codes(fmt)
+        assert_same_bits(Tensor(codes, f"lib.{fmt.dtype_name}"), codes.view(fmt.numpy_dtype))
+    x = np.arange(5).astype(ml_dtypes.bfloat16)
+    assert_same_bits(Tensor(x.view(np.uint16), "lib.bfloat16"), x)
+    assert_same_bits(Tensor(np.float32([1]), "lib.float32"), np.float32([1]))
+
+
+def test_senseless_arguments_are_refused():
+    with pytest.raises(Fp8Error, match="max_ulp must be 0 or more, got -1"):
+        assert_same_bits(1.0, 1.0, max_ulp=-1)
+    with pytest.raises(Fp8Error, match=r"source must have the shape of what was made from it, \(2,\), got \(3,\)"):
+        assert_same_bits(np.zeros(2), np.ones(2), source=np.zeros(3))
+    with pytest.raises(Fp8Error, match="Unknown FP8 format"):
+        assert_same_bits(1.0, 1.0, fmt="fp4")

@@ -1,0 +1,118 @@
+"""Which FP8 paths a device has, from facts alone."""
+
+import pytest
+
+from fp8_common import Fp8Error, Fp8UnsupportedError, env
+from fp8_common.hardware import (
+    Device,
+    cast_path,
+    check_products,
+    native_formats,
+    product_path,
+    product_paths,
+    wire_path,
+)
+from fp8_common.recipe import GRANULARITIES
+
+CPU = Device(kind="cpu", name="a processor")
+OCP, FNUZ = ("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz")
+
+
+def nvidia(major, minor):
+    return Device(kind="nvidia", name=f"GPU {major}.{minor}", capability=(major, minor))
+
+
+def amd(arch):
+    return Device(kind="amd", name="GPU", arch=arch)
+
+
+NATIVE = {
+    "sm_80": (nvidia(8, 0), (), ()),
+    "sm_86": (nvidia(8, 6), (), ()),
+    "sm_89": (nvidia(8, 9), OCP, ("tensorwise", "rowwise")),
+    "sm_90": (nvidia(9, 0), OCP, ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128")),
+    "sm_100": (nvidia(10, 0), OCP, ("tensorwise", "rowwise", "mx")),
+    "sm_120": (nvidia(12, 0), OCP, ("tensorwise", "rowwise", "mx")),
+    "gfx90a": (amd("gfx90a"), (), ()),
+    "gfx942": (amd("gfx942"), FNUZ, ("tensorwise", "rowwise")),
+    "gfx950": (amd("gfx950"), OCP, ("tensorwise", "rowwise", "mx")),
+    "gfx1201": (amd("gfx1201"), OCP, ("tensorwise", "rowwise")),
+    "cpu": (CPU, (), ()),
+    "tpu": (Device(kind="tpu", name="TPU"), (), ()),
+}
+
+
+@pytest.mark.parametrize("label", NATIVE)
+def test_what_each_device_multiplies_natively(label):
+    device, formats, granularities = NATIVE[label]
+    assert device.label == label
+    assert native_formats(device) == formats
+    paths = product_paths(device)
+    assert [path.name for path in paths] == list(GRANULARITIES)
+    assert {path.name for path in paths if path.status == "native"} == set(granularities)
+    assert {path.status for path in paths} <= {"native", "emulated"}
+    assert all(label in path.why and path.why.endswith(".") for path in paths)
+
+
+def test_unknown_capabilities_promise_nothing():
+    assert native_formats(Device(kind="nvidia", name="GPU")) == ()
+    assert native_formats(Device(kind="amd", name="GPU")) == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "triton", "kernels", "status", "why"),
+    [
+        (nvidia(9, 0), "auto", "3.6.0", True, "native", "Triton 3.6.0 kernels run on sm_90."),
+        (nvidia(9, 0), "triton", "3.6.0", True, "native", "Triton 3.6.0"),
+        (nvidia(9, 0), "reference", "3.6.0", True, "reference", "FP8_COMMON_BACKEND=reference asks for it."),
+        (nvidia(9, 0), "auto", None, True, "reference", "Triton is not installed."),
+        (nvidia(9, 0), "auto", "3.6.0", False, "reference", "This version of fp8-common holds no Triton kernels."),
+        (nvidia(8, 0), "auto", "3.6.0", True, "reference", "This device, sm_80, has no FP8 conversion instructions."),
+        (nvidia(8, 0), "triton", "3.6.0", True, "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),
+        (CPU, "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA or AMD GPU, and this is cpu."),
+        (CPU, "triton", None, True, "unavailable", "need an NVIDIA or AMD GPU"),
+    ],
+)
+def test_how_casts_run(device, backend, triton, kernels, status, why):
+    path = cast_path(device, backend=backend, triton=triton, kernels=kernels)
+    assert (path.name, path.status) == ("cast", status)
+    assert why in path.why
+
+
+def test_the_wire_is_uint8_everywhere():
+    assert wire_path().status == "native"
+    assert "uint8" in wire_path().why
+
+
+def test_products_are_refused_with_device_need_and_remedy():
+    message = r"GPU 8\.0 cannot multiply rowwise FP8 operands natively\. .*begin with sm_89.*emulate=True"
+    with pytest.raises(Fp8UnsupportedError, match=message):
+        check_products(nvidia(8, 0), "rowwise", emulate=False)
+    check_products(nvidia(8, 0), "rowwise", emulate=True)
+    check_products(nvidia(9, 0), "rowwise", emulate=False)
+    with pytest.raises(Fp8UnsupportedError, match="sm_90: MX block scales need sm_100 or gfx950"):
+        check_products(nvidia(9, 0), "mx", emulate=False)
+
+
+def test_no_path_is_native_without_native_formats():
+    for device, formats, _ in NATIVE.values():
+        if not formats:
+            assert product_path(device, "tensorwise").status == "emulated"
+
+
+@pytest.mark.parametrize("value", ["auto", "triton", "reference"])
+def test_the_backend_variable(monkeypatch, value):
+    monkeypatch.setenv("FP8_COMMON_BACKEND", value)
+    assert env.backend() == value
+
+
+def test_an_unset_or_empty_backend_is_auto(monkeypatch):
+    monkeypatch.delenv("FP8_COMMON_BACKEND", raising=False)
+    assert env.backend() == "auto"
+    assert env.backend({"FP8_COMMON_BACKEND": ""}) == "auto"
+
+
+@pytest.mark.parametrize("value", ["cuda", "Triton", " auto"])
+def test_another_backend_is_refused(value):
+    with pytest.raises(Fp8Error, match=f"must be one of auto, triton, reference, got '{value}'. Unset it for auto"):
+        env.backend({"FP8_COMMON_BACKEND": value})

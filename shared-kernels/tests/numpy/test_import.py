@@ -1,0 +1,30 @@
+"""Importing fp8_common stays light."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fp8_common
+
+FRAMEWORKS = ("torch", "jax", "triton", "flax", "hypothesis", "pytest")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["fp8_common", "fp8_common.testing", "fp8_common.golden", "fp8_common.cli", "fp8_common.plugins"],
+)
+def test_no_framework_is_loaded(module):
+    code = f"import {module}, sys; print(*(name for name in {FRAMEWORKS} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_everything_public_exists_and_is_sorted_into_all():
+    assert len(set(fp8_common.__all__)) == len(fp8_common.__all__)
+    assert all(hasattr(fp8_common, name) for name in fp8_common.__all__)
+
+
+def test_errors_are_caught_by_what_people_catch():
+    assert issubclass(fp8_common.Fp8Error, ValueError)
+    assert issubclass(fp8_common.Fp8UnsupportedError, RuntimeError)

@@ -1,0 +1,90 @@
+"""Decides which implementations are compared and how each is called: one adapter for each."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import fp8_common
+from fp8_common import jax as fp8_jax
+from fp8_common import torch as fp8_torch
+
+Function = Callable[[Sequence[tuple[Any, ...]]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One way to compute the operations.
+
+    Attributes:
+        name: Shown in failures and in the table.
+        f8: The module with the operations.
+        dtypes: The module with the dtypes float32, float16 and bfloat16.
+        array: Makes the implementation's array from a NumPy array, bit for bit.
+        prepare: Turns a function of arrays into the one that is run: compiles it, or not.
+        only_full: Whether it is compared only when the whole matrix is asked for.
+    """
+
+    name: str
+    f8: ModuleType
+    dtypes: Any
+    array: Callable[[NDArray[Any]], Any]
+    prepare: Callable[[Function], Function]
+    only_full: bool = False
+
+    def dtype(self, name: str) -> Any:
+        """Return the implementation's own dtype."""
+        return getattr(self.dtypes, name)
+
+
+def as_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor with the bits of `array`, float8 and bfloat16 included."""
+    plain = np.ascontiguousarray(array).reshape(array.shape)
+    if plain.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(plain.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(plain)
+
+
+def as_it_is(function: Function) -> Function:
+    """Call eagerly."""
+    return function
+
+
+def op_by_op(function: Function) -> Function:
+    """Run every JAX primitive on its own, without the jit inside the operations."""
+
+    def run(arrays: Sequence[tuple[Any, ...]]) -> list[Any]:
+        with jax.disable_jit():
+            return function(arrays)
+
+    return run
+
+
+def compiled(function: Function) -> Function:
+    """Compile into one graph with torch.compile, by Inductor where there is a C++ compiler for it."""
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=COMPILE_BACKEND)
+
+
+COMPILE_BACKEND = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "aot_eager"
+_NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_NUMPY_DTYPES = dataclasses.make_dataclass("Dtypes", list(_NAMES), frozen=True)(**_NAMES)
+
+NUMPY = Implementation(name="numpy", f8=fp8_common, dtypes=_NUMPY_DTYPES, array=np.asarray, prepare=as_it_is)
+IMPLEMENTATIONS = (
+    Implementation(name="torch eager", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=as_it_is),
+    Implementation(name="torch.compile", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=compiled),
+    Implementation(name="jax eager", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=as_it_is),
+    Implementation(name="jax jit", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=jax.jit),
+    Implementation(name="jax op by op", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=op_by_op, only_full=True),
+)
+"""Everything that must equal NumPy."""

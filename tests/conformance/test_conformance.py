@@ -1,0 +1,62 @@
+"""Every implementation equals NumPy, bit for bit, for every operation, granularity and format."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
+from conformance_inputs import SEED
+from conformance_table import ROWS, Call
+
+from fp8_common import decode
+from fp8_common.testing import assert_same_bits
+from fp8_common.testing.arrays import as_numpy
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = [one for one in IMPLEMENTATIONS if metafunc.config.getoption("full") or not one.only_full]
+    metafunc.parametrize("implementation", chosen, ids=lambda item: item.name.replace(" ", "-"))
+
+
+@pytest.mark.parametrize("operation", ROWS)
+def test_same_bits_as_numpy(
+    implementation: Implementation, operation: str, full: bool, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("conformance", (operation, implementation.name, 0, 0))
+    calls = list(ROWS[operation](full))
+    compared, different, failures = 0, 0, []
+    for call, got, want in zip(calls, results(implementation, calls), results(NUMPY, calls), strict=True):
+        for number, (one, other, fmt) in enumerate(zip(got, want, call.formats, strict=True)):
+            compared += other.size
+            name = f"{implementation.name}: {operation}, {call.label}, result {number}"
+            try:
+                source = call.arrays[0] if call.arrays[0].shape == other.shape else None
+                assert_same_bits(one, other, fmt=fmt, source=source, seed=SEED, name=name)
+            except AssertionError as failure:
+                failures.append(str(failure))
+                different += count_different(one, other, fmt)
+    record_property("conformance", (operation, implementation.name, compared, different))
+    assert compared > 0
+    assert not failures, f"{len(failures)} results differ; the first:\n" + "\n".join(failures[:3])
+
+
+def results(implementation: Implementation, calls: list[Call]) -> list[tuple[np.ndarray, ...]]:
+    """Run all calls as one function (one graph, where the implementation compiles) and return NumPy arrays."""
+
+    def everything(inputs: list[tuple[object, ...]]) -> list[object]:
+        return [call.run(implementation, *arrays) for call, arrays in zip(calls, inputs, strict=True)]
+
+    inputs = [tuple(implementation.array(array) for array in call.arrays) for call in calls]
+    found = implementation.prepare(everything)(inputs)
+    return [tuple(map(as_numpy, one if isinstance(one, tuple) else (one,))) for one in found]
+
+
+def count_different(got: np.ndarray, want: np.ndarray, fmt: object) -> int:
+    """Return how many values differ; all of them where shapes do."""
+    if got.shape != want.shape or got.dtype.itemsize != want.dtype.itemsize:
+        return want.size
+    unsigned = f"u{want.dtype.itemsize}"
+    sides = got.view(unsigned), want.view(unsigned)
+    numbers = [decode(side, fmt) for side in sides] if fmt else [got, want]
+    both_nan = np.isnan(numbers[0]) & np.isnan(numbers[1])
+    return int(np.count_nonzero((sides[0] != sides[1]) & ~both_nan))

@@ -1,0 +1,84 @@
+"""The presets that carry a peer's name equal that peer, as installed, bit for bit, on a million amax and more."""
+
+import importlib
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+import torch
+from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, as_tensor
+
+from fp8_common import DATA_FORMATS, E4M3, E5M2, PRESETS
+from fp8_common.testing import adversarial_amax, assert_same_bits
+
+SEED = 31
+COUNT = 2**20
+INF = 0x7F800000
+ALL = [NUMPY, *(one for one in IMPLEMENTATIONS if not one.only_full)]
+implementations = pytest.mark.parametrize("implementation", ALL, ids=lambda one: one.name.replace(" ", "-"))
+
+
+def peer(module: str) -> ModuleType:
+    """Import a peer's module, or skip and say why: nothing but these tests needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        return pytest.skip(f"{module} cannot be imported, so its preset is not compared with it: {missing}")
+
+
+def amaxes(low: float = 0.0, end: int = INF) -> np.ndarray:
+    """Return amax from `low` up to the key `end`: random bit patterns, and the corners of every rule."""
+    start = int(np.float32(low).view(np.int32))
+    drawn = np.random.default_rng(SEED).integers(start, end, COUNT, np.int32)
+    corners = adversarial_amax().view(np.int32)
+    return np.concatenate([drawn, corners[(corners >= start) & (corners < end)]]).view(np.float32)
+
+
+def run(implementation: Implementation, name: str, fmt: object, policy: object, *arrays: np.ndarray) -> object:
+    """Call a scale function of one implementation, compiled where that is what the implementation does."""
+
+    def compute(inputs: list[tuple[object, ...]]) -> list[object]:
+        return [getattr(implementation.f8, name)(inputs[0][0], fmt, policy, *inputs[0][1:])]
+
+    return implementation.prepare(compute)([tuple(implementation.array(one) for one in arrays)])[0]
+
+
+@implementations
+@pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
+def test_torchao(implementation, fmt):
+    theirs = peer("torchao.float8.float8_utils").amax_to_scale
+    amax = np.concatenate([amaxes(), np.float32([np.inf, np.nan])])
+    want = theirs(as_tensor(amax), getattr(torch, fmt.dtype_name))
+    assert_same_bits(
+        run(implementation, "amax_to_scale", fmt, PRESETS["torchao"](), amax), want, source=amax, seed=SEED
+    )
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_torchao_rounds_some_powers_of_two_up_which_the_preset_does_not(fmt):
+    """torchao computes exp2(floor(log2(scale))): just below a power of two the logarithm rounds up to it."""
+    theirs = peer("torchao.float8.float8_utils").amax_to_scale
+    amax = amaxes()
+    got = run(NUMPY, "amax_to_scale", fmt, PRESETS["torchao"](power_of_2=True), amax)
+    want = theirs(as_tensor(amax), getattr(torch, fmt.dtype_name), round_scales_to_power_of_2=True).numpy()
+    differs = got != want
+    assert np.array_equal(want[differs], 2 * got[differs])
+    exact = run(NUMPY, "amax_to_scale", fmt, PRESETS["torchao"](), amax)
+    assert (exact[differs] < want[differs]).all()
+    assert differs.mean() < 1e-4
+
+
+@implementations
+@pytest.mark.parametrize("margin", [0, 3, -1])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_flax(implementation, fmt, margin):
+    """flax stores the scale that goes back. Subnormal amax and results are left out: its own XLA code flushes them."""
+    theirs = peer("flax.linen.fp8_ops").compute_scale
+    amax = np.concatenate([amaxes(low=fmt.max * 2.0**-122), np.float32([0, np.inf, np.nan])])
+    previous = np.random.default_rng(SEED).uniform(0.01, 100, amax.size).astype(np.float32)
+    want = jax.jit(lambda amax, scale: theirs(amax, scale, fmt.max, margin))(amax, previous)
+    # Ours takes the scale into FP8; theirs derives it from the stored one by the same division.
+    into = np.float32(1) / previous
+    got = run(implementation, "amax_to_scale_inv", fmt, PRESETS["flax"](margin=margin), amax, into)
+    assert_same_bits(got, want, source=amax, seed=SEED)
