@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+
 from fp8_common import CANONICAL
 from fp8_common import jax as f8j
 from fp8_common.bench.record import Measurement, document, render

@@ -1,8 +1,7 @@
-"""Proves the kernels on a GPU with one command: bits first, then speed.
+"""Proves the kernels on a GPU with one command, `python benchmarks/gpu_proof.py`: bits first, then speed.
 
-    python benchmarks/gpu_proof.py
-
-runs every GPU test, then `fp8-bench`, writes benchmarks/results/gpu-<name>.json and says which promises hold.
+It runs every GPU test (unless given --speed-only), then `fp8-bench`; the result is benchmarks/results/gpu-<name>.json,
+and the output says which promises hold.
 """
 
 import json
@@ -20,12 +19,22 @@ SHARE_OF_COPY, SHARE_OF_BEST_PEER, FOREACH_SPEEDUP = 0.90, 0.95, 3.0
 
 def main() -> int:
     """Return 0 if the bits are right and every promise about speed holds."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources() + [os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sources(), os.environ.get("PYTHONPATH", "")])}
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "shared-kernels/tests/gpu", "-q"]
-    if subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode:
+    if "--speed-only" not in sys.argv and subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode:
         return 1
     raw = RESULTS / "gpu.json"
-    bench = [sys.executable, "-m", "fp8_common.bench", "--output", str(raw), "--dtype", "bfloat16", "--dtype", "float32"]
+    bench = [
+        sys.executable,
+        "-m",
+        "fp8_common.bench",
+        "--output",
+        str(raw),
+        "--dtype",
+        "bfloat16",
+        "--dtype",
+        "float32",
+    ]
     if subprocess.run(bench, cwd=ROOT, env=environment, check=False).returncode:
         return 1
     result = json.loads(raw.read_text())

@@ -66,7 +66,7 @@ def test_every_kernel_is_compiled_by_some_case():
 
 @pytest.mark.parametrize("name", ["cast", "MX rceil", "cast + transpose"])
 def test_ampere_is_refused(name):
-    with pytest.raises(Exception, match="(?i)ptxas|cvt|not supported|fp8e4nv"):
+    with pytest.raises(Exception, match=r"(?i)ptxas|cvt|not supported|fp8e4nv"):
         compile_plan(CASES[name].plan, 80)
 
 
@@ -85,9 +85,9 @@ def test_packing_by_shifts_either_compiles_or_says_that_it_cannot():
     # ptxas of CUDA 12.8 crashes on some such kernels; a crash must arrive as an exception, not take the process.
     signature = {"x_ptr": "*fp32", "y_ptr": "*i32", "N": "constexpr"}
     source = ASTSource(packed_by_shifts_kernel, signature=signature, constexprs={"N": 64})
+    message, built = "", None
     try:
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     except Exception as error:
-        assert "ptxas" in str(error).lower() or "PassManager" in str(error)
-    else:
-        assert built.asm["cubin"]
+        message = str(error)
+    assert built is not None or "ptxas" in message.lower() or "PassManager" in message

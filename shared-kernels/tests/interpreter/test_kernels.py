@@ -153,9 +153,7 @@ def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=[(4, 7), (300, 517), (132, 160)])
 def test_blocks_with_transpose(dtype, fmt, shape):
     x = calm(shape, dtype)
-    data, transposed, scale = triton_backend.quantize_block_transposed(
-        tensor(x), f8.get_format(fmt), f8.POWER_OF_2
-    )
+    data, transposed, scale = triton_backend.quantize_block_transposed(tensor(x), f8.get_format(fmt), f8.POWER_OF_2)
     want = f8.quantize_blockwise(x, fmt, (128, 128), f8.POWER_OF_2)
     assert_same_bits(scale, want.scale)
     assert_same_bits(data, want.data, fmt=fmt, source=x)
@@ -189,9 +187,7 @@ def test_every_16_bit_value_there_and_every_code_back(fmt, x):
     got = triton_backend.quantize(tensor(x), number(1.0), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, np.float32(1), fmt), fmt=fmt, source=x)
     codes = np.arange(256, dtype=np.uint8)
-    back = triton_backend.dequantize(
-        tensor(codes), number(3.0), f8.get_format(fmt), torch.float32
-    )
+    back = triton_backend.dequantize(tensor(codes), number(3.0), f8.get_format(fmt), torch.float32)
     assert_same_bits(back, f8.dequantize(codes, np.float32(3), fmt))
 
 

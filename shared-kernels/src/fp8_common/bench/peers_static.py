@@ -11,7 +11,9 @@ logger = logging.getLogger(__name__)
 MODULE = "torchao.prototype.blockwise_fp8_training.kernels"
 POINTERS = {"x_ptr": "*bf16", "y_ptr": "*fp8e4nv", "s_ptr": "*fp32"}
 SIZE, WARPS = 8192, 4
-COMMON = {"K": SIZE, "BLOCK_SIZE": 128, "EPS": 1e-12, "FP8_MAX": 448.0}
+COMMON = {"K": SIZE, "BLOCK_SIZE": 128, "EPS": 1e-12}
+LARGEST = 448.0
+"""What torchao passes for the argument whose name ends in MAX."""
 
 # name in the report, function, arguments that are strides or sizes at run time, constants, elements per program
 KERNELS: tuple[tuple[str, str, tuple[str, ...], Mapping[str, Any], int], ...] = (
@@ -43,11 +45,12 @@ def torchao_rows(capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
     for name, function, integers, constants, elements in KERNELS:
         types = POINTERS | dict.fromkeys(integers, "i32")
-        target = getattr(module, function, None)
+        target: Any = getattr(module, function, None)
         if target is None:
             logger.info("This torchao has no %s.", function)
             continue
-        compiled = compile_function(target, types, constants, capability, WARPS)
+        limits = {argument: LARGEST for argument in target.arg_names if argument.endswith("MAX")}
+        compiled = compile_function(target, types, {**constants, **limits}, capability, WARPS)
         yield name, figures(disassemble(compiled.cubin), elements)
 
 

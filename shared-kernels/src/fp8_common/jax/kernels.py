@@ -68,7 +68,8 @@ def quantize_blockwise(
     x: jax.Array, fmt: str | Format, block: tuple[int, int] = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized:
     """Quantize with one scale per block of the last two dimensions."""
-    apply = _blocks_1 if tuple(block)[0] == 1 else _blocks
+    rows, _ = block
+    apply = _blocks_1 if rows == 1 else _blocks
     return Quantized(*apply(_stop(x), fmt=get_data_format(fmt), block=tuple(block), policy=policy))
 
 
@@ -125,9 +126,7 @@ _cast = bindable(
     KernelOp(
         name="fp8_cast",
         reference=lambda x, scale, *, fmt: (_quantize(x, scale[0], fmt),),
-        plan=lambda x, scale, *, fmt: _plan_if(
-            launch.supports(fmt), launch.cast_plan, x.size, _dtype(x), fmt
-        ),
+        plan=lambda x, scale, *, fmt: _plan_if(launch.supports(fmt), launch.cast_plan, x.size, _dtype(x), fmt),
         rows=True,
         whole=True,
     )
@@ -177,17 +176,13 @@ def _block_reference(
     return tuple(_blockwise(x, fmt, block, policy))
 
 
-_blocks_1 = bindable(
-    KernelOp(name="fp8_block_rows", reference=_block_reference, plan=_block_plan, rows=True)
-)
+_blocks_1 = bindable(KernelOp(name="fp8_block_rows", reference=_block_reference, plan=_block_plan, rows=True))
 _blocks = bindable(KernelOp(name="fp8_blocks", reference=_block_reference, plan=_block_plan))
 _mx_rows = bindable(
     KernelOp(
         name="fp8_mx",
         reference=_mx_reference,
-        plan=lambda x, *, fmt, mode: _plan_if(
-            launch.supports(fmt), launch.mx_plan, *_matrix(x), _dtype(x), fmt, mode
-        ),
+        plan=lambda x, *, fmt, mode: _plan_if(launch.supports(fmt), launch.mx_plan, *_matrix(x), _dtype(x), fmt, mode),
         rows=True,
     )
 )

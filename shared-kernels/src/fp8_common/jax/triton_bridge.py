@@ -45,9 +45,7 @@ def uses_kernels(plan: LaunchPlan | None) -> bool:
         return False
     obstacle = _obstacle()
     if obstacle is not None and backend() == "triton":
-        raise Fp8UnsupportedError(
-            f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast."
-        )
+        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
     return obstacle is None
 
 

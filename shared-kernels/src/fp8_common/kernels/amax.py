@@ -23,7 +23,7 @@ def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.co
 
 @triton.jit(do_not_specialize=["n"])
 def amax_kernel(x_ptr, amax_ptr, n: tl.int64, BLOCK: tl.constexpr, ITERS: tl.constexpr):
-    """amax[0] = max(amax[0], key of max |x|); `amax` is int32 and starts at zero."""
+    """Set amax[0] = max(amax[0], key of max |x|); `amax` is int32 and starts at zero."""
     base = tl.program_id(0).to(tl.int64) * (BLOCK * ITERS)
     key = chunk_key(x_ptr, base, n, x_ptr.dtype.element_ty, BLOCK, ITERS)
     tl.atomic_max(amax_ptr, key, sem="relaxed")

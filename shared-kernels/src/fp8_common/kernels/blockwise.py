@@ -60,9 +60,7 @@ def block_128x128_kernel(
         x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
         x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
         x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
-        keys = tl.maximum(
-            tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3))
-        )
+        keys = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
         key = widen_key(tl.max(tl.max(keys, axis=1).to(keys.dtype), axis=0), DTYPE)
         scale = scale_of_key(key, 1.0, FMAX, RULE)
         store_with_transpose(y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, 128, 128)

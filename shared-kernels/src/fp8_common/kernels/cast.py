@@ -11,11 +11,10 @@ def tensor_scale(scale_ptr, scale_out_ptr, FMAX: tl.constexpr, RULE: tl.constexp
     """The scale itself, or (with a RULE) made from an int32 amax key; the first program writes it down."""
     if RULE is None:
         return tl.load(scale_ptr)
-    else:
-        scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
-        if tl.program_id(0) == 0:
-            tl.store(scale_out_ptr, scale)
-        return scale
+    scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
+    if tl.program_id(0) == 0:
+        tl.store(scale_out_ptr, scale)
+    return scale
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -30,7 +29,7 @@ def cast_kernel(
     RULE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y = fp8(x * scale); amax key of x into `amax` unless that is None.
+    """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None.
 
     With a RULE, `scale` holds the int32 key of the amax of x. Tiles are walked backwards: the amax pass read the end
     of x last, so it is still in the L2 cache.

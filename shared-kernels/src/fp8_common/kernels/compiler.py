@@ -100,9 +100,7 @@ def compile_function(
     while not isinstance(function, triton.runtime.JITFunction):
         function = function.fn
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(function.arg_names) if name in types
-    }
+    aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(function.arg_names) if name in types}
     constants = {name: value for name, value in fixed.items() if name in function.arg_names}
     built = triton.compile(
         ASTSource(function, signature=signature, constexprs=constants, attrs=aligned),

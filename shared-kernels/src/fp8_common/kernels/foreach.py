@@ -30,7 +30,7 @@ def foreach_amax_kernel(
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """amax[t] = max(amax[t], key of max |x_t|) for every tensor; `amax` is int32 [T] and starts at zero."""
+    """Set amax[t] = max(amax[t], key of max |x_t|) for every tensor; `amax` is int32 [T] and starts at zero."""
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     key = chunk_key(tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), base, tl.load(numel_ptr + t), DTYPE, BLOCK, ITERS)
@@ -51,7 +51,7 @@ def foreach_cast_kernel(
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """y_t = fp8(x_t * scale[t]) for every tensor; `scale` is float32 [T]."""
+    """Compute y_t = fp8(x_t * scale[t]) for every tensor; `scale` is float32 [T]."""
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)

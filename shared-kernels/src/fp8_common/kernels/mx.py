@@ -20,7 +20,7 @@ def mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """code[m, b] from max |x[m, 32b : 32b + 32]|, y = fp8(x * 2^(127 - code)); `code` is uint8 [M, ceil(N / 32)]."""
+    """Make code[m, b] from max |x[m, 32b : 32b + 32]| and y = fp8(x * 2^(127 - code)); codes are uint8, row-major."""
     if ALIGNED:
         N = multiple_of_16(N)
     BLOCKS: tl.constexpr = BN // 32

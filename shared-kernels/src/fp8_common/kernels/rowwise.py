@@ -13,12 +13,11 @@ from fp8_common.kernels.device import multiple_of_16, narrow_key, scale_of_key, 
 
 @triton.jit
 def load_values(x_ptr, fold_ptr, at, c, mask, N):
-    """x at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
+    """X at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if fold_ptr is not None:
         return x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)
-    else:
-        return x
+    return x
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -35,7 +34,7 @@ def rowwise_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
+    """Make scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
     if ALIGNED:
         N = multiple_of_16(N)
     r = tl.program_id(0) * BM + tl.arange(0, BM)

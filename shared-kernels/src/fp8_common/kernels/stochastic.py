@@ -45,7 +45,7 @@ def stochastic_kernel(
     MANTISSA_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y = fp8(x * scale), rounded at random; `offset` counters are skipped."""
+    """Compute y = fp8(x * scale), rounded at random; `offset` counters are skipped."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     at = base + tl.arange(0, BLOCK)
     bits = random_words(seed, base // 4 + offset + tl.arange(0, BLOCK // 4), BLOCK)

@@ -63,7 +63,7 @@ def cast_transpose_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """y = fp8(x * scale) and yt = y^T; scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0."""
+    """Compute y = fp8(x * scale) and yt = y^T; scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0."""
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -78,9 +78,7 @@ def cast_transpose_kernel(
         x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
         store_with_transpose(y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM, BN)
         if amax_ptr is not None:
-            key = tl.maximum(
-                tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3))
-            )
+            key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
             top = tl.max(tl.max(key, axis=1).to(key.dtype), axis=0)
             tl.atomic_max(amax_ptr, widen_key(top, DTYPE), sem="relaxed")
     else:

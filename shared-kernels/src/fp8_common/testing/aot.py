@@ -81,10 +81,15 @@ class Figures:
 
 def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
     """Return every kernel in its usual variants for one input dtype and one format."""
+    families = (_flat_cases, _transposed_cases, _scaled_cases, _mx_cases, _back_cases)
+    return [case for family in families for case in family(dtype, fmt)]
+
+
+def _flat_cases(dtype: str, fmt: str) -> list[Case]:
+    """Kernels that see flat memory."""
     b, n = INPUT_BYTES[dtype], SIZE * SIZE
     x = {"dtype": dtype, "fmt": fmt}
-    square, tile = (SIZE, SIZE), 128 * 64
-    flat = [
+    return [
         Case(name="amax", plan=launch.amax_plan(n, dtype), elements=16384, read=b, written=0, tail=True),
         Case(name="cast", plan=launch.cast_plan(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
         Case(
@@ -134,7 +139,13 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
             tail=True,
         ),
     ]
-    transposed = [
+
+
+def _transposed_cases(dtype: str, fmt: str) -> list[Case]:
+    """Casts that also write the transpose."""
+    b, x = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}
+    square, tile = (SIZE, SIZE), 128 * 64
+    return [
         Case(name=name, plan=plan, elements=tile, read=b, written=2, narrow=narrow)
         for name, plan, narrow in (
             ("cast + transpose", launch.cast_transpose_plan(*square, **x), 1),
@@ -142,7 +153,12 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
             ("cast + transpose, dynamic", launch.cast_transpose_plan(*square, **x, policy=CANONICAL), 2),
         )
     ]
-    scaled = [
+
+
+def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
+    """A scale for every row or block."""
+    b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
+    return [
         Case(name="row-wise", plan=launch.rowwise_plan(*square, **x), elements=SIZE, read=b, written=1, narrow=1),
         Case(
             name="row-wise, folded",
@@ -187,7 +203,12 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
             narrow=1,
         ),
     ]
-    mx = [
+
+
+def _mx_cases(dtype: str, fmt: str) -> list[Case]:
+    """The four modes of MX."""
+    b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
+    return [
         Case(
             name=f"MX {mode}",
             plan=launch.mx_plan(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
@@ -198,7 +219,6 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
         )
         for mode in ("floor", "ceil", "even", "rceil")
     ]
-    return flat + transposed + scaled + mx + _back_cases(dtype, fmt)
 
 
 def _back_cases(dtype: str, fmt: str) -> list[Case]:

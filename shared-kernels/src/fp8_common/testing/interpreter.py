@@ -24,7 +24,7 @@ NUMPY_DTYPES = {
     "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
 }
-FP8_FORMATS = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+NARROW = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
         raise Fp8UnsupportedError(f"No exact conversion from {source} to {target}; know {', '.join(NUMPY_DTYPES)}.")
     values = np.ascontiguousarray(x).view(NUMPY_DTYPES[source])
     with np.errstate(all="ignore"):
-        if target in FP8_FORMATS:
-            return encode(values.astype(np.float32), FP8_FORMATS[target]).reshape(np.shape(x))
+        if target in NARROW:
+            return encode(values.astype(np.float32), NARROW[target]).reshape(np.shape(x))
         converted = values.astype(NUMPY_DTYPES[target])
     return converted.view(f"u{converted.itemsize}").reshape(np.shape(x))
 

@@ -6,6 +6,7 @@ store single elements there: basic blocks that do so are counted as the tail.
 """
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import tempfile
@@ -72,15 +73,13 @@ def disassemble(cubin: bytes) -> Sass:
     registers, stack, _, local = map(int, usage.groups())
     blocks = [Counter(_INSTRUCTION.findall(block)) for block in _blocks(text)]
     tail = sum((block for block in blocks if _moves_single_elements(block)), Counter())
-    return Sass(
-        opcodes=sum(blocks, Counter()), registers=registers, spilled=stack + local, tail=tail, text=text
-    )
+    return Sass(opcodes=sum(blocks, Counter()), registers=registers, spilled=stack + local, tail=tail, text=text)
 
 
 def _blocks(text: str) -> list[str]:
     """Cut a disassembly after every branch and before every label."""
     cuts = [0, *(m.start() if m[0].startswith(".") else m.end() for m in _BLOCK_END.finditer(text)), len(text)]
-    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def _moves_single_elements(block: Counter[str]) -> bool:

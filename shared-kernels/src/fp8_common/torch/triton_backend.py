@@ -97,9 +97,7 @@ def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tu
     return y, scale.view(())
 
 
-def quantize_transposed(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data [M, N] and its contiguous transpose [N, M] for x [M, N] and one scale."""
     m, n = x.shape
     y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
@@ -109,9 +107,7 @@ def quantize_transposed(
     return y, yt
 
 
-def quantize_stochastic(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed: int, offset: int = 0
-) -> torch.Tensor:
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed: int, offset: int = 0) -> torch.Tensor:
     """Return `x * scale` rounded at random with the bits of `fp8_common.philox.random_bits(seed, x.shape, offset)`."""
     y = torch.empty(x.shape, dtype=torch_dtype(fmt), device=x.device)
     plan = launch.stochastic_plan(x.numel(), _name(x.dtype), fmt, seed, offset)
@@ -119,9 +115,7 @@ def quantize_stochastic(
     return y
 
 
-def quantize_rowwise(
-    x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales, one for each slice along `dim`; the last dimension has a kernel."""
     if dim % x.ndim != x.ndim - 1 or x.numel() == 0 or not x.is_contiguous():
         return _quantize.quantize_rowwise(x, fmt, dim, policy)
@@ -210,9 +204,7 @@ def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: Format, dtype: torc
     return y
 
 
-def _dequantize(
-    q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block
-) -> torch.Tensor:
+def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block) -> torch.Tensor:
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
     plan = launch.dequantize_plan(*_matrix(q), fmt, _name(dtype), block)
     run(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale), y_ptr=y)
