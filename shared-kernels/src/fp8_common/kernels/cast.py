@@ -11,10 +11,11 @@ def tensor_scale(scale_ptr, scale_out_ptr, FMAX: tl.constexpr, RULE: tl.constexp
     """The scale itself, or (with a RULE) made from an int32 amax key; the first program writes it down."""
     if RULE is None:
         return tl.load(scale_ptr)
-    scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
-    if tl.program_id(0) == 0:
-        tl.store(scale_out_ptr, scale)
-    return scale
+    else:
+        scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
+        if tl.program_id(0) == 0:
+            tl.store(scale_out_ptr, scale)
+        return scale
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -34,7 +34,8 @@ def narrow_key(x):
     """Bits of |x| as an integer of the width of x; ordered like |x|, infinity and then NaN on top."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & KEY_MASK
-    return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+    else:
+        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
 
 
 @triton.jit
@@ -42,8 +43,9 @@ def widen_key(key, DTYPE: tl.constexpr):
     """The float32 key of |x| from a key of DTYPE; reductions widen int16 to int32, so narrow it first."""
     if DTYPE.primitive_bitwidth == 32:
         return key
-    value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return value.to(tl.int32, bitcast=True) & KEY_MASK
+    else:
+        value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return value.to(tl.int32, bitcast=True) & KEY_MASK
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def as_bits(x):
 @triton.jit
 def to_fp8(v, F8: tl.constexpr):
     """Round a float32 tile to F8: nearest even, saturating, NaN stays."""
-    if tl.float8e4nv == F8:
+    if F8 == tl.float8e4nv:
         codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         codes = tl.inline_asm_elementwise(PACK_E5M2, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
@@ -71,7 +73,7 @@ def to_fp8(v, F8: tl.constexpr):
 @triton.jit
 def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
     """Round four float32 tiles to F8; also return int32 words that hold the codes of one position in all four."""
-    if tl.float8e4nv == F8:
+    if F8 == tl.float8e4nv:
         q0, q1, q2, q3, column = tl.inline_asm_elementwise(
             PACK_ROWS_E4M3,
             PACK_ROWS_CONSTRAINTS,
@@ -157,4 +159,5 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     if RULE[6] == "propagate":
         scale = tl.where(key == INF_KEY, 0.0, scale)
         return as_float(tl.where(key > INF_KEY, NAN_BITS, as_bits(scale)))
-    return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)
+    else:
+        return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)
