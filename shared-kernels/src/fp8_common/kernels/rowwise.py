@@ -13,7 +13,7 @@ from fp8_common.kernels.device import multiple_of_16, narrow_key, scale_of_key, 
 
 @triton.jit
 def load_values(x_ptr, fold_ptr, at, c, mask, N):
-    """x at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
+    """Load x at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if fold_ptr is not None:
         return x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)
