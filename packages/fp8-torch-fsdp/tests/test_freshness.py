@@ -183,6 +183,25 @@ def test_an_edit_on_one_rank_is_the_same_error_on_all(run_ranks, world_size):
     assert "some ranks only" in messages[0]
 
 
+def reshard_to_an_integer(rank, world_size):
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)))
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    try:
+        model(torch.randn(4, 16))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_resharding_to_part_of_the_mesh_is_refused_on_all_ranks(run_ranks):
+    messages = run_ranks(4, reshard_to_an_integer)
+    assert len(set(messages)) == 1
+    assert "HSDP" in messages[0]
+    assert "0.weight" in messages[0]
+
+
 def skip_one_step(rank, world_size):
     """A rank whose gradients overflowed may skip its step; the others go on, and nobody waits."""
     model = build(world_size)

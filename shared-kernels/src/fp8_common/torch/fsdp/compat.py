@@ -25,7 +25,7 @@ except ImportError as error:  # an upgrade moved something: say so on use, not a
 PRIVATE_NAMES = {
     "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_groups"),
     "FSDPParam": ("sharded_param", "padded_sharded_param_size", "_orig_size", "_param_fqn", "shard_mesh"),
-    "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard"),
+    "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
 }
 """Attributes of private classes that this file reads; a test looks for each."""
 
@@ -62,6 +62,12 @@ class ShardedParam:
     def padded_shape(self) -> torch.Size:
         """Shape of every rank's contribution to the all-gather."""
         return self.fsdp_param.padded_sharded_param_size
+
+    @property
+    def reshards_to_part_of_the_mesh(self) -> bool:
+        """Whether it was sharded with an integer as `reshard_after_forward`."""
+        target = self.group.post_forward_mesh_info
+        return target is not None and target is not self.group.mesh_info
 
     @property
     def first_row(self) -> int:

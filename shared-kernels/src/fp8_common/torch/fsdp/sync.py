@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_common.errors import Fp8StaleError
+from fp8_common.errors import Fp8Error, Fp8StaleError
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
@@ -36,6 +36,7 @@ class SyncPlan:
         params = compat.sharded_params(root)
         self.members = [Member(param=param) for param in params if isinstance(param.local, cls)]
         self.scales = delayed.delayed_scales(root)
+        _refuse_partial_resharding(self.members)
         self.reductions = 0
         self._accumulating = not compat.gradient_sync_enabled(root)
         self._explicit = False
@@ -153,6 +154,16 @@ class SyncPlan:
         """Tell states, new ones too (after an assigning load), where they belong."""
         for member in self.members:
             member.link(weakref.ref(self))
+
+
+def _refuse_partial_resharding(members: list[Member]) -> None:
+    names = [member.param.name for member in members if member.param.reshards_to_part_of_the_mesh]
+    if names:
+        raise Fp8Error(
+            f"reshard_after_forward with an integer does not work for weights that are gathered in FP8 "
+            f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, shard over a "
+            "two-dimensional mesh (HSDP) instead."
+        )
 
 
 def _by_process_group(members: list[Member]) -> list[list[Member]]:
