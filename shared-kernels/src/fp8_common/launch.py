@@ -208,7 +208,7 @@ def block_plan(
             f"got {rows}x128 of {m} rows with transpose={transpose}. Use the reference."
         )
     constexprs = _scale_constexprs(fmt, policy)
-    pointers = {"x_ptr": _input(dtype), "y_ptr": _fp8(fmt)}
+    pointers: dict[str, str | None] = {"x_ptr": _input(dtype), "y_ptr": _fp8(fmt)}
     outputs: tuple[str, ...] = ("y_ptr", "scale_ptr")
     if rows == 1:
         tile, aligned, bm = {"BM": 64}, n % 16 == 0, 64

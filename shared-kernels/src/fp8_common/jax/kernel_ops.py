@@ -72,7 +72,7 @@ def _abstract(op: KernelOp, avals: Sequence[Any], params: dict[str, Any]) -> lis
 
 def _lower_cuda(op: KernelOp, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     plan = op.plan(*ctx.avals_in, **params)
-    if triton_bridge.uses_kernels(plan):
+    if plan is not None and triton_bridge.uses_kernels(plan):
         return triton_bridge.lower_plan(ctx, plan, operands)
     return mlir.lower_fun(op.reference, multiple_results=True)(ctx, *operands, **params)
 

@@ -35,13 +35,13 @@ def lowering_for(capability: int) -> Iterator[None]:
         _capability.reset(token)
 
 
-def uses_kernels(plan: LaunchPlan | None) -> bool:
+def uses_kernels(plan: LaunchPlan) -> bool:
     """Return whether a CUDA lowering takes the kernel; the reference otherwise.
 
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
     """
-    if plan is None or plan.grid == 0 or backend() == "reference":
+    if plan.grid == 0 or backend() == "reference":
         return False
     obstacle = _obstacle()
     if obstacle is not None and backend() == "triton":

@@ -43,7 +43,7 @@ def _operands(text: str) -> list[str]:
 
 
 def _value(operand: str, registers: dict[str, Word]) -> Word:
-    return np.uint32(int(operand, 0)) if operand[0].isdigit() else registers[operand]
+    return np.asarray(int(operand, 0), np.uint32) if operand[0].isdigit() else registers[operand]
 
 
 def _instruction(name: str) -> Callable[..., Word]:

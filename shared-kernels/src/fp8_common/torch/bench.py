@@ -7,7 +7,8 @@ The ceiling is a plain copy of the same run. Results of ours are compared with t
 import importlib
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -93,7 +94,7 @@ def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], 
 
 
 def compare(
-    kernel: str, x: torch.Tensor, moved: int, runs: dict[str, Run], check: Run, timer: Timer, rounds: int = ROUNDS
+    kernel: str, x: torch.Tensor, moved: int, runs: Mapping[str, Run], check: Run, timer: Timer, rounds: int = ROUNDS
 ) -> list[Measurement]:
     """Time all implementations of one kernel; those that fail are left out with a message."""
     equal = bool(check())
@@ -201,9 +202,9 @@ def _checker(name: str, x: torch.Tensor, fmt: Format, run: Run) -> Run:
             "cast": lambda: f8.quantize(rows, _THREE, fmt),
             "cast + transpose": lambda: f8.quantize(rows, _THREE, fmt),
         }
-        got = run()
+        got: Any = run()
         if name == "amax":
-            return float(got) == float(x.abs().max())  # pyrefly: ignore[bad-argument-type]
+            return float(got) == float(x.abs().max())
         data = got[0] if isinstance(got, tuple) else got
         assert_same_bits(data[:256], definitions[name](), fmt=fmt, source=rows, name=name)
         return True
@@ -226,7 +227,7 @@ def _works(kernel: str, name: str, run: Run) -> bool:
     return True
 
 
-def _optional(module: str) -> object | None:
+def _optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a peer that is installed may still fail to load

@@ -5,6 +5,7 @@ tensors share one launch for all amax and one for all casts; others, and every w
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ def cast_together(members: Iterable[Member]) -> None:
         scales = torch.stack([member.state.agreed_scale.reshape(()) for member in group])
         codes = foreach.cast([member.shard for member in group], scales, fmt)
         for member, own in zip(group, codes, strict=True):
-            member.state.wire = member.state.strategy.wire_from_codes(own, member.state)
+            strategy: Any = member.state.strategy  # one with a tensorwise_format also takes codes
+            member.state.wire = strategy.wire_from_codes(own, member.state)
             member.state.casts += 1
 
 
