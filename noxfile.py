@@ -133,6 +133,36 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def interpreter(session: nox.Session) -> None:
+    """Run every kernel in Triton's interpreter against the NumPy definition."""
+    install(session, "fp8-common[torch,triton]", groups=["test"])
+    session.env["TRITON_INTERPRET"] = "1"
+    session.run("pytest", *(session.posargs or ["shared-kernels/tests/interpreter"]))
+
+
+@nox.session
+@nox.parametrize("triton", ["", "3.6.0"], ids=["pinned", "3.6"])
+def aot(session: nox.Session, triton: str) -> None:
+    """Compile every kernel for sm_89, sm_90 and sm_100 and judge the machine code; needs no GPU."""
+    if triton:
+        # the version before: gates alone, its own torch would not fit
+        install(session, "fp8-common", groups=["test"])
+        session.install(f"triton=={triton}", env={"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""})
+    else:
+        install(session, "fp8-common[torch,jax,triton]", groups=["test"])
+        session.install("--no-deps", f"jax-cuda12-plugin=={installed(session, 'jax')}")
+    session.run("pytest", *(session.posargs or ["shared-kernels/tests/aot"]))
+    if not triton:
+        session.run("fp8-bench", "--static", "--arch", "90")
+
+
+def installed(session: nox.Session, package: str) -> str:
+    """Return the version of a package in the session's environment."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return str(session.run("python", "-c", code, silent=True, log=False)).strip()
+
+
+@nox.session
 def full(session: nox.Session) -> None:
     """Run every test on the whole matrix of cases."""
     install(session, *PACKAGES, groups=["test", "peers"])
@@ -172,6 +202,7 @@ def gpu(session: nox.Session) -> None:
     sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
     session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
+    session.run(sys.executable, "benchmarks/gpu_proof.py", "--speed-only", external=True)
     run_benchmarks(session, sys.executable)
 
 

@@ -10,7 +10,7 @@ from torch.library import opcheck
 import fp8_common as f8
 from fp8_common import torch as f8t
 from fp8_common.testing import adversarial, assert_same_bits
-from fp8_common.torch import ops
+from fp8_common.torch import fused_ops, ops
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
@@ -36,22 +36,33 @@ OPERATORS = {
     "quantize_mx": (X, "e4m3", "rceil"),
     "dequantize_mx": (CODES, torch.full((4, 2), 127, dtype=torch.uint8), "e4m3", torch.float32),
     "update_history": (torch.zeros(3, 2), torch.ones(2), "max"),
+    "quantize_tensorwise": (X, "e4m3", POLICY),
+    "quantize_with_amax": (X, ONE, "e4m3"),
+    "quantize_transposed": (X, ONE, "e4m3"),
+    "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
+    "quantize_philox": (X, ONE, 5, 0, "e4m3"),
 }
+
+
+def operator_of(case):
+    """Return the operator's name: variants carry a suffix."""
+    return case.removesuffix("_over_rows").removesuffix("_with_prev")
 
 
 @pytest.mark.parametrize("case", OPERATORS)
 def test_opcheck(case):
-    name = case.split("_over")[0].split("_with")[0]
+    name = operator_of(case)
     opcheck(getattr(torch.ops.fp8_common, name).default, OPERATORS[case])
 
 
 def test_every_operator_is_checked():
+    assert fused_ops.NAMESPACE == "fp8_common"
     defined = {
         name.removeprefix("fp8_common::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fp8_common::")
     }
-    assert defined == {case.split("_over")[0].split("_with")[0] for case in OPERATORS}
+    assert defined == {operator_of(case) for case in OPERATORS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -16,15 +16,9 @@ from fp8_common.formats import get_data_format
 from fp8_common.policy import ScalePolicy
 from fp8_common.quantize import MX_BLOCK
 from fp8_common.torch import history as _history
+from fp8_common.torch import triton_backend
 from fp8_common.torch.amax import amax_all, amax_over
 from fp8_common.torch.dtypes import torch_dtype
-from fp8_common.torch.quantize import dequantize as _dequantize
-from fp8_common.torch.quantize import dequantize_blockwise as _dequantize_blockwise
-from fp8_common.torch.quantize import dequantize_mx as _dequantize_mx
-from fp8_common.torch.quantize import quantize as _quantize
-from fp8_common.torch.quantize import quantize_blockwise as _quantize_blockwise
-from fp8_common.torch.quantize import quantize_mx as _quantize_mx
-from fp8_common.torch.quantize import quantize_rowwise as _quantize_rowwise
 from fp8_common.torch.quantize import quantize_stochastic as _quantize_stochastic
 from fp8_common.torch.rounding import values
 from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_from_amax
@@ -58,7 +52,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 def amax(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
     """Max |x| as float32; all dimensions when `dims` is None."""
     if dims is None:
-        result = amax_all(x)
+        result = triton_backend.amax_all(x) if triton_backend.applies(x) else amax_all(x)
         return result.reshape((1,) * x.ndim) if keepdim else result
     return amax_over(x, dims, keepdim)
 
@@ -102,7 +96,7 @@ def _(amax: torch.Tensor, prev: torch.Tensor | None, fmt: str, policy: str) -> t
 @torch.library.custom_op(f"{NAMESPACE}::quantize", mutates_args=())
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of the shape of `x`."""
-    return _quantize(x, scale, get_data_format(fmt))
+    return triton_backend.module_for(x, fmt).quantize(x, scale, get_data_format(fmt))
 
 
 @quantize.register_fake
@@ -124,7 +118,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, random_bits: torch.Tensor, fmt: str)
 @torch.library.custom_op(f"{NAMESPACE}::dequantize", mutates_args=())
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _dequantize(q, scale, get_data_format(fmt), dtype)
+    return triton_backend.module_for(q, fmt).dequantize(q, scale, get_data_format(fmt), dtype)
 
 
 @dequantize.register_fake
@@ -136,7 +130,8 @@ def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype) -> tor
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """Quantize and go back, in the dtype of `x`."""
     form = get_data_format(fmt)
-    return _dequantize(_quantize(x, scale, form), scale, form, x.dtype)
+    module = triton_backend.module_for(x, fmt)
+    return module.dequantize(module.quantize(x, scale, form), scale, form, x.dtype)
 
 
 @fake_quantize.register_fake
@@ -150,7 +145,8 @@ fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
 @torch.library.custom_op(f"{NAMESPACE}::quantize_rowwise", mutates_args=())
 def quantize_rowwise(x: torch.Tensor, fmt: str, dim: int, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, scales with `dim` of length 1."""
-    return _quantize_rowwise(x, get_data_format(fmt), dim, policy_of_key(policy))
+    rule = policy_of_key(policy)
+    return triton_backend.module_for(x, fmt, rule).quantize_rowwise(x, get_data_format(fmt), dim, rule)
 
 
 @quantize_rowwise.register_fake
@@ -165,7 +161,8 @@ def quantize_blockwise(
     x: torch.Tensor, fmt: str, rows: int, columns: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, one scale per block."""
-    return _quantize_blockwise(x, get_data_format(fmt), (rows, columns), policy_of_key(policy))
+    rule, form = policy_of_key(policy), get_data_format(fmt)
+    return triton_backend.module_for(x, fmt, rule).quantize_blockwise(x, form, (rows, columns), rule)
 
 
 @quantize_blockwise.register_fake
@@ -179,7 +176,8 @@ def dequantize_blockwise(
     q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _dequantize_blockwise(q, scale, get_data_format(fmt), (rows, columns), dtype)
+    module, form = triton_backend.module_for(q, fmt), get_data_format(fmt)
+    return module.dequantize_blockwise(q, scale, form, (rows, columns), dtype)
 
 
 @dequantize_blockwise.register_fake
@@ -190,7 +188,7 @@ def _(q: torch.Tensor, scale: torch.Tensor, fmt: str, rows: int, columns: int, d
 @torch.library.custom_op(f"{NAMESPACE}::quantize_mx", mutates_args=())
 def quantize_mx(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Data of the shape of `x`, one E8M0 scale per 32 values."""
-    return _quantize_mx(x, get_data_format(fmt), mode)
+    return triton_backend.module_for(x, fmt).quantize_mx(x, get_data_format(fmt), mode)
 
 
 @quantize_mx.register_fake
@@ -202,7 +200,7 @@ def _(x: torch.Tensor, fmt: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]
 @torch.library.custom_op(f"{NAMESPACE}::dequantize_mx", mutates_args=())
 def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` values of the shape of `q`."""
-    return _dequantize_mx(q, codes, get_data_format(fmt), dtype)
+    return triton_backend.module_for(q, fmt).dequantize_mx(q, codes, get_data_format(fmt), dtype)
 
 
 @dequantize_mx.register_fake

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
 from fp8_common.torch.amax import amax_all, float_key, key_to_float
 from fp8_common.torch.delayed import DelayedScale
 from fp8_common.torch.fsdp import WeightState
@@ -16,6 +17,11 @@ from fp8_torch_fsdp.strategies.base import Strategy, wire_of
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorwiseStrategy(Strategy):
     """Dynamic: the scale follows from the amax over all ranks."""
+
+    @property
+    def tensorwise_format(self) -> Format | None:
+        """The format of weights that may share launches: one agreed scale for each."""
+        return self.cast.fp8_format
 
     def local_keys(self, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
         """Return the key [1] of the shard's amax; 0 for an empty shard."""
@@ -38,8 +44,13 @@ class TensorwiseStrategy(Strategy):
         self, shard: torch.Tensor, state: WeightState, world_size: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the codes, and the scale that all ranks agreed on."""
-        scale = state.agreed_scale
-        return wire_of(quantize(shard, scale, self.cast.fp8_format), state), scale
+        return self.wire_from_codes(quantize(shard, state.agreed_scale, self.cast.fp8_format), state)
+
+    def wire_from_codes(
+        self, codes: torch.Tensor, state: WeightState
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return what `to_wire` does for a shard that was cast with the agreed scale before."""
+        return wire_of(codes, state), state.agreed_scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +71,11 @@ class DelayedStrategy(TensorwiseStrategy):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticStrategy(TensorwiseStrategy):
     """Static: the scale is a constant of the recipe; nothing is reduced."""
+
+    @property
+    def tensorwise_format(self) -> Format | None:
+        """None: there is no agreed scale."""
+        return None
 
     def local_keys(self, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
         """Return no keys."""

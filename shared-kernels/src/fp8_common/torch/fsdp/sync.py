@@ -16,6 +16,7 @@ from torch import nn
 from fp8_common.errors import Fp8Error, Fp8StaleError
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import compat
+from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
 from fp8_common.torch.fsdp.member import Member, flags_of, names_of_partial_edits
 
 logger = logging.getLogger(__name__)
@@ -76,14 +77,14 @@ class SyncPlan:
         with torch.inference_mode(False):
             self._raise_for_partial_edits()
             self._link()
-            for member in self.members:
-                member.refresh_keys()
+            refresh_keys(self.members)
             for index, group in enumerate(_by_process_group(self.members)):
                 # the first group carries the delayed scales
                 self._synchronize_group(group, self.scales if index == 0 else [], roll)
             for member in self.members:
                 if not member.reduced and member.may_be_stale:
                     member.renew(None)
+            cast_together(self.members)
             if record:
                 self._observe_weights()
 

@@ -1,0 +1,89 @@
+"""Decides what a benchmark result is: a JSON document with its machine, its versions and ratios of one run."""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+SCHEMA = 1
+PACKAGES = ("fp8-common", "torch", "triton", "torchao", "transformer-engine", "jax", "flax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One implementation of one kernel on one input.
+
+    Attributes:
+        kernel: What was computed.
+        implementation: "ours" or the peer.
+        dtype: Input dtype.
+        shape: Input shape.
+        bytes: Bytes that must be moved at least.
+        seconds: Median time.
+        runs: How many runs the median is of.
+        equal: Whether the result equals the NumPy definition bit for bit; None if that is not what it computes.
+    """
+
+    kernel: str
+    implementation: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    seconds: float
+    runs: int
+    equal: bool | None
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bandwidth that the time amounts to."""
+        return self.bytes / self.seconds / 1e9
+
+
+def document(measurements: Iterable[Measurement], *, device: str, ceiling: float | None) -> dict[str, Any]:
+    """Return the result as JSON can carry it.
+
+    Args:
+        measurements: What was measured, in one run.
+        device: Name of the GPU or CPU.
+        ceiling: Bandwidth of a plain copy in the same run, GB/s; None if it was not measured.
+    """
+    items = list(measurements)
+    ours = {(m.kernel, m.dtype, m.shape): m.seconds for m in items if m.implementation == "ours"}
+    rows = []
+    for item in items:
+        own = ours.get((item.kernel, item.dtype, item.shape))
+        rows.append(
+            dataclasses.asdict(item)
+            | {
+                "gigabytes_per_second": item.gigabytes_per_second,
+                "of_ceiling": item.gigabytes_per_second / ceiling if ceiling else None,
+                "ours_is_faster_by": item.seconds / own if own else None,
+            }
+        )
+    return {
+        "schema": SCHEMA,
+        "device": device,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "copy_gigabytes_per_second": ceiling,
+        "rows": rows,
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return a result document as JSON text."""
+    return json.dumps(result, indent=1, allow_nan=False)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

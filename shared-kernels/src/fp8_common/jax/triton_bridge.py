@@ -1,0 +1,100 @@
+"""Decides how a launch plan becomes a call in a compiled JAX program for CUDA.
+
+Built on `jaxlib`'s own Triton support, not on jax-triton: the plan is compiled to PTX as torch does it, and embedded
+with its grid and scalars. Lowering needs no GPU when the compute capability is given, only jax's CUDA plugin.
+"""
+
+import contextvars
+import importlib.util
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from fp8_common import launch
+from fp8_common.env import backend
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.launch import LaunchPlan
+
+CALL_TARGET = "triton_kernel_call_ffi"
+_capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
+
+
+@contextmanager
+def lowering_for(capability: int) -> Iterator[None]:
+    """Lower for a GPU of this compute capability (90 for 9.0) instead of the one that is installed.
+
+    JAX keeps what it lowered before: call `jax.clear_caches()` to lower the same function for another one.
+    """
+    token = _capability.set(capability)
+    try:
+        yield
+    finally:
+        _capability.reset(token)
+
+
+def uses_kernels(plan: LaunchPlan) -> bool:
+    """Return whether a CUDA lowering takes the kernel; the reference otherwise.
+
+    Raises:
+        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
+    """
+    if plan.grid == 0 or backend() == "reference":
+        return False
+    obstacle = _obstacle()
+    if obstacle is not None and backend() == "triton":
+        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
+    return obstacle is None
+
+
+def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return the MLIR results of a Triton call.
+
+    Args:
+        ctx: The lowering rule's context; its avals are the plan's inputs and outputs, in order.
+        plan: The launch.
+        operands: MLIR values of the plan's inputs.
+    """
+    from jax._src.lib import gpu_triton
+
+    from fp8_common.kernels.compiler import compile_plan
+
+    capability = _current_capability()
+    compiled = compile_plan(plan, capability)
+    kernel = gpu_triton.TritonKernel(
+        compiled.name, compiled.num_warps, 1, compiled.shared, compiled.ptx, "", capability
+    )
+    sizes = dict(zip(plan.outputs, (_bytes(aval) for aval in ctx.avals_out), strict=True))
+    parameters = [
+        gpu_triton.create_array_parameter(sizes[name] if name in plan.zeroed else 0, 16)
+        for name, kind in plan.pointers.items()
+        if kind
+    ]
+    parameters += [gpu_triton.create_scalar_parameter(value, kind) for kind, value in plan.scalars.values()]
+    call = gpu_triton.TritonKernelCall(kernel, plan.grid, 1, 1, parameters)
+    rule = jax.ffi.ffi_lowering(CALL_TARGET, api_version=4)
+    return rule(ctx, *operands, opaque=zlib.compress(call.to_proto(compiled.name, b"")))
+
+
+def _obstacle() -> str | None:
+    """Say what keeps kernels out of a CUDA lowering; None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = _current_capability()
+    if divmod(capability, 10) < launch.MIN_CAPABILITY:
+        return f"compute capability {capability / 10} has no FP8 conversion (8.9 and newer do)"
+    return None
+
+
+def _current_capability() -> int:
+    given = _capability.get()
+    if given is not None:
+        return given
+    major, _, minor = jax.devices("cuda")[0].compute_capability.partition(".")
+    return int(major) * 10 + int(minor)
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize

@@ -1,0 +1,315 @@
+"""Decides what compiled kernels must look like, on any machine: the static cases, their figures and their gates.
+
+A gate that fails names what is wrong with the machine code; on a GPU it would show as lost bandwidth or wrong bits.
+The issue budget is what a GPU can execute while its memory moves the ideal bytes of an element; figures of public
+data sheets. Kernels get half of it, so that they stay bound by memory; on sm_100 all of it.
+"""
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+from fp8_common import launch
+from fp8_common.launch import LaunchPlan
+from fp8_common.policy import CANONICAL
+from fp8_common.testing.sass import Sass, disassemble
+
+if TYPE_CHECKING:
+    from fp8_common.kernels.compiler import Compiled
+
+ARCHITECTURES = (89, 90, 100)
+INSTRUCTIONS_PER_BYTE = {
+    89: 128 * 142 * 2.52e9 / 0.864e12,  # L40S
+    90: 128 * 132 * 1.755e9 / 3.35e12,  # H100 SXM
+    100: 128 * 148 * 1.965e9 / 8.0e12,  # B200
+}
+ISSUE_SHARE = {89: 0.5, 90: 0.5, 100: 1.0}
+REGISTERS, THREADS, SHARED = 65536, {89: 1536, 90: 2048, 100: 2048}, {89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
+SIZE = 8192
+INPUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A kernel to compile and what it should need.
+
+    Attributes:
+        name: Name in reports.
+        plan: What is compiled.
+        elements: Elements that one program handles in the instructions of its text.
+        read: Ideal bytes read per element.
+        written: Ideal bytes written per element.
+        narrow: Accesses of fewer than 8 bytes that a thread may make: scales and table entries.
+        tail: Whether the kernel has a separate path for the last tile.
+        memory_bound: Whether the issue budget applies.
+    """
+
+    name: str
+    plan: LaunchPlan
+    elements: int
+    read: float
+    written: float
+    narrow: int = 0
+    tail: bool = False
+    memory_bound: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a compiled case needs per element and per thread.
+
+    Attributes:
+        case: The case.
+        capability: Ten times the major plus the minor compute capability.
+        compiled: PTX and machine code.
+        sass: Machine code of the path for whole tiles.
+        instructions: Instructions per element.
+        wide_bytes: Bytes per element moved by accesses of 8 bytes and more.
+        narrow: Accesses of fewer than 8 bytes per thread.
+        occupancy: Resident warps as a share of what the processor can hold.
+    """
+
+    case: Case
+    capability: int
+    compiled: "Compiled"
+    sass: Sass
+    instructions: float
+    wide_bytes: float
+    narrow: int
+    occupancy: float
+
+
+def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
+    """Return every kernel in its usual variants for one input dtype and one format."""
+    families = (_flat_cases, _transposed_cases, _scaled_cases, _mx_cases, _back_cases)
+    return [case for family in families for case in family(dtype, fmt)]
+
+
+def _flat_cases(dtype: str, fmt: str) -> list[Case]:
+    """Kernels that see flat memory."""
+    b, n = INPUT_BYTES[dtype], SIZE * SIZE
+    x = {"dtype": dtype, "fmt": fmt}
+    return [
+        Case(name="amax", plan=launch.amax_plan(n, dtype), elements=16384, read=b, written=0, tail=True),
+        Case(name="cast", plan=launch.cast_plan(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
+        Case(
+            name="cast + amax",
+            plan=launch.cast_plan(n, **x, with_amax=True),
+            elements=4096,
+            read=b,
+            written=1,
+            narrow=1,
+            tail=True,
+        ),
+        Case(
+            name="cast, dynamic scale",
+            plan=launch.cast_plan(n, **x, policy=CANONICAL),
+            elements=4096,
+            read=b,
+            written=1,
+            narrow=2,
+            tail=True,
+        ),
+        Case(
+            name="stochastic cast",
+            plan=launch.stochastic_plan(n, **x),
+            elements=2048,
+            read=b,
+            written=1,
+            narrow=1,
+            tail=True,
+            memory_bound=False,
+        ),
+        Case(
+            name="foreach amax",
+            plan=launch.foreach_amax_plan(1000, dtype, aligned=True),
+            elements=16384,
+            read=b,
+            written=0,
+            narrow=2,
+            tail=True,
+        ),
+        Case(
+            name="foreach cast",
+            plan=launch.foreach_cast_plan(1000, dtype, fmt, aligned=True),
+            elements=16384,
+            read=b,
+            written=1,
+            narrow=3,
+            tail=True,
+        ),
+    ]
+
+
+def _transposed_cases(dtype: str, fmt: str) -> list[Case]:
+    """Casts that also write the transpose."""
+    b, x = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}
+    square, tile = (SIZE, SIZE), 128 * 64
+    return [
+        Case(name=name, plan=plan, elements=tile, read=b, written=2, narrow=narrow)
+        for name, plan, narrow in (
+            ("cast + transpose", launch.cast_transpose_plan(*square, **x), 1),
+            ("cast + transpose + amax", launch.cast_transpose_plan(*square, **x, with_amax=True), 1),
+            ("cast + transpose, dynamic", launch.cast_transpose_plan(*square, **x, policy=CANONICAL), 2),
+        )
+    ]
+
+
+def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
+    """A scale for every row or block."""
+    b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
+    return [
+        Case(name="row-wise", plan=launch.rowwise_plan(*square, **x), elements=SIZE, read=b, written=1, narrow=1),
+        Case(
+            name="row-wise, folded",
+            plan=launch.rowwise_plan(*square, **x, fold=True),
+            elements=SIZE,
+            read=b + 4,
+            written=1,
+            narrow=1,
+        ),
+        Case(
+            name="row-wise, 1024 columns",
+            plan=launch.rowwise_plan(SIZE, 1024, **x),
+            elements=4096,
+            read=b,
+            written=1,
+            narrow=1,
+        ),
+        Case(
+            name="row-wise, 32768 columns",
+            plan=launch.rowwise_plan(SIZE, 32768, **x),
+            elements=4096,
+            read=2 * b,
+            written=1,
+            narrow=1,
+            memory_bound=False,
+        ),
+        Case(name="1x128", plan=launch.block_plan(*square, **x, rows=1), elements=SIZE, read=b, written=1, narrow=1),
+        Case(
+            name="128x128",
+            plan=launch.block_plan(*square, **x, rows=128),
+            elements=16384,
+            read=b,
+            written=1,
+            narrow=1,
+        ),
+        Case(
+            name="128x128 + transpose",
+            plan=launch.block_plan(*square, **x, rows=128, transpose=True),
+            elements=16384,
+            read=b,
+            written=2,
+            narrow=1,
+        ),
+    ]
+
+
+def _mx_cases(dtype: str, fmt: str) -> list[Case]:
+    """The four modes of MX."""
+    b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
+    return [
+        Case(
+            name=f"MX {mode}",
+            plan=launch.mx_plan(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
+            elements=4096,
+            read=b,
+            written=1,
+            narrow=1,
+        )
+        for mode in ("floor", "ceil", "even", "rceil")
+    ]
+
+
+def _back_cases(dtype: str, fmt: str) -> list[Case]:
+    """The ways back from FP8, and the update of delayed scaling, whose size does not matter."""
+    b = INPUT_BYTES[dtype]
+    blocks = {"tensor": (SIZE, SIZE), "row": (1, SIZE), "1x128": (1, 128), "128x128": (128, 128)}
+    back = [
+        Case(
+            name=f"dequantize, {name}",
+            plan=launch.dequantize_plan(SIZE, SIZE, fmt, dtype, block),
+            elements=4096,
+            read=1,
+            written=b,
+            narrow=8,
+        )
+        for name, block in blocks.items()
+    ]
+    mx_plan = launch.dequantize_mx_plan(SIZE, SIZE, fmt, dtype)
+    back.append(Case(name="dequantize, MX", plan=mx_plan, elements=2048, read=1, written=b, narrow=8))
+    update = launch.delayed_update_plan(400, 16, CANONICAL)
+    return [
+        *back,
+        Case(
+            name="delayed update",
+            plan=update,
+            elements=512,
+            read=0,
+            written=0,
+            narrow=99,
+            memory_bound=False,
+        ),
+    ]
+
+
+def measure(case: Case, capability: int, **changes: Any) -> Figures:
+    """Compile a case and count; `changes` go to `compile_plan` (another kernel, compiler options)."""
+    from fp8_common.kernels.compiler import compile_plan
+
+    compiled = compile_plan(case.plan, capability, **changes)
+    sass = disassemble(compiled.cubin)
+    if case.tail:
+        sass = sass.without_tail()
+    threads = case.plan.num_warps * 32
+    accesses = sass.widths("LDG") + sass.widths("STG")
+    wide = sum(width * count for width, count in accesses.items() if width >= 8 and not _is_table(case, width))
+    return Figures(
+        case=case,
+        capability=capability,
+        compiled=compiled,
+        sass=sass,
+        instructions=sass.instructions * threads / case.elements,
+        wide_bytes=wide * threads / case.elements,
+        narrow=sum(count for width, count in accesses.items() if width < 8),
+        occupancy=_occupancy(sass.registers, compiled.shared, case.plan.num_warps, capability),
+    )
+
+
+def failures(figures: Figures) -> list[str]:
+    """Return what is wrong with a compiled case; nothing if it passes every gate."""
+    case, sass, ptx = figures.case, figures.sass, figures.compiled.ptx
+    ideal = case.read + case.written
+    budget = INSTRUCTIONS_PER_BYTE[figures.capability] * ISSUE_SHARE[figures.capability] * ideal
+    casts = any(kind and kind.startswith("fp8") for name, kind in case.plan.pointers.items() if name[0] == "y")
+    found = {
+        f"spills {sass.spilled} bytes per thread": sass.spilled > 0,
+        f"{figures.narrow} narrow accesses, {case.narrow} allowed": figures.narrow > case.narrow,
+        f"moves {figures.wide_bytes:.2f} bytes per element, ideal {ideal:.2f}": figures.wide_bytes > 1.1 * ideal
+        and ideal > 0,
+        f"{figures.instructions:.1f} instructions per element, budget {budget:.1f}": case.memory_bound
+        and figures.instructions > budget,
+        "uses float64": sass.count("D(ADD|MUL|FMA|SETP)|MUFU.*64") > 0 or ".f64" in ptx,
+        "divides approximately": re.search(r"\b(div|rcp)\.(full|approx)", ptx) is not None,
+        "flushes subnormals": ".ftz" in ptx,
+        "takes a floating point minimum or maximum, which drops NaN": re.search(
+            r"\b(min|max)\.(?!s|u|relaxed)[\w.]*(f32|f16|bf16)", ptx
+        )
+        is not None,
+        "does not convert with cvt.rn.satfinite from float32": casts
+        and re.search(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", ptx) is None,
+        "rounds to float16 on the way": re.search(r"cvt\.rn\.satfinite\.e\dm\dx2\.f16x2", ptx) is not None,
+    }
+    return [message for message, wrong in found.items() if wrong]
+
+
+def _is_table(case: Case, width: int) -> bool:
+    """Foreach kernels read addresses and lengths, 8 bytes each, once per thread."""
+    return width == 8 and case.plan.kernel.startswith("foreach")
+
+
+def _occupancy(registers: int, shared: int, warps: int, capability: int) -> float:
+    most = THREADS[capability] // 32
+    per_warp = -(-max(registers, 16) * 32 // 256) * 256
+    programs = min(most // warps, REGISTERS // (per_warp * warps), SHARED[capability] // (shared + 1024))
+    return programs * warps / most

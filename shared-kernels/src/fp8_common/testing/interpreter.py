@@ -1,0 +1,88 @@
+"""Decides how Triton's interpreter is made exact: conversions from the oracle, inline assembly on the PTX machine.
+
+As shipped (triton 3.6 and 3.7) the interpreter rounds to FP8 with ties away from zero, drops a carry and loses NaN,
+and it refuses inline assembly. `exact_interpreter` mends both while it is active. The interpreter itself is chosen by
+TRITON_INTERPRET=1 before triton is imported, for the whole process.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.rounding import encode
+from fp8_common.testing import ptx_machine
+
+NUMPY_DTYPES = {
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+}
+NARROW = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+
+
+@contextmanager
+def exact_interpreter() -> Iterator[None]:
+    """Make the running interpreter exact, until the end of the `with` block.
+
+    Raises:
+        Fp8UnsupportedError: Triton does not interpret in this process.
+    """
+    from fp8_common.kernels.interpreter import replaced
+
+    with replaced(convert_exactly, assemble), np.errstate(all="ignore"):
+        yield
+
+
+def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
+    """Convert the bits in `x` between Triton dtypes as a GPU does: nearest even, FP8 saturating.
+
+    Raises:
+        Fp8UnsupportedError: A dtype that the kernels do not use.
+    """
+    if source not in NUMPY_DTYPES or target not in NUMPY_DTYPES:
+        raise Fp8UnsupportedError(f"No exact conversion from {source} to {target}; know {', '.join(NUMPY_DTYPES)}.")
+    values = np.ascontiguousarray(x).view(NUMPY_DTYPES[source])
+    with np.errstate(all="ignore"):
+        if target in NARROW:
+            return encode(values.astype(np.float32), NARROW[target]).reshape(np.shape(x))
+        converted = values.astype(NUMPY_DTYPES[target])
+    return converted.view(f"u{converted.itemsize}").reshape(np.shape(x))
+
+
+def assemble(asm: str, values: list[NDArray[Any]], widths: list[int], pack: int) -> list[NDArray[Any]]:
+    """Run `asm` for every `pack` elements, with the register layout that Triton documents.
+
+    Args:
+        asm: PTX.
+        values: Input arrays of one shape.
+        widths: Bits of an element of each output: 8 or 32.
+        pack: Elements that one run of `asm` handles.
+
+    Returns:
+        The outputs, unsigned bytes or signed words, of the shape of the inputs.
+    """
+    shape, size = values[0].shape, values[0].size
+    inputs = [register for value in values for register in _registers(value, pack)]
+    counts = [max(1, pack * width // 32) for width in widths]
+    words = ptx_machine.run(asm, inputs, sum(counts))
+    outputs = []
+    for width, count in zip(widths, counts, strict=True):
+        taken, words = words[:count], words[count:]
+        data = np.ascontiguousarray(np.stack(taken, axis=-1)).view(np.uint8 if width == 8 else np.int32)
+        outputs.append(data.reshape(-1)[:size].reshape(shape))
+    return outputs
+
+
+def _registers(data: NDArray[Any], pack: int) -> list[NDArray[np.uint32]]:
+    """Deal elements out in groups of `pack`: 32-bit registers of the first, second, ... element of every group."""
+    flat = np.ascontiguousarray(data).reshape(-1)
+    padded = np.concatenate([flat, np.zeros(-flat.size % pack, flat.dtype)])
+    words = padded.view(np.uint32).reshape(padded.size // pack, -1)
+    return [np.ascontiguousarray(words[:, i]) for i in range(words.shape[1])]

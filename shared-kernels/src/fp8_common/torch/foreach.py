@@ -1,0 +1,105 @@
+"""Decides how the amax and the cast of many tensors are done at once: one launch for all of one dtype on a GPU.
+
+FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and kept
+while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from fp8_common import launch
+from fp8_common.formats import Format
+from fp8_common.torch import triton_backend
+from fp8_common.torch.amax import amax_all, float_key
+from fp8_common.torch.dtypes import torch_dtype
+from fp8_common.torch.quantize import quantize
+
+Row = tuple[int, int]
+TABLES_KEPT = 64
+
+
+def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the int32 key of max |x| of each of `tensors`, [len(tensors)]; 0 for an empty one.
+
+    Args:
+        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
+    """
+    if not triton_backend.applies(tensors[0]):
+        return torch.stack([float_key(amax_all(x)) for x in tensors])
+    keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    for dtype, places in _by_dtype(tensors).items():
+        dense = [tensors[i].contiguous() for i in places]
+        table = _table(tuple((x.data_ptr(), x.numel()) for x in dense), (), tensors[0].device)
+        plan = launch.foreach_amax_plan(table["programs"], _name(dtype), aligned=table["aligned"])
+        whole = len(places) == len(tensors)
+        found = keys if whole else keys.new_zeros(len(places))
+        triton_backend.run(plan, keys.device, amax_ptr=found, **table["tensors"])
+        if not whole:
+            keys[places] = found
+    return keys
+
+
+def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
+    """Return fp8(x * scale) for each tensor and its scale.
+
+    Args:
+        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
+        scales: float32 [len(tensors)].
+        fmt: The format of the results.
+
+    Returns:
+        Contiguous tensors of the shapes of `tensors`; on a GPU they share one buffer.
+    """
+    if not triton_backend.applies(tensors[0], fmt):
+        return [quantize(x, scale, fmt) for x, scale in zip(tensors, scales.unbind(), strict=True)]
+    outputs = _outputs(tensors, fmt)
+    for dtype, places in _by_dtype(tensors).items():
+        dense = [tensors[i].contiguous() for i in places]
+        rows = tuple((x.data_ptr(), x.numel()) for x in dense)
+        table = _table(rows, tuple(outputs[i].data_ptr() for i in places), scales.device)
+        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), fmt, aligned=table["aligned"])
+        chosen = scales if len(places) == len(tensors) else scales[places]
+        triton_backend.run(plan, scales.device, scale_ptr=chosen.contiguous(), **table["tensors"])
+    return outputs
+
+
+def _outputs(tensors: Sequence[torch.Tensor], fmt: Format) -> list[torch.Tensor]:
+    """Allocate all results in one buffer, each aligned to 16 bytes."""
+    sizes = [-(-x.numel() // 16) * 16 for x in tensors]
+    buffer = torch.empty(sum(sizes), dtype=torch_dtype(fmt), device=tensors[0].device)
+    parts = buffer.split(sizes)
+    return [part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        places.setdefault(x.dtype, []).append(i)
+    return places
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device) -> dict:
+    """Put addresses, lengths and the chunks of all programs on the device, in one transfer."""
+    tensor, chunk = launch.foreach_chunks([size for _, size in rows])
+    columns = {
+        "ptrs_ptr": [address for address, _ in rows],
+        "numel_ptr": [size for _, size in rows],
+        "out_ptrs_ptr": list(outputs),
+    }
+    wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64).to(device)
+    narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32).to(device)
+    tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
+    tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
+    addresses = [address for (address, size) in rows if size] + list(outputs)
+    return {
+        "tensors": tensors,
+        "programs": len(tensor),
+        "aligned": all(address % 16 == 0 for address in addresses),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

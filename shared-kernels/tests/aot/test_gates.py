@@ -1,0 +1,95 @@
+"""Compiled kernels pass every gate, on every architecture, and fail it when they are made worse on purpose."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8_common.kernels
+from fp8_common.testing import aot
+
+NAMES = [case.name for case in aot.cases()]
+SOURCES = Path(fp8_common.kernels.__file__).parent
+
+# kernel, case, source text, what stands in its place, what the gates must say, compute capability
+MUTATIONS = {
+    "scale-division": (
+        "rowwise", "row-wise", "tl.div_rn(fmax, amax)", "(fmax / amax)", "divides approximately", 90,
+    ),
+    "reciprocal": (
+        "dequantize", "dequantize, row", "tl.div_rn(1.0, scale)", "(1.0 / scale)", "divides approximately", 90,
+    ),
+    "float-maximum": (
+        "rowwise", "row-wise", "key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)",
+        "key = tl.max(tl.abs(x.to(tl.float32)), axis=1).to(tl.int32, bitcast=True)", "drops NaN", 90,
+    ),
+    "double-rounding": (
+        "cast", "cast", "to_fp8(x.to(tl.float32) * scale, F8)", "(x.to(tl.float32) * scale).to(F8)", "float16", 89,
+    ),
+    "float64": (
+        "rowwise", "row-wise", "tl.div_rn(fmax, amax)", "(fmax / amax.to(tl.float64)).to(tl.float32)", "float64", 90,
+    ),
+    "strided-store": (
+        "mx", "MX rceil", "tl.store(y_ptr + at,", "tl.store(y_ptr + 3 * at,", "narrow accesses", 90,
+    ),
+    "second-read": (
+        "rowwise", "row-wise", "    scale = scale_of_key(key, 1.0, FMAX, RULE)\n    tl.store(y_ptr",
+        "    scale = scale_of_key(key, 1.0, FMAX, RULE)\n    tl.debug_barrier()\n"
+        "    x = tl.load(x_ptr + at, mask=mask, other=0.0, volatile=True)\n    tl.store(y_ptr",
+        "bytes per element", 90,
+    ),
+}  # fmt: skip
+
+
+def case(name, dtype="bfloat16", fmt="e4m3"):
+    return next(c for c in aot.cases(dtype, fmt) if c.name == name)
+
+
+def mutant(folder, name, kernel, old, new):
+    """Return `kernel` from a copy of all kernels, importable as `name`, in which the text `old` is `new`."""
+    texts = {path.name: path.read_text() for path in SOURCES.glob("*.py")}
+    assert any(old in text for text in texts.values()), f"No kernel contains {old!r} any more."
+    for file, text in texts.items():
+        (folder / file).write_text(text.replace(old, new).replace("fp8_common.kernels", name))
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module.get_kernel(kernel)
+
+
+@pytest.mark.matrix(
+    name=NAMES, capability=aot.ARCHITECTURES, dtype=["bfloat16", "float16", "float32"], fmt=["e4m3", "e5m2"]
+)
+def test_every_kernel_passes_every_gate(name, capability, dtype, fmt):
+    assert aot.failures(aot.measure(case(name, dtype, fmt), capability)) == []
+
+
+@pytest.mark.parametrize("name", ["cast + transpose", "row-wise", "1x128", "128x128 + transpose", "MX rceil"])
+def test_scalar_loads_are_found(name):
+    good = case(name)
+    plan = dataclasses.replace(good.plan, constexprs={**good.plan.constexprs, "ALIGNED": False})
+    found = aot.failures(aot.measure(dataclasses.replace(good, plan=plan), 90))
+    assert any("narrow accesses" in message for message in found)
+
+
+def test_a_spill_is_found():
+    found = aot.failures(aot.measure(case("128x128 + transpose"), 90, maxnreg=32))
+    assert any("spills" in message for message in found)
+
+
+@pytest.mark.parametrize("change", MUTATIONS)
+def test_a_worse_kernel_is_found(tmp_path, change):
+    kernel, name, old, new, message, capability = MUTATIONS[change]
+    worse = mutant(tmp_path, f"mutant_{change.replace('-', '_')}", kernel, old, new)
+    found = aot.failures(aot.measure(case(name), capability, kernel=worse))
+    assert any(message in entry for entry in found), found
+
+
+def test_an_unchanged_copy_passes(tmp_path):
+    same = mutant(tmp_path, "mutant_of_nothing", "rowwise", "tl.div_rn", "tl.div_rn")
+    assert aot.failures(aot.measure(case("row-wise"), 90, kernel=same)) == []

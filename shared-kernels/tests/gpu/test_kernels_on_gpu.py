@@ -1,0 +1,136 @@
+"""On a GPU: every test of the interpreter again, every 16-bit value, CUDA graphs, and launches from JAX."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+CASES = Path(__file__).parents[1] / "interpreter" / "test_kernels.py"
+
+
+def load_cases():
+    """Return the kernels' tests with their tensors on the GPU."""
+    spec = importlib.util.spec_from_file_location("kernel_cases_on_gpu", CASES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.DEVICE = "cuda"
+    return module
+
+
+if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
+    import torch
+
+    import fp8_common as f8
+    from fp8_common.policy import te_delayed
+    from fp8_common.testing import adversarial, all_bfloat16, all_float16, assert_same_bits
+    from fp8_common.torch import foreach, triton_backend
+
+    cases = load_cases()
+    globals().update({name: test for name, test in vars(cases).items() if name.startswith("test_")})
+
+    @pytest.fixture(autouse=True)
+    def kernels_on_gpu(monkeypatch):
+        monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+
+    @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+    @pytest.mark.parametrize("scale", [1.0, 0.7, 448.0, 2.0**100, 2.0**-126])
+    def test_adversarial_inputs_at_many_scales(fmt, scale):
+        for values in (all_bfloat16(), all_float16(), adversarial(fmt), adversarial(fmt, np.float32, scale)):
+            got = triton_backend.quantize(cases.tensor(values), cases.number(scale), f8.get_format(fmt))
+            assert_same_bits(got, f8.quantize(values, np.float32(scale), fmt), fmt=fmt, source=values)
+
+    @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+    def test_random_float32_patterns(fmt):
+        bits = np.random.default_rng(0).integers(0, 2**32, size=1 << 24, dtype=np.uint32).view(np.float32)
+        got = triton_backend.quantize(cases.tensor(bits), cases.number(1), f8.get_format(fmt))
+        assert_same_bits(got, f8.quantize(bits, np.float32(1), fmt), fmt=fmt, source=bits)
+
+    def test_more_than_two_to_the_31_elements():
+        x = torch.ones((1 << 31) + 7, dtype=torch.bfloat16, device="cuda")
+        x[-1] = -500
+        assert triton_backend.amax_all(x).item() == 500
+        data = triton_backend.quantize(x, cases.number(2), f8.E4M3)
+        assert data[-2:].float().tolist() == [2.0, -448.0]
+
+    def graphed(work):
+        """Capture `work` in a CUDA graph after a warm-up and return the graph."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph
+
+    def test_cuda_graphs_replay_on_new_data():
+        x = cases.tensor(cases.calm((256, 512), "bfloat16"))
+        shards = [cases.tensor(cases.calm((n,), "bfloat16")) for n in (0, 5, 70000)]
+        history, scale = torch.zeros(4, 3, device="cuda"), torch.ones(3, device="cuda")
+        fmax, results = torch.full((3,), 448.0, device="cuda"), {}
+
+        def work():
+            results["data"], results["scale"] = triton_backend.quantize_tensorwise(x, f8.E4M3, f8.CANONICAL)
+            results["mx"], results["codes"] = triton_backend.quantize_mx(x, f8.E4M3, "rceil")
+            results["keys"] = foreach.amax_keys(shards)
+            triton_backend.delayed_update(history, results["keys"].view(torch.float32), scale, fmax, te_delayed())
+
+        graph = graphed(work)
+        for factor in (3.0, 0.1):
+            x.mul_(factor)
+            shards[2].mul_(factor)
+            graph.replay()
+            values = x.cpu().float().numpy()
+            want = f8.amax_to_scale(f8.amax(values), "e4m3")
+            assert_same_bits(results["scale"], want)
+            assert_same_bits(results["data"], f8.quantize(values, want, "e4m3"), fmt="e4m3")
+            assert_same_bits(results["mx"], f8.quantize_mx(values, "e4m3").data, fmt="e4m3")
+            assert_same_bits(results["keys"].view(torch.float32)[2], f8.amax(shards[2].cpu().float().numpy()))
+
+    def test_operators_under_torch_compile_have_the_same_bits():
+        from fp8_common import torch as f8t
+
+        x = cases.tensor(cases.calm((256, 512), "bfloat16"))
+        compiled = torch.compile(lambda x: f8t.quantize_mx(x * 2, "e4m3"), fullgraph=True)
+        assert_same_bits(compiled(x).data, f8t.quantize_mx(x * 2, "e4m3").data)
+
+    def test_two_hundred_shards_take_at_most_two_launches():
+        shards = [torch.randn(1000 + i, device="cuda") for i in range(200)]
+        foreach.amax_keys(shards)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            foreach.amax_keys(shards)
+            torch.cuda.synchronize()
+        kernels = [event.name for event in profile.events() if "amax" in event.name or "fill" in event.name.lower()]
+        assert 0 < len(kernels) <= 2
+
+
+if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
+
+    def test_jax_launches_the_kernels(monkeypatch):
+        import jax
+        import jax.numpy as jnp
+
+        import fp8_common as f8
+        from fp8_common.jax import kernels
+        from fp8_common.testing import assert_same_bits
+
+        if not any(device.platform == "gpu" for device in jax.devices()):
+            pytest.skip("this JAX sees no GPU")
+        monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+        x = np.random.default_rng(0).normal(size=(300, 544)).astype(np.float32)
+        for fmt in ("e4m3", "e5m2"):
+            want = f8.amax_to_scale(f8.amax(x), fmt)
+            data, scale = jax.jit(lambda a, f=fmt: kernels.quantize_tensorwise(a, f))(jnp.asarray(x))
+            assert_same_bits(np.asarray(scale), want)
+            assert_same_bits(np.asarray(data), f8.quantize(x, want, fmt), fmt=fmt)
+            for operation, definition in (
+                (kernels.quantize_rowwise, f8.quantize_rowwise),
+                (kernels.quantize_blockwise, f8.quantize_blockwise),
+                (kernels.quantize_mx, f8.quantize_mx),
+            ):
+                got = jax.jit(lambda a, f=fmt, o=operation: o(a, f))(jnp.asarray(x))
+                assert_same_bits(np.asarray(got.data), definition(x, fmt).data, fmt=fmt)
+            both = jax.jit(lambda a, f=fmt: kernels.quantize_transposed(a, np.float32(2), f))(jnp.asarray(x))
+            assert_same_bits(np.asarray(both[1]), f8.quantize(x, np.float32(2), fmt).T, fmt=fmt)

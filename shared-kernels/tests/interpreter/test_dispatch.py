@@ -1,0 +1,124 @@
+"""Operators take the kernels where they apply, and the shards of an FSDP group share launches."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+import fp8_common as f8
+from fp8_common import torch as f8t
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.testing import assert_same_bits
+from fp8_common.torch import fused_ops, ops, triton_backend
+from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
+from fp8_common.torch.fsdp.weight_state import WeightState
+
+POLICY = ops.policy_key(f8.CANONICAL)
+X = torch.linspace(-5, 7, 12 * 160).reshape(12, 160)
+TWO = torch.tensor(2.0)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that were launched."""
+    names, run = [], triton_backend.run
+    monkeypatch.setattr(
+        triton_backend, "run", lambda plan, *x, **tensors: (names.append(plan.kernel), run(plan, *x, **tensors))
+    )
+    return names
+
+
+CALLS = {
+    "amax": (lambda x: f8t.amax(x), ["amax"]),
+    "quantize": (lambda x: f8t.quantize(x, TWO, "e4m3"), ["cast"]),
+    "transposed memory": (lambda x: f8t.quantize(x.t(), TWO, "e4m3"), ["cast"]),
+    "strided memory": (lambda x: f8t.quantize(x[:, ::2], TWO, "e4m3"), ["cast"]),
+    "rowwise": (lambda x: f8t.quantize_rowwise(x, "e4m3"), ["rowwise"]),
+    "1x128": (lambda x: f8t.quantize_blockwise(x, "e5m2"), ["block_1x128"]),
+    "128x128": (lambda x: f8t.quantize_blockwise(x, "e5m2", (128, 128)), ["block_128x128"]),
+    "mx": (lambda x: f8t.quantize_mx(x, "e4m3"), ["mx"]),
+    "fake": (lambda x: f8t.fake_quantize(x, TWO, "e4m3"), ["cast", "dequantize"]),
+    "tensorwise": (lambda x: fused_ops.quantize_tensorwise(x, "e4m3", POLICY), ["amax", "cast"]),
+    "with amax": (lambda x: fused_ops.quantize_with_amax(x, TWO, "e4m3"), ["cast"]),
+    "transposed": (lambda x: fused_ops.quantize_transposed(x, TWO, "e4m3"), ["cast_transpose"]),
+    "folded": (lambda x: fused_ops.quantize_folded(x, torch.linspace(1, 3, 160), "e4m3", POLICY), ["rowwise"]),
+    "philox": (lambda x: fused_ops.quantize_philox(x, TWO, 9, 1, "e4m3"), ["stochastic"]),
+    "columns": (lambda x: f8t.quantize_rowwise(x, "e4m3", axis=0), []),
+    "a scale per row": (lambda x: f8t.quantize(x, torch.ones(12, 1), "e4m3"), []),
+    "fnuz": (lambda x: f8t.quantize(x, TWO, "e4m3fnuz"), []),
+    "batched blocks": (lambda x: f8t.quantize_blockwise(x.view(2, 6, 160), "e4m3", (128, 128)), []),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_are_launched_and_equal_the_references(name, launched, monkeypatch):
+    call, kernels = CALLS[name]
+    got = call(X)
+    assert launched == kernels
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
+    want = call(X)
+    assert launched == kernels
+    for g, w in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
+        assert_same_bits(g, w)
+        assert g.stride() == w.stride()
+
+
+def test_opcheck_with_kernels():
+    opcheck(torch.ops.fp8_common.quantize.default, (X, TWO, "e4m3"))
+    opcheck(torch.ops.fp8_common.quantize_tensorwise.default, (X, "e4m3", POLICY))
+
+
+def test_compiled_code_launches_the_same_kernels(launched):
+    compiled = torch.compile(lambda x: f8t.quantize_mx(x, "e4m3"), backend="aot_eager", fullgraph=True)
+    got, want = compiled(X), f8t.quantize_mx(X, "e4m3")
+    assert launched == ["mx", "mx"]
+    assert_same_bits(got.data, want.data)
+    assert_same_bits(got.scale, want.scale)
+
+
+def test_fake_tensors_launch_nothing(launched):
+    with FakeTensorMode() as mode:
+        f8t.quantize_mx(mode.from_tensor(X), "e4m3")
+    assert launched == []
+
+
+def test_a_gpu_without_fp8_is_refused_only_on_demand(monkeypatch):
+    monkeypatch.setattr(triton_backend, "_obstacle", lambda device: "compute capability 8.0 has no FP8 conversion")
+    with pytest.raises(Fp8UnsupportedError, match=r"FP8_COMMON_BACKEND=triton, but compute capability 8\.0"):
+        f8t.quantize(X, TWO, "e4m3")
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "auto")
+    assert f8t.quantize(X, TWO, "e4m3").dtype == torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensorwise:
+    tensorwise_format: f8.Format = f8.E4M3
+
+    def wire_from_codes(self, codes, state):
+        return (codes.view(torch.uint8).reshape(-1),), state.agreed_scale
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    shard: torch.Tensor
+    state: WeightState
+    may_be_stale: bool = True
+
+
+def test_a_group_of_shards_takes_two_launches(launched):
+    shards = [torch.randn(n) for n in (0, 3, 1000, 16400, 77)]
+    members = [Member(shard, WeightState(strategy=Tensorwise())) for shard in shards]
+    refresh_keys(members)
+    assert launched == ["foreach_amax"]
+    for member in members:
+        assert_same_bits(member.state.keys.view(torch.float32)[0], f8.amax(member.shard.numpy()))
+        member.state.scale = torch.tensor(2.0 + member.shard.numel())
+    cast_together(members)
+    cast_together(members)
+    assert launched == ["foreach_amax", "foreach_cast"]
+    for member in members:
+        want = f8.quantize(member.shard.numpy(), member.state.scale.numpy(), "e4m3")
+        assert_same_bits(member.state.wire[0][0], want)
+        assert member.state.casts == 1

@@ -1,0 +1,250 @@
+"""Every kernel equals the NumPy definition bit for bit: input dtypes, formats, shapes, planted special values."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import fp8_common as f8
+from fp8_common.philox import random_bits
+from fp8_common.policy import deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common.testing import adversarial, adversarial_amax, all_bfloat16, all_float16, assert_same_bits
+from fp8_common.torch import foreach, triton_backend
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+FORMATS = ["e4m3", "e5m2"]
+SHAPES = [(1, 1), (1, 7), (300, 517), (6, 256), (128, 160), (0, 8), (8, 0)]
+SEED = 4
+DEVICE = "cpu"
+"""Where the kernels run; the tests on a GPU replace it."""
+
+
+def tensor(x):
+    """Return a tensor with the bits of a NumPy array."""
+    carrier = {1: np.uint8, 2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    bits = torch.from_numpy(np.ascontiguousarray(x).view(carrier).copy())
+    return bits.view(getattr(torch, x.dtype.name)).to(DEVICE)
+
+
+def number(value):
+    """Return a float32 scalar tensor."""
+    return torch.tensor(float(value), device=DEVICE)
+
+
+def planted(shape, dtype, fmt):
+    """Random values over many binades with NaN, infinity, -0, subnormals and rounding ties among them."""
+    rng = np.random.default_rng(SEED)
+    with np.errstate(all="ignore"):
+        x = (rng.normal(size=shape) * np.exp2(rng.integers(-12, 12, size=shape))).astype(DTYPES[dtype])
+    special = adversarial(fmt, DTYPES[dtype])
+    flat = x.reshape(-1)
+    if flat.size >= 1000:
+        rows = np.arange(min(special.size, flat.size // 40)) * 37
+        flat[rows] = special[: rows.size]
+        flat[-40:] = special[-40:]
+    return flat.reshape(shape)
+
+
+def calm(shape, dtype):
+    """The same without infinity and NaN, so that amax gives a scale."""
+    rng = np.random.default_rng(SEED)
+    return (rng.normal(size=shape) * 3).astype(DTYPES[dtype])
+
+
+every_input = pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES)
+
+
+@every_input
+def test_amax(dtype, fmt, shape):
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        assert_same_bits(triton_backend.amax_all(tensor(x)), f8.amax(x), source=None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", [0, 4095, 4096, 9999])
+def test_amax_keeps_a_nan_wherever_it_is(dtype, where):
+    x = np.ones(10000, DTYPES[dtype])
+    x[5], x[where] = np.inf, np.nan
+    assert np.isnan(triton_backend.amax_all(tensor(x)).item())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_nan_on_either_of_two_ranks_reaches_the_common_amax(rank):
+    shards = [np.ones(300, np.float32), np.full(300, 2, np.float32)]
+    shards[rank][7] = np.nan
+    keys = [triton_backend.amax_key(tensor(shard)) for shard in shards]
+    assert torch.maximum(*keys).view(torch.float32).isnan().all()
+
+
+@every_input
+def test_cast(dtype, fmt, shape):
+    x, scale = planted(shape, dtype, fmt), np.float32(11.3)
+    got = triton_backend.quantize(tensor(x), number(scale), f8.get_format(fmt))
+    assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
+
+
+@every_input
+def test_cast_with_amax(dtype, fmt, shape):
+    x, scale = planted(shape, dtype, fmt), np.float32(0.37)
+    got, amax = triton_backend.quantize_with_amax(tensor(x), number(scale), f8.get_format(fmt))
+    assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
+    assert_same_bits(amax, f8.amax(x))
+
+
+@every_input
+def test_dynamic_tensorwise_in_two_launches(dtype, fmt, shape):
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        got, scale = triton_backend.quantize_tensorwise(tensor(x), f8.get_format(fmt), f8.CANONICAL)
+        want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
+        assert_same_bits(scale, want)
+        assert_same_bits(got, f8.quantize(x, want, fmt), fmt=fmt, source=x)
+
+
+@every_input
+def test_cast_and_transpose(dtype, fmt, shape):
+    x, scale = planted(shape, dtype, fmt), np.float32(5.0)
+    got, transposed = triton_backend.quantize_transposed(tensor(x), number(scale), f8.get_format(fmt))
+    want = f8.quantize(x, scale, fmt)
+    assert_same_bits(got, want, fmt=fmt, source=x)
+    assert_same_bits(transposed, want.T, fmt=fmt, source=x.T)
+
+
+@every_input
+def test_rowwise(dtype, fmt, shape):
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        got = triton_backend.quantize_rowwise(tensor(x), f8.get_format(fmt), -1, f8.CANONICAL)
+        want = f8.quantize_rowwise(x, fmt)
+        assert_same_bits(got[1], want.scale)
+        assert_same_bits(got[0], want.data, fmt=fmt, source=x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [16384, 20001])
+def test_long_rows(dtype, columns):
+    x = planted((3, columns), dtype, "e4m3")
+    x[1:] = calm((2, columns), dtype)
+    got = triton_backend.quantize_rowwise(tensor(x), f8.E4M3, -1, f8.CANONICAL)
+    want = f8.quantize_rowwise(x, "e4m3")
+    assert_same_bits(got[1], want.scale)
+    assert_same_bits(got[0], want.data, fmt="e4m3", source=x)
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=[(5, 7), (300, 517), (3, 17000)])
+def test_rows_folded_into_the_gradient(dtype, fmt, shape):
+    x, fold = calm(shape, dtype), np.exp2(np.random.default_rng(1).uniform(-9, 9, shape[1])).astype(np.float32)
+    got = triton_backend.quantize_folded(tensor(x), tensor(fold), f8.get_format(fmt), f8.CANONICAL)
+    want = f8.quantize_rowwise(x.astype(np.float32) * fold, fmt)
+    assert_same_bits(got[1], want.scale)
+    assert_same_bits(got[0], want.data, fmt=fmt, source=x)
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, rows=[1, 128])
+def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        form, block = f8.get_format(fmt), (rows, 128)
+        got = triton_backend.quantize_blockwise(tensor(x), form, block, f8.CANONICAL)
+        want = f8.quantize_blockwise(x, fmt, block)
+        assert_same_bits(got[1], want.scale)
+        assert_same_bits(got[0], want.data, fmt=fmt, source=x)
+        back = triton_backend.dequantize_blockwise(*got, form, block, getattr(torch, dtype))
+        assert_same_bits(back, f8.dequantize_blockwise(*want, fmt, block, DTYPES[dtype]))
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=[(4, 7), (300, 517), (132, 160)])
+def test_blocks_with_transpose(dtype, fmt, shape):
+    x = calm(shape, dtype)
+    data, transposed, scale = triton_backend.quantize_block_transposed(tensor(x), f8.get_format(fmt), f8.POWER_OF_2)
+    want = f8.quantize_blockwise(x, fmt, (128, 128), f8.POWER_OF_2)
+    assert_same_bits(scale, want.scale)
+    assert_same_bits(data, want.data, fmt=fmt, source=x)
+    assert_same_bits(transposed, want.data.T, fmt=fmt, source=x.T)
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=["floor", "ceil", "even", "rceil"])
+def test_mx_and_the_way_back(dtype, fmt, shape, mode):
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        data, codes = triton_backend.quantize_mx(tensor(x), f8.get_format(fmt), mode)
+        want = f8.quantize_mx(x, fmt, mode)
+        assert_same_bits(codes, want.scale, fmt="e8m0")
+        assert_same_bits(data, want.data, fmt=fmt, source=x)
+        back = triton_backend.dequantize_mx(data, codes, f8.get_format(fmt), getattr(torch, dtype))
+        assert_same_bits(back, f8.dequantize_mx(*want, fmt, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("mode", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_mx_codes_of_every_kind_of_amax(fmt, mode):
+    x = np.repeat(adversarial_amax(), 32).reshape(-1, 32)
+    data, codes = triton_backend.quantize_mx(tensor(x), f8.get_format(fmt), mode)
+    want = f8.quantize_mx(x, fmt, mode)
+    assert_same_bits(codes, want.scale, fmt="e8m0")
+    assert_same_bits(data, want.data, fmt=fmt, source=x)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("x", [all_bfloat16(), all_float16()], ids=["bfloat16", "float16"])
+def test_every_16_bit_value_there_and_every_code_back(fmt, x):
+    got = triton_backend.quantize(tensor(x), number(1.0), f8.get_format(fmt))
+    assert_same_bits(got, f8.quantize(x, np.float32(1), fmt), fmt=fmt, source=x)
+    codes = np.arange(256, dtype=np.uint8)
+    back = triton_backend.dequantize(tensor(codes), number(3.0), f8.get_format(fmt), torch.float32)
+    assert_same_bits(back, f8.dequantize(codes, np.float32(3), fmt))
+
+
+@pytest.mark.parametrize("policy", [
+    f8.CANONICAL, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
+    torchao(), torchao(True), flax(), flax(margin=3), msamp(), msamp(margin=1), deepgemm(), deepgemm(True),
+], ids=lambda policy: f"{policy.name}-{policy.margin}-{policy.power_of_2}")  # fmt: skip
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_policy_on_every_kind_of_amax(fmt, policy):
+    x = adversarial_amax()[:, None]
+    got = triton_backend.quantize_rowwise(tensor(x), f8.get_format(fmt), -1, policy)
+    want = f8.quantize_rowwise(x, fmt, policy=policy)
+    assert_same_bits(got[1], want.scale, source=x)
+    assert_same_bits(got[0], want.data, fmt=fmt, source=x)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 3, 16])
+def test_delayed_update_of_all_tensors_at_once(algo, length):
+    rng = np.random.default_rng(SEED)
+    policy, kinds = te_delayed(algo=algo), [f8.E4M3, f8.E5M2]
+    history = (rng.random((length, 37)) * 10).astype(np.float32)
+    observed = (rng.random(37) * 10).astype(np.float32)
+    history[:, 3], observed[3:8] = 0, [0, np.inf, np.nan, 1e-40, 1e30]
+    scale = (rng.random(37) + 0.5).astype(np.float32)
+    fmax = np.array([kinds[i % 2].max for i in range(37)], np.float32)
+    new_history, new_scale = tensor(history), tensor(scale)
+    inverse = triton_backend.delayed_update(new_history, tensor(observed), new_scale, tensor(fmax), policy)
+    want_history, amax = f8.update_history(history, observed, algo)
+    want = np.array([f8.amax_to_scale(a, kinds[i % 2], policy, scale[i]) for i, a in enumerate(amax)])
+    assert_same_bits(new_history, want_history)
+    assert_same_bits(new_scale, want)
+    assert_same_bits(inverse, f8.reciprocal(want))
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, seed=[0, 0x123456789ABCDEF])
+def test_stochastic_rounding_draws_the_documented_bits(dtype, fmt, shape, seed):
+    x, scale = planted(shape, dtype, fmt), np.float32(7.0)
+    got = triton_backend.quantize_stochastic(tensor(x), number(scale), f8.get_format(fmt), seed, 2**33)
+    want = f8.quantize_stochastic(x, scale, fmt, random_bits(seed, shape, 2**33))
+    assert_same_bits(got, want, fmt=fmt, source=x, seed=seed)
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS)
+def test_foreach_takes_odd_and_empty_tensors(dtype, fmt):
+    sizes = [0, 1, 7, 16384, 16385, 0, 300 * 517]
+    shards = [planted((size,), dtype, fmt) for size in sizes]
+    tensors = [tensor(x) for x in shards]
+    keys = foreach.amax_keys(tensors)
+    assert_same_bits(keys.view(torch.float32), np.array([f8.amax(x) for x in shards], np.float32))
+    scales = np.linspace(0.5, 40, len(sizes)).astype(np.float32)
+    for got, x, scale in zip(foreach.cast(tensors, tensor(scales), f8.get_format(fmt)), shards, scales, strict=True):
+        assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
+
+
+def test_foreach_takes_unaligned_tensors():
+    whole = tensor(calm((5000,), "bfloat16"))
+    parts = [whole[1:100], whole[100:4001], whole[4001:]]
+    keys = foreach.amax_keys(parts)
+    assert [key.view(torch.float32).item() for key in keys] == [part.abs().max().item() for part in parts]

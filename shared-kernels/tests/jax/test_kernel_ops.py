@@ -1,0 +1,89 @@
+"""Operations with kernels, where there is no GPU: the reference's bits, under jit, vmap, grad and sharding."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp8_common as f8
+from fp8_common.jax import kernels
+from fp8_common.testing import assert_same_bits
+
+X = np.random.default_rng(7).normal(size=(8, 256)).astype(np.float32)
+SCALE = np.float32(3)
+
+OPERATIONS = {
+    "amax": (kernels.amax, f8.amax),
+    "quantize": (lambda x: kernels.quantize(x, SCALE, "e4m3"), lambda x: f8.quantize(x, SCALE, "e4m3")),
+    "tensorwise": (
+        lambda x: kernels.quantize_tensorwise(x, "e5m2"),
+        lambda x: (f8.quantize(x, f8.amax_to_scale(f8.amax(x), "e5m2"), "e5m2"), f8.amax_to_scale(f8.amax(x), "e5m2")),
+    ),
+    "transposed": (
+        lambda x: kernels.quantize_transposed(x, SCALE, "e4m3"),
+        lambda x: (f8.quantize(x, SCALE, "e4m3"), f8.quantize(x, SCALE, "e4m3").T),
+    ),
+    "rowwise": (lambda x: kernels.quantize_rowwise(x, "e4m3"), lambda x: f8.quantize_rowwise(x, "e4m3")),
+    "1x128": (lambda x: kernels.quantize_blockwise(x, "e4m3"), lambda x: f8.quantize_blockwise(x, "e4m3")),
+    "128x128": (
+        lambda x: kernels.quantize_blockwise(x, "e4m3", (128, 128)),
+        lambda x: f8.quantize_blockwise(x, "e4m3", (128, 128)),
+    ),
+    "mx": (lambda x: kernels.quantize_mx(x, "e4m3"), lambda x: f8.quantize_mx(x, "e4m3")),
+}  # fmt: skip
+
+
+def assert_equal(got, want):
+    wanted = want if isinstance(want, tuple) else (want,)
+    for g, w in zip(jax.tree.leaves(got), wanted, strict=True):
+        codes = np.asarray(w).dtype == np.uint8
+        assert_same_bits(np.asarray(g).view(np.uint8) if codes else np.asarray(g), np.asarray(w))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_operations_equal_numpy(name, dtype):
+    operation, definition = OPERATIONS[name]
+    x = X.astype(dtype)
+    assert_equal(operation(jnp.asarray(x)), definition(x))
+    assert_equal(jax.jit(operation)(jnp.asarray(x)), definition(x))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_equals_a_loop(name, axis):
+    operation, definition = OPERATIONS[name]
+    stacked = jnp.stack([jnp.asarray(X), 2 * jnp.asarray(X), -jnp.asarray(X[::-1])], axis=axis)
+    results = [definition(np.asarray(x)) for x in jnp.moveaxis(stacked, axis, 0)]
+    wanted = tuple(map(np.stack, zip(*results, strict=True))) if isinstance(results[0], tuple) else np.stack(results)
+    assert_equal(jax.jit(jax.vmap(operation, in_axes=axis))(stacked), wanted)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_are_zero(name):
+    operation, _ = OPERATIONS[name]
+
+    def total(x):
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(operation(x)))
+
+    assert not np.asarray(jax.grad(total)(jnp.asarray(X))).any()
+
+
+def test_a_batched_row_operation_stays_one_operation():
+    jaxpr = str(jax.make_jaxpr(jax.vmap(OPERATIONS["mx"][0]))(jnp.zeros((2, 8, 64))))
+    assert jaxpr.count("fp8_mx") == 1
+    assert "reduce_max" not in jaxpr
+
+
+def test_sharded_operations_equal_whole_ones():
+    # Four devices must exist before JAX starts, so it starts in a process of its own.
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "sharded_kernel_ops.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["checked", str(3 * len(OPERATIONS))]
