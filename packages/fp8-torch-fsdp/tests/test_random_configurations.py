@@ -19,7 +19,8 @@ from fp8_common import CANONICAL, POWER_OF_2
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
-EXAMPLES = {"subset": 4, "full": 200}
+EXAMPLES = {"subset": 8, "full": 200}
+SUBSET_SEED = 3  # whose few examples hold every granularity on several ranks
 
 
 @st.composite
@@ -81,6 +82,9 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     layers = [nn.Linear(a, b, bias=run["bias"]) for a, b in itertools.pairwise(run["widths"])]
+    with torch.no_grad():
+        for layer in layers:  # rows of different sizes, or all row scales would be the same power of two
+            layer.weight.mul_(torch.exp2(torch.randint(-2, 3, (layer.out_features, 1))))
     model = f8.convert_to_float8_training(nn.Sequential(*layers).to(run["dtype"]), config=config)
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in model:
@@ -124,7 +128,7 @@ def compare(rank: int, world_size: int, config: f8.Float8LinearConfig, run: dict
 @pytest.mark.timeout(3600)
 def test_random_configurations_equal_a_high_precision_gather(run_ranks, full, pytestconfig):
     given = pytestconfig.getoption("--hypothesis-seed")
-    number = int(given) if given is not None else secrets.randbelow(2**32) if full else 0
+    number = int(given) if given is not None else secrets.randbelow(2**32) if full else SUBSET_SEED
     print(f"pytest --full --hypothesis-seed={number} repeats these configurations")
 
     # a smaller failing configuration is not worth the minutes that processes take to find it

@@ -43,6 +43,7 @@ class Float8Monitor:
     * `<layer>/<operand>/nonfinite`: share of infinities and NaN.
     * `<weight>/wire/scale`, `<weight>/wire/amax`, `<weight>/wire/age`: what the all-gather uses (the largest amax over
       ranks), and the number of optimizer steps since its synchronization.
+    * `<weight>/wire/nonfinite`: share of infinities and NaN in this rank's shard.
 
     Operands are "input" and "grad_output". Statistics cover everything since the last `collect()`.
     """
@@ -98,6 +99,8 @@ class Float8Monitor:
                 collected[f"{name}/wire/scale"] = state.scale.min().item()
             if state.agreed is not None and state.agreed.numel():
                 collected[f"{name}/wire/amax"] = state.agreed.max().view(torch.float32).item()
+            nonfinite = (~torch.isfinite(weight.plain)).sum() / max(weight.numel(), 1)
+            collected[f"{name}/wire/nonfinite"] = nonfinite.item()
             collected[f"{name}/wire/age"] = float(StepCounter.count - state.synced_at)
         return collected
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import SyncPlan, track_optimizer_steps
@@ -51,15 +52,18 @@ class Float8Controller:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model = weakref.ref(model)
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        # An optimizer's own hooks run before the global one that marks its weights as changed: too early.
+        track_optimizer_steps()
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+        weakref.finalize(optimizer, self._handle.remove).atexit = False
 
     def remove(self) -> None:
         """Go back to synchronizing at the next forward."""
         self._handle.remove()
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if (model := self._model()) is not None:
+        if (model := self._model()) is not None and optimizer is self._optimizer():
             sync_float8_amax_and_scale_history(model)
 
 

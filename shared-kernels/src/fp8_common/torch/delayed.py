@@ -5,7 +5,7 @@ synchronization combines the ranks, rolls each history once and makes the next s
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -68,12 +68,25 @@ class DelayedScale(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Forget everything; meta-device initialisation calls this after `to_empty`."""
+        """Forget everything."""
         self.scale.fill_(1)
         self.history.zero_()
         self.ready.fill_(self.initial != "dynamic")
         self.key.fill_(UNOBSERVED)
         self.late.zero_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "DelayedScale":
+        """Move, but stay float32 under `model.to(dtype)`, and forget what `to_empty` finds off the meta device."""
+        was_meta = self.key.is_meta
+
+        def move(buffer: torch.Tensor) -> torch.Tensor:
+            moved = fn(buffer)
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+
+        super()._apply(move, recurse)
+        if was_meta and not self.key.is_meta:
+            self.reset_parameters()
+        return self
 
     def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
@@ -99,7 +112,7 @@ class DelayedScale(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
         """Accept checkpoints of models that were not trained with delayed scaling: start anew."""
-        if not any(key.startswith(prefix) for key in state_dict):
+        if not any(key.startswith(prefix) for key in state_dict) and not self.key.is_meta:
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)

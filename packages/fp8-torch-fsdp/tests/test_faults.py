@@ -1,0 +1,222 @@
+"""What goes wrong on one rank ends the same way on all: a dead rank in an error, a NaN in the same numbers."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8_torch_fsdp as f8
+from fp8_common.torch.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.distributed
+
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+
+
+def build(world_size, recipe, all_gather=True, reshard=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, 24))
+    gather = f8.AllGatherConfig(enabled=all_gather)
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather)
+    f8.convert_to_float8_training(model, config=config)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh)
+
+
+def batch(rank, step):
+    return torch.randn(16, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def whole_weights(model):
+    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def fingerprint(tensors):
+    """Return a digest of the bits of some tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        # copied: NumPy pins a storage that FSDP2 wants to free
+        digest.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- a rank that dies
+
+STEPS, SAVED_EVERY, DEATH = 8, 3, 5
+
+
+def train(rank, world_size, folder, recipe, death):
+    """Go on from the newest checkpoint, save every few steps; `death` stops the last rank inside a backward."""
+    model = build(world_size, recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    done = max((int(path.name) for path in Path(folder).glob("?")), default=0)
+    if done:
+        f8.load_checkpoint(state, f"{folder}/{done}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    del state
+    losses = []
+    for step in range(done, STEPS):
+        began = time.monotonic()
+        y = model(batch(rank, step))
+        if death and step == DEATH and rank == world_size - 1:
+            y.register_hook(lambda grad: os.kill(os.getpid(), death))
+        try:
+            (loss := (y - 1).square().mean()).backward()
+        except RuntimeError as error:
+            survived = {"step": step, "seconds": time.monotonic() - began, "error": str(error)}
+            Path(folder, f"survivor{rank}").write_text(json.dumps(survived))
+            raise
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if (step + 1) % SAVED_EVERY == 0:
+            f8.sync_float8_amax_and_scale_history(model)
+            f8.save_checkpoint(
+                dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), f"{folder}/{step + 1}"
+            )
+    return losses, fingerprint(whole_weights(model).values())
+
+
+def check_death(pool, tmp_path, recipe, death):
+    steady, broken = tmp_path / f"steady-{recipe}", tmp_path / f"broken-{recipe}-{death}"
+    broken.mkdir()
+    with pytest.raises(RankError) as caught:
+        pool.run(train, str(broken), recipe, death)
+    for rank in range(pool.world_size - 1):
+        survivor = json.loads((broken / f"survivor{rank}").read_text())
+        assert survivor["step"] == DEATH
+        assert survivor["seconds"] < pool.collective_timeout + 10
+    if death == signal.SIGKILL:
+        assert re.search(rf"rank {pool.world_size - 1}: died with exit code -{death}", str(caught.value))
+    assert [path.name for path in broken.glob("?")] == ["3"]
+    expected = pool.run(train, str(steady), recipe, 0)
+    resumed = pool.run(train, str(broken), recipe, 0)
+    for (losses, weights), (later_losses, later_weights) in zip(expected, resumed, strict=True):
+        assert later_losses == losses[3:]
+        assert later_weights == weights
+
+
+@pytest.mark.timeout(900)
+def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, full):
+    """SIGSTOP is the slow death: the connection stays open, only the time-out of the collective ends the wait."""
+    cases = [("tensorwise_delayed", signal.SIGKILL)]
+    if full:
+        cases += [(recipe, death) for recipe in RECIPES for death in (signal.SIGKILL, signal.SIGSTOP)][:-1]
+    for recipe, death in dict.fromkeys(cases):
+        pool = RankPool(2, collective_timeout=20.0)
+        try:
+            check_death(pool, tmp_path, recipe, death)
+        finally:
+            pool.close()
+
+
+# ---------------------------------------------------------------- NaN and infinity on one rank
+
+POISONED = 1  # the step
+
+
+def poison_weight(model, rank, world_size, value):
+    """Every rank writes to its part of the first weight, the last one something bad; return how to undo that."""
+    local = model[0].weight.to_local()
+    good = local.clone()
+    bad = good.clone()
+    if rank == world_size - 1:
+        bad[-1, 3] = value
+    with torch.no_grad():
+        local.copy_(bad)
+    return lambda: local.copy_(good)
+
+
+def poisoned_run(rank, world_size, recipe, all_gather, place, value):
+    """Train; one step meets a bad value and, like with a gradient scaler, is skipped on all ranks."""
+    model = build(world_size, recipe, all_gather, reshard=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results, prints, bad_entries, skipped = [], [], {}, []
+    monitor = f8.Float8Monitor(model)
+    for step in range(4):
+        here = step == POISONED and rank == world_size - 1
+        undo = poison_weight(model, rank, world_size, value) if step == POISONED and place == "weight" else None
+        x = batch(rank, step)
+        if place == "activation" and here:
+            x[2, 3] = value
+        y = model(x)
+        prints.append(fingerprint(_gathered(model)))
+        upstream = (y.detach() - 1) / y.numel()
+        if place == "gradient" and here:
+            upstream[2, 3] = value
+        y.backward(upstream)
+        gradients = torch.stack([p.grad.to_local().isfinite().all() for p in model.parameters()])
+        finite = gradients.all().int()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        model.reshard()
+        bad_entries[step] = {k for k, v in monitor.collect().items() if k.endswith("/nonfinite") and v > 0}
+        if finite:
+            optimizer.step()
+        else:
+            skipped.append(step)
+        optimizer.zero_grad()
+        if undo is not None:
+            with torch.no_grad():
+                undo()
+        results.append(y.detach())
+    f8.sync_float8_amax_and_scale_history(model)
+    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in model.state_dict().items()}
+    return {**state, **dict(enumerate(results))}, prints, bad_entries, skipped
+
+
+def _gathered(model):
+    """Return what this rank computes with: codes and scales, or whole weights."""
+    for layer in model[::2]:
+        weight = layer.weight
+        yield from (weight.codes, weight.scale) if isinstance(weight, f8.GatheredFloat8Weight) else (weight,)
+
+
+def poison(rank, world_size, recipe, place, value):
+    runs = [poisoned_run(rank, world_size, recipe, gather, place, value) for gather in (True, False)]
+    (low, prints, entries, skipped), (high, _, _, skipped_high) = runs
+    different = [name for name in high if not torch.allclose(low[name], high[name], rtol=0, atol=0, equal_nan=True)]
+    finite = all(bool(value.isfinite().all()) for name, value in low.items() if isinstance(name, str))
+    buffers = fingerprint(value for name, value in low.items() if isinstance(name, str))
+    observed = [int((value > 0).sum()) for name, value in low.items() if str(name).endswith("input.history")]
+    return different, finite, [*prints, buffers], entries, (skipped, skipped_high), observed
+
+
+@pytest.mark.matrix(
+    recipe=RECIPES,
+    place=["weight", "activation", "gradient"],
+    value=[float("nan"), float("inf"), float("-inf")],
+    world_size=[2, 3],
+)
+def test_a_bad_value_on_one_rank_gives_the_same_numbers_on_all(run_ranks, recipe, place, value, world_size):
+    results = run_ranks(world_size, poison, recipe, place, value)
+    # an infinite weight or activation is clamped by its cast; an infinite gradient reaches the bias
+    meets_nan = [POISONED] if math.isnan(value) or place == "gradient" else []
+    for different, finite, _, _, skipped, observed in results:
+        assert not different, "the high-precision gather meets the same"
+        assert finite, "a skipped step leaves neither weights nor scales behind"
+        assert skipped == (meets_nan, meets_nan)
+        assert set(observed) <= {4 - len(meets_nan)}, "a bad value hides no good one from a history"
+    assert len({tuple(prints) for _, _, prints, *_ in results}) == 1, "codes, scales and buffers"
+    entries = results[-1][3]
+    expected = {
+        "weight": "0.weight/wire/nonfinite",
+        "activation": "0/input/nonfinite",
+        "gradient": "4/grad_output/nonfinite",
+    }
+    assert expected[place] in entries[POISONED]
+    assert not any(entries[step] for step in entries if step != POISONED)
