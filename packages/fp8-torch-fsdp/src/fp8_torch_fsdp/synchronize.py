@@ -56,7 +56,8 @@ class Float8Controller:
         # An optimizer's own hooks run before the global one that marks its weights as changed: too early.
         track_optimizer_steps()
         self._handle = register_optimizer_step_post_hook(self._after_step)
-        weakref.finalize(optimizer, self._handle.remove).atexit = False
+        # `atexit` is a property, for which the stub leaves no slot
+        weakref.finalize(optimizer, self._handle.remove).atexit = False  # pyrefly: ignore[missing-attribute]
 
     def remove(self) -> None:
         """Go back to synchronizing at the next forward."""
