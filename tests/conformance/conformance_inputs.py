@@ -20,6 +20,8 @@ MORE_SQUARE_SHAPES = ((2, 130, 129), (128, 256), (3, 0))
 """The same for blocks of 128x128."""
 VALUES = 2**13
 """How many values an elementwise operation is tried with; one number, so that compiled code is used again."""
+MANY_VALUES = 2**17
+"""The same for the whole matrix."""
 SCALES = np.float32([1, 0.37, -3, SCALE_MIN, SCALE_MAX, 2.0**-100, 2.0**101, 2.0**127, 3.4e38, 1e-40, 2.0**-149, 0])
 """Scales of every size: the caps, those of peers beyond them, subnormals, zero (torchao's for infinity)."""
 NONFINITE_SCALES = np.float32([np.inf, np.nan])
@@ -32,6 +34,11 @@ def combinations(full: bool) -> Iterator[tuple[Format, np.dtype, str]]:
         names |= {"e4m3": ("float32", "bfloat16"), "e5m2": ("float32", "float16")}
         names |= {"e4m3fnuz": ("bfloat16",), "e5m2fnuz": ("float32",)}
     return ((get_format(fmt), numpy_dtype(dtype), dtype) for fmt, chosen in names.items() for dtype in chosen)
+
+
+def count(full: bool) -> int:
+    """Return how many values an elementwise operation is tried with."""
+    return MANY_VALUES if full else VALUES
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -47,13 +54,13 @@ def generator(*key: object) -> np.random.Generator:
 def values(fmt: Format, dtype: DTypeLike, full: bool) -> NDArray[np.generic]:
     """Return a vector of inputs for a cast to `fmt`: midpoints, neighbours, specials, random bit patterns.
 
-    With `full` it holds every value of a 16-bit dtype, and 2^20 values of float32.
+    With `full` it holds every value of a 16-bit dtype.
     """
     dtype = np.dtype(dtype)
     if full and dtype != np.float32:
         return all_float16() if dtype == np.float16 else all_bfloat16()
     chosen = adversarial(fmt, dtype)
-    return np.concatenate([chosen, any_bits(dtype, (2**20 if full else VALUES) - chosen.size)])
+    return np.concatenate([chosen, any_bits(dtype, count(full) - chosen.size)])
 
 
 def any_bits(dtype: DTypeLike, size: int) -> NDArray[np.generic]:

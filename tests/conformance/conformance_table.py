@@ -13,10 +13,10 @@ from conformance_inputs import (
     DTYPES,
     NONFINITE_SCALES,
     SCALES,
-    VALUES,
     any_bits,
     array,
     combinations,
+    count,
     generator,
     numpy_dtype,
     policies,
@@ -120,7 +120,7 @@ def amax_to_scale_inv(full: bool) -> Iterator[Call]:
 
 
 def _scales(name: str, full: bool) -> Iterator[Call]:
-    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, 2**20 if full else VALUES))])
+    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, count(full)))])
     prev = any_bits(np.float32, amax.size)
     for fmt in DATA_FORMATS:
         for policy in policies(full, fmt):
@@ -139,9 +139,9 @@ def _scales(name: str, full: bool) -> Iterator[Call]:
 
 @row("reciprocal")
 def reciprocal(full: bool) -> Iterator[Call]:
-    huge = generator("huge").integers(252 << 23, 255 << 23, 2**20 if full else VALUES, np.int32).view(np.float32)
+    huge = generator("huge").integers(252 << 23, 255 << 23, count(full), np.int32).view(np.float32)
     for name, scale in {
-        "any bits": any_bits(np.float32, 2**20 if full else VALUES),
+        "any bits": any_bits(np.float32, count(full)),
         "above 2^125": huge,
         "amax": adversarial_amax(),
         "scalar": np.float32(3),
@@ -304,7 +304,7 @@ def dequantize_mx(full: bool) -> Iterator[Call]:
 
 @row("E8M0 scales")
 def e8m0(full: bool) -> Iterator[Call]:
-    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, 2**20 if full else VALUES))])
+    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, count(full)))])
     for fmt in DATA_FORMATS:
         for mode in MX_MODES:
             yield Call(
