@@ -94,6 +94,7 @@ class RankPool:
                 try:
                     replies[rank] = waiting[rank].recv()
                 except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(5)  # the pipe closes a moment before the exit code is known
                     replies[rank] = (False, f"died with exit code {self._processes[rank].exitcode}")
                 del waiting[rank]
                 if not replies[rank][0]:
