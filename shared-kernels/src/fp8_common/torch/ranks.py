@@ -94,6 +94,7 @@ class RankPool:
                 try:
                     replies[rank] = waiting[rank].recv()
                 except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(timeout=10.0)  # the pipe closes a moment before the exit code is there
                     replies[rank] = (False, f"died with exit code {self._processes[rank].exitcode}")
                 del waiting[rank]
                 if not replies[rank][0]:
