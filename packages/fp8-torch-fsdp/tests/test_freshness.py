@@ -160,6 +160,37 @@ def test_weights_kept_by_the_root_are_gathered_again(run_ranks):
     assert all(run_ranks(2, root_edit_without_reshard))
 
 
+def count_while_gathered(rank, world_size):
+    torch.manual_seed(0)
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 6, bias=False)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    with torch.no_grad():
+        model(torch.randn(4, 16))
+    counts = [f8.cast_count(model)]
+    for value in model.state_dict().values():
+        value.to_local().mul_(GROWTH)
+    del value  # as long as it lives, it could change the weight again
+    f8.precompute_float8_dynamic_scale_for_fsdp(model)
+    with torch.no_grad():
+        x = torch.randn(4, 16)
+        after = model(x)
+        reductions = f8.amax_reduction_count(model)
+        fresh = torch.equal(after, plain_layer(model)(x))
+    return [*counts, f8.cast_count(model), reductions], fresh
+
+
+def plain_layer(model):
+    twin = nn.Sequential(nn.Linear(16, 6, bias=False))
+    twin.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    return f8.convert_to_float8_training(twin)
+
+
+def test_counters_and_precompute_see_weights_that_are_gathered(run_ranks):
+    for counts, fresh in run_ranks(2, count_while_gathered):
+        assert counts == [1, 2, 2]
+        assert fresh
+
+
 def edit_one_rank(rank, world_size):
     model = build(world_size)
     x = torch.randn(4, 16)

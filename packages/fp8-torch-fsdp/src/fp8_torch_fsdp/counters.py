@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fp8_common.torch.fsdp import SyncPlan
+from fp8_common.torch.fsdp import SyncPlan, named_shards
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 
 
@@ -26,7 +26,8 @@ def plans_of(model: nn.Module) -> list[SyncPlan]:
 
 def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedFloat8Weight]]:
     """Yield name and shard of every weight of `model` that is gathered in FP8, gathered at the moment or not."""
+    held = dict(named_shards(model))
     for name, parameter in model.named_parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
+        local = held.get(name, getattr(parameter, "_local_tensor", parameter))
         if isinstance(local, ShardedFloat8Weight):
             yield name, local

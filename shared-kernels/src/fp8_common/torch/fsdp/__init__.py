@@ -4,6 +4,7 @@ What every plugin with FP8 weights under `fully_shard` shares. A plugin brings a
 plain shard) and `_state` (a `WeightState`), and a `WireStrategy` for each kind of scaling.
 """
 
+from fp8_common.torch.fsdp.compat import named_shards
 from fp8_common.torch.fsdp.sync import SyncPlan
 from fp8_common.torch.fsdp.weight_state import (
     StepCounter,
@@ -23,6 +24,7 @@ __all__ = [
     "gather_inputs",
     "is_view",
     "mark_mutations",
+    "named_shards",
     "pad_rows",
     "refill",
     "track_optimizer_steps",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fp8_common.errors import Fp8UnsupportedError
 
@@ -24,7 +25,14 @@ except ImportError as error:  # an upgrade moved something: say so on use, not a
 
 PRIVATE_NAMES = {
     "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_group"),
-    "FSDPParam": ("sharded_param", "padded_sharded_param_size", "_orig_size", "_param_fqn", "shard_mesh"),
+    "FSDPParam": (
+        "sharded_param",
+        "padded_sharded_param_size",
+        "_orig_size",
+        "_param_fqn",
+        "shard_mesh",
+        "_module_info",
+    ),
     "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
 }
 """Attributes of private classes that this file reads; a test looks for each."""
@@ -112,6 +120,16 @@ def find_root(local: object) -> nn.Module:
 def sharded_params(root: nn.Module) -> list[ShardedParam]:
     """Return every parameter under an FSDP root, in the order in which all ranks see them."""
     return [param for state in _root_state(root)._state_ctx.all_states for param in _params_of_state(state)]
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and shard of every parameter that FSDP2 manages under `model`, gathered at the moment or not."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        for param in _params_of_state(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []:
+            owner = param.fsdp_param._module_info
+            if id(owner.module) in names:
+                yield f"{names[id(owner.module)]}.{owner.param_name}".lstrip("."), param.local
 
 
 def gradient_sync_enabled(root: nn.Module) -> bool:
