@@ -103,7 +103,21 @@ def edit_state_dict_alias(model, tmp):
         value.to_local().data.mul_(GROWTH)
 
 
+def empty_and_load(model, tmp):
+    state = grown_state(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+
+
+def with_sgd(model, tmp):
+    optimizer = torch.optim.SGD(model.parameters(), lr=3.0, momentum=0.9)
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+
+
 CHANGES = {
+    "sgd_momentum": with_sgd,
+    "to_empty_and_load": empty_and_load,
     "adamw_foreach": with_optimizer(foreach=True),
     "adamw_loop": with_optimizer(foreach=False),
     "adamw_fused": with_optimizer(fused=True),

@@ -125,10 +125,10 @@ def test_ten_adamw_steps_equal_a_high_precision_gather(run_ranks, world_size, wi
         assert reductions == 10 * per_step, "one amax all-reduce per optimizer step, none for scales that stay at home"
 
 
-def replicated_twin(rank, world_size, widths):
+def replicated_twin(rank, world_size, widths, recipe):
     """Every rank holds the whole model and averages its gradients."""
-    sharded = shard(build(widths, torch.float32, all_gather=True), world_size)
-    twin = build(widths, torch.float32, all_gather=False)
+    sharded = shard(build(widths, torch.float32, all_gather=True, recipe=recipe), world_size)
+    twin = build(widths, torch.float32, all_gather=False, recipe=recipe)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     losses = []
@@ -140,15 +140,17 @@ def replicated_twin(rank, world_size, widths):
             parameter.grad.div_(world_size)
         optimizer.step()
         optimizer.zero_grad()
+        f8.sync_float8_amax_and_scale_history(twin, group=dist.group.WORLD)
         losses.append(loss.item())
     same_losses = train(sharded, rank, torch.float32) == losses
     weights = whole_weights(sharded)
     return same_losses, [n for n, p in twin.named_parameters() if not torch.equal(weights[n], p)]
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_equals_a_replicated_model(run_ranks, world_size):
-    for same_losses, different in run_ranks(world_size, replicated_twin, WIDTHS["uneven"]):
+def test_equals_a_replicated_model(run_ranks, world_size, recipe):
+    for same_losses, different in run_ranks(world_size, replicated_twin, WIDTHS["uneven"], recipe):
         assert same_losses
         assert not different
 

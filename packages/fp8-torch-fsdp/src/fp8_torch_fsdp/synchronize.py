@@ -30,8 +30,13 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
         plan.synchronize_now(roll=False)
 
 
-def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
+def sync_float8_amax_and_scale_history(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Synchronize everything now and roll the histories of delayed scaling. All ranks must call it.
+
+    Args:
+        model: The converted model.
+        group: The ranks that combine what they observed, for models that are replicated rather than sharded (DDP);
+            sharded models know theirs.
 
     Optional under FSDP2; call it before saving a checkpoint of a model with delayed scaling, so that what was
     observed in the last step is part of it, and once per step where the model is not called through the module that
@@ -40,7 +45,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module) -> None:
     plans = plans_of(model)
     for plan in plans:
         plan.synchronize_now(roll=True)
-    _reduce(model, _without_plan(model, plans), roll=True)
+    _reduce(model, _without_plan(model, plans), roll=True, group=group)
 
 
 class Float8Controller:
@@ -84,10 +89,12 @@ def _without_plan(model: nn.Module, plans: list[SyncPlan]) -> list[delayed.Delay
     return [scale for scale in delayed.delayed_scales(model) if id(scale) not in planned]
 
 
-def _reduce(model: nn.Module, scales: list[delayed.DelayedScale], *, roll: bool) -> None:
+def _reduce(
+    model: nn.Module, scales: list[delayed.DelayedScale], *, roll: bool, group: dist.ProcessGroup | None = None
+) -> None:
     """Combine `scales` over the ranks that share the model's parameters, and roll if any of them made a step."""
     if scales:
-        delayed.reduce_and_roll(scales, _process_group(model), force=roll)
+        delayed.reduce_and_roll(scales, group or _process_group(model), force=roll)
 
 
 def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
