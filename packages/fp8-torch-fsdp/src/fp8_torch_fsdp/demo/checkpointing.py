@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from fp8_common.errors import Fp8Error
+from fp8_common.torch.delayed import delayed_scales
+from fp8_torch_fsdp.synchronize import sync_float8_amax_and_scale_history
 
 RUN, RECORD, STEP = "run.json", "record.json", "step-"
 
@@ -113,6 +115,9 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
         dist.barrier()
+        if delayed_scales(model):
+            # what this step observed belongs to the checkpoint, and the ranks have to combine it first
+            sync_float8_amax_and_scale_history(model)
         dcp.save(_state(model, optimizer), checkpoint_id=beside)
         if dist.get_rank() == 0:
             record.save(beside / RECORD)
