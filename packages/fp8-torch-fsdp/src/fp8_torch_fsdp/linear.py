@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
@@ -72,10 +73,15 @@ class Float8Linear(nn.Linear):
             [..., out_features] in the dtype of `input` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: The last dimension is not `in_features`.
+            Fp8Error: The last dimension is not `in_features`, or the weight is tensor-parallel.
         """
         if input.shape[-1] != self.in_features:
             raise Fp8Error(f"Float8Linear expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
+        if isinstance(self.weight, DTensor):
+            raise Fp8Error(
+                "Float8Linear cannot compute with a distributed weight (a tensor-parallel layer, or a sharded one that "
+                "was not called through FSDP2). Leave tensor-parallel layers out with module_filter_fn."
+            )
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         output = _Float8Products.apply(input, self.weight, self, self.training and torch.is_grad_enabled())

@@ -32,6 +32,7 @@ PRIVATE_NAMES = {
         "_param_fqn",
         "shard_mesh",
         "_module_info",
+        "is_dtensor",
     ),
     "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
 }
@@ -76,6 +77,11 @@ class ShardedParam:
         """Whether it was sharded with an integer as `reshard_after_forward`."""
         target = self.group.post_forward_mesh_info
         return target is not None and target is not self.group.mesh_info
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether it was already distributed when FSDP2 sharded it."""
+        return self.fsdp_param.is_dtensor
 
     @property
     def first_row(self) -> int:

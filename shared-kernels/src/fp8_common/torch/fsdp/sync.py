@@ -37,6 +37,7 @@ class SyncPlan:
         self.members = [Member(param=param) for param in params if isinstance(param.local, cls)]
         self.scales = delayed.delayed_scales(root)
         _refuse_partial_resharding(self.members)
+        _refuse_tensor_parallelism(self.members)
         self.reductions = 0
         self._accumulating = not compat.gradient_sync_enabled(root)
         self._explicit = False
@@ -163,6 +164,15 @@ def _refuse_partial_resharding(members: list[Member]) -> None:
             f"reshard_after_forward with an integer does not work for weights gathered in FP8 "
             f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, "
             "shard over a two-dimensional mesh (HSDP) instead."
+        )
+
+
+def _refuse_tensor_parallelism(members: list[Member]) -> None:
+    names = [member.param.name for member in members if member.param.is_tensor_parallel]
+    if names:
+        raise Fp8Error(
+            f"Weights that are both tensor-parallel and gathered in FP8 are not supported: {', '.join(names)}. Their "
+            "scale would have to be agreed on over both meshes. Leave these layers out of the conversion."
         )
 
 
