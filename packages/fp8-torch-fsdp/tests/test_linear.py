@@ -64,6 +64,8 @@ def test_products_are_those_of_the_definition():
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_emulated_products_agree_with_the_scaled_product(rowwise):
     """torch._scaled_mm on CPU multiplies the same operands."""
+    if rowwise and torch.__version__ < "2.13":
+        pytest.skip("torch._scaled_mm takes row scales on CPU from torch 2.13 on")
     cast = f8.CastConfig(granularity="rowwise" if rowwise else "tensorwise")
     a, b = cast_operand(torch.randn(48, 64), cast), cast_operand(torch.randn(32, 64), cast)
     emulated = multiply(a, b, out_dtype=torch.float32, emulate=True)
