@@ -151,6 +151,8 @@ def change_and_compare(rank, world_size, name, tmp):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_weight_is_gathered_as_it_is_now(run_ranks, tmp_path, name, world_size):
+    if name == "compiled_step" and world_size == 3 and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 cannot trace an optimizer over a subclass whose shard is shorter than its padding")
     for unchanged, fresh, kept in run_ranks(world_size, change_and_compare, name, str(tmp_path)):
         assert not unchanged, "the change must be visible at all for this test to mean something"
         assert fresh
