@@ -28,6 +28,7 @@ nox.options.sessions = ["lint", "types", "test", "isolated", "docs", "build"]
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
 FRAMEWORKS = {"torch", "jax", "flax", "triton"}
 
 
@@ -137,23 +138,30 @@ def interpreter(session: nox.Session) -> None:
     """Run every kernel in Triton's interpreter against the NumPy definition."""
     install(session, "fp8-common[torch,triton]", groups=["test"])
     session.env["TRITON_INTERPRET"] = "1"
-    session.run("pytest", *(session.posargs or ["shared-kernels/tests/interpreter"]))
+    session.run("pytest", "shared-kernels/tests/interpreter", *session.posargs)
 
 
 @nox.session
-@nox.parametrize("triton", ["", "3.6.0"], ids=["pinned", "3.6"])
-def aot(session: nox.Session, triton: str) -> None:
+def aot(session: nox.Session) -> None:
     """Compile every kernel for sm_89, sm_90 and sm_100 and judge the machine code; needs no GPU."""
-    if triton:
-        # the version before: gates alone, its own torch would not fit
-        install(session, "fp8-common", groups=["test"])
-        session.install(f"triton=={triton}", env={"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""})
-    else:
-        install(session, "fp8-common[torch,jax,triton]", groups=["test"])
-        session.install("--no-deps", f"jax-cuda12-plugin=={installed(session, 'jax')}")
-    session.run("pytest", *(session.posargs or ["shared-kernels/tests/aot"]))
-    if not triton:
-        session.run("fp8-bench", "--static", "--arch", "90")
+    install(session, "fp8-common[torch,jax,triton]", groups=["test"])
+    session.install("--no-deps", f"jax-cuda12-plugin=={installed(session, 'jax')}")
+    session.run("pytest", "shared-kernels/tests/aot", *session.posargs)
+    session.run("fp8-bench", "--static", "--arch", "90")
+
+
+@nox.session
+def aot_previous(session: nox.Session) -> None:
+    """Judge the machine code that the oldest supported Triton makes; alone, for its torch would be another."""
+    install(session, "fp8-common", groups=["test"], extras=False)
+    session.install(f"triton=={pinned('triton', 'constraints-oldest.txt')}", env=UNCONSTRAINED)
+    session.run("pytest", "shared-kernels/tests/aot", *session.posargs)
+
+
+def pinned(package: str, constraints: str) -> str:
+    """Return the version of `package` that a constraints file names."""
+    lines = (line.partition("==") for line in (ROOT / constraints).read_text().splitlines())
+    return next(version.split()[0] for name, _, version in lines if name == package)
 
 
 def installed(session: nox.Session, package: str) -> str:
@@ -164,9 +172,11 @@ def installed(session: nox.Session, package: str) -> str:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Run every test on the whole matrix of cases."""
+    """Run every test on the whole matrix of cases; the kernels' sessions, on both Tritons, follow by themselves."""
     install(session, *PACKAGES, groups=["test", "peers"])
     run_tests(session, "--full", "--timeout=1800")
+    for kernels in () if session.posargs else ("interpreter", "aot", "aot_previous"):
+        session.notify(kernels, posargs=["--full", "--timeout=1800"])
 
 
 @nox.session

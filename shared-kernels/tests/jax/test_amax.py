@@ -55,3 +55,21 @@ def test_axes_and_kept_dimensions():
 def test_integers_are_refused():
     with pytest.raises(Fp8Error, match="got int32"):
         f8.amax(np.int32([1]))
+
+
+@pytest.mark.parametrize("shape", [(1 << 16,), (512, 128), (3, 8, 4096), (257, 300)])
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_large_arrays_are_compared_exactly_wherever_the_largest_is(shape, keepdims):
+    largest = jax.jit(lambda x: f8.amax(x, keepdims=keepdims))
+    for place in (0, 1, 5 * shape[-1] + 3, int(np.prod(shape)) - 1):
+        for value, rest in ((np.nan, np.inf), (-np.inf, 3.0), (-1e-45, 0.0), (3e-39, -2e-39), (-7.0, 6.9)):
+            x = np.full(shape, rest, np.float32)
+            x.reshape(-1)[place % x.size] = value
+            assert_same_bits(np.asarray(largest(x)), fp8_common.amax(x, keepdims=keepdims))
+
+
+def test_sharded_large_arrays_are_compared_exactly(mesh):
+    x = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+    for spec in (("data", None), (None, "data")):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        assert_same_bits(np.asarray(jax.jit(f8.amax)(jax.device_put(x, sharding))), fp8_common.amax(x))

@@ -1,7 +1,7 @@
 """Decides how JAX finds the absolute maximum: an integer maximum over float bits, as in `fp8_common.amax`."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -34,4 +34,26 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
 @partial(jax.jit, static_argnames=("axis", "keepdims"), inline=True)
 def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
     keys = float_key(lax.stop_gradient(x))
-    return from_bits(jnp.max(keys, axis=axis, keepdims=keepdims, initial=0))
+    plain = partial(jnp.max, axis=axis, keepdims=keepdims, initial=0)
+    columns = x.shape[-1] if x.ndim > 1 else FOLD_FROM // FOLDS
+    if axis is None and x.size >= FOLD_FROM and x.size % (FOLDS * columns) == 0:
+        # nowhere else: in an array that is sharded over devices, this would move data
+        folded = partial(_max_of_folds, columns=columns, shape=(1,) * x.ndim if keepdims else ())
+        return from_bits(lax.platform_dependent(keys, cpu=folded, default=plain))
+    return from_bits(plain(keys))
+
+
+FOLDS = 8
+FOLD_FROM = 1 << 16
+"""Number of elements from which folding pays."""
+
+
+def _max_of_folds(keys: jax.Array, *, columns: int, shape: tuple[int, ...]) -> jax.Array:
+    """Return the maximum by comparing rows with rows first.
+
+    XLA on CPUs does that several times faster than it reduces integers. Its fast reduction of floats is no way out:
+    it loses NaN and subnormals.
+    """
+    folds = keys.reshape(-1, FOLDS, columns)
+    largest = reduce(lax.max, (folds[:, i] for i in range(FOLDS)))
+    return jnp.max(largest).reshape(shape)
