@@ -9,8 +9,8 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from fp8_common import E4M3, E5M2, Fp8Error, Fp8UnsupportedError
 from fp8_common import torch as f8t
-from fp8_torch_fsdp.operands import cast_operand
-from fp8_torch_fsdp.product import multiply
+from fp8_common.torch.operands import cast_operand
+from fp8_common.torch.product import multiply
 
 
 def sqnr(reference: torch.Tensor, value: torch.Tensor) -> float:

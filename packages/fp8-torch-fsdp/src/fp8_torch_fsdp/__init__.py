@@ -7,6 +7,7 @@ Nothing else changes in a training loop: scales are synchronized with one all-re
 """
 
 from fp8_common.plugins import check_version
+from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_torch_fsdp.communication import enable_float8_all_gather
 from fp8_torch_fsdp.config import (
@@ -18,7 +19,6 @@ from fp8_torch_fsdp.config import (
 )
 from fp8_torch_fsdp.convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.counters import amax_reduction_count, cast_count
-from fp8_torch_fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
 from fp8_torch_fsdp.report import AllGatherReport, WeightReport, float8_all_gather_report

@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.delayed import DelayedScale
+from fp8_common.torch.device import should_emulate
+from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch.operands import Operand, cast_operand
+from fp8_common.torch.product import multiply
 from fp8_common.torch.scaling import divide
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.device import should_emulate
-from fp8_torch_fsdp.gathered import GatheredFloat8Weight
-from fp8_torch_fsdp.operands import Operand, cast_operand
-from fp8_torch_fsdp.product import multiply
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
 from fp8_torch_fsdp.strategies import Strategy, strategy_for

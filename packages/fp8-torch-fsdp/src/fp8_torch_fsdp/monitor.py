@@ -11,11 +11,11 @@ from torch import nn
 
 from fp8_common.torch.amax import amax_all
 from fp8_common.torch.fsdp import StepCounter
+from fp8_common.torch.operands import Operand
 from fp8_common.torch.quantize import expand_blocks
 from fp8_common.torch.rounding import values
 from fp8_torch_fsdp.counters import sharded_weights
 from fp8_torch_fsdp.linear import Float8Linear
-from fp8_torch_fsdp.operands import Operand
 
 
 @dataclasses.dataclass(slots=True)

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from fp8_torch_fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 

@@ -18,7 +18,7 @@ from fp8_common.torch.fsdp import (
     refill,
     track_optimizer_steps,
 )
-from fp8_torch_fsdp.gathered import GatheredFloat8Weight, decoded
+from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight, decoded
 from fp8_torch_fsdp.strategies import Strategy
 
 aten = torch.ops.aten

@@ -2,16 +2,24 @@
 
 import logging
 from functools import cache
+from typing import Literal, Protocol
 
 import torch
 
 from fp8_common.errors import Fp8UnsupportedError
-from fp8_torch_fsdp.config import Float8LinearConfig
 
 logger = logging.getLogger(__name__)
 
 
-def should_emulate(device: torch.device, config: Float8LinearConfig) -> bool:
+class ProductChoice(Protocol):
+    """What decides where products run: any configuration with this field."""
+
+    @property
+    def emulate(self) -> Literal["auto"] | bool:
+        """ "auto" emulates where the device has no FP8 products; True always does; False raises there."""
+
+
+def should_emulate(device: torch.device, config: ProductChoice) -> bool:
     """Return whether products on `device` are emulated.
 
     Raises:
