@@ -16,7 +16,7 @@ class ProductChoice(Protocol):
 
     @property
     def emulate(self) -> Literal["auto"] | bool:
-        """ "auto" emulates where the device has no FP8 products; True always does; False raises there."""
+        """Whether to emulate: "auto" does so where the device has no FP8 products; True always does; False raises there."""
 
 
 def should_emulate(device: torch.device, config: ProductChoice) -> bool:
