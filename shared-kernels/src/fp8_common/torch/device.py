@@ -16,7 +16,7 @@ class ProductChoice(Protocol):
 
     @property
     def emulate(self) -> Literal["auto"] | bool:
-        """Whether to emulate: "auto" does so where the device has no FP8 products; True always does; False raises there."""
+        """Whether to emulate: always (True), never (False), or where the device lacks FP8 products ("auto")."""
 
 
 def should_emulate(device: torch.device, config: ProductChoice) -> bool:
