@@ -44,14 +44,20 @@ class Alone(NamedTuple):
 PACKAGES = {
     "fp8-common": "shared-kernels[torch,jax,demo,testing]",
     "fp8-torch-fsdp": "packages/fp8-torch-fsdp[demo]",
+    "fp8-jax-owg": "packages/fp8-jax-owg[flax,optax,orbax,equinox,demo]",
 }
 ISOLATED = {
     "fp8-common": Alone(["fp8-common"], "shared-kernels/tests/numpy", FRAMEWORKS),
     "fp8-common-torch": Alone(["fp8-common[torch]"], "shared-kernels/tests/torch", {"jax", "flax"}),
     "fp8-common-jax": Alone(["fp8-common[jax]"], "shared-kernels/tests/jax", {"torch", "triton"}),
     "fp8-torch-fsdp": Alone(["fp8-common[demo]", "fp8-torch-fsdp"], "packages/fp8-torch-fsdp/tests", {"jax", "flax"}),
+    "fp8-jax-owg": Alone(
+        ["fp8-common[jax]", "fp8-jax-owg[flax,optax,orbax,equinox,demo]"],
+        "packages/fp8-jax-owg/tests",
+        {"torch", "triton"},
+    ),
 }
-JAX_TESTS = ["shared-kernels/tests/jax"]
+JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
 # ---------------------------------------------------------------- what runs by default
@@ -200,7 +206,7 @@ def select_pyenv_interpreter(version: str) -> str:
 @nox.session(python=select_pyenv_interpreter("3.12"))
 def py312(session: nox.Session) -> None:
     """Run the JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
-    install(session, "fp8-common[jax]", groups=["test"], constraints=None)
+    install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
     session.run("pytest", *JAX_TESTS, *session.posargs)
 
 

@@ -32,4 +32,9 @@ def update_history(history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max
     check_history(window.shape, key.shape, algo)
     rolled = jnp.concatenate([from_bits(key)[None], jnp.roll(window, -1, axis=0)[1:]])
     updated = jnp.where(key >= INF_KEY, window, rolled)
-    return updated, from_bits(jnp.max(float_key(updated), axis=0)) if algo == "max" else updated[0]
+    return updated, reduce_history(updated, algo)
+
+
+def reduce_history(history: jax.Array, algo: HistoryAlgo) -> jax.Array:
+    """Return the amax [...] that a float32 window [L, ...] stands for."""
+    return from_bits(jnp.max(float_key(history), axis=0)) if algo == "max" else history[0]

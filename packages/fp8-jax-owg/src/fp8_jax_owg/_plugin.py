@@ -1,0 +1,15 @@
+"""Decides what `fp8 doctor` says about this plugin."""
+
+from fp8_common.hardware import product_path
+from fp8_common.machine import Machine
+from fp8_common.plugins import PluginInfo
+
+
+def describe(machine: Machine) -> PluginInfo:
+    """Tell what this plugin will do on `machine` and why."""
+    return PluginInfo(
+        name="fp8-jax-owg",
+        version="0.1.0",
+        summary="FP8 for JAX and Flax: delayed scaling whose state accumulates by MAX in scans and pipelines.",
+        paths=(product_path(machine.accelerator, "tensorwise"),),
+    )

@@ -1,0 +1,112 @@
+"""Decides what delayed scaling returns as the gradient of its state, and where the history rolls: in the backward.
+
+The state of one operand is flax's: `scale` [1], which dequantizes (RN(1 / scale into FP8)), and `amax_history` [L].
+In a step, every use of an operand
+
+1. takes the scale from the history that is stored (`used_scale`), so that all uses agree on it;
+2. finds its own amax (`observed_amax`) and keeps that number for the backward, no history;
+3. returns as gradient the scale it used and the stored history, rolled, with its amax in slot 0 (`observe`).
+
+The scale and all slots but the first are equal for all uses, and the first is an amax: MAX is the right way to
+combine them, and gradients of several micro-batches that start from the same state combine to one roll. So the
+history rolls once per optimizer step, provided that the state is overwritten once per optimizer step, which
+`fp8_jax_owg.optax.MultiSteps` and the train states see to.
+
+An amax that is infinite or NaN records nothing. Gradients are encoded as `fp8_jax_owg.wire` describes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fp8_common.amax import INF_KEY
+from fp8_common.formats import Format
+from fp8_common.jax.amax import amax
+from fp8_common.jax.arrays import float_key
+from fp8_common.jax.history import reduce_history, update_history
+from fp8_common.jax.scaling import amax_to_scale, reciprocal
+from fp8_common.policy import CANONICAL, ScalePolicy
+from fp8_jax_owg import wire
+from fp8_jax_owg.boundary import check_float32, like
+
+
+def used_scale(
+    scale: jax.Array, history: jax.Array, fmt: str | Format, policy: ScalePolicy = CANONICAL
+) -> tuple[jax.Array, jax.Array]:
+    """Return the scale of this step, from what earlier steps have recorded.
+
+    Args:
+        scale: float32 [1], the stored dequantization scale; kept while the history holds nothing to go by.
+        history: float32 [L], the stored amax history.
+        fmt: The format the values go to; static under jit.
+        policy: The rule; its `algo` reduces the history. Static under jit.
+
+    Returns:
+        (scale into FP8, dequantization scale), both float32 [1].
+
+    Raises:
+        Fp8Error: The state is not float32 or its shapes do not fit.
+    """
+    check_float32(scale), check_float32(history)
+    previous = reciprocal(scale)
+    seen = jnp.broadcast_to(reduce_history(history, policy.algo), scale.shape)
+    into = amax_to_scale(seen, fmt, policy, prev=previous)
+    key = float_key(seen)
+    keeps = ((key == 0) & (policy.zero == "previous")) | ((key >= INF_KEY) & (policy.nonfinite == "previous"))
+    # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
+    return into, jnp.where(keeps, scale, reciprocal(into))
+
+
+def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:
+    """Return max |x| as this history may record it: over examples and devices that share it.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        history: float32 [L], the history it is for.
+
+    Returns:
+        float32 [].
+    """
+    return like(amax(x), history)
+
+
+def observe(
+    amax: jax.Array,
+    scale: jax.Array,
+    history: jax.Array,
+    fmt: str | Format,
+    policy: ScalePolicy = CANONICAL,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of scale and history that overwrite them.
+
+    Args:
+        amax: float32 [], from `observed_amax`.
+        scale: float32 [1], as stored before the step.
+        history: float32 [L], as stored before the step.
+        fmt: The format the values went to.
+        policy: The rule.
+
+    Returns:
+        (gradient of scale [1], gradient of history [L]), float32, encoded for autodiff.
+    """
+    _, scale_inv = used_scale(scale, history, fmt, policy)
+    rolled, _ = update_history(history, amax)
+    recorded = float_key(amax) < INF_KEY
+    kept = (jnp.where(recorded, new, wire.NOT_OBSERVED) for new in (scale_inv, rolled))
+    gradient_of_scale, gradient_of_history = map(wire.to_wire, kept)
+    return gradient_of_scale, gradient_of_history
+
+
+def not_observed(tree: jax.Array) -> jax.Array:
+    """Return, for each leaf, the gradient that says "nothing was observed"."""
+    return jax.tree.map(lambda x: jnp.full_like(x, wire.NOT_OBSERVED), tree)
+
+
+def resolve(old: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Return the next value of a state: what was observed, element by element, else the old value.
+
+    Args:
+        old: float32 [...], the state.
+        gradient: float32 [...], its gradient, encoded.
+    """
+    observed = wire.from_wire(gradient)
+    return jnp.where(wire.is_observed(observed), observed, old)
