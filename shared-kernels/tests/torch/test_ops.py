@@ -10,7 +10,7 @@ from torch.library import opcheck
 import fp8_common as f8
 from fp8_common import torch as f8t
 from fp8_common.testing import adversarial, assert_same_bits
-from fp8_common.torch import fused_ops, ops
+from fp8_common.torch import dispatch, fused_ops, ops
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
@@ -28,6 +28,8 @@ OPERATORS = {
     "quantize": (X, ONE, "e4m3"),
     "quantize_stochastic": (X, ONE, BITS, "e5m2"),
     "decode": (CODES, "e4m3"),
+    "values": (CODES, "e4m3", torch.bfloat16),
+    "reciprocal": (ONE,),
     "dequantize": (CODES, ONE, "e4m3", torch.bfloat16),
     "fake_quantize": (X.clone().requires_grad_(), ONE, "e4m3"),
     "quantize_rowwise": (X, "e4m3", -1, POLICY),
@@ -86,6 +88,32 @@ def test_compiled_equals_eager():
     compiled = torch.compile(step, fullgraph=True)
     for got, want in zip(compiled(X * 7), step(X * 7), strict=True):
         assert torch.equal(got, want)
+
+
+def dispatched(x):
+    """Everything that chooses between a function and its operator."""
+    scale = dispatch.scale_from_amax(dispatch.amax(x), f8.E4M3, f8.CANONICAL)
+    codes = dispatch.quantize(x, scale, f8.E4M3)
+    rows, row_scales = dispatch.quantize_rowwise(x.t(), f8.E5M2, f8.CANONICAL)
+    blocks, block_scales = dispatch.quantize_blockwise(x, f8.E4M3, (1, 128), f8.CANONICAL)
+    wide = dispatch.values(codes, f8.E4M3), dispatch.values(rows.t(), f8.E5M2, torch.bfloat16)
+    return scale, dispatch.reciprocal(scale), *wide, row_scales, block_scales, codes, rows, blocks
+
+
+def test_dispatch_captures_operators_and_computes_the_same_bits():
+    captured = []
+
+    def backend(graph, inputs):
+        captured.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    got, want = torch.compile(dispatched, fullgraph=True, backend=backend)(X * 7), dispatched(X * 7)
+    for a, b in zip(got, want, strict=True):
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.itemsize == 1 else torch.equal(a, b)
+    names = {target.rpartition("fp8_common.")[2].removesuffix(".default") for target in captured}
+    assert {"amax", "amax_to_scale", "quantize", "quantize_rowwise", "quantize_blockwise"} <= names
+    assert {"values", "reciprocal"} <= names
 
 
 def test_gradients():

@@ -10,10 +10,10 @@ from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.delayed import DelayedScale
 from fp8_common.torch.device import should_emulate
+from fp8_common.torch.dispatch import reciprocal
 from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_common.torch.operands import Operand, cast_operand
 from fp8_common.torch.product import multiply
-from fp8_common.torch.scaling import divide
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
@@ -101,7 +101,7 @@ class Float8Linear(nn.Linear):
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
             codes, scale = self.strategy.cast_whole(plain, record=record)
-        return Operand(codes, divide(1.0, scale), self.config.weight.fp8_format, self.strategy.block)
+        return Operand(codes, reciprocal(scale), self.config.weight.fp8_format, self.strategy.block)
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""

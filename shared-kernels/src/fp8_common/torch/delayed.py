@@ -14,6 +14,7 @@ from torch import nn
 from fp8_common.amax import INF_KEY
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
+from fp8_common.torch import dispatch
 from fp8_common.torch.amax import float_key, key_to_float
 from fp8_common.torch.history import update_history
 from fp8_common.torch.scaling import scale_from_amax
@@ -101,7 +102,7 @@ class DelayedScale(nn.Module):
                 "root, or call sync_float8_amax_and_scale_history(model) once per step.",
             )
             self.observe(amax)
-        dynamic = scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.ready, self.scale, dynamic)
 
     @torch.no_grad()

@@ -36,8 +36,13 @@ def should_emulate(device: torch.device, config: ProductChoice) -> bool:
     return not supported
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _has_fp8_products(device: torch.device) -> bool:
+    return _look_up(device)
+
+
+@cache
+def _look_up(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     supported = torch.cuda.get_device_capability(device) >= (8, 9)

@@ -10,10 +10,8 @@ import torch
 from fp8_common.blocks import Block
 from fp8_common.formats import Format
 from fp8_common.recipe import CastRecipe
-from fp8_common.torch.amax import amax_all
+from fp8_common.torch import dispatch
 from fp8_common.torch.delayed import DelayedScale
-from fp8_common.torch.quantize import quantize, quantize_blockwise, quantize_rowwise
-from fp8_common.torch.scaling import divide, scale_from_amax
 
 BLOCK_1X128 = (1, 128)
 
@@ -54,13 +52,13 @@ def cast_operand(
     """
     fmt = cast.fp8_format
     if cast.granularity == "rowwise":
-        codes, scale = quantize_rowwise(x, fmt, -1, cast.policy)
-        return Operand(codes, divide(1.0, scale), fmt)
+        codes, scale = dispatch.quantize_rowwise(x, fmt, cast.policy)
+        return Operand(codes, dispatch.reciprocal(scale), fmt)
     if cast.granularity == "blockwise_1x128":
-        codes, scale = quantize_blockwise(x, fmt, BLOCK_1X128, cast.policy)
-        return Operand(codes, divide(1.0, scale), fmt, BLOCK_1X128)
+        codes, scale = dispatch.quantize_blockwise(x, fmt, BLOCK_1X128, cast.policy)
+        return Operand(codes, dispatch.reciprocal(scale), fmt, BLOCK_1X128)
     scale = tensorwise_scale(x, cast, delayed, record=record)
-    return Operand(quantize(x, scale, fmt), divide(1.0, scale), fmt)
+    return Operand(dispatch.quantize(x, scale, fmt), dispatch.reciprocal(scale), fmt)
 
 
 def tensorwise_scale(x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None, *, record: bool) -> torch.Tensor:
@@ -68,5 +66,5 @@ def tensorwise_scale(x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | 
     if cast.static_scale is not None:
         return torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
     if delayed is not None:
-        return delayed.current(amax_all(x), record)
-    return scale_from_amax(amax_all(x), cast.fp8_format, cast.policy)
+        return delayed.current(dispatch.amax(x), record)
+    return dispatch.scale_from_amax(dispatch.amax(x), cast.fp8_format, cast.policy)

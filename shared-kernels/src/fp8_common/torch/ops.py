@@ -20,8 +20,8 @@ from fp8_common.torch import triton_backend
 from fp8_common.torch.amax import amax_all, amax_over
 from fp8_common.torch.dtypes import torch_dtype
 from fp8_common.torch.quantize import quantize_stochastic as _quantize_stochastic
-from fp8_common.torch.rounding import values
-from fp8_common.torch.scaling import e8m0_from_amax, scale_from_amax, scale_inv_from_amax
+from fp8_common.torch.rounding import values as _values
+from fp8_common.torch.scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_from_amax
 
 NAMESPACE = "fp8_common"
 
@@ -67,12 +67,34 @@ def _(x: torch.Tensor, dims: list[int] | None, keepdim: bool) -> torch.Tensor:
 @torch.library.custom_op(f"{NAMESPACE}::decode", mutates_args=())
 def decode(codes: torch.Tensor, fmt: str) -> torch.Tensor:
     """float32 values of the shape of `codes`."""
-    return values(codes, get_data_format(fmt))
+    return _values(codes, get_data_format(fmt))
 
 
 @decode.register_fake
 def _(codes: torch.Tensor, fmt: str) -> torch.Tensor:
     return codes.new_empty(codes.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::values", mutates_args=())
+def values(codes: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 or bfloat16 values of the shape of `codes`, which are uint8 or of the format's dtype."""
+    return _values(codes, get_data_format(fmt), dtype)
+
+
+@values.register_fake
+def _(codes: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::reciprocal", mutates_args=())
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale in float32, IEEE division, of the shape of `scale`."""
+    return divide(1.0, scale)
+
+
+@reciprocal.register_fake
+def _(scale: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(scale)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::amax_to_scale", mutates_args=())

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common.errors import Fp8Error
+from fp8_common.torch.dispatch import values
 from fp8_common.torch.operands import Operand
 from fp8_common.torch.quantize import expand_blocks
-from fp8_common.torch.rounding import values
 
 ALIGNMENT = 16
 """FP8 tensor cores need contracted and output dimensions that are multiples of this."""

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common.blocks import block_grid
+from fp8_common.torch import dispatch
 from fp8_common.torch.amax import float_key, key_to_float
 from fp8_common.torch.fsdp import WeightState
-from fp8_common.torch.quantize import block_amax, expand_blocks, quantize, quantize_blockwise
-from fp8_common.torch.scaling import scale_from_amax
+from fp8_common.torch.quantize import block_amax, expand_blocks
 from fp8_torch_fsdp.strategies.base import Strategy, wire_of
 
 BLOCK = (128, 128)
@@ -37,11 +37,11 @@ class BlockwiseStrategy(Strategy):
     def scale_from_keys(self, keys: torch.Tensor, state: WeightState) -> torch.Tensor | None:
         """Return the scales of all blocks."""
         amax = key_to_float(keys).view(block_grid(tuple(state.full_shape), BLOCK))
-        return scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        return dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
 
     def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the scales of all blocks."""
-        return quantize_blockwise(weight, self.cast.fp8_format, BLOCK, self.cast.policy)
+        return dispatch.quantize_blockwise(weight, self.cast.fp8_format, BLOCK, self.cast.policy)
 
     def to_wire(
         self, shard: torch.Tensor, state: WeightState, world_size: int
@@ -49,4 +49,4 @@ class BlockwiseStrategy(Strategy):
         """Return the codes; every rank has all scales."""
         scale = expand_blocks(state.agreed_scale, BLOCK, state.full_shape)
         scale = scale[state.first_row : state.first_row + shard.shape[0]]
-        return wire_of(quantize(shard, scale, self.cast.fp8_format), state), state.agreed_scale
+        return wire_of(dispatch.quantize(shard, scale, self.cast.fp8_format), state), state.agreed_scale

@@ -8,8 +8,8 @@ import math
 
 import torch
 
+from fp8_common.torch import dispatch
 from fp8_common.torch.fsdp import WeightState, pad_rows
-from fp8_common.torch.quantize import quantize_rowwise
 from fp8_torch_fsdp.strategies.base import Strategy, wire_of
 
 
@@ -26,7 +26,7 @@ class RowwiseStrategy(Strategy):
 
     def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes [..., rows, columns] and scales [..., rows, 1]."""
-        return quantize_rowwise(weight, self.cast.fp8_format, -1, self.cast.policy)
+        return dispatch.quantize_rowwise(weight, self.cast.fp8_format, self.cast.policy)
 
     def to_wire(
         self, shard: torch.Tensor, state: WeightState, world_size: int

@@ -6,11 +6,10 @@ import torch
 
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
-from fp8_common.torch.amax import amax_all, float_key, key_to_float
+from fp8_common.torch import dispatch
+from fp8_common.torch.amax import float_key, key_to_float
 from fp8_common.torch.delayed import DelayedScale
 from fp8_common.torch.fsdp import WeightState
-from fp8_common.torch.quantize import quantize
-from fp8_common.torch.scaling import scale_from_amax
 from fp8_torch_fsdp.strategies.base import Strategy, wire_of
 
 
@@ -25,7 +24,7 @@ class TensorwiseStrategy(Strategy):
 
     def local_keys(self, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
         """Return the key [1] of the shard's amax; 0 for an empty shard."""
-        return float_key(amax_all(shard)).reshape(1)
+        return float_key(dispatch.amax(shard)).reshape(1)
 
     def scale_from_keys(self, keys: torch.Tensor, state: WeightState) -> torch.Tensor | None:
         """Return the float32 scalar scale."""
@@ -33,18 +32,18 @@ class TensorwiseStrategy(Strategy):
 
     def scale_of(self, amax: torch.Tensor, *, record: bool) -> torch.Tensor:
         """Return the scale for a whole weight whose float32 amax is known."""
-        return scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        return dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
 
     def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the scalar scale."""
-        scale = self.scale_of(amax_all(weight), record=record)
-        return quantize(weight, scale, self.cast.fp8_format), scale
+        scale = self.scale_of(dispatch.amax(weight), record=record)
+        return dispatch.quantize(weight, scale, self.cast.fp8_format), scale
 
     def to_wire(
         self, shard: torch.Tensor, state: WeightState, world_size: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the codes, and the scale that all ranks agreed on."""
-        return self.wire_from_codes(quantize(shard, state.agreed_scale, self.cast.fp8_format), state)
+        return self.wire_from_codes(dispatch.quantize(shard, state.agreed_scale, self.cast.fp8_format), state)
 
     def wire_from_codes(
         self, codes: torch.Tensor, state: WeightState
@@ -84,14 +83,14 @@ class StaticStrategy(TensorwiseStrategy):
     def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the constant scale."""
         scale = self._constant(weight.device)
-        return quantize(weight, scale, self.cast.fp8_format), scale
+        return dispatch.quantize(weight, scale, self.cast.fp8_format), scale
 
     def to_wire(
         self, shard: torch.Tensor, state: WeightState, world_size: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the codes and the constant scale."""
         scale = self._constant(shard.device)
-        return wire_of(quantize(shard, scale, self.cast.fp8_format), state), scale
+        return wire_of(dispatch.quantize(shard, scale, self.cast.fp8_format), state), scale
 
     def _constant(self, device: torch.device) -> torch.Tensor:
         if self.cast.static_scale is None:
