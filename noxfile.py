@@ -107,6 +107,7 @@ def docs(session: nox.Session) -> None:
     """Build the site into site/; broken links and references are errors."""
     install(session, groups=["docs"])
     session.run("zensical", "build", "--clean", "--strict")
+    session.run("python", "tests/site/check_links.py")
 
 
 @nox.session
@@ -137,6 +138,19 @@ def demo(session: nox.Session) -> None:
     """Train a small language model with bf16 and with FP8 all-gather; the comparison is in demo-report/."""
     install(session, "fp8-common[demo]", "fp8-torch-fsdp")
     session.run("python", "-m", "fp8_torch_fsdp.demo", *session.posargs)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Look at every page of the built site in Chromium, as wide as a desktop and as a phone."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if not found:
+        session.skip(f"There is no browser: none of {', '.join(names)} is on the path.")
+    docs(session)
+    install(session, groups=["browser"])
+    pictures = Path(session.create_tmp()).resolve()
+    session.run("python", "tests/site/check_browser.py", found, str(pictures))
 
 
 @nox.session

@@ -8,7 +8,8 @@ from repository import ROOT, packages
 
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text())
 DEFAULT = ["lint", "types", "test", "isolated", "docs", "build"]
-MORE = {"aot", "aot_previous", "interpreter", "demo", "dev", "bench", "gpu", "golden", "oldest", "py312", "full"}
+MORE = {"aot", "aot_previous", "browser", "interpreter", "demo", "dev", "bench", "gpu", "golden", "oldest"}
+MORE |= {"py312", "full"}
 
 
 def is_session(node: ast.stmt) -> bool:
