@@ -57,6 +57,7 @@ ISOLATED = {
         {"torch", "triton"},
     ),
 }
+INTERPRETED = ["shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter"]
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
@@ -156,9 +157,9 @@ def browser(session: nox.Session) -> None:
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """Run every kernel in Triton's interpreter against the NumPy definition."""
-    install(session, "fp8-common[torch,triton]", groups=["test"])
+    install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test"])
     session.env["TRITON_INTERPRET"] = "1"
-    session.run("pytest", "shared-kernels/tests/interpreter", *session.posargs)
+    session.run("pytest", *INTERPRETED, *session.posargs)
 
 
 @nox.session

@@ -214,8 +214,9 @@ def test_delayed_update_of_all_tensors_at_once(algo, length):
     history[:, 3], observed[3:8] = 0, [0, np.inf, np.nan, 1e-40, 1e30]
     scale = (rng.random(37) + 0.5).astype(np.float32)
     fmax = np.array([kinds[i % 2].max for i in range(37)], np.float32)
-    new_history, new_scale = tensor(history), tensor(scale)
-    inverse = triton_backend.delayed_update(new_history, tensor(observed), new_scale, tensor(fmax), policy)
+    new_history, new_scale, inverse = triton_backend.delayed_update(
+        tensor(history), tensor(observed), tensor(scale), tensor(fmax), policy
+    )
     want_history, amax = f8.update_history(history, observed, algo)
     want = np.array([f8.amax_to_scale(a, kinds[i % 2], policy, scale[i]) for i, a in enumerate(amax)])
     assert_same_bits(new_history, want_history)

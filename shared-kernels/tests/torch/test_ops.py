@@ -9,8 +9,10 @@ from torch.library import opcheck
 
 import fp8_common as f8
 from fp8_common import torch as f8t
+from fp8_common.policy import te_delayed
 from fp8_common.testing import adversarial, assert_same_bits
-from fp8_common.torch import dispatch, fused_ops, ops
+from fp8_common.testing.arrays import as_numpy
+from fp8_common.torch import delayed_ops, dispatch, foreach, fused_ops, ops
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
@@ -43,6 +45,9 @@ OPERATORS = {
     "quantize_transposed": (X, ONE, "e4m3"),
     "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "quantize_philox": (X, ONE, 5, 0, "e4m3"),
+    "foreach_amax": ([X, X[:1, :3], X[:0]],),
+    "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
+    "delayed_update": (torch.ones(3, 2), torch.ones(2), torch.ones(2), "e4m3,e5m2", ops.policy_key(te_delayed())),
 }
 
 
@@ -79,6 +84,30 @@ def test_quantize_equals_numpy(fmt, dtype):
         assert_same_bits(got.view(torch.uint8).numpy(), want, fmt=fmt, source=x)
 
 
+def test_lists_of_tensors_equal_numpy_one_by_one():
+    shards = [torch.randn(3, 5), torch.randn(0, 5), torch.randn(17, dtype=torch.bfloat16), X.t()]
+    shards[0][0, 0] = torch.nan
+    keys = foreach.amax_keys(shards)
+    assert_same_bits(keys.view(torch.float32), np.stack([f8.amax(as_numpy(x)) for x in shards]))
+    scales = torch.tensor([1.0, 3.0, 0.7, 100.0])
+    for got, x, scale in zip(foreach.cast(shards, scales, f8.E5M2), shards, scales.numpy(), strict=True):
+        assert_same_bits(got, f8.quantize(as_numpy(x), scale, "e5m2"), fmt="e5m2")
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_delayed_update_equals_numpy_tensor_by_tensor(algo):
+    rng, policy, names = np.random.default_rng(0), te_delayed(algo=algo, margin=1), ["e4m3", "e5m2", "e5m2", "e4m3"]
+    history, scale = rng.random((3, 4), np.float32), rng.random(4, np.float32)
+    observed = np.array([5.0, np.inf, np.nan, 0.0], np.float32)
+    got = delayed_ops.delayed_update(
+        *map(torch.from_numpy, (history, observed, scale)), ",".join(names), ops.policy_key(policy)
+    )
+    window, amax = f8.update_history(history, observed, algo)
+    want = np.array([f8.amax_to_scale(a, n, policy, s) for a, n, s in zip(amax, names, scale, strict=True)])
+    for result, definition in zip(got, (window, want, f8.reciprocal(want)), strict=True):
+        assert_same_bits(result, definition)
+
+
 def test_compiled_equals_eager():
     def step(x):
         scale = f8t.amax_to_scale(f8t.amax(x), "e4m3")
@@ -97,7 +126,15 @@ def dispatched(x):
     rows, row_scales = dispatch.quantize_rowwise(x.t(), f8.E5M2, f8.CANONICAL)
     blocks, block_scales = dispatch.quantize_blockwise(x, f8.E4M3, (1, 128), f8.CANONICAL)
     wide = dispatch.values(codes, f8.E4M3), dispatch.values(rows.t(), f8.E5M2, torch.bfloat16)
-    return scale, dispatch.reciprocal(scale), *wide, row_scales, block_scales, codes, rows, blocks
+    back = dispatch.dequantize(codes, scale, f8.E4M3, torch.bfloat16)
+    back_blocks = dispatch.dequantize(blocks, block_scales, f8.E4M3, torch.float32, (1, 128))
+    fused = (
+        *dispatch.quantize_tensorwise(x, f8.E4M3, f8.CANONICAL),
+        *dispatch.quantize_with_amax(x, scale, f8.E5M2),
+        *dispatch.quantize_folded(x, x[0], f8.E4M3, f8.CANONICAL),
+    )
+    made = (scale, dispatch.reciprocal(scale), *wide, row_scales, block_scales, codes, rows, blocks)
+    return *made, back, back_blocks, *fused
 
 
 def test_dispatch_captures_operators_and_computes_the_same_bits():
@@ -113,7 +150,8 @@ def test_dispatch_captures_operators_and_computes_the_same_bits():
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.itemsize == 1 else torch.equal(a, b)
     names = {target.rpartition("fp8_common.")[2].removesuffix(".default") for target in captured}
     assert {"amax", "amax_to_scale", "quantize", "quantize_rowwise", "quantize_blockwise"} <= names
-    assert {"values", "reciprocal"} <= names
+    assert {"values", "reciprocal", "dequantize", "dequantize_blockwise"} <= names
+    assert {"quantize_tensorwise", "quantize_with_amax", "quantize_folded"} <= names
 
 
 def test_gradients():

@@ -12,7 +12,7 @@ from fp8_common.torch.delayed import DelayedScale
 from fp8_common.torch.device import should_emulate
 from fp8_common.torch.dispatch import reciprocal
 from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
-from fp8_common.torch.operands import Operand, cast_operand
+from fp8_common.torch.operands import Operand, cast_folded, cast_operand
 from fp8_common.torch.product import multiply
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
@@ -94,6 +94,13 @@ class Float8Linear(nn.Linear):
             self.watcher(name, x, operand)
         return operand
 
+    def cast_folded(self, grad: torch.Tensor, fold: torch.Tensor) -> Operand:
+        """Cast a gradient [rows, out_features] multiplied by float32 `fold` [out_features], the weight's row scales."""
+        operand = cast_folded(grad, fold, self.config.grad_output)
+        if self.watcher is not None:
+            self.watcher("grad_output", grad.float() * fold, operand)
+        return operand
+
     def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
         """Return the weight [out_features, in_features] as an operand: as it was gathered, or cast now."""
         if isinstance(weight, GatheredFloat8Weight):
@@ -173,8 +180,7 @@ def _grad_input(layer: Float8Linear, grad: torch.Tensor, weight: torch.Tensor, s
     config = layer.config
     w = layer.weight_operand(weight, record=False)
     if config.weight.granularity == "rowwise":
-        folded = grad.float() * w.scale_inv.t()
-        grad_operand = layer.cast("grad_output", folded, config.grad_output, record=False)
+        grad_operand = layer.cast_folded(grad, w.scale_inv.reshape(-1))
         w = Operand(w.codes.t(), torch.ones_like(w.scale_inv[0, 0]), w.fmt)
     else:
         grad_operand = shared or layer.cast("grad_output", grad, config.grad_output, record=False)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch.fsdp import (
     WeightState,
     gather_inputs,
@@ -96,6 +97,11 @@ class ShardedFloat8Weight(torch.Tensor):
         """Rebuild from `__tensor_flatten__`."""
         return ShardedFloat8Weight(inner["_data"], state)
 
+    @classmethod
+    def __metadata_guard__(cls, traced: WeightState, present: WeightState) -> bool:
+        """Tell the compiler that compiled code depends on how a weight is cast, not on what is remembered about it."""
+        return _kind(traced) == _kind(present)
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -146,6 +152,11 @@ class ShardedFloat8Weight(torch.Tensor):
             return plain, (plain,)
         refill(target, plain)
         return None
+
+
+def _kind(state: WeightState) -> tuple[type, CastRecipe]:
+    strategy = cast(Strategy, state.strategy)
+    return type(strategy), strategy.cast
 
 
 torch.serialization.add_safe_globals([ShardedFloat8Weight])

@@ -16,8 +16,8 @@ from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import dispatch
 from fp8_common.torch.amax import float_key, key_to_float
-from fp8_common.torch.history import update_history
-from fp8_common.torch.scaling import scale_from_amax
+from fp8_common.torch.delayed_ops import delayed_update
+from fp8_common.torch.ops import policy_key
 
 UNOBSERVED = -1
 """Key of an operand that was not used since the last synchronization; below every amax, so MAX ignores it."""
@@ -72,7 +72,7 @@ class DelayedScale(nn.Module):
         """Forget everything."""
         self.scale.fill_(1)
         self.history.zero_()
-        self.ready.fill_(self.initial != "dynamic")
+        self.ready.fill_(self.always_ready)
         self.key.fill_(UNOBSERVED)
         self.late.zero_()
 
@@ -88,6 +88,11 @@ class DelayedScale(nn.Module):
         if was_meta and not self.key.is_meta:
             self.reset_parameters()
         return self
+
+    @property
+    def always_ready(self) -> bool:
+        """Whether the scale is known before the operand is, in the first step too: cast and amax are one pass."""
+        return self.initial != "dynamic"
 
     def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
@@ -117,6 +122,8 @@ class DelayedScale(nn.Module):
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.always_ready:
+            self.ready.fill_(True)  # the checkpoint may be of a model that starts the other way
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         """Refuse to save what only this rank has observed: the other ranks' part would be lost.
@@ -164,20 +171,22 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
     """
     for indices in _alike(modules):
         group = [modules[i] for i in indices]
-        cast = group[0].cast
-        key = keys[indices]
+        key = keys if len(group) == len(modules) else keys[indices]
         observed = (key >= 0) & due
         window = torch.stack([module.history for module in group], dim=1)
-        rolled, amax = update_history(window, key_to_float(key.clamp(min=0)), cast.policy.algo)
         previous = torch.stack([module.scale for module in group])
-        scale = scale_from_amax(amax, cast.fp8_format, cast.policy, prev=previous)
-        new_window, new_scale = torch.where(observed, rolled, window), torch.where(observed, scale, previous)
-        for position, module in enumerate(group):
-            module.history.copy_(new_window[:, position])
-            module.scale.copy_(new_scale[position])
-            module.ready.logical_or_(observed[position])
-            module.key.copy_(torch.where(due, UNOBSERVED, module.key))
-            module.late.logical_and_(~due)
+        formats = ",".join(module.cast.format for module in group)
+        amax = key_to_float(key.clamp(min=0))
+        rolled, scale, _ = delayed_update(window, amax, previous, formats, policy_key(group[0].cast.policy))
+        written = {
+            "history": torch.where(observed, rolled, window).t().contiguous(),
+            "scale": torch.where(observed, scale, previous),
+            "ready": torch.stack([module.ready for module in group]) | observed,
+            "key": torch.where(due, UNOBSERVED, stack_keys(group)),
+            "late": torch.stack([module.late for module in group]) & ~due,
+        }
+        for name, values in written.items():
+            torch._foreach_copy_([getattr(module, name) for module in group], list(values.unbind()))
 
 
 def due(modules: Sequence[DelayedScale], force: bool = False) -> torch.Tensor:
@@ -201,8 +210,8 @@ def pending(modules: Iterable[DelayedScale]) -> bool:
 
 
 def _alike(modules: Sequence[DelayedScale]) -> list[list[int]]:
-    """Group the indices of modules that share format and policy, so that each group is one batch of operations."""
+    """Group the indices of modules that share a policy, so that each group is one batch of operations."""
     groups: dict[object, list[int]] = {}
     for index, module in enumerate(modules):
-        groups.setdefault(module.cast, []).append(index)
+        groups.setdefault(module.cast.policy, []).append(index)
     return list(groups.values())

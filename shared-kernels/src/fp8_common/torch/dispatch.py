@@ -10,7 +10,7 @@ import torch
 from fp8_common.blocks import Block
 from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch import ops, triton_backend
+from fp8_common.torch import fused_ops, ops, triton_backend
 from fp8_common.torch.amax import amax_all
 from fp8_common.torch.rounding import values as _values
 from fp8_common.torch.scaling import divide
@@ -57,6 +57,41 @@ def quantize_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: Scale
     if torch.compiler.is_compiling():
         return ops.quantize_blockwise(x, fmt.name, block[0], block[1], ops.policy_key(policy))
     return triton_backend.module_for(x, fmt, policy).quantize_blockwise(x, fmt, block, policy)
+
+
+def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return data and the float32 scalar scale from the tensor's own amax."""
+    if torch.compiler.is_compiling():
+        return fused_ops.quantize_tensorwise(x, fmt.name, ops.policy_key(policy))
+    return fused_ops.tensorwise(x, fmt, policy)
+
+
+def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """Return data made with one given float32 scale, and max |x|: delayed scaling, in one pass on GPUs."""
+    if torch.compiler.is_compiling():
+        return fused_ops.quantize_with_amax(x, scale, fmt.name)
+    return fused_ops.with_amax(x, scale, fmt)
+
+
+def quantize_folded(x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
+    if torch.compiler.is_compiling():
+        return fused_ops.quantize_folded(x, fold, fmt.name, ops.policy_key(policy))
+    return fused_ops.folded(x, fold, fmt, policy)
+
+
+def dequantize(
+    q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block | None = None
+) -> torch.Tensor:
+    """Return q * RN32(1 / scale) in `dtype`; float32 `scale` broadcasts to `q`, or holds one scale per block."""
+    if torch.compiler.is_compiling():
+        if block is None:
+            return ops.dequantize(q, scale, fmt.name, dtype)
+        return ops.dequantize_blockwise(q, scale, fmt.name, block[0], block[1], dtype)
+    module = triton_backend.module_for(q, fmt)
+    if block is None:
+        return module.dequantize(q, scale, fmt, dtype)
+    return module.dequantize_blockwise(q, scale, fmt, block, dtype)
 
 
 def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:

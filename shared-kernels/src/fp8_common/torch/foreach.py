@@ -2,6 +2,7 @@
 
 FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and kept
 while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches.
+Both are operators; elsewhere their references go through the list.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,11 @@ from functools import lru_cache
 import torch
 
 from fp8_common import launch
-from fp8_common.formats import Format
+from fp8_common.formats import Format, get_data_format
 from fp8_common.torch import triton_backend
 from fp8_common.torch.amax import amax_all, float_key
 from fp8_common.torch.dtypes import torch_dtype
+from fp8_common.torch.ops import NAMESPACE
 from fp8_common.torch.quantize import quantize
 
 Row = tuple[int, int]
@@ -26,6 +28,26 @@ def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
+    return foreach_amax(list(tensors))
+
+
+def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
+    """Return fp8(x * scale) for each tensor and its scale.
+
+    Args:
+        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
+        scales: float32 [len(tensors)].
+        fmt: The format of the results.
+
+    Returns:
+        Contiguous tensors of the shapes of `tensors`; they share one buffer.
+    """
+    return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
+def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """int32 keys [len(tensors)] of max |x|."""
     if not triton_backend.applies(tensors[0]):
         return torch.stack([float_key(amax_all(x)) for x in tensors])
     keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -41,35 +63,44 @@ def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return keys
 
 
-def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
-    """Return fp8(x * scale) for each tensor and its scale.
+@foreach_amax.register_fake
+def _(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].new_empty(len(tensors), dtype=torch.int32)
 
-    Args:
-        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
-        scales: float32 [len(tensors)].
-        fmt: The format of the results.
 
-    Returns:
-        Contiguous tensors of the shapes of `tensors`; on a GPU they share one buffer.
-    """
-    if not triton_backend.applies(tensors[0], fmt):
-        return [quantize(x, scale, fmt) for x, scale in zip(tensors, scales.unbind(), strict=True)]
-    outputs = _outputs(tensors, fmt)
+@torch.library.custom_op(f"{NAMESPACE}::foreach_cast", mutates_args=())
+def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    """FP8 data of all tensors one after the other, each from a multiple of 16 on."""
+    form, first = get_data_format(fmt), tensors[0]
+    if not triton_backend.applies(first, form):
+        buffer = first.new_zeros(sum(_room(tensors)), dtype=torch.uint8).view(torch_dtype(form))
+        for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
+            part.copy_(quantize(x, scale, form))
+        return buffer
+    buffer = first.new_empty(sum(_room(tensors)), dtype=torch_dtype(form))
+    outputs = _parts(buffer, tensors)
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
         rows = tuple((x.data_ptr(), x.numel()) for x in dense)
         table = _table(rows, tuple(outputs[i].data_ptr() for i in places), scales.device)
-        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), fmt, aligned=table["aligned"])
+        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), form, aligned=table["aligned"])
         chosen = scales if len(places) == len(tensors) else scales[places]
         triton_backend.run(plan, scales.device, scale_ptr=chosen.contiguous(), **table["tensors"])
-    return outputs
+    return buffer
 
 
-def _outputs(tensors: Sequence[torch.Tensor], fmt: Format) -> list[torch.Tensor]:
-    """Allocate all results in one buffer, each aligned to 16 bytes."""
-    sizes = [-(-x.numel() // 16) * 16 for x in tensors]
-    buffer = torch.empty(sum(sizes), dtype=torch_dtype(fmt), device=tensors[0].device)
-    parts = buffer.split(sizes)
+@foreach_cast.register_fake
+def _(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    return tensors[0].new_empty(sum(_room(tensors)), dtype=torch_dtype(fmt))
+
+
+def _room(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [-(-x.numel() // 16) * 16 for x in tensors]
+
+
+def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the part of the buffer that belongs to each tensor, in its shape."""
+    parts = buffer.split(_room(tensors))
     return [part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 

@@ -5,8 +5,9 @@ Like those of `fp8_common.torch.ops`, opaque to the compiler; the references bel
 
 import torch
 
-from fp8_common.formats import get_data_format
+from fp8_common.formats import Format, get_data_format
 from fp8_common.philox import random_bits
+from fp8_common.policy import ScalePolicy
 from fp8_common.torch import triton_backend
 from fp8_common.torch.amax import amax_all
 from fp8_common.torch.dtypes import as_float32, torch_dtype
@@ -17,14 +18,32 @@ from fp8_common.torch.scaling import scale_from_amax
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+def tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return data and the float32 scalar scale from the tensor's own amax."""
+    if triton_backend.applies(x, fmt, policy):
+        return triton_backend.quantize_tensorwise(x, fmt, policy)
+    scale = scale_from_amax(amax_all(x), fmt, policy)
+    return quantize(x, scale, fmt), scale
+
+
+def with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """Return data made with one given scale, and max |x| as a float32 scalar tensor."""
+    if triton_backend.applies(x, fmt):
+        return triton_backend.quantize_with_amax(x, scale, fmt)
+    return quantize(x, scale, fmt), amax_all(x)
+
+
+def folded(x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
+    if triton_backend.applies(x, fmt, policy):
+        return triton_backend.quantize_folded(x, fold, fmt, policy)
+    return quantize_rowwise(as_float32(x.contiguous()) * fold, fmt, -1, policy)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::quantize_tensorwise", mutates_args=())
 def quantize_tensorwise(x: torch.Tensor, fmt: str, policy: str) -> Pair:
     """Data and the float32 scalar scale from the tensor's own amax."""
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    if triton_backend.applies(x, form, rule):
-        return triton_backend.quantize_tensorwise(x, form, rule)
-    scale = scale_from_amax(amax_all(x), form, rule)
-    return quantize(x, scale, form), scale
+    return tensorwise(x, get_data_format(fmt), policy_of_key(policy))
 
 
 @quantize_tensorwise.register_fake
@@ -35,10 +54,7 @@ def _(x: torch.Tensor, fmt: str, policy: str) -> Pair:
 @torch.library.custom_op(f"{NAMESPACE}::quantize_with_amax", mutates_args=())
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
     """Data made with one given scale, and max |x|: what delayed scaling needs from one pass."""
-    form = get_data_format(fmt)
-    if triton_backend.applies(x, form):
-        return triton_backend.quantize_with_amax(x, scale, form)
-    return quantize(x, scale, form), amax_all(x)
+    return with_amax(x, scale, get_data_format(fmt))
 
 
 @quantize_with_amax.register_fake
@@ -65,10 +81,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
 @torch.library.custom_op(f"{NAMESPACE}::quantize_folded", mutates_args=())
 def quantize_folded(x: torch.Tensor, fold: torch.Tensor, fmt: str, policy: str) -> Pair:
     """Row-wise data and scales [..., 1] of float32(x) * fold, `fold` being float32 [N]."""
-    form, rule = get_data_format(fmt), policy_of_key(policy)
-    if triton_backend.applies(x, form, rule):
-        return triton_backend.quantize_folded(x, fold, form, rule)
-    return quantize_rowwise(as_float32(x.contiguous()) * fold, form, -1, rule)
+    return folded(x, fold, get_data_format(fmt), policy_of_key(policy))
 
 
 @quantize_folded.register_fake

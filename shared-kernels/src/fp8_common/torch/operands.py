@@ -50,21 +50,42 @@ def cast_operand(
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
     """
-    fmt = cast.fp8_format
+    fmt, block = cast.fp8_format, None
     if cast.granularity == "rowwise":
-        codes, scale = dispatch.quantize_rowwise(x, fmt, cast.policy)
-        return Operand(codes, dispatch.reciprocal(scale), fmt)
-    if cast.granularity == "blockwise_1x128":
-        codes, scale = dispatch.quantize_blockwise(x, fmt, BLOCK_1X128, cast.policy)
-        return Operand(codes, dispatch.reciprocal(scale), fmt, BLOCK_1X128)
-    scale = tensorwise_scale(x, cast, delayed, record=record)
-    return Operand(dispatch.quantize(x, scale, fmt), dispatch.reciprocal(scale), fmt)
+        codes, scale = dispatch.quantize_rowwise(_readable_by_rows(x), fmt, cast.policy)
+    elif cast.granularity == "blockwise_1x128":
+        block = BLOCK_1X128
+        codes, scale = dispatch.quantize_blockwise(_readable_by_rows(x), fmt, block, cast.policy)
+    else:
+        codes, scale = cast_tensorwise(x, cast, delayed, record=record)
+    return Operand(codes, dispatch.reciprocal(scale), fmt, block)
 
 
-def tensorwise_scale(x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None, *, record: bool) -> torch.Tensor:
-    """Return the float32 scalar scale of dynamic, delayed or static tensorwise scaling."""
+def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operand:
+    """Cast float32(x) * fold, where `fold` is float32 [contracted]: scales of the other operand that moved into x."""
+    if cast.granularity != "rowwise":
+        return cast_operand(x.float() * fold, cast)
+    codes, scale = dispatch.quantize_folded(x, fold, cast.fp8_format, cast.policy)
+    return Operand(codes, dispatch.reciprocal(scale), cast.fp8_format)
+
+
+def cast_tensorwise(
+    x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None, *, record: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of the shape of `x` and the float32 scalar scale of dynamic, delayed or static scaling."""
+    fmt = cast.fp8_format
     if cast.static_scale is not None:
-        return torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
-    if delayed is not None:
-        return delayed.current(dispatch.amax(x), record)
-    return dispatch.scale_from_amax(dispatch.amax(x), cast.fp8_format, cast.policy)
+        scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
+        return dispatch.quantize(x, scale, fmt), scale
+    if delayed is None:
+        return dispatch.quantize_tensorwise(x, fmt, cast.policy)
+    if delayed.always_ready:
+        codes, amax = dispatch.quantize_with_amax(x, delayed.scale, fmt)
+        return codes, delayed.current(amax, record)
+    scale = delayed.current(dispatch.amax(x), record)
+    return dispatch.quantize(x, scale, fmt), scale
+
+
+def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x as the kernels read it; the references on CPU read columns as fast."""
+    return x.contiguous() if x.is_cuda else x

@@ -213,33 +213,34 @@ def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.
 
 def delayed_update(
     history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, fmax: torch.Tensor, policy: ScalePolicy
-) -> torch.Tensor:
-    """Move delayed scaling on by a step, in place, for all tensors of a model in one launch.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Move delayed scaling on by a step for all tensors of a model in one launch.
 
     Args:
-        history: float32 [L, T], contiguous; rolled in place.
+        history: float32 [L, T].
         amax: float32 [T]: what this step saw.
-        scale: float32 [T]: scales into FP8, replaced by the next step's.
+        scale: float32 [T]: the scales into FP8 of this step.
         fmax: float32 [T]: numerators, from `fp8_common.launch.scale_rule(fmt, policy)[0]` of each tensor's format.
         policy: The rule; its `algo` reduces the history.
 
     Returns:
-        float32 [T], the new scales' reciprocals.
+        The rolled history [L, T], the next step's scales [T] and their reciprocals [T], float32.
     """
     length, tensors = history.shape
-    scale_inv = torch.empty_like(scale)
+    new_history = torch.empty((length, tensors), dtype=torch.float32, device=history.device)
+    new_scale, scale_inv = torch.empty_like(scale), torch.empty_like(scale)
     run(
         launch.delayed_update_plan(tensors, length, policy),
         history.device,
-        history_ptr=history,
-        amax_ptr=amax,
-        scale_ptr=scale,
+        history_ptr=history.contiguous(),
+        amax_ptr=amax.contiguous(),
+        scale_ptr=scale.contiguous(),
         fmax_ptr=fmax,
-        new_history_ptr=history,
-        new_scale_ptr=scale,
+        new_history_ptr=new_history,
+        new_scale_ptr=new_scale,
         scale_inv_ptr=scale_inv,
     )
-    return scale_inv
+    return new_history, new_scale, scale_inv
 
 
 def module_for(x: torch.Tensor, fmt: str | Format, policy: ScalePolicy | None = None) -> ModuleType:

@@ -10,6 +10,7 @@ from fp8_common.torch import dispatch
 from fp8_common.torch.amax import float_key, key_to_float
 from fp8_common.torch.delayed import DelayedScale
 from fp8_common.torch.fsdp import WeightState
+from fp8_common.torch.operands import cast_tensorwise
 from fp8_torch_fsdp.strategies.base import Strategy, wire_of
 
 
@@ -36,8 +37,7 @@ class TensorwiseStrategy(Strategy):
 
     def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the scalar scale."""
-        scale = self.scale_of(dispatch.amax(weight), record=record)
-        return dispatch.quantize(weight, scale, self.cast.fp8_format), scale
+        return cast_tensorwise(weight, self.cast, None, record=record)
 
     def to_wire(
         self, shard: torch.Tensor, state: WeightState, world_size: int
@@ -61,6 +61,10 @@ class DelayedStrategy(TensorwiseStrategy):
     def scale_of(self, amax: torch.Tensor, *, record: bool) -> torch.Tensor:
         """Return the scale in use, the dynamic one in the first step."""
         return self.delayed.current(amax, record)
+
+    def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes of the shape of `weight` and the scale in use."""
+        return cast_tensorwise(weight, self.cast, self.delayed, record=record)
 
     def record(self, keys: torch.Tensor) -> None:
         """Observe the weight's amax over all ranks."""

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fp8_common.blocks import Block
 from fp8_common.formats import get_format
-from fp8_common.torch.quantize import dequantize, expand_blocks
+from fp8_common.torch import dispatch
 
 aten = torch.ops.aten
 
@@ -89,9 +89,7 @@ def decoded(
     codes: torch.Tensor, scale: torch.Tensor, fmt: str, block: Block | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return codes times RN32(1 / scale), rounded to `dtype`."""
-    if block is not None:
-        scale = expand_blocks(scale, block, codes.shape)
-    return dequantize(codes, scale, get_format(fmt), dtype)
+    return dispatch.dequantize(codes, scale, get_format(fmt), dtype, block)
 
 
 torch.serialization.add_safe_globals([GatheredFloat8Weight])

@@ -1,7 +1,7 @@
 """Decides what is done for all FP8 weights of a group at once: their amax and, if it is kept, their cast.
 
-On a GPU a launch per weight costs more than the work. Where the kernels apply, weights whose strategy scales whole
-tensors share one launch for all amax and one for all casts; others, and every weight elsewhere, go one by one.
+On a GPU a launch per weight costs more than the work. Weights whose strategy scales whole tensors share one operator
+for all amax and one for all casts of a format, each a single launch there; others go one by one.
 """
 
 from collections.abc import Iterable
@@ -10,43 +10,38 @@ from typing import Any
 import torch
 
 from fp8_common.formats import Format
-from fp8_common.torch import foreach, triton_backend
+from fp8_common.torch import foreach
 from fp8_common.torch.fsdp.member import Member
 
 
 def refresh_keys(members: Iterable[Member]) -> None:
     """Compute the keys of these weights again where they may have changed."""
-    together = []
+    together: dict[torch.device, list[Member]] = {}
     for member in members:
-        if (member.state.keys is None or member.may_be_stale) and _joins(member):
-            together.append(member)
+        if (member.state.keys is None or member.may_be_stale) and _format(member) is not None:
+            together.setdefault(member.shard.device, []).append(member)
         else:
             member.refresh_keys()
-    if together:
-        keys = foreach.amax_keys([member.shard for member in together])
-        for member, key in zip(together, keys.split(1), strict=True):
+    for group in together.values():
+        keys = foreach.amax_keys([member.shard for member in group])
+        for member, key in zip(group, keys.split(1), strict=True):
             member.state.keys = key
 
 
 def cast_together(members: Iterable[Member]) -> None:
     """Make the wire buffers of weights that keep them and have none; others are cast when they are gathered."""
-    by_format: dict[Format, list[Member]] = {}
+    together: dict[tuple[Format, torch.device], list[Member]] = {}
     for member in members:
         fmt = _format(member)
-        if fmt is not None and member.state.cache and member.state.wire is None and _joins(member):
-            by_format.setdefault(fmt, []).append(member)
-    for fmt, group in by_format.items():
+        if fmt is not None and member.state.cache and member.state.wire is None:
+            together.setdefault((fmt, member.shard.device), []).append(member)
+    for (fmt, _), group in together.items():
         scales = torch.stack([member.state.agreed_scale.reshape(()) for member in group])
         codes = foreach.cast([member.shard for member in group], scales, fmt)
         for member, own in zip(group, codes, strict=True):
             strategy: Any = member.state.strategy  # one with a tensorwise_format also takes codes
             member.state.wire = strategy.wire_from_codes(own, member.state)
             member.state.casts += 1
-
-
-def _joins(member: Member) -> bool:
-    fmt = _format(member)
-    return fmt is not None and triton_backend.applies(member.shard, fmt)
 
 
 def _format(member: Member) -> Format | None:

@@ -1,0 +1,43 @@
+"""A training step with the Triton kernels gives the bits of one without, and launches the kernels it should."""
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_torch_fsdp as f8
+from fp8_common.torch import triton_backend
+
+# Kernels of one forward and backward of a layer without FSDP, and of the update before the forward. The gradient of
+# a weight contracts columns, which the references cast on CPU.
+LAUNCHES = {
+    "tensorwise": (["amax", "cast"] * 4, {}),
+    "tensorwise_delayed": (["delayed_update", *["cast"] * 4], {"delayed": f8.DelayedScalingConfig(initial="one")}),
+    "rowwise": (["rowwise"] * 4, {}),
+    "rowwise_with_gw_hp": (["rowwise"] * 4, {}),
+    "blockwise": (["block_1x128", "block_128x128", "block_128x128", "block_1x128"], {}),
+}
+
+
+def step(recipe, changes):
+    torch.manual_seed(0)
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, **changes)
+    layer = f8.convert_to_float8_training(nn.Linear(256, 128), config=config)
+    x = torch.randn(128, 256, requires_grad=True)
+    layer(x).square().sum().backward()
+    return x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_kernels_give_the_bits_of_the_references(recipe, monkeypatch):
+    kernels, changes = LAUNCHES[recipe]
+    launched, run = [], triton_backend.run
+    monkeypatch.setattr(
+        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.kernel), run(plan, *x, **tensors))
+    )
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+    got = step(recipe, changes)
+    assert launched == kernels
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
+    for g, w in zip(got, step(recipe, changes), strict=True):
+        assert torch.equal(g, w)
+    assert launched == kernels

@@ -1,0 +1,148 @@
+"""Which operators of fp8_common do the work: they choose kernels on a GPU, so nothing may go past them.
+
+Eager layers call the functions behind the operators; that these launch kernels is tested in the interpreter.
+"""
+
+import collections
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8_torch_fsdp as f8
+from fp8_common.torch.operands import cast_operand
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts calls of this project's operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fp8_common":
+            self.calls[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def config_of(recipe, **delayed):
+    changes = {"delayed": f8.DelayedScalingConfig(**delayed)} if delayed else {}
+    return f8.Float8LinearConfig.from_recipe_name(recipe, **changes)
+
+
+# What one forward and backward of one layer without FSDP casts: the weight in both, each other operand as needed.
+EXPECTED = {
+    "tensorwise": (config_of("tensorwise"), {"quantize_tensorwise": 4}),
+    "delayed, first step measured": (
+        config_of("tensorwise_delayed", initial="dynamic"),
+        {"amax": 4, "quantize": 4},
+    ),
+    "delayed, first step given": (
+        config_of("tensorwise_delayed", initial="one"),
+        {"quantize_with_amax": 4},
+    ),
+    "rowwise": (config_of("rowwise"), {"quantize_rowwise": 5, "quantize_folded": 1}),
+    "rowwise_with_gw_hp": (config_of("rowwise_with_gw_hp"), {"quantize_rowwise": 3, "quantize_folded": 1}),
+    "blockwise": (config_of("blockwise"), {"quantize_blockwise": 6}),
+}
+
+
+def casts_among(calls):
+    """Leave out what surrounds casts."""
+    return {name: count for name, count in calls.items() if name not in ("values", "reciprocal", "amax_to_scale")}
+
+
+def test_delayed_scales_of_a_model_move_on_in_one_operator():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    f8.convert_to_float8_training(model, config=config_of("tensorwise_delayed", history_len=4))
+    model(torch.randn(4, 32)).sum().backward()
+    with OperatorCounter() as counter:
+        f8.sync_float8_amax_and_scale_history(model)
+    assert counter.calls == {"delayed_update": 1}, "nine operands, two formats, one policy"
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128"])
+def test_operands_of_fake_tensors_look_like_real_ones(granularity):
+    cast, real = f8.CastConfig(granularity=granularity), torch.randn(12, 300, dtype=torch.bfloat16)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(real)
+        fakes = [cast_operand(x, cast) for x in (fake, fake.t())]
+    for fake, x in zip(fakes, (real, real.t()), strict=True):
+        operand = cast_operand(x, cast)
+        for field in ("codes", "scale_inv"):
+            got, want = getattr(fake, field), getattr(operand, field)
+            assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_cast_of_a_compiled_layer_is_an_operator_and_gives_the_bits_of_eager(name):
+    config, expected = EXPECTED[name]
+    torch.manual_seed(0)
+    layer = f8.convert_to_float8_training(nn.Linear(256, 128, bias=False), config=config)
+    seen = collections.Counter()
+
+    def inspect(graph, inputs):
+        seen.update(str(node.target).split(".")[1] for node in graph.graph.nodes if "fp8_common" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=inspect, bw_compiler=inspect)
+    x = torch.randn(128, 256, requires_grad=True)
+    torch._dynamo.reset()
+    y = torch.compile(layer, backend=backend)(x)
+    y.square().sum().backward()
+    compiled, x.grad, layer.weight.grad = (y, x.grad, layer.weight.grad), None, None
+    assert casts_among(seen) == expected
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters") and module is not layer:
+            module.reset_parameters()
+    y = layer(x)
+    y.square().sum().backward()
+    for got, want in zip(compiled, (y, x.grad, layer.weight.grad), strict=True):
+        assert torch.equal(got, want)
+
+
+def sharded_steps(rank, world_size, formats):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(5)))
+    for index, (layer, fmt) in enumerate(zip(list(model), formats, strict=True)):
+        config = f8.Float8LinearConfig(weight=f8.CastConfig(format=fmt), grad_output=f8.CastConfig(format="e4m3"))
+        model[index] = f8.convert_to_float8_training(layer, config=config)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for _ in range(3):
+        with OperatorCounter() as counter:
+            f8.precompute_float8_dynamic_scale_for_fsdp(model)
+            synchronized = dict(counter.calls)
+            model(torch.randn(4, 24)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append((synchronized, dict(counter.calls), f8.cast_count(model)))
+    return counts
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("formats", "casts"), [(["e4m3"] * 5, 1), (["e4m3", "e5m2", "e4m3", "e5m2", "e4m3"], 2)])
+def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(run_ranks, formats, casts):
+    for counts in run_ranks(2, sharded_steps, formats):
+        for step, (synchronized, whole, total) in enumerate(counts):
+            assert whole["foreach_amax"] == 1
+            assert whole["foreach_cast"] == casts
+            assert "amax" not in whole, "no weight went by itself"
+            assert "quantize" not in whole
+            assert total == 5 * (step + 1)
+            # before the first forward there is no plan yet; later everything happens in the synchronization
+            assert synchronized == ({"foreach_amax": 1, "foreach_cast": casts} if step else {})
