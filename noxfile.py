@@ -45,6 +45,7 @@ PACKAGES = {
     "fp8-common": "shared-kernels[torch,jax,demo,testing]",
     "fp8-torch-fsdp": "packages/fp8-torch-fsdp[demo]",
     "fp8-jax-owg": "packages/fp8-jax-owg[flax,optax,orbax,equinox,demo]",
+    "fp8-te-init": "packages/fp8-te-init[demo]",
 }
 ISOLATED = {
     "fp8-common": Alone(["fp8-common"], "shared-kernels/tests/numpy", FRAMEWORKS),
@@ -56,6 +57,7 @@ ISOLATED = {
         "packages/fp8-jax-owg/tests",
         {"torch", "triton"},
     ),
+    "fp8-te-init": Alone(["fp8-common[demo]", "fp8-te-init"], "packages/fp8-te-init/tests", {"jax", "flax"}),
 }
 INTERPRETED = ["shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter"]
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]

@@ -25,6 +25,8 @@ ALLOWED = {
     "fp8_jax_owg/nnx": {"numpy", "jax", "flax", "optax", "fp8_common"},
     "fp8_jax_owg/optax": {"jax", "optax", "fp8_common"},
     "fp8_jax_owg/demo": {"numpy", "jax", "flax", "optax", "fp8_common"},
+    "fp8_te_init": {"numpy", "torch", "fp8_common"},
+    "fp8_te_init/te": {"torch", "fp8_common", "transformer_engine"},
 }
 
 

@@ -1,0 +1,15 @@
+"""Decides what `fp8 doctor` says about this plugin."""
+
+from fp8_common.hardware import product_path, wire_path
+from fp8_common.machine import Machine
+from fp8_common.plugins import PluginInfo
+
+
+def describe(machine: Machine) -> PluginInfo:
+    """Tell what this plugin will do on `machine` and why."""
+    return PluginInfo(
+        name="fp8-te-init",
+        version="0.1.0",
+        summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
+        paths=(product_path(machine.accelerator, "tensorwise"), wire_path()),
+    )

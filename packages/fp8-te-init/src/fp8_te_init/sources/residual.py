@@ -1,0 +1,108 @@
+"""Decides how bfloat16 values are kept beside their FP8 codes: one byte for each, exact to the bit.
+
+The dequantized value, rounded to bfloat16, is near the original. Both are numbered in the order of their values, and
+the difference of the numbers fits in a signed byte almost always; the others (escapes) are listed with their place.
+"""
+
+import hashlib
+from typing import ClassVar
+
+import torch
+
+from fp8_te_init.errors import StaleInitError
+from fp8_te_init.pages import private_copy
+from fp8_te_init.sources.base import QuantizedRows, Rows, Source
+
+WORTH = 0.1
+"""Largest share of escapes, 6 bytes each, with which this is smaller than a copy of two bytes per element."""
+
+
+class ResidualSource(Source):
+    """Differences [n, columns] in int8, escapes, and the digest of the codes that they belong to.
+
+    Args:
+        residual: int8 [n, columns].
+        escapes: int32 row-major places [k] and their bfloat16 values [k].
+        digest: `digest_of` the codes.
+        rows: The rows that it holds.
+    """
+
+    name: ClassVar[str] = "residual"
+
+    def __init__(
+        self, residual: torch.Tensor, escapes: tuple[torch.Tensor, torch.Tensor], digest: bytes, rows: Rows
+    ) -> None:
+        self._residual, self._escapes, self._digest, self.rows = residual, escapes, digest, rows
+
+    @classmethod
+    def of(cls, values: torch.Tensor, quantized: QuantizedRows) -> "ResidualSource | None":
+        """Encode values [n, columns] against the present codes; None if that would not be exact, or not smaller.
+
+        Args:
+            values: bfloat16; other dtypes are refused.
+            quantized: The weight that was made from them.
+        """
+        if values.dtype != torch.bfloat16:
+            return None
+        difference = ordinal(values) - ordinal(quantized.values().to(torch.bfloat16))
+        fits = (difference >= -128) & (difference <= 127)
+        places = (~fits).reshape(-1).nonzero().reshape(-1)
+        if places.numel() > WORTH * values.numel():
+            return None
+        residual = torch.where(fits, difference, 0).to(torch.int8)
+        escapes = (places.to(torch.int32).cpu(), values.reshape(-1)[places].cpu())
+        return cls(private_copy(residual), escapes, digest_of(quantized.codes()), quantized.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of differences and escapes."""
+        return self._residual.nbytes + sum(part.nbytes for part in self._escapes)
+
+    def values(self, quantized: QuantizedRows) -> torch.Tensor:
+        """Decode against the present codes.
+
+        Raises:
+            StaleInitError: The codes are not those that the differences belong to.
+        """
+        if digest_of(quantized.codes()) != self._digest:
+            raise StaleInitError(
+                "The FP8 codes changed after the residual was kept, so it cannot be decoded any more. Read it before "
+                "the first optimizer step, or preserve a copy."
+            )
+        base = quantized.values().to(torch.bfloat16)
+        decoded = from_ordinal(ordinal(base) + self._residual.to(base.device).int()).reshape(-1)
+        places, exact = (part.to(base.device) for part in self._escapes)
+        decoded[places.long()] = exact
+        return decoded.view(base.shape)
+
+    def narrowed(self, rows: Rows) -> "ResidualSource":
+        """Return the source of some rows; its digest is made when the codes of these rows are next seen."""
+        where, columns = rows.inside(self.rows), self._residual.shape[1]
+        places, exact = self._escapes
+        inside = (places >= where.start * columns) & (places < where.stop * columns)
+        escapes = (places[inside] - where.start * columns, exact[inside])
+        digest = slice_digest(self._digest, where)
+        return ResidualSource(private_copy(self._residual[where]), escapes, digest, rows)
+
+
+def ordinal(values: torch.Tensor) -> torch.Tensor:
+    """Return int32 numbers of bfloat16 values in the order of the values; -0 is numbered apart from 0."""
+    bits = values.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF) - 1, bits)
+
+
+def from_ordinal(numbers: torch.Tensor) -> torch.Tensor:
+    """Undo `ordinal`."""
+    bits = torch.where(numbers < 0, (-numbers - 1) | 0x8000, numbers)
+    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def digest_of(codes: torch.Tensor) -> bytes:
+    """Return a digest of each row of uint8 [n, columns], 8 bytes a row."""
+    host = codes.cpu().contiguous().numpy()
+    return b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in host)
+
+
+def slice_digest(digest: bytes, rows: slice) -> bytes:
+    """Return the digest of some rows."""
+    return digest[8 * rows.start : 8 * rows.stop]

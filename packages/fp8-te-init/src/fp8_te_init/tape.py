@@ -1,0 +1,109 @@
+"""Decides how an initialisation is repeated without keeping its result: the operators, and the generator's state.
+
+A tape begins with an operator that overwrites the whole tensor (`normal_`, `uniform_`, `zero_`, ...) and goes on with
+in-place operators on numbers (`mul_`, `clamp_`, `erfinv_`, ...), which is what the functions of `torch.nn.init` are
+made of. Random operators are repeated with a generator of their own: the global one is not touched.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_OVERWRITES = {
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.exponential_.default,
+    aten.cauchy_.default,
+    aten.log_normal_.default,
+    aten.bernoulli_.float,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Operation:
+    func: torch._ops.OpOverload
+    args: tuple
+    kwargs: tuple[tuple[str, Any], ...]
+    generator_state: torch.Tensor | None
+
+    def run(self, target: torch.Tensor) -> None:
+        kwargs = dict(self.kwargs)
+        if self.generator_state is not None:
+            kwargs["generator"] = torch.Generator(device=target.device)
+            kwargs["generator"].set_state(self.generator_state)
+        self.func(target, *self.args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tape:
+    """A repeatable initialisation of one tensor.
+
+    Attributes:
+        operations: What is done to an empty tensor, in order.
+        device: Where it was done; random numbers differ between kinds of devices.
+        rows: First and last row (excluded) of the whole weight that the tensor stands for.
+    """
+
+    operations: tuple[_Operation, ...]
+    device: torch.device
+    rows: tuple[int, int]
+
+    @classmethod
+    def record(
+        cls,
+        before: "Tape | None",
+        func: torch._ops.OpOverload,
+        args: tuple,
+        kwargs: dict,
+        *,
+        device: torch.device,
+        rows: tuple[int, int],
+    ) -> "Tape | None":
+        """Return the tape after `func(tensor, *args, **kwargs)`, called before it runs; None if it cannot be repeated.
+
+        Args:
+            before: The tape so far.
+            func: An in-place operator.
+            args: Its arguments after the tensor.
+            kwargs: Its keyword arguments.
+            device: Where the tensor is.
+            rows: First and last row (excluded) of the whole weight that it stands for.
+        """
+        generator = kwargs.get("generator")
+        plain = {name: value for name, value in kwargs.items() if name != "generator"}
+        if any(isinstance(value, torch.Tensor | list) for value in (*args, *plain.values())):
+            return None
+        state = None
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            state = (generator or _default_generator(device)).get_state()
+        operation = _Operation(func, args, tuple(plain.items()), state)
+        if func in _OVERWRITES:
+            return cls((operation,), device, rows)
+        if before is None or state is not None:
+            return None
+        return dataclasses.replace(before, operations=(*before.operations, operation))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of generator states; they do not grow with the tensor."""
+        states = (operation.generator_state for operation in self.operations)
+        return sum(state.nbytes for state in states if state is not None)
+
+    def play(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor [rows, columns] again, on the device where it was made."""
+        target = torch.empty((self.rows[1] - self.rows[0], columns), dtype=dtype, device=self.device)
+        with torch.no_grad():
+            for operation in self.operations:
+                operation.run(target)
+        return target
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
