@@ -124,6 +124,7 @@ def build(session: nox.Session) -> None:
     # with UV_PYTHON hatch would install the build backend here and not into the environment it builds in
     session.run("hatch", "build", "--all", env={"UV_PYTHON": None})
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    session.run("python", "tests/release/check_wheels.py", str(dist))
     empty = temporary / "empty"
     python = str(empty / ("Scripts" if os.name == "nt" else "bin") / "python")
     session.run("uv", "venv", "--quiet", "--clear", f"--python={sys.executable}", str(empty))
@@ -225,6 +226,26 @@ def py312(session: nox.Session) -> None:
     """Run the JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
     install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
     session.run("pytest", *JAX_TESTS, *session.posargs)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Make mistakes on purpose, one at a time in a copy: the tests must find each (names after -- choose)."""
+    install(session, *PACKAGES, groups=["test", "peers"])
+    session.run("python", "tests/mutants/run.py", *session.posargs)
+
+
+@nox.session(name="release-check")
+def release_check(session: nox.Session) -> None:
+    """Build everything twice and compare; check sizes, contents, versions, changelog and import times."""
+    build(session)
+    dist, first = ROOT / "dist", digest(ROOT / "dist")
+    session.run("hatch", "build", "--all", "--clean", env={"UV_PYTHON": None})
+    if digest(dist) != first:
+        session.error("The same sources gave other files: the build is not reproducible.")
+    session.run("python", "tests/release/check_changelog.py")
+    install(session, *PACKAGES)
+    session.run("python", "tests/release/check_imports.py")
 
 
 @nox.session(venv_backend="none")

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch
 
 from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.torch.compat import assume_constant_result
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def should_emulate(device: torch.device, config: ProductChoice) -> bool:
     return not supported
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _has_fp8_products(device: torch.device) -> bool:
     return _look_up(device)
 

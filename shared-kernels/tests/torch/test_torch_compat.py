@@ -1,0 +1,29 @@
+"""Private names of torch still mean what this package takes them to mean."""
+
+import subprocess
+import sys
+
+import torch
+
+from fp8_common.torch import compat
+
+
+def ours() -> int:
+    return 1
+
+
+def theirs() -> int:
+    return 1
+
+
+def test_a_constant_is_marked_as_torch_marks_it():
+    torch.compiler.assume_constant_result(theirs)
+    compat.assume_constant_result(ours)
+    assert vars(ours) == vars(theirs), "torch marks constants in another way now: change fp8_common/torch/compat.py."
+
+
+def test_importing_does_not_import_the_compiler():
+    code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
+    code += "; import fp8_common.torch, fp8_common.torch.device, fp8_common.torch.fsdp"
+    code += "; assert before or 'torch._dynamo' not in sys.modules, 'Something imports Dynamo: half a second for everybody'"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,182 @@
+"""Decides which mistakes the tests must find: one wrong line each, and the tests that must fail because of it."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One mistake: in `file`, `right` (which stands there exactly once) becomes `wrong`; then `tests` must fail."""
+
+    mistake: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+NUMPY = "shared-kernels/src/fp8_common"
+TORCH = f"{NUMPY}/torch"
+JAX = f"{NUMPY}/jax"
+FSDP = "packages/fp8-torch-fsdp/src/fp8_torch_fsdp"
+NUMPY_TESTS = "shared-kernels/tests/numpy"
+FSDP_TESTS = "packages/fp8-torch-fsdp/tests"
+CONFORMANCE = "tests/conformance/test_conformance.py"
+
+MUTANTS = [
+    # ---- fp8-common, the definition
+    Mutant("ties away from zero", f"{NUMPY}/rounding.py", "np.rint(grid)", "np.floor(grid + 0.5)", NUMPY_TESTS),
+    Mutant(
+        "infinity is not clamped",
+        f"{NUMPY}/rounding.py",
+        "np.isinf(value), fmt.max_code",
+        "np.isinf(value), fmt.nan_code",
+        NUMPY_TESTS,
+    ),
+    Mutant("random bits one place off", f"{NUMPY}/rounding.py", "(bits >> 9)", "(bits >> 8)", NUMPY_TESTS),
+    Mutant("-0 loses its sign", f"{NUMPY}/rounding.py", "sign = np.signbit(value)", "sign = (value < 0)", NUMPY_TESTS),
+    Mutant(
+        "amax keeps the sign",
+        f"{NUMPY}/amax.py",
+        "return x.view(np.int32) & np.int32(KEY_MASK)",
+        "return x.view(np.int32)",
+        NUMPY_TESTS,
+    ),
+    Mutant(
+        "scale as a product with the reciprocal",
+        f"{NUMPY}/scaling.py",
+        "return np.float32(fmt.max * 2.0**-policy.margin) / amax",
+        "return np.float32(fmt.max * 2.0**-policy.margin) * (np.float32(1) / amax)",
+        NUMPY_TESTS,
+    ),
+    Mutant(
+        "an infinite amax makes a scale",
+        f"{NUMPY}/scaling.py",
+        "np.where(key >= INF_KEY, replacement",
+        "np.where(key > INF_KEY, replacement",
+        NUMPY_TESTS,
+    ),
+    Mutant(
+        "the scale of an empty tensor is dropped",
+        f"{NUMPY}/scaling.py",
+        "np.where(key == 0, replacement[policy.zero], scale)",
+        "np.where(key == 0, np.float32(1), scale)",
+        NUMPY_TESTS,
+    ),
+    Mutant(
+        "the window rolls the other way",
+        f"{NUMPY}/history.py",
+        "np.roll(window, -1, axis=0)",
+        "np.roll(window, 1, axis=0)",
+        NUMPY_TESTS,
+    ),
+    Mutant(
+        "NaN enters the window",
+        f"{NUMPY}/history.py",
+        "float_key(observed) >= INF_KEY",
+        "float_key(observed) == INF_KEY",
+        NUMPY_TESTS,
+    ),
+    Mutant(
+        "MX exponent one too small",
+        f"{NUMPY}/e8m0.py",
+        "((key & MANTISSA) > (limit & MANTISSA))",
+        "((key & MANTISSA) >= (limit & MANTISSA))",
+        NUMPY_TESTS,
+    ),
+    # ---- fp8-common on PyTorch
+    Mutant(
+        "the cast does not saturate", f"{TORCH}/rounding.py", "x.clamp(-fmt.max, fmt.max).to(", "x.to(", CONFORMANCE
+    ),
+    Mutant(
+        "number divided by tensor",
+        f"{TORCH}/scaling.py",
+        "return torch.div(torch.full_like(x, numerator), x)",
+        "return numerator / x",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "power of two by logarithm",
+        f"{TORCH}/scaling.py",
+        "(scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)",
+        "torch.exp2(torch.floor(torch.log2(scale)))",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "float maximum over rows",
+        f"{TORCH}/amax.py",
+        "torch.amax(x.view(integer) & mask, dim=tuple(dims), keepdim=keepdim)",
+        "x.nan_to_num(posinf=torch.inf).abs().amax(dim=tuple(dims), keepdim=keepdim).view(integer)",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "a NaN amax is recorded",
+        f"{TORCH}/history.py",
+        "float_key(observed) >= INF_KEY",
+        "float_key(observed) == INF_KEY",
+        CONFORMANCE,
+    ),
+    # ---- fp8-common on JAX
+    Mutant(
+        "no tie to even",
+        f"{JAX}/rounding.py",
+        "(23 - fmt.mantissa_bits) << 23",
+        "(24 - fmt.mantissa_bits) << 23",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "the sign is lost",
+        f"{JAX}/rounding.py",
+        "sign = (bits >> 24) & jnp.int32(0x80)",
+        "sign = jnp.int32(0) * bits",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "the limit of the scale is gone",
+        f"{JAX}/scaling.py",
+        "scale = jnp.clip(scale, np.float32(policy.lower), np.float32(policy.upper))",
+        "scale = jnp.maximum(scale, np.float32(policy.lower))",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "a zero amax replaces the scale",
+        f"{JAX}/scaling.py",
+        "scale = jnp.where(key == 0, replacement[policy.zero], scale)",
+        "scale = jnp.where(key == 0, 1.0, scale)",
+        CONFORMANCE,
+    ),
+    Mutant(
+        "the newest amax goes to the last slot",
+        f"{JAX}/history.py",
+        "jnp.concatenate([from_bits(key)[None], jnp.roll(window, -1, axis=0)[1:]])",
+        "jnp.concatenate([jnp.roll(window, -1, axis=0)[:-1], from_bits(key)[None]])",
+        CONFORMANCE,
+    ),
+    # ---- fp8-torch-fsdp and the wire
+    Mutant(
+        "writes of operators are not seen",
+        f"{TORCH}/fsdp/weight_state.py",
+        "                leaf._state.mark_changed()",
+        "                pass",
+        f"{FSDP_TESTS}/test_freshness.py -k data_edit",
+    ),
+    Mutant(
+        "the amax stays on its rank",
+        f"{TORCH}/fsdp/sync.py",
+        "            dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=process_group)\n",
+        "",
+        f"{FSDP_TESTS}/test_freshness.py -k init",
+    ),
+    Mutant(
+        "a change on one rank is let through",
+        f"{TORCH}/fsdp/sync.py",
+        "        if names:\n            raise Fp8StaleError(",
+        "        if names and False:\n            raise Fp8StaleError(",
+        f"{FSDP_TESTS}/test_faults.py",
+    ),
+    Mutant(
+        "a lent alias is forgotten",
+        f"{TORCH}/fsdp/weight_state.py",
+        "return self.lent > 0 or self.is_stale(shard)",
+        "return self.is_stale(shard)",
+        f"{FSDP_TESTS}/test_freshness.py",
+    ),
+]

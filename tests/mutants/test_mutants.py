@@ -1,0 +1,20 @@
+"""Decides that the list of mistakes fits the sources; that each is found is what session `mutants` checks."""
+
+import pytest
+from mutants import MUTANTS
+from repository import ROOT, packages
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake)
+def test_the_right_line_stands_there_once(mutant):
+    assert (ROOT / mutant.file).read_text().count(mutant.right) == 1
+    assert mutant.right != mutant.wrong
+
+
+def test_every_mistake_has_a_name_of_its_own():
+    assert len({mutant.mistake for mutant in MUTANTS}) == len(MUTANTS) >= 25
+
+
+def test_the_list_covers_every_package():
+    files = " ".join(mutant.file for mutant in MUTANTS)
+    assert [name for name, package in packages().items() if str(package.folder.relative_to(ROOT)) not in files] == []
