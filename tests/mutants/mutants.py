@@ -19,6 +19,8 @@ JAX = f"{NUMPY}/jax"
 FSDP = "packages/fp8-torch-fsdp/src/fp8_torch_fsdp"
 NUMPY_TESTS = "shared-kernels/tests/numpy"
 FSDP_TESTS = "packages/fp8-torch-fsdp/tests"
+OWG = "packages/fp8-jax-owg/src/fp8_jax_owg"
+OWG_TESTS = "packages/fp8-jax-owg/tests"
 CONFORMANCE = "tests/conformance/test_conformance.py"
 
 MUTANTS = [
@@ -178,5 +180,20 @@ MUTANTS = [
         "return self.lent > 0 or self.is_stale(shard)",
         "return self.is_stale(shard)",
         f"{FSDP_TESTS}/test_freshness.py",
+    ),
+    # ---- fp8-jax-owg
+    Mutant(
+        "cotangents add up",
+        f"{OWG}/dtype.py",
+        "return lax.convert_element_type(wire.maximum(*plain), dtype)",
+        "return lax.convert_element_type(lax.add(*plain), dtype)",
+        f"{OWG_TESTS}/test_boundary.py",
+    ),
+    Mutant(
+        "an unused parameter counts as observed",
+        f"{OWG}/wire.py",
+        "return jnp.where((key == 0) | (key >= INF_KEY), NOT_OBSERVED, observed)",
+        "return jnp.where(key >= INF_KEY, NOT_OBSERVED, observed)",
+        OWG_TESTS,
     ),
 ]
