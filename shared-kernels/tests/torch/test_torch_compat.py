@@ -25,5 +25,5 @@ def test_a_constant_is_marked_as_torch_marks_it():
 def test_importing_does_not_import_the_compiler():
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
     code += "; import fp8_common.torch, fp8_common.torch.device, fp8_common.torch.fsdp"
-    code += "; assert before or 'torch._dynamo' not in sys.modules, 'Something imports Dynamo: half a second for everybody'"
+    code += "; assert before or 'torch._dynamo' not in sys.modules, 'Something imports Dynamo: half a second lost'"
     subprocess.run([sys.executable, "-c", code], check=True)
