@@ -1,4 +1,4 @@
-"""The one place outside FSDP that relies on a private name of torch: what tells the compiler that a result is constant."""
+"""The one place outside FSDP that knows a private name of torch: what tells the compiler that a result is constant."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
