@@ -24,24 +24,56 @@ from fp8_jax_owg.mode import get_mode
 Tree = TypeVar("Tree")
 
 
-def share(tree: Tree) -> Tree:
-    """Return float32 values as `fp32_max_grad`: from here on, their cotangents are combined by MAX.
+@jax.tree_util.register_pytree_node_class
+class Slots:
+    """A shared value in mode "fan_out": its slots [uses, ...]; `read` takes one."""
 
-    Works in mode "extended" only; `scan` and `fan_out` work in both. Leaves that are shared already stay.
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: Any) -> None:
+        self.slots = slots
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        """Return the slots as the only child."""
+        return (self.slots,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Slots":
+        """Rebuild from the child."""
+        return cls(*children)
+
+
+def share(tree: Any, uses: int | None = None) -> Any:
+    """Return float32 values for several uses, whose cotangents will be combined by MAX; `read` gives each use its own.
+
+    Args:
+        tree: Leaves float32; shared ones stay.
+        uses: How many uses there will be; mode "fan_out" needs it, mode "extended" does not look at it.
 
     Raises:
-        Fp8Error: A leaf is not float32.
+        Fp8Error: A leaf is not float32, or mode "fan_out" is not told `uses`.
     """
-    return jax.tree.map(lambda x: x if is_shared(x) else _share(check_float32(x)), tree)
+    if get_mode() == "extended":
+        return jax.tree.map(lambda x: x if is_shared(x) else _share(check_float32(x)), tree)
+    if uses is None:
+        raise Fp8Error(
+            "share needs uses=... in mode fan_out, which keeps a slot for each use. Or use fp8_jax_owg.scan."
+        )
+    return jax.tree.map(Slots, fan_out(tree, uses))
 
 
-def read(tree: Tree) -> Tree:
-    """Return shared values as float32, for layers to use; call it inside the loop. float32 leaves stay.
+def read(tree: Any, use: Any = None) -> Any:
+    """Return shared values as float32, as layers take them; call it where they are used. float32 leaves stay.
+
+    Args:
+        tree: From `share`.
+        use: The number of this use, from 0 on, static or traced; each use needs its own. Only mode "fan_out" looks at
+            it.
 
     Raises:
-        Fp8Error: A leaf is neither float32 nor shared.
+        Fp8Error: A leaf is neither float32 nor shared, or mode "fan_out" is not told `use`.
     """
-    return jax.tree.map(lambda x: _read(x) if is_shared(x) else check_float32(x), tree)
+    return jax.tree.map(lambda x: _read_leaf(x, use), tree, is_leaf=lambda x: isinstance(x, Slots))
 
 
 def fan_out(tree: Tree, uses: int) -> Tree:
@@ -155,6 +187,14 @@ def check_float32(x: Any) -> Any:
             "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
         )
     return x
+
+
+def _read_leaf(x: Any, use: Any) -> jax.Array:
+    if not isinstance(x, Slots):
+        return _read(x) if is_shared(x) else check_float32(x)
+    if use is None:
+        raise Fp8Error("read needs use=... in mode fan_out: the number of this use, its own for each.")
+    return lax.dynamic_index_in_dim(x.slots, use, 0, keepdims=False)
 
 
 def _iterations(xs: Any, length: int | None) -> int:

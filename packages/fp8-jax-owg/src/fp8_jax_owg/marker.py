@@ -1,0 +1,96 @@
+"""Decides which leaves of a tree are overwritten with their gradient.
+
+A leaf is, if it lies in a Linen collection `_overwrite_with_gradient`, or under a node whose class says so with the
+attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and `Overwrite` for everything else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+COLLECTION = "_overwrite_with_gradient"
+"""Flax's name for the Linen collection."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Overwrite:
+    """Marks values in plain trees and Equinox modules: `{"amax": Overwrite(jnp.zeros(16))}`.
+
+    Attributes:
+        value: An array, or a tree of arrays.
+    """
+
+    is_overwrite_with_gradient = True
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Overwrite({self.value!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        """Return the value as the only child."""
+        return ((jax.tree_util.GetAttrKey("value"), self.value),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Overwrite":
+        """Rebuild from the child."""
+        return cls(children[0])
+
+
+def is_marked(node: Any) -> bool:
+    """Whether the class of a node says that what is below it is overwritten."""
+    return getattr(type(node), "is_overwrite_with_gradient", False) is True
+
+
+def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
+    """Whether what lies at `path` is overwritten with its gradient.
+
+    Args:
+        path: Keys as `jax.tree_util.tree_flatten_with_path` gives them.
+        node: What lies there; a marked node counts whatever its path.
+    """
+    return is_marked(node) or any(getattr(key, "key", getattr(key, "name", None)) == COLLECTION for key in path)
+
+
+def owg_flags(tree: Any) -> list[bool]:
+    """Return, for each leaf in the order of `jax.tree.leaves`, whether it is overwritten."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
+    return [flag for path, node in nodes for flag in [is_owg(path, node)] * len(jax.tree.leaves(node))]
+
+
+def owg_mask(tree: Any) -> Any:
+    """Return a tree of the same structure with True at leaves that are overwritten, False elsewhere."""
+    return jax.tree.unflatten(jax.tree.structure(tree), owg_flags(tree))
+
+
+def map_leaves(parameter: Callable[..., Any], overwritten: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Map one function over parameters and another over what is overwritten.
+
+    Args:
+        parameter: Called with the leaves that are no OWG.
+        overwritten: Called with the others.
+        tree: Decides which leaf is which.
+        *rest: Further trees of the same structure, whose leaves become further arguments.
+    """
+    flags = owg_flags(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    others = [structure.flatten_up_to(other) for other in rest]
+    results = [
+        (overwritten if flag else parameter)(*arguments)
+        for flag, *arguments in zip(flags, leaves, *others, strict=True)
+    ]
+    return structure.unflatten(results)
+
+
+def split(tree: Any) -> tuple[Any, Any]:
+    """Return (parameters, overwritten values): the tree twice, each with None where the other has leaves."""
+    return map_leaves(lambda x: x, lambda _: None, tree), map_leaves(lambda _: None, lambda x: x, tree)
+
+
+def merge(parameters: Any, overwritten: Any) -> Any:
+    """Undo `split`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, parameters, overwritten, is_leaf=lambda x: x is None)
