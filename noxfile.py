@@ -207,7 +207,7 @@ def full(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Run every test on the oldest supported torch, jax, triton and numpy."""
     packages = ["fp8-common[torch,jax,triton,demo,testing]", *list(PACKAGES)[1:]]
-    install(session, *packages, groups=["test"], constraints="constraints-oldest.txt")
+    install(session, *packages, groups=["test", "examples"], constraints="constraints-oldest.txt")
     run_tests(session)
 
 
