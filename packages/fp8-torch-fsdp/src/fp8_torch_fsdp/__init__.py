@@ -28,6 +28,7 @@ from fp8_torch_fsdp.synchronize import (
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
+from fp8_torch_fsdp.traceable import fully_shard_traceable
 
 __version__ = "0.1.0"
 check_version("fp8-torch-fsdp", __version__)
@@ -50,6 +51,7 @@ __all__ = [
     "convert_to_float8_training",
     "enable_float8_all_gather",
     "float8_all_gather_report",
+    "fully_shard_traceable",
     "load_checkpoint",
     "precompute_float8_dynamic_scale_for_fsdp",
     "save_checkpoint",

@@ -21,6 +21,7 @@ def amax_reduction_count(model: nn.Module) -> int:
 def plans_of(model: nn.Module) -> list[SyncPlan]:
     """Return the synchronization plans of the FSDP roots that hold FP8 weights of `model`."""
     plans = {id(plan): plan for _, weight in sharded_weights(model) if (plan := weight._state.plan()) is not None}
+    plans |= {id(plan): plan for module in model.modules() if (plan := getattr(module, "fp8_plan", None)) is not None}
     return list(plans.values())
 
 

@@ -75,17 +75,34 @@ class Float8Linear(nn.Linear):
         Raises:
             Fp8Error: The last dimension is not `in_features`, or the weight is tensor-parallel.
         """
-        if input.shape[-1] != self.in_features:
-            raise Fp8Error(f"Float8Linear expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
         if isinstance(self.weight, DTensor):
             raise Fp8Error(
                 "Float8Linear cannot compute with a distributed weight (a tensor-parallel layer, or a sharded one that "
                 "was not called through FSDP2). Leave tensor-parallel layers out with module_filter_fn."
             )
+        output = self.product(input, self.weight)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return input @ weight.T in FP8, differentiable; `weight` is this layer's, in any of its states.
+
+        Raises:
+            Fp8Error: The last dimensions differ.
+        """
+        if input.shape[-1] != weight.shape[-1]:
+            raise Fp8Error(f"Float8Linear expects [..., {weight.shape[-1]}] as input, got {tuple(input.shape)}.")
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        output = _Float8Products.apply(input, self.weight, self, self.training and torch.is_grad_enabled())
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return self.apply_products(input, weight)
+
+    def apply_products(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the checked product of `product` and its gradients."""
+        return _Float8Products.apply(input, weight, self, self.records)
+
+    @property
+    def records(self) -> bool:
+        """Whether a forward now is one that delayed scaling observes."""
+        return self.training and torch.is_grad_enabled()
 
     def cast(self, name: str, x: torch.Tensor, cast: CastRecipe, *, record: bool) -> Operand:
         """Cast a matrix whose contracted dimension is the last as the operand `name`, "input" or "grad_output"."""
