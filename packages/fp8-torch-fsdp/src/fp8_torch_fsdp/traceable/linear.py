@@ -88,7 +88,7 @@ class _GatheredProducts(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             average = wire.place.start_average(_grad_weight(layer, rows, saved, shared, ctx.part_dtype))
         if ctx.needs_input_grad[0]:
-            weight = wire.operand([wire.place.finish(one) for one in started], kept, record=False)
+            weight: Any = wire.operand([wire.place.finish(one) for one in started], kept, record=False)
             grad_x = _reshaped(_grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
         if average is not None:
             average = wire.place.finish_average(average, layer.out_features)

@@ -54,7 +54,7 @@ class _GatheredLinear(torch.autograd.Function):
             started = start_whole(place, again(part, grad), ctx.rows)
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            grad_weight = (x.reshape(-1, x.shape[-1]).t() @ flat).t()
+            grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])
             grad_part = place.start_average(grad_weight.to(part.dtype))
         if started is not None:
             grad_x = grad @ whole(place, started, ctx.rows).to(grad.dtype)
@@ -86,7 +86,7 @@ class GatheringLinear(nn.Linear):
         return _GatheredLinear.apply(input, local_of(self.weight), bias, self.weight.shape[0], self.fp8_place)
 
 
-def gather_in_forward(module: nn.Module, names: list[str], place: Placement) -> None:
+def gather_in_forward(module: Any, names: list[str], place: Placement) -> None:
     """Make `module` see its sharded parameters `names` whole while its forward runs, and as they are otherwise."""
     if type(module) is nn.Linear:
         module.__class__ = GatheringLinear

@@ -1,7 +1,8 @@
 """Decides what `fully_shard_traceable` does to a model: shard every parameter, make every layer gather its own."""
 
-import weakref
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,54 +44,65 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
     if mesh is None:
         device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-    place = Placement.of(mesh)
     _refuse_unsuitable(model)
-    owners = [(prefix, module) for prefix, module in model.named_modules() if list(module.parameters(recurse=False))]
-    shards, states = _Shards(mesh), dict[int, tuple[nn.Parameter, WeightState]]()
-    for prefix, module in owners:
-        names = [name for name, parameter in module._parameters.items() if parameter is not None]
-        wraps = isinstance(module, Float8Linear) and isinstance(module._parameters["weight"], ShardedFloat8Weight)
-        for name in names:
-            module._parameters[name] = shards.of(module._parameters[name])
-        if not isinstance(module, Float8Linear):
-            gather_in_forward(module, names, place)
-            continue
-        weight = module._parameters["weight"]
-        wire = _wire_of(module, weight, place, f"{prefix}.weight".lstrip("."), wraps)
-        module.__class__ = TraceableFloat8Linear
-        module.wire = wire
-        if wraps:
-            # layers that share a weight share its scale
-            module.wire = Float8Wire(
-                strategy=wire.strategy, place=place, state=states.setdefault(id(weight), (weight, wire.state))[1]
-            )
-    plan = TraceablePlan(model, list(states.values()), [mesh.get_group(dim) for dim in range(mesh.ndim)])
-    for _, state in states.values():
-        state.plan = weakref.ref(plan)
-    model.fp8_plan = plan
+    layout = _Layout(mesh)
+    for prefix, module in list(model.named_modules()):
+        layout.apply(prefix, module)
+    plan = TraceablePlan(model, layout.weights, [mesh.get_group(dim) for dim in range(mesh.ndim)])
+    root: Any = model  # which keeps its plan alive
+    root.fp8_plan = plan
     return model
 
 
-class _Shards:
-    """Shards each parameter once, however many modules share it."""
+class _Layout:
+    """Shards each parameter once, however many modules share it, and makes the modules gather."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self._made = mesh, dict[int, tuple[nn.Parameter, nn.Parameter]]()
+        self._mesh, self._place = mesh, Placement.of(mesh)
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._states: dict[int, tuple[nn.Parameter, WeightState]] = {}
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+    @property
+    def weights(self) -> list[tuple[nn.Parameter, WeightState]]:
+        """The weights that are gathered in FP8, with what is known about each."""
+        return list(self._states.values())
+
+    def apply(self, prefix: str, module: Any) -> None:
+        parameters = {name: one for name, one in module._parameters.items() if one is not None}
+        in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
+        module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
+        if isinstance(module, Float8Linear):
+            layer: Any = module
+            layer.__class__ = TraceableFloat8Linear
+            layer.wire = self._wire(layer, f"{prefix}.weight".lstrip("."), in_fp8)
+        elif parameters:
+            gather_in_forward(module, list(parameters), self._place)
+
+    def _sharded(self, parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in self._made:
             plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
+            # the original stays alive, so that no other parameter gets its id
             self._made[id(parameter)] = (parameter, sharded(parameter, plain, self._mesh))
         return self._made[id(parameter)][1]
 
+    def _wire(self, layer: Float8Linear, name: str, in_fp8: bool) -> Wire:
+        weight = layer._parameters["weight"]
+        if weight is None:
+            raise Fp8Error(f"{name} is missing: a Float8Linear needs a weight.")
+        state = self._state(layer, weight, name)
+        if not in_fp8:
+            return PlainWire(strategy=layer.strategy, place=self._place, state=state)
+        # layers that share a weight share its scale
+        _, state = self._states.setdefault(id(weight), (weight, state))
+        return Float8Wire(strategy=layer.strategy, place=self._place, state=state)
 
-def _wire_of(layer: Float8Linear, weight: nn.Parameter, place: Placement, name: str, in_fp8: bool) -> Wire:
-    rows, *columns = weight.shape
-    state = WeightState(strategy=layer.strategy, name=name)
-    state.full_shape = weight.shape
-    state.padded_shape = weight.shape[:0] + (place.padded_rows(rows), *columns)
-    state.first_row = place.first_row(rows)
-    return (Float8Wire if in_fp8 else PlainWire)(strategy=layer.strategy, place=place, state=state)
+    def _state(self, layer: Float8Linear, weight: nn.Parameter, name: str) -> WeightState:
+        rows, *columns = weight.shape
+        state = WeightState(strategy=layer.strategy, name=name)
+        state.full_shape = weight.shape
+        state.padded_shape = torch.Size((self._place.padded_rows(rows), *columns))
+        state.first_row = self._place.first_row(rows)
+        return state
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:

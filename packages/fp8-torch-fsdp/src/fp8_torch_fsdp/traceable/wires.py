@@ -3,9 +3,9 @@
 Both make the same FP8 operand out of what arrives.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,32 +16,31 @@ from fp8_torch_fsdp.strategies import Strategy
 from fp8_torch_fsdp.traceable.placement import Placement, pad
 
 
-class Wire(Protocol):
-    """How one weight travels."""
-
-    place: Placement
-    state: WeightState
-
-    def buffers(self, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return what this rank sends for its rows `part`, and scales that every rank has already."""
-
-    def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
-        """Return the whole weight as an FP8 operand."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8Wire:
-    """FP8 codes, cast on the rank that holds the rows.
+class Wire(abc.ABC):
+    """How one weight travels.
 
     Attributes:
         strategy: How the weight is scaled.
         place: Where the shards are.
-        state: Scales that the ranks agreed on, and the keys that they were agreed for.
+        state: Its shapes, the scales that the ranks agreed on, and the keys that they were agreed for.
     """
 
     strategy: Strategy
     place: Placement
     state: WeightState
+
+    @abc.abstractmethod
+    def buffers(self, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return what this rank sends for its rows `part`, and scales that every rank has already."""
+
+    @abc.abstractmethod
+    def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
+        """Return the whole weight as an FP8 operand."""
+
+
+class Float8Wire(Wire):
+    """FP8 codes, cast on the rank that holds the rows."""
 
     def buffers(self, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return uint8 codes and, where they travel, scales.
@@ -67,13 +66,8 @@ class Float8Wire:
         return Operand(codes, reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.block)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainWire:
+class PlainWire(Wire):
     """The weight as it is stored; every rank casts the whole of it."""
-
-    strategy: Strategy
-    place: Placement
-    state: WeightState
 
     def buffers(self, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the padded rows."""
