@@ -256,7 +256,7 @@ def gpu(session: nox.Session) -> None:
     sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
     session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
-    session.run(sys.executable, "benchmarks/gpu_proof.py", "--speed-only", external=True)
+    session.run(sys.executable, "benchmarks/gpu_proof.py", "--only", "speed", external=True)
     run_benchmarks(session, sys.executable)
 
 

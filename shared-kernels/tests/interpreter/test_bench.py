@@ -12,7 +12,7 @@ from fp8_common.torch import bench
 
 def test_every_task_runs_and_is_checked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.setattr(bench, "peer_runs", lambda x, fmt: {"mx": {"broken": lambda: 1 / 0}})
+    monkeypatch.setattr(bench.bench_peers, "runs_for", lambda x, fmt: {"mx": {"broken": lambda: 1 / 0}})
     monkeypatch.setattr(bench, "COLUMNS", 256)
     monkeypatch.setattr(bench, "WARM_UP", 1)
     times = iter(range(1, 10000))
@@ -24,14 +24,20 @@ def test_every_task_runs_and_is_checked(monkeypatch):
     x = bench.example(128 * 256 * 2, torch.bfloat16, torch.device("cpu"))
     measured = []
     for kernel, (moved, runs, check) in bench.tasks(x, f8.E4M3).items():
+        runs = runs | bench.copying(moved, x.device)
         measured += bench.compare(kernel, x, moved, runs, check, timer, rounds=1)
+    monkeypatch.setattr(bench.bench_peers, "precompute", lambda weights, device: {})
+    monkeypatch.setattr(bench, "FOREACH_SHARDS", 3)
+    measured += bench.compare_foreach(x.device, timer, rounds=1)
     result = json.loads(render(document(measured, device="a test", ceiling=100.0)))
     ours = [row for row in result["rows"] if row["implementation"] == "ours"]
     assert {row["kernel"] for row in ours} == {
-        "amax", "cast", "cast + transpose", "row-wise", "1x128", "128x128", "mx",
+        "amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx", bench.FOREACH,
     }  # fmt: skip
     assert all(row["equal"] and row["of_ceiling"] > 0 for row in ours)
-    assert {row["implementation"] for row in result["rows"]} == {"ours", "torch eager", "torch.compile"}
+    assert {row["implementation"] for row in result["rows"]} == {
+        "ours", "copy", "torch eager", "torch.compile", "torch._foreach_norm",
+    }  # fmt: skip
 
 
 def test_a_wrong_result_of_ours_is_an_error(monkeypatch):

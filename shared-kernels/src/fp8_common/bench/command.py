@@ -22,7 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         from fp8_common.torch.bench import run
 
-        _write(run(megabytes=options.megabytes, dtypes=dtypes, fmt=options.fmt), options.output)
+        keep = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
+        kernels = options.kernel or ()
+        _write(
+            run(megabytes=options.megabytes, dtypes=dtypes, fmt=options.fmt, kernels=kernels, save=keep), options.output
+        )
     except Fp8UnsupportedError as error:
         sys.stderr.write(f"fp8-bench: {error}\n")
         return 1
@@ -36,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", action="append", help="input dtype; bfloat16 unless given")
     parser.add_argument("--fmt", default="e4m3", choices=["e4m3", "e5m2"], help="FP8 format")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256], help="sizes of the timed inputs")
+    parser.add_argument("--kernel", action="append", help="time only this task, e.g. amax; all unless given")
     parser.add_argument("--output", type=Path, help="write to this file instead of standard output")
     return parser
 

@@ -1,10 +1,10 @@
 """Decides how the kernels are timed on a GPU, against what PyTorch, torchao and TransformerEngine do for the same task.
 
 Every round times all implementations once in alternating order with a cold L2 cache; medians are over the rounds.
-The ceiling is a plain copy of the same run. Results of ours are compared with the NumPy definition before timing.
+The ceiling is a plain copy of as many bytes, which takes turns with them. Results of ours are compared with the NumPy
+definition before timing.
 """
 
-import importlib
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,29 +13,46 @@ from typing import Any
 import torch
 
 import fp8_common as f8
-from fp8_common.bench.record import Measurement, document, render
+from fp8_common.bench.record import COPY, Measurement, document, render
 from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.formats import Format, get_format
 from fp8_common.policy import CANONICAL
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
-from fp8_common.torch import foreach, triton_backend
+from fp8_common.torch import bench_peers, foreach, triton_backend
 from fp8_common.torch.amax import amax_all
 from fp8_common.torch.quantize import quantize, quantize_blockwise, quantize_mx, quantize_rowwise
+from fp8_common.torch.scaling import scale_from_amax
 
 logger = logging.getLogger(__name__)
 ROUNDS = 50
 WARM_UP = 5
 COLUMNS = 8192
-FLUSH_BYTES = 512 << 20
+FLUSH_BYTES, FLUSHES = 512 << 20, 4
+"""Longer than it takes to empty the cache: meanwhile Python enqueues what is timed, so that no gap is timed."""
 FOREACH_SHARDS = 200
+FOREACH = f"foreach amax, {FOREACH_SHARDS} shards"
 
 Run = Callable[[], object]
 Timer = Callable[[Run], float]
 
 
-def run(*, megabytes: Sequence[int], dtypes: Sequence[str], fmt: str) -> str:
-    """Measure everything on the current GPU and return the result as JSON.
+def run(
+    *,
+    megabytes: Sequence[int],
+    dtypes: Sequence[str],
+    fmt: str,
+    kernels: Sequence[str] = (),
+    save: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Measure on the current GPU and return the result as JSON.
+
+    Args:
+        megabytes: Sizes of the inputs.
+        dtypes: Their dtypes.
+        fmt: The FP8 format.
+        kernels: Names of the tasks to measure; all if empty.
+        save: Takes the result so far after every task, so that a run that is cut short leaves one.
 
     Raises:
         Fp8UnsupportedError: There is no GPU, or it cannot run the kernels.
@@ -44,15 +61,33 @@ def run(*, megabytes: Sequence[int], dtypes: Sequence[str], fmt: str) -> str:
         raise Fp8UnsupportedError(
             "Timing needs an NVIDIA GPU of compute capability 8.9 or newer. Use --static elsewhere."
         )
-    timer = cuda_timer()
+    timer, form, device = cuda_timer(), get_format(fmt), torch.device("cuda")
+    ceiling = copy_ceiling(timer)
     measurements: list[Measurement] = []
+    texts: list[str] = []
+
+    def keep(found: list[Measurement]) -> None:
+        measurements.extend(found)
+        texts.append(render(document(measurements, device=torch.cuda.get_device_name(), ceiling=ceiling)))
+        save(texts[-1])
+        logger.info("%s %s %s", found[0].kernel, found[0].dtype, found[0].shape)
+
+    if not kernels or FOREACH in kernels:
+        keep(compare_foreach(device, timer))
     for name in dtypes:
         for size in megabytes:
-            x = example(size << 20, getattr(torch, name), torch.device("cuda"))
-            for kernel, (moved, runs, check) in tasks(x, get_format(fmt)).items():
-                measurements += compare(kernel, x, moved, runs, check, timer)
-    measurements += compare_foreach(torch.device("cuda"), get_format(fmt), timer)
-    return render(document(measurements, device=torch.cuda.get_device_name(), ceiling=copy_ceiling(timer)))
+            x = example(size << 20, getattr(torch, name), device)
+            for kernel, (moved, runs, check) in tasks(x, form).items():
+                if not kernels or kernel in kernels:
+                    keep(compare(kernel, x, moved, runs | copying(moved, device), check, timer))
+    return texts[-1] if texts else render(document([], device=torch.cuda.get_device_name(), ceiling=ceiling))
+
+
+def copying(moved: int, device: torch.device) -> dict[str, Run]:
+    """Return a plain copy that moves as many bytes as a task: the ceiling for its size."""
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return {COPY: lambda: target.copy_(source)}
 
 
 def example(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -69,6 +104,7 @@ def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], 
     eager = {
         "amax": lambda: amax_all(x),
         "cast": lambda: quantize(x, scale, fmt),
+        "tensorwise": lambda: _tensorwise(x, fmt),
         "cast + transpose": lambda: _transposed(quantize(x, scale, fmt)),
         "row-wise": lambda: quantize_rowwise(x, fmt, -1, CANONICAL),
         "1x128": lambda: quantize_blockwise(x, fmt, (1, 128), CANONICAL),
@@ -78,18 +114,23 @@ def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], 
     ours = {
         "amax": lambda: backend.amax_all(x),
         "cast": lambda: backend.quantize(x, scale, fmt),
+        "tensorwise": lambda: backend.quantize_tensorwise(x, fmt, CANONICAL),
         "cast + transpose": lambda: backend.quantize_transposed(x, scale, fmt),
         "row-wise": lambda: backend.quantize_rowwise(x, fmt, -1, CANONICAL),
         "1x128": lambda: backend.quantize_blockwise(x, fmt, (1, 128), CANONICAL),
         "128x128": lambda: backend.quantize_blockwise(x, fmt, (128, 128), CANONICAL),
         "mx": lambda: backend.quantize_mx(x, fmt, "rceil"),
     }
-    written = {"amax": 0, "cast + transpose": 2 * n}
-    peers = peer_runs(x, fmt)
+    read, written = {"tensorwise": 2}, {"amax": 0, "cast + transpose": 2 * n}
+    peers = bench_peers.runs_for(x, fmt)
     result = {}
     for name, run in ours.items():
         runs = {"ours": run, "torch eager": eager[name], "torch.compile": torch.compile(eager[name])}
-        result[name] = (n * size + written.get(name, n), runs | peers.get(name, {}), _checker(name, x, fmt, run))
+        result[name] = (
+            n * size * read.get(name, 1) + written.get(name, n),
+            runs | peers.get(name, {}),
+            _checker(name, x, fmt, run),
+        )
     return result
 
 
@@ -119,47 +160,26 @@ def compare(
     ]
 
 
-def compare_foreach(device: torch.device, fmt: Format, timer: Timer, rounds: int = ROUNDS) -> list[Measurement]:
-    """Time the amax of 200 FSDP shards: ours in one launch, torchao's way with `_foreach_norm`."""
+def compare_foreach(device: torch.device, timer: Timer, rounds: int = ROUNDS) -> list[Measurement]:
+    """Time the amax of 200 FSDP shards: ours in one launch, and ways with torch and torchao."""
     shards = [torch.randn(4096 * (1 + i % 7) * 16, device=device, dtype=torch.float32) for i in range(FOREACH_SHARDS)]
     everything = torch.cat(shards)
     want = torch.stack([amax_all(shard) for shard in shards])
     runs = {
         "ours": lambda: foreach.amax_keys(shards),
         "torch._foreach_norm": lambda: torch.stack(torch._foreach_norm(shards, ord=float("inf"))),
+        **bench_peers.precompute(FOREACH_SHARDS, device),
     }
     moved = everything.numel() * 4
     return compare(
-        f"foreach amax, {FOREACH_SHARDS} shards",
+        FOREACH,
         everything,
         moved,
-        runs,
+        runs | copying(moved, device),
         lambda: torch.equal(foreach.amax_keys(shards).view(torch.float32), want),
         timer,
         rounds,
     )
-
-
-def peer_runs(x: torch.Tensor, fmt: Format) -> dict[str, dict[str, Run]]:
-    """Return what torchao and TransformerEngine offer for each kernel, as far as they can be imported."""
-    found: dict[str, dict[str, Run]] = {}
-    blocks = _optional("torchao.prototype.blockwise_fp8_training.kernels")
-    if blocks is not None:
-        found["1x128"] = {"torchao": lambda: blocks.triton_fp8_blockwise_act_quant_lhs(x, 128)}
-    mx = _optional("torchao.prototype.mx_formats.mx_tensor")
-    config = _optional("torchao.prototype.mx_formats.config")
-    if mx is not None and config is not None:
-        mode, dtype = config.ScaleCalculationMode.RCEIL, getattr(torch, fmt.dtype_name)
-        found["mx"] = {"torchao": torch.compile(lambda: mx.to_mx(x, dtype, 32, mode))}
-    engine = _optional("transformer_engine.pytorch.tensor.float8_tensor")
-    tex = _optional("transformer_engine_torch")
-    if engine is not None and tex is not None:
-        kind = tex.DType.kFloat8E4M3 if fmt.name == "e4m3" else tex.DType.kFloat8E5M2
-        quantizer = engine.Float8Quantizer(
-            scale=torch.ones(1, device=x.device), amax=torch.zeros(1, device=x.device), fp8_dtype=kind
-        )
-        found["cast + transpose"] = {"TransformerEngine": lambda: quantizer(x)}
-    return found
 
 
 def cuda_timer() -> Timer:
@@ -167,7 +187,8 @@ def cuda_timer() -> Timer:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def measure(run: Run) -> float:
-        flush.zero_()
+        for _ in range(FLUSHES):
+            flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()
@@ -185,6 +206,11 @@ def copy_ceiling(timer: Timer, size: int = 512 << 20, device: str = "cuda") -> f
     return 2 * size / statistics.median(timer(lambda: target.copy_(source)) for _ in range(ROUNDS)) / 1e9
 
 
+def _tensorwise(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_from_amax(amax_all(x), fmt, CANONICAL)
+    return quantize(x, scale, fmt), scale
+
+
 def _transposed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data, data.view(torch.uint8).t().contiguous()
 
@@ -194,6 +220,12 @@ def _checker(name: str, x: torch.Tensor, fmt: Format, run: Run) -> Run:
 
     def check() -> bool:
         rows = as_numpy(x[:256])
+        if name == "tensorwise":
+            whole = f8.amax_to_scale(as_numpy(x.abs().max().float()), fmt)
+            data, scale = run()
+            assert_same_bits(scale, whole, name=name)
+            assert_same_bits(data[:256], f8.quantize(rows, whole, fmt), fmt=fmt, source=rows, name=name)
+            return True
         definitions = {
             "row-wise": lambda: f8.quantize_rowwise(rows, fmt).data,
             "1x128": lambda: f8.quantize_blockwise(rows, fmt).data,
@@ -225,11 +257,3 @@ def _works(kernel: str, name: str, run: Run) -> bool:
         logger.warning("%s cannot do %s here: %s", name, kernel, error)
         return False
     return True
-
-
-def _optional(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # a peer that is installed may still fail to load
-        logger.info("%s is left out: %s", module, error)
-        return None

@@ -1,0 +1,137 @@
+"""Decides how measured GPU figures enter the documents: the cells, a table of peers and a picture.
+
+    python benchmarks/render_kernels.py [benchmarks/results/gpu-NAME.json]
+
+Writes docs/numerics/kernels.md and docs/assets/numerics/bandwidth.svg. Without a result there is nothing to write, and
+the documents say "not measured".
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = Path("docs/numerics/kernels.md")
+PICTURE = Path("docs/assets/numerics/bandwidth.svg")
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+STATIC_NAMES = {
+    "amax": ("amax",),
+    "cast": ("cast",),
+    "tensorwise": ("cast, dynamic scale",),
+    "cast + transpose": ("cast + transpose",),
+    "row-wise": ("row-wise",),
+    "1x128": ("1x128",),
+    "128x128": ("128x128",),
+    "mx": ("MX rceil",),
+    "foreach amax, 200 shards": ("foreach amax",),
+}
+"""Which rows of the static table a measured task fills."""
+
+
+def render(result_path: Path, root: Path = ROOT) -> None:
+    """Write the figures of one result into the page and draw the picture.
+
+    Args:
+        result_path: What `fp8-bench` wrote.
+        root: The repository, or a copy of its `docs`.
+    """
+    result = json.loads(result_path.read_text())
+    page = root / PAGE
+    text = with_cells(page.read_text(), cells(result))
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{section(result, result_path.name)}\n{END}{after}")
+    draw(result, root / PICTURE)
+
+
+def ours(result: dict) -> list[dict]:
+    """Return our rows on bfloat16 (the shards are float32), the largest input of each task."""
+    rows = [r for r in result["rows"] if r["implementation"] == "ours"]
+    rows = [r for r in rows if r["dtype"] == "bfloat16" or r["kernel"].startswith("foreach")]
+    largest = {r["kernel"]: r for r in sorted(rows, key=lambda r: r["bytes"])}
+    return [largest[kernel] for kernel in dict.fromkeys(r["kernel"] for r in rows)]
+
+
+def cells(result: dict) -> dict[str, str]:
+    """Return the cell of the static table's last column by kernel."""
+    return {
+        name: f"{row['gigabytes_per_second']:.0f} GB/s, {row['of_ceiling']:.0%}"
+        for row in ours(result)
+        for name in STATIC_NAMES.get(row["kernel"], ())
+    }
+
+
+def with_cells(text: str, found: dict[str, str]) -> str:
+    """Return the page with the last cell of every row of the static table brought up to date."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        parts = line.split("|")
+        if len(parts) == COLUMNS and parts[1].strip() not in ("kernel", "---"):
+            lines[i] = "|".join([*parts[:-2], f" {found.get(parts[1].strip(), 'not measured')} ", ""])
+    return "\n".join(lines) + "\n"
+
+
+COLUMNS = 12
+"""Parts that the bars of a row of the static table make."""
+
+
+def section(result: dict, name: str) -> str:
+    """Return what the page says about a result: where it was measured, and our ratio to each peer."""
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    head = (
+        f"{result['device']}, {versions}. A copy of 512 MiB reaches {result['copy_gigabytes_per_second']:.0f} GB/s; "
+        f"shares are of a copy of as many bytes in the same rounds. Medians; `benchmarks/results/{name}`."
+    )
+    peers = dict.fromkeys(r["implementation"] for r in result["rows"] if r["implementation"] not in ("ours", "copy"))
+    lines = [head, "", f"| kernel | input | GB/s | of copy | {' | '.join(f'{p} / ours' for p in peers)} |"]
+    lines.append("|---" * (4 + len(peers)) + "|")
+    for row in ours(result):
+        others = {r["implementation"]: r for r in result["rows"] if task(r) == task(row)}
+        ratios = (f"{others[p]['seconds'] / row['seconds']:.2f}" if p in others else "-" for p in peers)
+        shape = " x ".join(map(str, row["shape"]))
+        bandwidth = f"{row['gigabytes_per_second']:.0f} | {row['of_ceiling']:.0%}"
+        lines.append(f"| {row['kernel']} | {row['dtype']} {shape} | {bandwidth} | {' | '.join(ratios)} |")
+    picture = f"![Bandwidth of every kernel and its peers](../assets/numerics/{PICTURE.name})"
+    return "\n".join([*lines, "", "Ratios of times: above 1 ours is faster.", "", picture])
+
+
+def task(row: dict) -> tuple:
+    """Return what makes two rows comparable."""
+    return row["kernel"], row["dtype"], tuple(row["shape"])
+
+
+def draw(result: dict, path: Path) -> None:
+    """Draw the bandwidth of every implementation of every task, and the copies."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = ours(result)
+    names = list(dict.fromkeys(r["implementation"] for r in result["rows"] if task(r) in map(task, rows)))
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        found = {task(r): r["gigabytes_per_second"] for r in result["rows"] if r["implementation"] == name}
+        heights = [found.get(task(row), 0.0) for row in rows]
+        axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))], [row["kernel"] for row in rows], rotation=20)
+    axes.set(ylabel="GB/s of ideal bytes", title=result["device"])
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Render the result that was named, or the newest one; return 0 also where there is none."""
+    found = sorted((ROOT / "benchmarks/results").glob("gpu-*.json"), key=lambda path: path.stat().st_mtime)
+    chosen = [Path(argument) for argument in sys.argv[1:]] or found[-1:]
+    for path in chosen:
+        render(path)
+    print(f"Rendered {chosen[0].name}." if chosen else "There is no result of a GPU: the documents say 'not measured'.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
