@@ -4,8 +4,18 @@ Scale and amax history of delayed scaling are parameters whose gradient is their
 autodiff adds these up; here they are combined by MAX: in scans, under vmap, over devices, over micro-batches.
 """
 
+from fp8_common.jax import dequantize, quantize
 from fp8_common.plugins import check_version
 from fp8_jax_owg.boundary import fan_out, gate, read, replicated, scan, share
+from fp8_jax_owg.casts import in_q, in_qdq, out_dq, out_qdq
+from fp8_jax_owg.checks import (
+    Collective,
+    Dot,
+    assert_fp8_collectives,
+    assert_fp8_dots,
+    find_collectives,
+    find_dots,
+)
 from fp8_jax_owg.combine import (
     accumulate,
     apply_updates,
@@ -14,34 +24,59 @@ from fp8_jax_owg.combine import (
     psum,
     where_step_valid,
 )
+from fp8_jax_owg.conv import fp8_conv_general_dilated
+from fp8_jax_owg.dot import fp8_dot_general
 from fp8_jax_owg.dtype import fm32, fp32_max_grad
+from fp8_jax_owg.einsum import fp8_einsum
 from fp8_jax_owg.marker import Overwrite, is_owg, merge, owg_mask, split
+from fp8_jax_owg.meta import init_meta
 from fp8_jax_owg.mode import get_mode, use_mode
 from fp8_jax_owg.norms import clip_by_global_norm, global_norm, scale_gradients
+from fp8_jax_owg.ragged import fp8_ragged_dot
+from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
 from fp8_jax_owg.transforms import cast_params, grad, value_and_grad
 
 __version__ = "0.1.0"
 check_version("fp8-jax-owg", __version__)
 
 __all__ = [
+    "Collective",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Dot",
     "Overwrite",
     "accumulate",
     "apply_updates",
+    "assert_fp8_collectives",
+    "assert_fp8_dots",
     "cast_params",
     "clip_by_global_norm",
+    "dequantize",
     "fan_out",
+    "find_collectives",
+    "find_dots",
     "fm32",
+    "fp8_conv_general_dilated",
+    "fp8_dot_general",
+    "fp8_einsum",
+    "fp8_ragged_dot",
     "fp32_max_grad",
     "gate",
     "get_mode",
     "global_norm",
     "grad",
+    "in_q",
+    "in_qdq",
     "init_accumulator",
+    "init_meta",
     "is_owg",
     "merge",
+    "out_dq",
+    "out_qdq",
     "owg_mask",
     "pmean",
     "psum",
+    "quantize",
     "read",
     "replicated",
     "scale_gradients",

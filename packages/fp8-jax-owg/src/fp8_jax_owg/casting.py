@@ -1,0 +1,70 @@
+"""Decides how one operand of a product is cast: its scale from its state, or from itself if it has none."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
+from fp8_jax_owg.meta import TensorMeta
+from fp8_jax_owg.observation import observe, observed_amax, used_scale
+from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
+
+State = dict[Tensor, TensorMeta]
+"""The state of each tensor of a product; empty for current scaling."""
+
+
+class Operand(NamedTuple):
+    """One operand of a product in FP8.
+
+    Attributes:
+        data: The native float8 dtype, shape of the array.
+        scale_inv: float32, scalar or with the summed dimensions of length 1; multiplies `data` back.
+        amax: float32 scalar, what delayed scaling observed; None for current scaling.
+    """
+
+    data: jax.Array
+    scale_inv: jax.Array
+    amax: jax.Array | None
+
+
+def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tuple[int, ...] = ()) -> Operand:
+    """Cast an operand.
+
+    Args:
+        x: float16, bfloat16 or float32.
+        tensor: Which operand it is; decides its format.
+        state: Holds its state for delayed scaling.
+        scaling: The rule.
+        axes: Dimensions that the product sums over, for scales per row.
+    """
+    fmt = format_of(tensor, scaling)
+    if isinstance(scaling, DelayedScaling):
+        meta = state[tensor]
+        scale, scale_inv = used_scale(meta.scale, meta.history, fmt, scaling.policy)
+        return Operand(quantize(x, scale[0], fmt), scale_inv[0], observed_amax(x, meta.history))
+    by_row = keeps_operands(scaling)
+    scale = amax_to_scale(amax(x, axis=axes if by_row else None, keepdims=by_row), fmt, scaling.policy)
+    return Operand(quantize(x, scale, fmt), reciprocal(scale), None)
+
+
+def keeps_operands(scaling: Scaling) -> bool:
+    """Return whether the backward pass needs the uncast operands, because its rows are others."""
+    return isinstance(scaling, CurrentScaling) and scaling.granularity == "row"
+
+
+def next_state(state: State, seen: Mapping[Tensor, jax.Array | None], scaling: Scaling) -> State:
+    """Return the next value of every leaf, as its gradient carries it.
+
+    Args:
+        state: The leaves as they were before the step.
+        seen: The amax of each tensor.
+        scaling: The rule.
+    """
+    # Behind a barrier, or XLA takes what belongs to the histories out of a loop and keeps copies of each.
+    state, seen = lax.optimization_barrier((state, {tensor: seen[tensor] for tensor in state}))
+    return {
+        tensor: TensorMeta(*observe(seen[tensor], meta.scale, meta.history, format_of(tensor, scaling), scaling.policy))
+        for tensor, meta in state.items()
+    }

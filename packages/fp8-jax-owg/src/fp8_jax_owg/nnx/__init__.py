@@ -1,0 +1,16 @@
+"""FP8 for Flax NNX: a Variable type for overwrite-with-gradient state, layers, and the conversion of models."""
+
+from fp8_jax_owg.nnx.convert import convert_to_fp8
+from fp8_jax_owg.nnx.layers import Fp8Einsum, Fp8Linear
+from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
+from fp8_jax_owg.nnx.variables import OverwriteWithGradient
+
+__all__ = [
+    "Fp8ConvGeneralDilatedOp",
+    "Fp8DotGeneralOp",
+    "Fp8Einsum",
+    "Fp8EinsumOp",
+    "Fp8Linear",
+    "OverwriteWithGradient",
+    "convert_to_fp8",
+]

@@ -1,0 +1,106 @@
+"""Decides what NNX layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`.
+
+Each operation is a module that holds the leaves of one product as attributes, under flax's names. A layer needs an
+operation of its own: two layers that share one share its scales.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_common.errors import Fp8Error
+from fp8_jax_owg.contraction import DimensionNumbers
+from fp8_jax_owg.conv import CONV_TENSORS, fp8_conv_general_dilated
+from fp8_jax_owg.dot import fp8_dot_general
+from fp8_jax_owg.einsum import fp8_einsum
+from fp8_jax_owg.meta import init_meta
+from fp8_jax_owg.nnx.variables import OverwriteWithGradient
+from fp8_jax_owg.scaling import TENSORS, DelayedScaling, Scaling, Tensor
+
+
+class Fp8Op(nnx.Module):
+    """Base of the operations: it holds the leaves of one product, if its scaling needs any.
+
+    Args:
+        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()`.
+    """
+
+    tensors: tuple[Tensor, ...] = TENSORS
+
+    def __init__(self, scaling: Scaling | None = None) -> None:
+        self.scaling = scaling or DelayedScaling()
+        self.names: tuple[str, ...] = ()
+        if isinstance(self.scaling, DelayedScaling):
+            leaves = init_meta(self.scaling, self.tensors)
+            self.names = tuple(leaves)
+            for name, value in leaves.items():
+                setattr(self, name, OverwriteWithGradient(value))
+
+    @property
+    def meta(self) -> dict[str, jax.Array] | None:
+        """The leaves by name; None for current scaling."""
+        return {name: getattr(self, name)[...] for name in self.names} or None
+
+
+class Fp8DotGeneralOp(Fp8Op):
+    """`lax.dot_general` in FP8, for the `dot_general` of `nnx.Linear` and `nnx.LinearGeneral`."""
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
+        refuse_out_sharding(out_sharding)
+        return fp8_dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, meta=self.meta, scaling=self.scaling
+        )
+
+
+class Fp8EinsumOp(Fp8Op):
+    """`jnp.einsum` of two operands in FP8, for the `einsum_op` of `nnx.Einsum`."""
+
+    def __call__(
+        self,
+        equation: str,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
+        refuse_out_sharding(out_sharding)
+        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, meta=self.meta, scaling=self.scaling)
+
+
+class Fp8ConvGeneralDilatedOp(Fp8Op):
+    """`lax.conv_general_dilated`, forward in FP8 and backward in bfloat16, for `nnx.Conv`."""
+
+    tensors = CONV_TENSORS
+
+    def __call__(
+        self, lhs: ArrayLike, rhs: ArrayLike, *args: Any, out_sharding: Any = None, **kwargs: Any
+    ) -> jax.Array:
+        """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
+        refuse_out_sharding(out_sharding)
+        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, meta=self.meta, scaling=self.scaling)
+
+
+def refuse_out_sharding(out_sharding: Any) -> None:
+    """Raise where a layer was asked for a sharding of its result.
+
+    Raises:
+        Fp8Error: `out_sharding` is not None.
+    """
+    if out_sharding is not None:
+        raise Fp8Error(
+            f"FP8 products do not take out_sharding, got {out_sharding}. Apply jax.sharding.reshard or "
+            "jax.lax.with_sharding_constraint to the result."
+        )
