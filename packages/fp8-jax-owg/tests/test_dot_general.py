@@ -197,6 +197,7 @@ def test_other_bad_arguments_are_refused():
 
 
 def test_a_contraction_names_what_is_summed():
-    how = Contraction.from_dimension_numbers((((2,), (1,)), ((0,), (0,))), 3, 3)
-    assert (how.lhs, how.rhs, how.out, how.summed) == ("acb", "abd", "acd", "b")
-    assert how.for_lhs == Contraction("acd", "abd", "acb")
+    how = Contraction.from_dimension_numbers(MATMUL, 2, 2)
+    assert (how.lhs, how.rhs, how.out, how.summed) == ("ba", "ac", "bc", "a")
+    assert how.for_lhs == Contraction("bc", "ac", "ba")
+    assert how.for_lhs.summed == "c"
