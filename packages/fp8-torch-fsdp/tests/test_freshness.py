@@ -6,7 +6,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8_torch_fsdp as f8
 
@@ -248,27 +247,6 @@ def test_resharding_to_part_of_the_mesh_is_refused_on_all_ranks(run_ranks):
     assert len(set(messages)) == 1
     assert "HSDP" in messages[0]
     assert "0.weight" in messages[0]
-
-
-def tensor_parallel(rank, world_size, fsdp):
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    if fsdp:
-        fully_shard(model, mesh=mesh["dp"])
-    try:
-        model(torch.randn(4, 16))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_tensor_parallel_weights_are_refused_on_all_ranks(run_ranks, fsdp):
-    """Their scale would need both meshes; torchao gives two different ones, with and without precompute."""
-    messages = run_ranks(4, tensor_parallel, fsdp)
-    assert len(set(messages)) == 1
-    assert "tensor-parallel" in messages[0]
 
 
 def skip_one_step(rank, world_size):

@@ -19,6 +19,7 @@ from fp8_torch_fsdp.config import (
 )
 from fp8_torch_fsdp.convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.counters import amax_reduction_count, cast_count
+from fp8_torch_fsdp.filters import auto_filter_for_recipe
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
 from fp8_torch_fsdp.report import AllGatherReport, WeightReport, float8_all_gather_report
@@ -27,6 +28,11 @@ from fp8_torch_fsdp.synchronize import (
     Float8Controller,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
+)
+from fp8_torch_fsdp.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
 )
 from fp8_torch_fsdp.traceable import fully_shard_traceable
 
@@ -38,15 +44,19 @@ __all__ = [
     "AllGatherReport",
     "CastConfig",
     "DelayedScalingConfig",
+    "Float8ColwiseParallel",
     "Float8Controller",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8Monitor",
+    "Float8RowwiseParallel",
     "GatheredFloat8Weight",
     "GemmConfig",
+    "PrepareFloat8ModuleInput",
     "ShardedFloat8Weight",
     "WeightReport",
     "amax_reduction_count",
+    "auto_filter_for_recipe",
     "cast_count",
     "convert_to_float8_training",
     "enable_float8_all_gather",

@@ -19,15 +19,21 @@ class AllGatherConfig:
         enabled: Gather FP8 codes instead of high-precision weights.
         cache: "step" keeps this rank's codes until the weight changes (one byte per local element), so that forward,
             backward, activation checkpointing and gradient accumulation share one cast; "none" casts at every gather.
+        scale_scope: "tensor" agrees on one scale for a whole tensorwise weight, with one all-reduce per step for all
+            weights; "shard" gives each rank's shard its own scale, which travels with the codes: no all-reduce, but
+            results depend on the number of ranks.
     """
 
     enabled: bool = True
     cache: Literal["step", "none"] = "step"
+    scale_scope: Literal["tensor", "shard"] = "tensor"
 
     def __post_init__(self) -> None:
         """Refuse unknown choices."""
         if self.cache not in ("step", "none"):
             raise Fp8Error(f'AllGatherConfig.cache must be "step" or "none", got {self.cache!r}.')
+        if self.scale_scope not in ("tensor", "shard"):
+            raise Fp8Error(f'AllGatherConfig.scale_scope must be "tensor" or "shard", got {self.scale_scope!r}.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,10 +127,19 @@ class Float8LinearConfig:
 
     def _check_products(self) -> None:
         self.as_recipe()
-        if self.grad_output.scaling == "delayed" and self.weight.granularity != "tensorwise":
+        if self.all_gather.scale_scope == "shard" and (
+            self.weight.granularity != "tensorwise" or self.weight.scaling != "dynamic"
+        ):
             raise Fp8Error(
-                "Delayed scaling of grad_output needs a tensorwise weight: the backward folds other weight scales into "
-                f"the gradient first. Got weight granularity {self.weight.granularity!r}."
+                'scale_scope="shard" is for weights with dynamic tensorwise scaling, got '
+                f'{self.weight.scaling} {self.weight.granularity} scaling. Use scale_scope="tensor" with it.'
+            )
+        one_scale = self.weight.granularity == "tensorwise" and not self.folds_weight_scales
+        if self.grad_output.scaling == "delayed" and not one_scale:
+            raise Fp8Error(
+                "Delayed scaling of grad_output needs a tensorwise weight with one scale: the backward folds other "
+                f"weight scales into the gradient first. Got weight granularity {self.weight.granularity!r} and "
+                f"scale_scope={self.all_gather.scale_scope!r}."
             )
 
     def as_recipe(self, name: str = "custom") -> Recipe:
@@ -137,6 +152,11 @@ class Float8LinearConfig:
             input_for_grad_weight=self.input_for_grad_weight,
             grad_output_for_grad_weight=self.grad_output_for_grad_weight,
         )
+
+    @property
+    def folds_weight_scales(self) -> bool:
+        """Whether rows of the weight have their own scales, which the backward folds into the gradient."""
+        return self.weight.granularity == "rowwise" or self.all_gather.scale_scope == "shard"
 
     @property
     def grad_weight_casts(self) -> tuple[CastConfig, CastConfig]:

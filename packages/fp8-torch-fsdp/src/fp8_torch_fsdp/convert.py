@@ -1,19 +1,18 @@
 """Decides which layers of a model become FP8 layers, and says so."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from fp8_common.errors import Fp8Error
 from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.filters import ModuleFilter
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.synchronize import synchronize_before_forward
 
 logger = logging.getLogger(__name__)
-
-ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 def convert_to_float8_training(
@@ -35,7 +34,8 @@ def convert_to_float8_training(
         The converted model. Weights that are gathered in FP8 become new parameters: make the optimizer afterwards.
 
     Raises:
-        Fp8Error: Contradictory choices, a layer already sharded, or a model without any linear layer to convert.
+        Fp8Error: Contradictory choices, a layer already sharded, a parametrized layer that the filter does not leave
+            out, or a model without any linear layer to convert.
     """
     config = _choose(config, recipe)
     chosen, left = _select(model, module_filter_fn)
@@ -81,18 +81,23 @@ def _choose(config: Float8LinearConfig | None, recipe: str | None) -> Float8Line
 
 def _select(model: nn.Module, keep: ModuleFilter | None) -> tuple[list[nn.Linear], dict[str, str]]:
     """Return the layers to convert, and the names of other linear layers with the reason they stay."""
-    chosen, left = [], {}
+    chosen, left, refused = [], {}, []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or isinstance(module, Float8Linear):
             continue
-        if hasattr(module, "parametrizations"):
-            left[name] = "parametrized"
+        if keep is not None and not keep(module, name):
+            left[name] = "filtered"
+        elif hasattr(module, "parametrizations") or "weight" not in module._parameters:
+            refused.append(name)
         elif type(module).forward is not nn.Linear.forward:
             left[name] = f"{type(module).__name__} has its own forward"
-        elif keep is not None and not keep(module, name):
-            left[name] = "filtered"
         else:
             chosen.append(module)
+    if refused:
+        raise Fp8Error(
+            f"{', '.join(refused)} cannot be converted: the weight is parametrized, computed anew in each forward. "
+            "Remove the parametrization, or leave these layers out with module_filter_fn."
+        )
     return chosen, left
 
 

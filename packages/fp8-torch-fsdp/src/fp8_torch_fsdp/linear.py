@@ -1,6 +1,6 @@
 """Decides how a linear layer computes in FP8: three products, each operand cast once."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
 from fp8_torch_fsdp.strategies import Strategy, strategy_for
 
+if TYPE_CHECKING:
+    from fp8_torch_fsdp.tensor_parallel.layers import TensorParallel
+
 
 class Float8Linear(nn.Linear):
     """A linear layer whose three matrix products run in FP8.
@@ -30,11 +33,13 @@ class Float8Linear(nn.Linear):
     Attributes:
         config: How to cast and gather.
         strategy: How the weight is cast.
+        parallel: What a tensor-parallel layer exchanges with the other ranks; None for all other layers.
         watcher: Called by a `Float8Monitor` with operand name, matrix and its FP8 form; None costs nothing.
     """
 
     config: Float8LinearConfig
     strategy: Strategy
+    parallel: "TensorParallel | None"
     watcher: Any
     fp8_input: DelayedScale | None
     fp8_weight: DelayedScale | None
@@ -53,13 +58,13 @@ class Float8Linear(nn.Linear):
         """
         self = cls.__new__(cls)
         self.__dict__ = linear.__dict__.copy()
-        self._modules = {}
-        self.config, self.watcher = config, None
+        self._modules = dict(linear._modules)  # subclasses may own other layers
+        self.config, self.watcher, self.parallel = config, None, None
         device = linear.weight.device
         self.fp8_input = _delayed(config.input, config, device)
         self.fp8_weight = _delayed(config.weight, config, device)
         self.fp8_grad_output = _delayed(config.grad_output, config, device)
-        self.strategy = strategy_for(config.weight, delayed=self.fp8_weight)
+        self.strategy = strategy_for(config.weight, delayed=self.fp8_weight, scope=config.all_gather.scale_scope)
         keep_state_dicts_plain(self)
         return self
 
@@ -73,18 +78,20 @@ class Float8Linear(nn.Linear):
             [..., out_features] in the dtype of `input` (the autocast dtype under autocast).
 
         Raises:
-            Fp8Error: The last dimension is not `in_features`, or the weight is tensor-parallel.
+            Fp8Error: The last dimension is not `in_features`, or the weight is distributed in an unknown way.
         """
+        if self.parallel is not None:
+            return self.parallel.forward(self, input)
         if isinstance(self.weight, DTensor):
             raise Fp8Error(
-                "Float8Linear cannot compute with a distributed weight (a tensor-parallel layer, or a sharded one that "
-                "was not called through FSDP2). Leave tensor-parallel layers out with module_filter_fn."
+                "Float8Linear cannot compute with this distributed weight. Make layers tensor-parallel with "
+                "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
             )
         output = self.product(input, self.weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return input @ weight.T in FP8, differentiable; `weight` is this layer's, in any of its states.
+        """Return input @ weight.T in FP8, differentiable; `weight` is this layer's in any state, or this rank's part.
 
         Raises:
             Fp8Error: The last dimensions differ.
@@ -106,6 +113,8 @@ class Float8Linear(nn.Linear):
 
     def cast(self, name: str, x: torch.Tensor, cast: CastRecipe, *, record: bool) -> Operand:
         """Cast a matrix whose contracted dimension is the last as the operand `name`, "input" or "grad_output"."""
+        if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
+            return Operand(x.codes, reciprocal(x.scale), cast.fp8_format)
         operand = cast_operand(x, cast, getattr(self, f"fp8_{name}"), record=record)
         if self.watcher is not None:
             self.watcher(name, x, operand)
@@ -124,7 +133,8 @@ class Float8Linear(nn.Linear):
             codes, scale = weight.codes, weight.scale
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            codes, scale = self.strategy.cast_whole(plain, record=record)
+            parts = {} if self.parallel is None else self.parallel.parts
+            codes, scale = self.strategy.cast_whole(plain, record=record, **parts)
         return Operand(codes, reciprocal(scale), self.config.weight.fp8_format, self.strategy.block)
 
     def extra_repr(self) -> str:
@@ -187,7 +197,7 @@ def _keeps_codes(config: Float8LinearConfig) -> bool:
 def _cast_once(layer: Float8Linear, grad: torch.Tensor, record: bool) -> Operand | None:
     """Cast the gradient once for both products, where its one scale serves both."""
     config = layer.config
-    if config.grad_output.granularity != "tensorwise" or config.weight.granularity == "rowwise":
+    if config.grad_output.granularity != "tensorwise" or config.folds_weight_scales:
         return None
     return layer.cast("grad_output", grad, config.grad_output, record=record)
 
@@ -196,7 +206,7 @@ def _grad_input(layer: Float8Linear, grad: torch.Tensor, weight: torch.Tensor, s
     """Dx = dy w [M, K]; row scales of the weight are folded into dy before its cast."""
     config = layer.config
     w = layer.weight_operand(weight, record=False)
-    if config.weight.granularity == "rowwise":
+    if config.folds_weight_scales:
         grad_operand = layer.cast_folded(grad, w.scale_inv.reshape(-1))
         w = Operand(w.codes.t(), torch.ones_like(w.scale_inv[0, 0]), w.fmt)
     else:

@@ -8,6 +8,7 @@ from torch import nn
 from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
+from fp8_torch_fsdp.strategies import ShardwiseStrategy, Strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +82,9 @@ def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, referenc
     plain_bytes = parameter.numel() * reference.itemsize
     if isinstance(local, ShardedFloat8Weight):
         cast = local.strategy.cast
-        wire_bytes = parameter.numel() + _scale_bytes(parameter.shape, cast.granularity)
-        wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}"
+        wire_bytes = parameter.numel() + _scale_bytes(parameter, local.strategy)
+        scope = " for each shard" * isinstance(local.strategy, ShardwiseStrategy)
+        wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}{scope}"
         if local.strategy.decode:
             why += ", for high-precision layers"
     else:
@@ -97,9 +99,13 @@ def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, referenc
     )
 
 
-def _scale_bytes(shape: torch.Size, granularity: str) -> int:
-    """Return the bytes of scales that travel with the codes: row scales alone do."""
-    return 4 * shape.numel() // shape[-1] if granularity == "rowwise" else 0
+def _scale_bytes(parameter: torch.Tensor, strategy: Strategy) -> int:
+    """Return the bytes of scales that travel with the codes: those of whole rows and of shards do."""
+    mesh = getattr(parameter, "device_mesh", None)
+    ranks = mesh.size(mesh.ndim - 1) if mesh is not None else 1
+    if isinstance(strategy, ShardwiseStrategy):
+        return 4 * ranks
+    return 4 * parameter.numel() // parameter.shape[-1] if strategy.cast.granularity == "rowwise" else 0
 
 
 def _why_not(parameter: nn.Parameter, local: torch.Tensor, owner: nn.Module | None) -> str:

@@ -19,7 +19,7 @@ def keep_state_dicts_plain(module: nn.Module, name: str = "weight") -> None:
 def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
     key = f"{prefix}{name}"
     if key in state_dict:
-        state_dict[key] = _map_local(state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t)
+        state_dict[key] = map_local(state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t)
 
 
 def _wrap_assigned(
@@ -32,10 +32,10 @@ def _wrap_assigned(
     if not (local_metadata.get("assign_to_params_buffers") and isinstance(own, ShardedFloat8Weight)):
         return
     if key in state_dict:
-        state_dict[key] = _map_local(state_dict[key], lambda t: ShardedFloat8Weight(t, own._state.fresh()))
+        state_dict[key] = map_local(state_dict[key], lambda t: ShardedFloat8Weight(t, own._state.fresh()))
 
 
-def _map_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
+def map_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
     """Apply `change` to a tensor, or to the local part of a DTensor."""
     if isinstance(tensor, DTensor):
         local = change(tensor._local_tensor)

@@ -6,11 +6,13 @@ An operand is a matrix whose contracted dimension is the last: a product is `a @
 import dataclasses
 
 import torch
+import torch.distributed as dist
 
 from fp8_common.blocks import Block
 from fp8_common.formats import Format
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import dispatch
+from fp8_common.torch.amax import amax_over_ranks
 from fp8_common.torch.delayed import DelayedScale
 
 BLOCK_1X128 = (1, 128)
@@ -70,19 +72,34 @@ def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operan
 
 
 def cast_tensorwise(
-    x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None, *, record: bool
+    x: torch.Tensor,
+    cast: CastRecipe,
+    delayed: DelayedScale | None,
+    *,
+    record: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of the shape of `x` and the float32 scalar scale of dynamic, delayed or static scaling."""
+    """Return codes of the shape of `x` and the float32 scalar scale of dynamic, delayed or static scaling.
+
+    Args:
+        x: The tensor, or this rank's part of it.
+        cast: Format, scaling and policy.
+        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        record: Whether delayed scaling observes `x`.
+        group: The ranks that hold the other parts and need the same scale; all of them call this.
+    """
     fmt = cast.fp8_format
     if cast.static_scale is not None:
         scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
         return dispatch.quantize(x, scale, fmt), scale
-    if delayed is None:
+    if delayed is None and group is None:
         return dispatch.quantize_tensorwise(x, fmt, cast.policy)
-    if delayed.always_ready:
+    if delayed is not None and delayed.always_ready:
+        # a scale from earlier steps is common already; only one from this step's values has to be agreed on
         codes, amax = dispatch.quantize_with_amax(x, delayed.scale, fmt)
         return codes, delayed.current(amax, record)
-    scale = delayed.current(dispatch.amax(x), record)
+    amax = amax_over_ranks(dispatch.amax(x), group)
+    scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)
     return dispatch.quantize(x, scale, fmt), scale
 
 

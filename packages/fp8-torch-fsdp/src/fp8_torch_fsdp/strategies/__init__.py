@@ -6,12 +6,14 @@ from fp8_common.torch.delayed import DelayedScale
 from fp8_torch_fsdp.strategies.base import Strategy
 from fp8_torch_fsdp.strategies.blockwise import BlockwiseStrategy
 from fp8_torch_fsdp.strategies.rowwise import RowwiseStrategy
+from fp8_torch_fsdp.strategies.shardwise import ShardwiseStrategy
 from fp8_torch_fsdp.strategies.tensorwise import DelayedStrategy, StaticStrategy, TensorwiseStrategy
 
 __all__ = [
     "BlockwiseStrategy",
     "DelayedStrategy",
     "RowwiseStrategy",
+    "ShardwiseStrategy",
     "StaticStrategy",
     "Strategy",
     "TensorwiseStrategy",
@@ -19,17 +21,22 @@ __all__ = [
 ]
 
 
-def strategy_for(cast: CastRecipe, *, delayed: DelayedScale | None = None, decode: bool = False) -> Strategy:
+def strategy_for(
+    cast: CastRecipe, *, delayed: DelayedScale | None = None, decode: bool = False, scope: str = "tensor"
+) -> Strategy:
     """Return the strategy for a weight cast.
 
     Args:
         cast: How the weight is cast.
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         decode: Gathered weights become plain high-precision tensors again: communication only.
+        scope: "tensor" for one scale of a tensorwise weight, "shard" for one of each rank's shard.
 
     Raises:
         Fp8Error: No weight is cast that way.
     """
+    if cast.granularity == "tensorwise" and cast.scaling == "dynamic" and scope == "shard":
+        return ShardwiseStrategy(cast=cast, decode=decode)
     if cast.granularity == "tensorwise" and cast.scaling == "dynamic":
         return TensorwiseStrategy(cast=cast, decode=decode)
     if cast.granularity == "tensorwise" and cast.scaling == "static":

@@ -2,8 +2,10 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from fp8_common.blocks import Block
 from fp8_common.errors import Fp8Error
@@ -24,6 +26,9 @@ class Strategy(abc.ABC):
     cast: CastRecipe
     decode: bool = False
 
+    scales_each_part: ClassVar[bool] = False
+    """Whether the scales of a tensor-parallel rank's part concern that rank alone."""
+
     block: Block | None = dataclasses.field(default=None, init=False)
     """The block of each scale, where scales do not broadcast."""
 
@@ -36,12 +41,16 @@ class Strategy(abc.ABC):
         """Return the scales of the whole weight from the reduced keys."""
 
     @abc.abstractmethod
-    def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(
+        self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float8 codes and scales of a whole weight, the same numbers that the wire gives.
 
         Args:
-            weight: The plain weight.
+            weight: The plain weight, or this rank's tensor-parallel part of it.
             record: Whether delayed scaling observes it.
+            group: The ranks that hold the other parts.
+            splits_rows: Whether the parts are cut along the last dimension.
         """
 
     @abc.abstractmethod
@@ -71,6 +80,12 @@ class Strategy(abc.ABC):
                 "Convert the model once, before fully_shard."
             )
         return kept
+
+
+def own_part(whole: torch.Tensor, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
+    """Return the part for `shard` of `whole`, which is as long as the gathered weight along the sharded dimension."""
+    start = min(state.first_index, whole.shape[state.shard_dim])
+    return whole.narrow(state.shard_dim, start, shard.shape[state.shard_dim])
 
 
 def wire_of(codes: torch.Tensor, state: WeightState) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import torch
+import torch.distributed as dist
 
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
@@ -35,9 +36,11 @@ class TensorwiseStrategy(Strategy):
         """Return the scale for a whole weight whose float32 amax is known."""
         return dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
 
-    def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(
+        self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the scalar scale."""
-        return cast_tensorwise(weight, self.cast, None, record=record)
+        return cast_tensorwise(weight, self.cast, None, record=record, group=group)
 
     def to_wire(
         self, shard: torch.Tensor, state: WeightState, world_size: int
@@ -62,9 +65,11 @@ class DelayedStrategy(TensorwiseStrategy):
         """Return the scale in use, the dynamic one in the first step."""
         return self.delayed.current(amax, record)
 
-    def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(
+        self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the scale in use."""
-        return cast_tensorwise(weight, self.cast, self.delayed, record=record)
+        return cast_tensorwise(weight, self.cast, self.delayed, record=record, group=group)
 
     def record(self, keys: torch.Tensor) -> None:
         """Observe the weight's amax over all ranks."""
@@ -84,7 +89,9 @@ class StaticStrategy(TensorwiseStrategy):
         """Return no keys."""
         return torch.zeros(0, dtype=torch.int32, device=shard.device)
 
-    def cast_whole(self, weight: torch.Tensor, *, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(
+        self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes of the shape of `weight` and the constant scale."""
         scale = self._constant(weight.device)
         return dispatch.quantize(weight, scale, self.cast.fp8_format), scale

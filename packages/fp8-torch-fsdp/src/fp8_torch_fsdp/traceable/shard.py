@@ -101,7 +101,7 @@ class _Layout:
         state = WeightState(strategy=layer.strategy, name=name)
         state.full_shape = weight.shape
         state.padded_shape = torch.Size((self._place.padded_rows(rows), *columns))
-        state.first_row = self._place.first_row(rows)
+        state.first_index = self._place.first_row(rows)
         return state
 
 

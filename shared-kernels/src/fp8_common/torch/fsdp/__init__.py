@@ -4,7 +4,7 @@ What every plugin with FP8 weights under `fully_shard` shares. A plugin brings a
 plain shard) and `_state` (a `WeightState`), and a `WireStrategy` for each kind of scaling.
 """
 
-from fp8_common.torch.fsdp.compat import named_shards
+from fp8_common.torch.fsdp.compat import group_of, named_shards, ranks_along
 from fp8_common.torch.fsdp.sync import SyncPlan
 from fp8_common.torch.fsdp.weight_state import (
     StepCounter,
@@ -22,10 +22,12 @@ __all__ = [
     "WeightState",
     "WireStrategy",
     "gather_inputs",
+    "group_of",
     "is_view",
     "mark_mutations",
     "named_shards",
     "pad_rows",
+    "ranks_along",
     "refill",
     "track_optimizer_steps",
     "unpad",

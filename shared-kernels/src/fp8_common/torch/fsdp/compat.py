@@ -4,11 +4,14 @@ Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade break
 """
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_common.errors import Fp8UnsupportedError
@@ -32,6 +35,9 @@ PRIVATE_NAMES = {
         "_param_fqn",
         "shard_mesh",
         "_module_info",
+        "_spmd_mesh",
+        "_spmd_placements",
+        "fsdp_placement",
         "is_dtensor",
     ),
     "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
@@ -79,19 +85,79 @@ class ShardedParam:
         return target is not None and target is not self.group.mesh_info
 
     @property
+    def shard_dim(self) -> int:
+        """The dimension along which FSDP2 cuts it."""
+        return self.fsdp_param.fsdp_placement.dim
+
+    @property
+    def first_index(self) -> int:
+        """Index of this rank's first element along `shard_dim` in the gathered parameter."""
+        length = self.padded_shape[self.shard_dim] if self.padded_shape else 0
+        return length * self.fsdp_param.shard_mesh.get_local_rank()
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether its last dimension is cut, by FSDP2 or by tensor parallelism: a row then lives on several ranks."""
+        last = len(self.full_shape) - 1
+        return any(getattr(placement, "dim", None) in (last, -1) for placement in self.fsdp_param._spmd_placements)
+
+    def peers(self, *, replicas: bool) -> tuple[int, ...]:
+        """Return the global ranks, in order, that hold other parts of it: FSDP2's, times those of tensor parallelism.
+
+        Args:
+            replicas: Include ranks that hold copies of the same part (HSDP).
+        """
+        placements = self.fsdp_param._spmd_placements
+        keep = [getattr(placement, "dim", None) is not None or replicas for placement in placements]
+        return ranks_along(self.fsdp_param._spmd_mesh, keep)
+
+    @property
     def is_tensor_parallel(self) -> bool:
         """Whether it was already distributed when FSDP2 sharded it."""
         return self.fsdp_param.is_dtensor
 
     @property
-    def first_row(self) -> int:
-        """Index of this rank's first row in the gathered parameter, when it is sharded by rows."""
-        return self.padded_shape[0] * self.fsdp_param.shard_mesh.get_local_rank() if self.padded_shape else 0
-
-    @property
-    def process_group(self) -> "torch.distributed.ProcessGroup":
-        """The ranks that hold the other shards."""
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that FSDP2 gathers it from."""
         return self.fsdp_param.shard_mesh.get_group()
+
+
+def ranks_along(mesh: DeviceMesh, keep: Sequence[bool]) -> tuple[int, ...]:
+    """Return the global ranks, in order, that this rank meets by walking the dimensions of `mesh` that `keep` marks."""
+    here = mesh.get_coordinate()
+    if here is None:
+        raise Fp8UnsupportedError(f"This rank is not part of {mesh}. Build models on the ranks of their mesh only.")
+    index = tuple(slice(None) if kept else place for kept, place in zip(keep, here, strict=True))
+    return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+
+
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a process group of these global ranks, the same one each time. They all call this, and only they.
+
+    Args:
+        ranks: Global ranks in order.
+        like: A group that is taken if it has these ranks, and whose time-out a new one gets.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise Fp8UnsupportedError("There is no default process group: call torch.distributed.init_process_group first.")
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        same = [group for group in (like, world) if tuple(sorted(dist.get_process_group_ranks(group))) == ranks]
+        known[ranks] = same[0] if same else _new_group(ranks, like)
+    return known[ranks]
+
+
+def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    options = getattr(like._get_backend(like._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    group: Any = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return group
 
 
 def check() -> None:

@@ -15,11 +15,19 @@ from fp8_common.torch import dispatch
 
 aten = torch.ops.aten
 
-_KEEPS_CODES = {aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default}
+_KEEPS_CODES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+}
 
 
 class GatheredFloat8Weight(torch.Tensor):
     """The whole weight as FP8 codes with its scales; reports `dtype` as the dtype of its gradient.
+
+    Tensor parallelism gathers activations and gradients in this form too.
 
     Args:
         codes: float8 [rows, columns], contiguous.

@@ -1,7 +1,7 @@
-"""Decides how one FP8 weight takes part in a synchronization: its keys, its flags, and what follows from them."""
+"""Decides how one FP8 weight takes part in a synchronization: with whom, its keys, its flags, what follows."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,16 +40,12 @@ class Member:
         """Whether its scales are combined over ranks."""
         return self.state.keys is not None and self.state.keys.numel() > 0
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the other shards."""
-        return self.param.process_group
-
     def link(self, plan: "Callable[[], SyncPlan | None]") -> None:
         """Tell the state where it belongs."""
         state, param = self.state, self.param
         state.plan, state.name = plan, param.name
-        state.full_shape, state.padded_shape, state.first_row = param.full_shape, param.padded_shape, param.first_row
+        state.full_shape, state.padded_shape = param.full_shape, param.padded_shape
+        state.shard_dim, state.first_index, state.splits_rows = param.shard_dim, param.first_index, param.splits_rows
 
     def refresh_keys(self) -> None:
         """Compute the keys of this rank's part again if it may have changed."""
@@ -65,6 +61,37 @@ class Member:
             state.scale = state.strategy.scale_from_keys(keys, state)
         state.wire = None
         state.mark_synced(self.shard)
+
+
+def by_process_group(members: Iterable[Member], *, replicas: bool) -> list[tuple[dist.ProcessGroup, list[Member]]]:
+    """Return the weights by the ranks that agree on their scales, in as few groups as possible, largest first.
+
+    A scale is agreed on by the ranks that hold parts of the weight: FSDP2's shards, times those of tensor parallelism.
+    Weights of fewer ranks join a larger group that contains them; its other ranks hold copies, so nothing changes.
+
+    Args:
+        members: The weights, in the order that all ranks share.
+        replicas: Include ranks that hold copies (HSDP): delayed scaling combines what all of them observe.
+    """
+    groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[Member]]] = {}
+    ranked = [(_peers(member, replicas), member) for member in members]
+    for ranks, member in ranked:
+        larger = [r for r, m in ranked if set(ranks) <= set(r) and _may_join(member, r, ranks)]
+        chosen = max(larger, key=len)
+        if chosen not in groups:
+            groups[chosen] = (compat.group_of(chosen, member.param.process_group), [])
+        groups[chosen][1].append(member)
+    return [groups[ranks] for ranks in sorted(groups, key=len, reverse=True)]
+
+
+def _peers(member: Member, replicas: bool) -> tuple[int, ...]:
+    if member.state.strategy.scales_each_part:
+        return tuple(sorted(dist.get_process_group_ranks(member.param.process_group)))
+    return member.param.peers(replicas=replicas)
+
+
+def _may_join(member: Member, larger: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    return larger == own or not member.state.strategy.scales_each_part
 
 
 def flags_of(members: list[Member]) -> torch.Tensor:

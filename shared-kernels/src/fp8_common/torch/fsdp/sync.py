@@ -17,7 +17,7 @@ from fp8_common.errors import Fp8Error, Fp8StaleError
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import compat
 from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
-from fp8_common.torch.fsdp.member import Member, flags_of, names_of_partial_edits
+from fp8_common.torch.fsdp.member import Member, by_process_group, flags_of, names_of_partial_edits
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class SyncPlan:
         self.members = [Member(param=param) for param in params if isinstance(param.local, cls)]
         self.scales = delayed.delayed_scales(root)
         _refuse_partial_resharding(self.members)
-        _refuse_tensor_parallelism(self.members)
+        self._groups = by_process_group(self.members, replicas=bool(self.scales))
         self.reductions = 0
         self._accumulating = not compat.gradient_sync_enabled(root)
         self._explicit = False
@@ -79,9 +79,9 @@ class SyncPlan:
             self._raise_for_partial_edits()
             self._link()
             refresh_keys(self.members)
-            for index, group in enumerate(_by_process_group(self.members)):
-                # the first group carries the delayed scales
-                self._synchronize_group(group, self.scales if index == 0 else [], roll)
+            for index, (process_group, members) in enumerate(self._groups):
+                # the first group, the largest, carries the delayed scales
+                self._synchronize_group(process_group, members, self.scales if index == 0 else [], roll)
             for member in self.members:
                 if not member.reduced and member.may_be_stale:
                     member.renew(None)
@@ -96,8 +96,9 @@ class SyncPlan:
             if member.state.agreed is not None:
                 member.state.strategy.record(member.state.agreed)
 
-    def _synchronize_group(self, members: list[Member], scales: list[delayed.DelayedScale], roll: bool) -> None:
-        process_group = members[0].process_group
+    def _synchronize_group(
+        self, process_group: dist.ProcessGroup, members: list[Member], scales: list[delayed.DelayedScale], roll: bool
+    ) -> None:
         members = [member for member in members if member.reduced]
         if not members and not scales:
             return
@@ -165,19 +166,3 @@ def _refuse_partial_resharding(members: list[Member]) -> None:
             f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, "
             "shard over a two-dimensional mesh (HSDP) instead."
         )
-
-
-def _refuse_tensor_parallelism(members: list[Member]) -> None:
-    names = [member.param.name for member in members if member.param.is_tensor_parallel]
-    if names:
-        raise Fp8Error(
-            f"Weights that are both tensor-parallel and gathered in FP8 are not supported: {', '.join(names)}. Their "
-            "scale would have to be agreed on over both meshes. Leave these layers out of the conversion."
-        )
-
-
-def _by_process_group(members: list[Member]) -> list[list[Member]]:
-    groups: dict[str, list[Member]] = {}
-    for member in members:
-        groups.setdefault(member.process_group.group_name, []).append(member)
-    return list(groups.values())

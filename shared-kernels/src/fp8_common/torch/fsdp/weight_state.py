@@ -11,7 +11,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -31,7 +31,14 @@ _NO_SHAPE = torch.Size()
 
 
 class WireStrategy(Protocol):
-    """How one kind of scaling turns a sharded weight into uint8 buffers. One small class per scaling type."""
+    """How one kind of scaling turns a sharded weight into uint8 buffers. One small class per scaling type.
+
+    Attributes:
+        scales_each_part: Under tensor parallelism each rank's part is scaled by itself; other strategies agree over all
+            ranks that hold parts of the weight.
+    """
+
+    scales_each_part: ClassVar[bool]
 
     def local_keys(self, shard: torch.Tensor, state: "WeightState") -> torch.Tensor:
         """Return the int32 keys [k] (bits of non-negative float32) that the fused MAX all-reduce combines.
@@ -75,7 +82,9 @@ class WeightState:
         name: Name of the parameter, known once linked to a plan.
         full_shape: Shape of the gathered weight.
         padded_shape: Shape of every rank's wire data.
-        first_row: Index of the shard's first row in the gathered weight.
+        shard_dim: The dimension along which the shard was cut.
+        first_index: Index of the shard's first element along it in the gathered weight.
+        splits_rows: Whether rows of the weight are spread over ranks.
     """
 
     strategy: WireStrategy
@@ -94,7 +103,9 @@ class WeightState:
     name: str = "<unnamed>"
     full_shape: torch.Size = _NO_SHAPE
     padded_shape: torch.Size = _NO_SHAPE
-    first_row: int = 0
+    shard_dim: int = 0
+    first_index: int = 0
+    splits_rows: bool = False
 
     @property
     def known_keys(self) -> torch.Tensor:
