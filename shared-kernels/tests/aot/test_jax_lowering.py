@@ -16,6 +16,7 @@ if any(importlib.util.find_spec(name) is None for name in ("jax", "jax_cuda12_pl
 import jax
 import jax.numpy as jnp
 
+from fp8_common import jax as jax_fp8
 from fp8_common.jax import kernels, triton_bridge
 
 SCALE = np.float32(3)
@@ -81,6 +82,25 @@ def test_jax_embeds_the_ptx_of_the_plan(name, capability):
     assert len(calls) == len(plans)
     for call, plan in zip(calls, plans, strict=True):
         assert compile_plan(plan, capability).ptx.encode() in call
+
+
+PUBLIC = {
+    "amax": jax_fp8.amax,
+    "quantize": lambda x: jax_fp8.quantize(x, SCALE, "e4m3"),
+    "rowwise": lambda x: jax_fp8.quantize_rowwise(x, "e4m3"),
+    "1x128": lambda x: jax_fp8.quantize_blockwise(x, "e4m3"),
+    "128x128": lambda x: jax_fp8.quantize_blockwise(x, "e4m3", (128, 128)),
+    "mx": lambda x: jax_fp8.quantize_mx(x, "e4m3"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_hold_the_kernels_where_there_is_a_gpu_to_lower_for(name, monkeypatch):
+    calls = embedded_calls(lowered(PUBLIC[name]))
+    (plan,) = CALLS[name][1]
+    assert compile_plan(plan, 90).ptx.encode() in calls[0]
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
+    assert embedded_calls(lowered(PUBLIC[name])) == []
 
 
 @pytest.mark.parametrize("name", CALLS)

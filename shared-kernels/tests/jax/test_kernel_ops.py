@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import fp8_common as f8
-from fp8_common.jax import kernels
+from fp8_common import jax as f8j
+from fp8_common.jax import kernel_ops, kernels, triton_bridge
 from fp8_common.testing import assert_same_bits
 
 X = np.random.default_rng(7).normal(size=(8, 256)).astype(np.float32)
@@ -80,10 +81,61 @@ def test_a_batched_row_operation_stays_one_operation():
     assert "reduce_max" not in jaxpr
 
 
+def primitives(function):
+    return {name for name in ("fp8_amax_key", "fp8_cast", "fp8_rowwise", "fp8_block", "fp8_mx") if name in function()}
+
+
+PUBLIC = {
+    "amax": (lambda x: f8j.amax(x), {"fp8_amax_key"}),
+    "amax, kept": (lambda x: f8j.amax(x, keepdims=True), {"fp8_amax_key"}),
+    "amax of rows": (lambda x: f8j.amax(x, axis=-1), set()),
+    "quantize": (lambda x: f8j.quantize(x, SCALE, "e4m3"), {"fp8_cast"}),
+    "a scale per row": (lambda x: f8j.quantize(x, np.ones((8, 1), np.float32), "e4m3"), set()),
+    "rowwise": (lambda x: f8j.quantize_rowwise(x, "e4m3"), {"fp8_rowwise"}),
+    "columns": (lambda x: f8j.quantize_rowwise(x, "e4m3", axis=0), set()),
+    "1x128": (lambda x: f8j.quantize_blockwise(x, "e4m3"), {"fp8_block"}),
+    "128x128": (lambda x: f8j.quantize_blockwise(x, "e5m2", (128, 128)), {"fp8_block"}),
+    "other blocks": (lambda x: f8j.quantize_blockwise(x, "e4m3", (1, 64)), set()),
+    "mx": (lambda x: f8j.quantize_mx(x, "e4m3"), {"fp8_mx"}),
+    "fake": (lambda x: f8j.fake_quantize(x, SCALE, "e4m3"), {"fp8_cast"}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_take_the_operations_where_there_is_a_gpu(name, monkeypatch):
+    function, expected = PUBLIC[name]
+    x = jnp.asarray(X)
+    monkeypatch.setattr(triton_bridge, "_obstacle", lambda: "this JAX sees no NVIDIA GPU")
+    plain, traced = jax.jit(function)(x), str(jax.make_jaxpr(function)(x))
+    assert "fp8_" not in traced
+    monkeypatch.setattr(triton_bridge, "_obstacle", lambda: None)
+    traced = str(jax.make_jaxpr(lambda x: function(x))(x))
+    assert primitives(lambda: traced) == expected
+    for got, want in zip(jax.tree.leaves(function(x)), jax.tree.leaves(plain), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert_same_bits(np.asarray(got), np.asarray(want))
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
+    assert "fp8_" not in str(jax.make_jaxpr(lambda x: function(x))(x))
+
+
+def test_the_choice_says_why_kernels_cannot_run(monkeypatch):
+    monkeypatch.setattr(triton_bridge, "_obstacle", lambda: "this JAX sees no NVIDIA GPU")
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+    with pytest.raises(f8.Fp8UnsupportedError, match="FP8_COMMON_BACKEND=triton, but this JAX sees no NVIDIA GPU"):
+        f8j.amax(X)
+
+
+def test_an_operation_is_compiled_once_outside_of_jit():
+    kernels.quantize_mx(jnp.asarray(X), "e5m2")
+    kept = kernel_ops._jitted.cache_info().currsize
+    kernels.quantize_mx(jnp.asarray(2 * X), "e5m2")
+    assert kernel_ops._jitted.cache_info().currsize == kept
+
+
 def test_sharded_operations_equal_whole_ones():
-    # Four devices must exist before JAX starts, so it starts in a process of its own.
+    # Eight devices must exist before JAX starts, so it starts in a process of its own.
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "sharded_kernel_ops.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["checked", str(3 * len(OPERATIONS))]
+    assert done.stdout.split() == ["checked", str(2 * 5 * len(OPERATIONS))]

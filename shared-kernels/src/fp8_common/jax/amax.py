@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from fp8_common.jax.arrays import as_float32, float_key, from_bits
+from fp8_common.jax.triton_bridge import selects_kernels
 
 
 def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
@@ -27,8 +28,13 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
     Raises:
         Fp8Error: `x` has another dtype.
     """
-    axes = tuple(axis) if isinstance(axis, Sequence) else axis
-    return _amax(as_float32(x), axis=axes, keepdims=keepdims)
+    value, axes = as_float32(x), tuple(axis) if isinstance(axis, Sequence) else axis
+    if axes is None and value.ndim and selects_kernels():
+        from fp8_common.jax import kernels  # made of this module's functions
+
+        largest = kernels.amax(jnp.asarray(x))
+        return largest.reshape((1,) * value.ndim) if keepdims else largest
+    return _amax(value, axis=axes, keepdims=keepdims)
 
 
 @partial(jax.jit, static_argnames=("axis", "keepdims"), inline=True)

@@ -11,8 +11,11 @@ from fp8_common.jax.blocks import block_amax, expand_blocks
 from fp8_common.jax.e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from fp8_common.jax.quantize import multiply_back, quantize
 from fp8_common.jax.scaling import amax_to_scale, reciprocal
+from fp8_common.jax.triton_bridge import selects_kernels
 from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 from fp8_common.quantize import MX_BLOCK, Quantized
+
+WITH_KERNELS = ((1, 128), (128, 128))
 
 
 def quantize_blockwise(
@@ -33,6 +36,10 @@ def quantize_blockwise(
         Fp8Error: Unsupported dtype, format or block.
     """
     value = as_float32(x)
+    if check_block(block, value.ndim) in WITH_KERNELS and selects_kernels():
+        from fp8_common.jax import kernels  # made of this module's functions
+
+        return kernels.quantize_blockwise(jnp.asarray(x), fmt, block, policy)
     scale = amax_to_scale(block_amax(value, check_block(block, value.ndim)), fmt, policy)
     return Quantized(quantize(value, expand_blocks(scale, block, value.shape), fmt), scale)
 
@@ -67,6 +74,10 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
         Fp8Error: Unsupported dtype, format or mode.
     """
     value = as_float32(x)
+    if selects_kernels():
+        from fp8_common.jax import kernels
+
+        return kernels.quantize_mx(jnp.asarray(x), fmt, mode)
     codes = amax_to_e8m0(block_amax(value, check_block(MX_BLOCK, value.ndim)), fmt, mode)
     scale = expand_blocks(e8m0_to_scale(codes), MX_BLOCK, value.shape)
     return Quantized(quantize(value, scale, fmt), as_native(codes, E8M0))

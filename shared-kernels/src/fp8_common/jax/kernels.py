@@ -1,10 +1,11 @@
 """Quantization that runs as one kernel on CUDA and as this package's jnp code everywhere else; the same bits.
 
-XLA fuses a plain cast well. These are for what it does not fuse: the amax in the same pass, scales per row or block,
-MX, the transposed copy. Formats, policies and modes are static under jit.
+The functions of `fp8_common.jax` come here by themselves where `FP8_COMMON_BACKEND` lets them and there is a GPU for
+it; whoever calls these asks for the kernels, whatever machine traces. Formats, policies and modes are static.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import launch
+from fp8_common.blocks import check_block
 from fp8_common.formats import Format, get_data_format
 from fp8_common.jax.amax import amax as _amax
 from fp8_common.jax.arrays import float_key, from_bits
 from fp8_common.jax.block_scaled import quantize_blockwise as _blockwise
 from fp8_common.jax.block_scaled import quantize_mx as _mx
-from fp8_common.jax.kernel_ops import KernelOp, bindable, max_over_shards
+from fp8_common.jax.kernel_layout import WHOLE, Layout
+from fp8_common.jax.kernel_ops import KernelOp, bindable
 from fp8_common.jax.quantize import quantize as _quantize
 from fp8_common.jax.quantize import quantize_rowwise as _rowwise
 from fp8_common.jax.scaling import amax_to_scale
@@ -68,9 +71,11 @@ def quantize_blockwise(
     x: jax.Array, fmt: str | Format, block: tuple[int, int] = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized:
     """Quantize with one scale per block of the last two dimensions."""
-    rows, _ = block
-    apply = _blocks_1 if rows == 1 else _blocks
-    return Quantized(*apply(_stop(x), fmt=get_data_format(fmt), block=tuple(block), policy=policy))
+    x, form, block = _stop(x), get_data_format(fmt), check_block(block, jnp.ndim(x))
+    apply = _square_blocks if block == (128, 128) else _blocks_of_rows if block == (1, 128) else None
+    if apply is None:
+        return _blockwise(x, form, block, policy)
+    return Quantized(*apply(x, fmt=form, block=block, policy=policy))
 
 
 def quantize_mx(x: jax.Array, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
@@ -100,6 +105,22 @@ def _from_key_reference(x: jax.Array, key: jax.Array, *, fmt: Format, policy: Sc
     return _quantize(x, scale[0], fmt), scale
 
 
+def _amax_key_over(
+    call: Callable[..., Sequence[jax.Array]], x: jax.Array, *, axes: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    """The key of an array whose shards are on the mesh axes `axes`."""
+    return (lax.pmax(call(x)[0], axes),)
+
+
+def _rows_over(
+    call: Callable[..., Sequence[jax.Array]], x: jax.Array, *, axes: tuple[str, ...], fmt: Format, policy: ScalePolicy
+) -> tuple[jax.Array, ...]:
+    """Rows whose parts are on the mesh axes `axes`: their amax is combined, the parts stay where they are."""
+    keys = lax.pmax(float_key(_amax(x, axis=-1, keepdims=True)), axes)
+    scale = amax_to_scale(from_bits(keys), fmt, policy)
+    return _quantize(x, scale, fmt), scale
+
+
 def _transpose_reference(x: jax.Array, scale: jax.Array, *, fmt: Format) -> tuple[jax.Array, ...]:
     data = _quantize(x, scale[0], fmt)
     return data, data.T
@@ -119,7 +140,7 @@ _amax_key = bindable(
         name="fp8_amax_key",
         reference=_amax_key_reference,
         plan=lambda x: launch.amax_plan(x.size, _dtype(x)),
-        combine=max_over_shards,
+        layout=Layout(steps=(WHOLE,), results=("scalar",), combine=_amax_key_over),
     )
 )
 _cast = bindable(
@@ -127,8 +148,7 @@ _cast = bindable(
         name="fp8_cast",
         reference=lambda x, scale, *, fmt: (_quantize(x, scale[0], fmt),),
         plan=lambda x, scale, *, fmt: _plan_if(launch.supports(fmt), launch.cast_plan, x.size, _dtype(x), fmt),
-        rows=True,
-        whole=True,
+        layout=Layout(steps=(1,), results=("same",)),
     )
 )
 _cast_from_key = bindable(
@@ -138,8 +158,7 @@ _cast_from_key = bindable(
         plan=lambda x, key, *, fmt, policy: _plan_if(
             launch.supports(fmt, policy), partial(launch.cast_plan, policy=policy), x.size, _dtype(x), fmt
         ),
-        rows=True,
-        whole=True,
+        layout=Layout(steps=(1,), results=("same", "scalar")),
     )
 )
 _cast_transpose = bindable(
@@ -149,6 +168,7 @@ _cast_transpose = bindable(
         plan=lambda x, scale, *, fmt: _plan_if(
             launch.supports(fmt), launch.cast_transpose_plan, *x.shape, _dtype(x), fmt
         ),
+        layout=Layout(steps=(1, 1), results=("same", "transposed")),
     )
 )
 _rows = bindable(
@@ -158,14 +178,13 @@ _rows = bindable(
         plan=lambda x, *, fmt, policy: _plan_if(
             launch.supports(fmt, policy), launch.rowwise_plan, *_matrix(x), _dtype(x), fmt, policy
         ),
-        rows=True,
+        layout=Layout(steps=(WHOLE,), results=("same", "row"), combine=_rows_over),
     )
 )
 
 
 def _block_plan(x: Any, *, fmt: Format, block: tuple[int, int], policy: ScalePolicy) -> launch.LaunchPlan | None:
-    usual = block == (1, 128) or (block == (128, 128) and len(x.shape) == 2)
-    if not (usual and launch.supports(fmt, policy)):
+    if not ((block == (1, 128) or len(x.shape) == 2) and launch.supports(fmt, policy)):
         return None
     return launch.block_plan(*_matrix(x), _dtype(x), fmt, block[0], policy)
 
@@ -176,13 +195,27 @@ def _block_reference(
     return tuple(_blockwise(x, fmt, block, policy))
 
 
-_blocks_1 = bindable(KernelOp(name="fp8_block_rows", reference=_block_reference, plan=_block_plan, rows=True))
-_blocks = bindable(KernelOp(name="fp8_blocks", reference=_block_reference, plan=_block_plan))
+_blocks_of_rows = bindable(
+    KernelOp(
+        name="fp8_block_rows",
+        reference=_block_reference,
+        plan=_block_plan,
+        layout=Layout(steps=(128,), results=("same", "groups")),
+    )
+)
+_square_blocks = bindable(
+    KernelOp(
+        name="fp8_blocks",
+        reference=_block_reference,
+        plan=_block_plan,
+        layout=Layout(steps=(128, 128), results=("same", "groups")),
+    )
+)
 _mx_rows = bindable(
     KernelOp(
         name="fp8_mx",
         reference=_mx_reference,
         plan=lambda x, *, fmt, mode: _plan_if(launch.supports(fmt), launch.mx_plan, *_matrix(x), _dtype(x), fmt, mode),
-        rows=True,
+        layout=Layout(steps=(32,), results=("same", "groups")),
     )
 )

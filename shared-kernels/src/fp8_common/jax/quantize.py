@@ -20,6 +20,7 @@ from fp8_common.jax.arrays import as_codes, as_float32, as_native, broadcast_sca
 from fp8_common.jax.products import product_back, product_into
 from fp8_common.jax.rounding import check_random_bits, decode_codes, round_to_codes, round_to_codes_at_random
 from fp8_common.jax.scaling import amax_to_scale, reciprocal
+from fp8_common.jax.triton_bridge import references_only, selects_kernels
 from fp8_common.policy import CANONICAL, ScalePolicy
 from fp8_common.quantize import Quantized
 
@@ -38,8 +39,13 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     Raises:
         Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
     """
-    value = as_float32(x)
-    return _quantize(value, broadcast_scale(scale, value.shape), fmt=get_data_format(fmt))
+    value, form = as_float32(x), get_data_format(fmt)
+    scales = broadcast_scale(scale, value.shape)
+    if scales.size == 1 and value.ndim and selects_kernels():
+        from fp8_common.jax import kernels  # made of this module's functions
+
+        return kernels.quantize(jnp.asarray(x), scales, form)
+    return _quantize(value, scales, fmt=form)
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
@@ -85,8 +91,14 @@ def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: Sc
     Raises:
         Fp8Error: Unsupported dtype or format.
     """
-    scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
-    return Quantized(quantize(x, scale, fmt), scale)
+    if axis % max(1, np.ndim(x)) == np.ndim(x) - 1 and selects_kernels():
+        from fp8_common.jax import kernels
+
+        as_float32(x)
+        return kernels.quantize_rowwise(jnp.asarray(x), fmt, policy)
+    with references_only():
+        scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
+        return Quantized(quantize(x, scale, fmt), scale)
 
 
 def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:

@@ -9,6 +9,7 @@ import importlib.util
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.launch import LaunchPlan
 
 CALL_TARGET = "triton_kernel_call_ffi"
+_references_only: contextvars.ContextVar[bool] = contextvars.ContextVar("references_only", default=False)
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
@@ -33,6 +35,33 @@ def lowering_for(capability: int) -> Iterator[None]:
         yield
     finally:
         _capability.reset(token)
+
+
+@contextmanager
+def references_only() -> Iterator[None]:
+    """Trace jnp code, whatever `selects_kernels` would say."""
+    token = _references_only.set(True)
+    try:
+        yield
+    finally:
+        _references_only.reset(token)
+
+
+def selects_kernels() -> bool:
+    """Return whether functions of `fp8_common.jax` trace operations that have kernels, or plain jnp code.
+
+    Read when a function is traced: what `jax.jit` has compiled stays as it is.
+
+    Raises:
+        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
+    """
+    choice = backend()
+    if choice == "reference" or _references_only.get():
+        return False
+    obstacle = _obstacle()
+    if obstacle is not None and choice == "triton":
+        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
+    return obstacle is None
 
 
 def uses_kernels(plan: LaunchPlan) -> bool:
@@ -61,7 +90,9 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
 
     from fp8_common.kernels.compiler import compile_plan
 
-    capability = _current_capability()
+    capability = _capability.get() or _gpu_capability()
+    if capability is None:
+        raise Fp8UnsupportedError("Lowering a kernel for CUDA needs a GPU, or lowering_for(capability).")
     compiled = compile_plan(plan, capability)
     kernel = gpu_triton.TritonKernel(
         compiled.name, compiled.num_warps, 1, compiled.shared, compiled.ptx, "", capability
@@ -82,17 +113,21 @@ def _obstacle() -> str | None:
     """Say what keeps kernels out of a CUDA lowering; None if nothing does."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    capability = _current_capability()
+    capability = _capability.get() or _gpu_capability()
+    if capability is None:
+        return "this JAX sees no NVIDIA GPU"
     if divmod(capability, 10) < launch.MIN_CAPABILITY:
         return f"compute capability {capability / 10} has no FP8 conversion (8.9 and newer do)"
     return None
 
 
-def _current_capability() -> int:
-    given = _capability.get()
-    if given is not None:
-        return given
-    major, _, minor = jax.devices("cuda")[0].compute_capability.partition(".")
+@cache
+def _gpu_capability() -> int | None:
+    """Return ten times the major plus the minor compute capability of the first GPU; None if there is none."""
+    try:
+        major, _, minor = jax.devices("cuda")[0].compute_capability.partition(".")
+    except RuntimeError:
+        return None
     return int(major) * 10 + int(minor)
 
 
