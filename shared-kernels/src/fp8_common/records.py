@@ -106,4 +106,7 @@ def _load(annotation: Any, value: Any, where: str) -> Any:
         return float(value)
     if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation is not bool):
         raise Fp8Error(f"{where} must be of type {annotation.__name__}, got {value!r}.")
-    return annotation(value)
+    try:
+        return annotation(value)
+    except OverflowError as error:
+        raise Fp8Error(f"{where} must be a number that a float can hold, got {value!r}.") from error
