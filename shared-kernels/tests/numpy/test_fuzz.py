@@ -55,10 +55,11 @@ def damaged(draw):
 def answer(read, value):
     """Return what `read` makes of its input, or None if it refuses in a sentence."""
     try:
-        return read(value)
+        result = read(value)
     except Fp8Error as error:
         assert str(error).strip()
-        return None
+        result = None
+    return result
 
 
 def test_damaged_recipes(fuzz):
