@@ -4,6 +4,7 @@
 `torch.distributed.checkpoint`) and the run's record up to that step; `DIR/fp8-seed0/record.json` a finished run's.
 """
 
+import hashlib
 import json
 import math
 import shutil
@@ -11,11 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from fp8_common.errors import Fp8Error
 from fp8_common.torch.delayed import delayed_scales
@@ -33,12 +36,14 @@ class Record:
         seconds: duration of each step.
         counts: of the steps in which collectives were counted, as `Counts.to_dict`.
         val_loss: held-out loss after the last step; NaN before.
+        digest: SHA-256 of model and optimizer state after the last step, all ranks; empty before.
     """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     counts: list[dict[str, Any]] = field(default_factory=list)
     val_loss: float = math.nan
+    digest: str = ""
 
     def save(self, path: Path) -> None:
         """Write the record; Python's JSON keeps every bit of a float."""
@@ -144,3 +149,18 @@ class Checkpoints:
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
+
+
+def state_digest(model: nn.Module, optimizer: Optimizer) -> str:
+    """Return one SHA-256 for everything that a checkpoint would hold, all ranks' parts in order. All ranks call it."""
+    own = hashlib.sha256()
+    for path, leaf in pytree.tree_leaves_with_path(_state(model, optimizer)):
+        own.update(repr(path).encode())
+        local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+        plain = isinstance(local, torch.Tensor)
+        own.update(
+            local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if plain else repr(leaf).encode()
+        )
+    parts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(parts, own.hexdigest())
+    return hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -44,6 +44,7 @@ def run_figures(records: Sequence[Record], *, ranks: int, tokens_per_step: int) 
     run: Run = {
         "losses": [fmean(losses) for losses in zip(*(record.losses for record in records), strict=True)],
         "val_loss": fmean(record.val_loss for record in records),
+        "state_sha256": records[0].digest,
         "tokens_per_s": round(tokens_per_step / median(timed_seconds(records)), 1),
     }
     run |= {key: whole(fmean(count[name] for count in steady)) for key, name in COUNTED.items()}

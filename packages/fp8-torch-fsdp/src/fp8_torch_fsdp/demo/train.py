@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_common.demo.corpus import Corpus, load_corpus
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_torch_fsdp.demo.checkpointing import Checkpoints, Record
+from fp8_torch_fsdp.demo.checkpointing import Checkpoints, Record, state_digest
 from fp8_torch_fsdp.demo.counting import LINEAR, CollectiveCounter, Counts, label_gathers
 from fp8_torch_fsdp.demo.model import ByteModel, loss_of
 from fp8_torch_fsdp.demo.options import Options
@@ -188,6 +188,7 @@ def train(options: Options, corpus: Corpus, run: str, seed: int, mesh: DeviceMes
         tell("step", done=step + 1, loss=record.losses[-1], tokens_per_s=speed, bytes_per_step=gathered)
         if (step + 1) % options.checkpoint_every == 0:
             checkpoints.save(trainer.model, trainer.optimizer, record)
+    record.digest = state_digest(trainer.model, trainer.optimizer)
     record.val_loss = trainer.held_out_loss()
     checkpoints.finish(record)
     tell("end", **name, record=asdict(record))
