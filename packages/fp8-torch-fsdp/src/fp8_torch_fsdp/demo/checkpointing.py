@@ -157,10 +157,10 @@ def state_digest(model: nn.Module, optimizer: Optimizer) -> str:
     for path, leaf in pytree.tree_leaves_with_path(_state(model, optimizer)):
         own.update(repr(path).encode())
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
-        plain = isinstance(local, torch.Tensor)
-        own.update(
-            local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if plain else repr(leaf).encode()
-        )
+        if isinstance(local, torch.Tensor):
+            own.update(local.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            own.update(repr(leaf).encode())
     parts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(parts, own.hexdigest())
     return hashlib.sha256("".join(parts).encode()).hexdigest()
