@@ -1,0 +1,228 @@
+"""Decides how a pipeline runs on stacked stages: vmap over stages, scan over time, a roll that hands on activations.
+
+`vmap` over a stage axis that is sharded is what compilers turn into stages on devices of their own, and the roll into
+a permutation between neighbours (Xu et al., GSPMD, arXiv:2105.04663, section 3.3). In a circular pipeline every stage
+holds several groups of layers, and a microbatch goes round several times.
+
+At time t, stage s works on item w = t - s: microbatch w % M in round w // M. Where there is no such item - a bubble -
+the stage computes on a constant, and `gate` keeps out whatever comes of it: observations, and gradients of parameters
+too, so that not even NaN leaves a bubble. Overwritten leaves are shared once, outside of the scan.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from fp8_common.errors import Fp8Error
+from fp8_jax_owg.boundary import gate, scan
+from fp8_jax_owg.dtype import is_shared
+from fp8_jax_owg.marker import owg_flags
+
+Stage = Callable[[Any, Any, jax.Array | None], Any]
+"""`stage(variables, activations, key)` returns activations of the same shapes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Which stage works on what, and when.
+
+    Attributes:
+        stages: Number of stages.
+        microbatches: Number of microbatches.
+        rounds: How often a microbatch goes through all stages.
+    """
+
+    stages: int
+    microbatches: int
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse numbers below 1."""
+        for name in ("stages", "microbatches", "rounds"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise Fp8Error(f"{name} of a pipeline must be an integer from 1 on, got {number!r}.")
+
+    @property
+    def period(self) -> int:
+        """Time between two rounds of one microbatch; at least one walk through all stages."""
+        return self.microbatches if self.rounds == 1 else max(self.microbatches, self.stages)
+
+    @property
+    def iterations(self) -> int:
+        """Length of the scan."""
+        return self.period * self.rounds + self.stages - 1
+
+    def work(self, time: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return, for each stage: whether it works on an item, the item's round, the item's number; [stages]."""
+        item = time - jnp.arange(self.stages)
+        in_time = (item >= 0) & (item < self.period * self.rounds)
+        valid = in_time & (item % self.period < self.microbatches)
+        return valid, jnp.clip(item // self.period, 0, self.rounds - 1), item
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """How stages run.
+
+    Attributes:
+        remat: Recompute a stage's activations in the backward.
+        policy: What to keep nevertheless, one of `jax.checkpoint_policies`; implies `remat`.
+        stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
+        bubble: What stages without work compute on.
+    """
+
+    remat: bool = False
+    policy: Callable[..., bool] | None = None
+    stage_axis: str | None = None
+    bubble: float = 0.0
+
+
+def pipeline(
+    stage: Stage,
+    variables: Any,
+    x: Any,
+    schedule: Schedule,
+    options: PipelineOptions | None = None,
+    *,
+    overwritten: list[bool] | None = None,
+    key: jax.Array | None = None,
+) -> Any:
+    """Run microbatches through stages; equal to running them one after the other.
+
+    Args:
+        stage: What one stage computes.
+        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] if there are several rounds.
+        x: Tree of activations, leaves [microbatches, ...].
+        schedule: The numbers.
+        options: How stages run.
+        overwritten: Which leaves of `variables` are overwritten with their gradient; None finds it by their marks.
+        key: For stages that need random numbers; each gets one of its own for each microbatch and round.
+
+    Returns:
+        What the last stage returned in the last round, leaves [microbatches, ...].
+
+    Raises:
+        Fp8Error: A leaf of `x` or `variables` has another leading length.
+    """
+    options = options or PipelineOptions()
+    _check_leading(x, (schedule.microbatches,), "Activations", "[microbatches, ...]")
+    lead = (schedule.stages,) if schedule.rounds == 1 else (schedule.rounds, schedule.stages)
+    _check_leading(variables, lead, "Variables", "[stages, ...]" if len(lead) == 1 else "[rounds, stages, ...]")
+    leaves, structure = jax.tree.flatten(variables)
+    flags = find_overwritten(variables) if overwritten is None else overwritten
+    state = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+    parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
+    run = _vmapped_stage(stage, structure, flags, options)
+
+    def iteration(carry: tuple[Any, Any], time: jax.Array, state: list[jax.Array]) -> tuple[tuple[Any, Any], Any]:
+        activations, stored = carry
+        valid, rounds, items = schedule.work(time)
+        activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
+        activations = jax.tree.map(functools.partial(_fill, valid=valid, value=options.bubble), activations)
+        chosen = [_choose(leaf, rounds, schedule) for leaf in state], [_choose(p, rounds, schedule) for p in parameters]
+        out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
+        last = jax.tree.map(lambda h: h[-1], out)
+        return (jax.tree.map(lambda h: jnp.roll(h, 1, axis=0), out), _store(stored, last, time, schedule)), last
+
+    empty = _zeros(x, schedule.stages)
+    stored = None if schedule.rounds == 1 else _zeros(x, schedule.period)
+    _, ys = scan(iteration, (empty, stored), jnp.arange(schedule.iterations), owg=state)
+    start = schedule.period * (schedule.rounds - 1) + schedule.stages - 1
+    return jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
+
+
+def find_overwritten(variables: Any) -> list[bool]:
+    """Return which leaves are overwritten with their gradient: by their marks, or because they are shared already."""
+    return [flag or is_shared(x) for flag, x in zip(owg_flags(variables), jax.tree.leaves(variables), strict=True)]
+
+
+def _vmapped_stage(stage: Stage, structure: Any, flags: list[bool], options: PipelineOptions) -> Callable[..., Any]:
+    def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: jax.Array | None) -> Any:
+        values = iter(gate(state, valid)), iter([_gate_parameter(p, valid) if _is_float(p) else p for p in parameters])
+        return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
+
+    if options.remat or options.policy is not None:
+        one = jax.checkpoint(one, policy=options.policy, prevent_cse=False)
+    return jax.vmap(one, spmd_axis_name=options.stage_axis)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _zeros(x: Any, length: int) -> Any:
+    return jax.tree.map(lambda h: jnp.zeros((length, *h.shape[1:]), h.dtype), x)
+
+
+def _keys(key: jax.Array | None, items: jax.Array) -> jax.Array | None:
+    """Return one key for each stage and item."""
+    if key is None:
+        return None
+    stages = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(items.size))
+    return jax.vmap(jax.random.fold_in)(stages, jnp.maximum(items, 0))
+
+
+def _first(x: Any, stored: Any, time: jax.Array, schedule: Schedule) -> Any:
+    """Return what enters the first stage: a microbatch in the first round, what came back in later ones."""
+    index = jnp.minimum(time % schedule.period, schedule.microbatches - 1)
+    fresh = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, index, 0, keepdims=False), x)
+    if stored is None:
+        return fresh
+    back = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, time % schedule.period, 0, keepdims=False), stored)
+    return jax.tree.map(lambda a, b: jnp.where(time < schedule.period, a, b), fresh, back)
+
+
+def _store(stored: Any, last: Any, time: jax.Array, schedule: Schedule) -> Any:
+    """Keep what left the last stage until its next round; what bubbles leave is overwritten before it is read."""
+    if stored is None:
+        return None
+    place = (time - (schedule.stages - 1)) % schedule.period
+    return jax.tree.map(lambda s, h: lax.dynamic_update_index_in_dim(s, h, place, 0), stored, last)
+
+
+def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array:
+    """Return each stage's variables of its present round: [rounds, stages, ...] -> [stages, ...]."""
+    if schedule.rounds == 1:
+        return leaf
+    return jax.vmap(lambda a, r: lax.dynamic_index_in_dim(a, r, 0, keepdims=False), in_axes=(1, 0))(leaf, rounds)
+
+
+def _fill(h: jax.Array, *, valid: jax.Array, value: float) -> jax.Array:
+    constant = value if _is_float(h) else 0
+    return jnp.where(valid.reshape(-1, *[1] * (h.ndim - 1)), h, jnp.asarray(constant, h.dtype))
+
+
+def _constrain(activations: Any, axis: str | None) -> Any:
+    if axis is None:
+        return activations
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.tree.map(
+        lambda h: lax.with_sharding_constraint(h, PartitionSpec(axis, *[free] * (h.ndim - 1))), activations
+    )
+
+
+def _check_leading(tree: Any, lead: tuple[int, ...], what: str, shape: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.shape(leaf)[: len(lead)] != lead:
+            raise Fp8Error(
+                f"{what} of this pipeline must have shapes {shape} with {lead}, "
+                f"got {jnp.shape(leaf)} at {jax.tree_util.keystr(path) or 'the only leaf'}."
+            )
+
+
+@jax.custom_vjp
+def _gate_parameter(x: jax.Array, valid: jax.Array) -> jax.Array:
+    return jnp.where(valid, x, x)
+
+
+_gate_parameter.defvjp(
+    lambda x, valid: (_gate_parameter(x, valid), valid),
+    lambda valid, g: (jnp.where(valid, g, jnp.zeros_like(g)), None),
+)

@@ -1,0 +1,176 @@
+"""Pipelines equal their stages run one after the other: results, gradients and every leaf of the FP8 state."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8Error
+from fp8_jax_owg import DelayedScaling, wire
+from fp8_jax_owg import linen as owg_linen
+from fp8_jax_owg import nnx as owg_nnx
+from fp8_jax_owg.pipeline import PipelineOptions, Schedule
+
+SCALING = DelayedScaling(amax_history_length=3)
+WIDTH, ROWS = 8, 4
+
+
+class LinenStage(nn.Module):
+    """One dense layer between nonlinearities; `bias` is what bubbles would spread."""
+
+    bias: float = 0.0
+
+    @nn.compact
+    def __call__(self, h):
+        init = nn.initializers.constant(self.bias)
+        return jnp.tanh(owg_linen.Fp8Dense(WIDTH, scaling=SCALING, bias_init=init, name="fc")(h)) * 2 + h
+
+
+class NnxStage(nnx.Module):
+    def __init__(self, rngs, bias=0.0):
+        init = nnx.initializers.constant(bias)
+        self.fc = owg_nnx.Fp8Linear(WIDTH, WIDTH, scaling=SCALING, bias_init=init, rngs=rngs)
+
+    def __call__(self, h):
+        return jnp.tanh(self.fc(h)) * 2 + h
+
+
+class Linen:
+    """A Linen pipeline behind the interface that the tests use."""
+
+    def __init__(self, schedule, bias=0.0, **options):
+        stage = LinenStage(bias)
+        numbers = {"num_stages": schedule.stages, "num_microbatches": schedule.microbatches}
+        kind = owg_linen.LayerwiseShardablePipelined
+        if schedule.rounds > 1:
+            kind, numbers = owg_linen.CircularLayerwiseShardablePipelined, numbers | {"circular_repeat": schedule.rounds}
+        self.model = kind(body=stage, **numbers, **options)
+        self.variables = self.model.init(jax.random.key(1), microbatches(schedule))
+        self.stage = stage.apply
+
+    def run(self, variables, x):
+        return self.model.apply(variables, x)
+
+    def body(self, variables):
+        return {name: tree["body"] for name, tree in variables.items()}
+
+
+class Nnx:
+    """The same for NNX."""
+
+    def __init__(self, schedule, bias=0.0, remat=False, bubble=0.0):
+        make = partial(NnxStage, bias=bias)
+        options = PipelineOptions(remat=remat, bubble=bubble)
+        rounds = {"circular_repeat": schedule.rounds} if schedule.rounds > 1 else {}
+        kind = owg_nnx.CircularLayerwiseShardablePipelined if rounds else owg_nnx.LayerwiseShardablePipelined
+        model = kind(
+            make, schedule.stages, schedule.microbatches, **rounds, rngs=nnx.Rngs(1), options=options
+        )
+        self.graph, self.variables = nnx.split(model)
+        self.stage_graph = nnx.graphdef(model.stages)
+
+    def run(self, variables, x):
+        return nnx.merge(self.graph, variables)(x)
+
+    def stage(self, variables, h):
+        return nnx.merge(self.stage_graph, variables)(h)
+
+    def body(self, variables):
+        return variables["stages"]
+
+
+def microbatches(schedule, seed=0, scale=1.0):
+    x = np.random.default_rng(seed).normal(size=(schedule.microbatches, ROWS, WIDTH)) * scale
+    # microbatches of different amax, the greatest not the last
+    return jnp.asarray(x * np.resize([1.0, 3.0, 2.0, 0.5], (schedule.microbatches, 1, 1)), jnp.float32)
+
+
+def loss_of(y):
+    return (y * y).sum() / 64
+
+
+def sequential(pipe, schedule, variables, x):
+    """Each microbatch through one stage after the other; sums and maxima over microbatches."""
+
+    def one(variables, h):
+        body = pipe.body(variables)
+        for r in range(schedule.rounds):
+            for s in range(schedule.stages):
+                index = (r, s) if schedule.rounds > 1 else (s,)
+                h = pipe.stage(jax.tree.map(lambda a, index=index: a[index], body), h)
+        return loss_of(h), h
+
+    step = jax.jit(owg.value_and_grad(one, has_aux=True, unobserved="-inf"))
+    total, outputs = owg.init_accumulator(variables), []
+    for h in x:
+        (_, y), gradients = step(variables, h)
+        total = owg.accumulate(total, gradients)
+        outputs.append(y)
+    return jnp.stack(outputs), total
+
+
+def pipelined(pipe, variables, x):
+    def loss(variables):
+        y = pipe.run(variables, x)
+        return loss_of(y), y
+
+    (_, y), gradients = jax.jit(owg.value_and_grad(loss, has_aux=True, unobserved="-inf"))(variables)
+    return y, gradients
+
+
+def assert_equal(pipe, schedule, variables, x):
+    y, gradients = pipelined(pipe, variables, x)
+    wanted, total = sequential(pipe, schedule, variables, x)
+    np.testing.assert_allclose(y, wanted, rtol=2e-6, atol=1e-6)
+    parameters, state = owg.split(gradients)
+    wanted_parameters, wanted_state = owg.split(total)
+    assert len(jax.tree.leaves(state)) == 6
+    jax.tree.map(np.testing.assert_array_equal, state, wanted_state)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), parameters, wanted_parameters)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    return gradients
+
+
+KINDS = {"linen": Linen, "nnx": Nnx}
+
+
+@pytest.mark.matrix(
+    stages=[1, 2, 4],
+    batches=[1, 3, 8],
+    rounds=[1, 2],
+    remat=[False, True],
+    kind=["linen", "nnx"],
+    how=["extended", "fan_out"],
+)
+def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind, how):
+    schedule = Schedule(stages=stages, microbatches=batches, rounds=rounds)
+    with owg.use_mode(how):
+        pipe = KINDS[kind](schedule, remat=remat)
+        variables = pipe.variables
+        for seed in range(2):
+            gradients = assert_equal(pipe, schedule, variables, microbatches(schedule, seed))
+            updates = owg.scale_gradients(gradients, 0.0)
+            variables = owg.apply_updates(variables, updates)
+
+
+@pytest.mark.matrix(
+    kind=["linen", "nnx"], how=["extended", "fan_out"], trouble=["nan", "inf", "bias"], rounds=[1, 2], remat=[False, True]
+)
+def test_nothing_leaves_a_bubble(kind, how, trouble, rounds, remat):
+    schedule = Schedule(stages=3, microbatches=2, rounds=rounds)
+    settings = {"bias": 300.0} if trouble == "bias" else {"bubble": float(trouble)}
+    with owg.use_mode(how):
+        assert_equal(KINDS[kind](schedule, remat=remat, **settings), schedule, *_fresh(kind, schedule, settings, remat))
+
+
+def _fresh(kind, schedule, settings, remat):
+    pipe = KINDS[kind](schedule, remat=remat, **settings)
+    return pipe.variables, microbatches(schedule, scale=0.01)
