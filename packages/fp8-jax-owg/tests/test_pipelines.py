@@ -1,6 +1,5 @@
 """Pipelines equal their stages run one after the other: results, gradients and every leaf of the FP8 state."""
 
-import inspect
 from functools import partial
 
 import jax
@@ -9,14 +8,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
-from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling, wire
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
+from fp8_jax_owg.marker import map_leaves
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
 
 SCALING = DelayedScaling(amax_history_length=3)
@@ -51,9 +48,12 @@ class Linen:
         numbers = {"num_stages": schedule.stages, "num_microbatches": schedule.microbatches}
         kind = owg_linen.LayerwiseShardablePipelined
         if schedule.rounds > 1:
-            kind, numbers = owg_linen.CircularLayerwiseShardablePipelined, numbers | {"circular_repeat": schedule.rounds}
+            kind, numbers = (
+                owg_linen.CircularLayerwiseShardablePipelined,
+                numbers | {"circular_repeat": schedule.rounds},
+            )
         self.model = kind(body=stage, **numbers, **options)
-        self.variables = self.model.init(jax.random.key(1), microbatches(schedule))
+        self.variables = jax.jit(self.model.init)(jax.random.key(1), microbatches(schedule))
         self.stage = stage.apply
 
     def run(self, variables, x):
@@ -71,9 +71,7 @@ class Nnx:
         options = PipelineOptions(remat=remat, bubble=bubble)
         rounds = {"circular_repeat": schedule.rounds} if schedule.rounds > 1 else {}
         kind = owg_nnx.CircularLayerwiseShardablePipelined if rounds else owg_nnx.LayerwiseShardablePipelined
-        model = kind(
-            make, schedule.stages, schedule.microbatches, **rounds, rngs=nnx.Rngs(1), options=options
-        )
+        model = kind(make, schedule.stages, schedule.microbatches, **rounds, rngs=nnx.Rngs(1), options=options)
         self.graph, self.variables = nnx.split(model)
         self.stage_graph = nnx.graphdef(model.stages)
 
@@ -93,6 +91,16 @@ def microbatches(schedule, seed=0, scale=1.0):
     return jnp.asarray(x * np.resize([1.0, 3.0, 2.0, 0.5], (schedule.microbatches, 1, 1)), jnp.float32)
 
 
+def with_history(variables):
+    """The variables after some steps: every history holds numbers, so every scale is another one."""
+    random = np.random.default_rng(2)
+
+    def fresh(x):
+        return jnp.asarray(random.uniform(0.5, 4, x.shape), jnp.float32)
+
+    return map_leaves(lambda x: x, fresh, variables)
+
+
 def loss_of(y):
     return (y * y).sum() / 64
 
@@ -101,20 +109,17 @@ def sequential(pipe, schedule, variables, x):
     """Each microbatch through one stage after the other; sums and maxima over microbatches."""
 
     def one(variables, h):
-        body = pipe.body(variables)
+        # slices are taken of float32: JAX cannot pad cotangents of the extended dtype
+        body = owg.read(pipe.body(variables))
         for r in range(schedule.rounds):
             for s in range(schedule.stages):
                 index = (r, s) if schedule.rounds > 1 else (s,)
                 h = pipe.stage(jax.tree.map(lambda a, index=index: a[index], body), h)
         return loss_of(h), h
 
-    step = jax.jit(owg.value_and_grad(one, has_aux=True, unobserved="-inf"))
-    total, outputs = owg.init_accumulator(variables), []
-    for h in x:
-        (_, y), gradients = step(variables, h)
-        total = owg.accumulate(total, gradients)
-        outputs.append(y)
-    return jnp.stack(outputs), total
+    step = owg.value_and_grad(one, has_aux=True, unobserved="-inf")
+    (_, outputs), each = jax.jit(lambda v, x: jax.lax.map(lambda h: step(v, h), x))(variables, x)
+    return outputs, map_leaves(lambda g: g.sum(0), lambda g: wire.maximum_over(g, 0), each)
 
 
 def pipelined(pipe, variables, x):
@@ -154,15 +159,15 @@ def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind, how)
     schedule = Schedule(stages=stages, microbatches=batches, rounds=rounds)
     with owg.use_mode(how):
         pipe = KINDS[kind](schedule, remat=remat)
-        variables = pipe.variables
-        for seed in range(2):
-            gradients = assert_equal(pipe, schedule, variables, microbatches(schedule, seed))
-            updates = owg.scale_gradients(gradients, 0.0)
-            variables = owg.apply_updates(variables, updates)
+        assert_equal(pipe, schedule, with_history(pipe.variables), microbatches(schedule))
 
 
 @pytest.mark.matrix(
-    kind=["linen", "nnx"], how=["extended", "fan_out"], trouble=["nan", "inf", "bias"], rounds=[1, 2], remat=[False, True]
+    kind=["linen", "nnx"],
+    how=["extended", "fan_out"],
+    trouble=["nan", "inf", "bias"],
+    rounds=[1, 2],
+    remat=[False, True],
 )
 def test_nothing_leaves_a_bubble(kind, how, trouble, rounds, remat):
     schedule = Schedule(stages=3, microbatches=2, rounds=rounds)

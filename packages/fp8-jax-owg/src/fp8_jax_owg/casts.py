@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8_common.formats import Format
 from fp8_common.jax.arrays import as_codes
 from fp8_common.jax.quantize import multiply_back
+from fp8_jax_owg.boundary import read
 from fp8_jax_owg.casting import Operand, cast, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
@@ -92,8 +93,9 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
 
 
 def _checked(scale: jax.Array, amax_history: jax.Array) -> TensorMeta:
-    check_tensor_meta(scale, amax_history)
-    return TensorMeta(scale, amax_history)
+    found = TensorMeta(read(scale), read(amax_history))
+    check_tensor_meta(*found)
+    return found
 
 
 Residuals = tuple[TensorMeta, jax.Array | None]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common.errors import Fp8Error
-from fp8_jax_owg.boundary import check_float32
+from fp8_jax_owg.boundary import check_float32, read
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, Tensor
 
 Meta = Mapping[str, jax.Array]
@@ -57,7 +57,8 @@ def tensor_meta(meta: Meta, tensor: Tensor) -> TensorMeta:
             f"The FP8 state lacks {', '.join(missing)}; it has {', '.join(meta) or 'nothing'}. "
             "Make it with init_meta, or with the init of the layer."
         )
-    found = TensorMeta(*(meta[name] for name in names))
+    # a state that is shared by several uses becomes float32 here, so nothing below knows of it
+    found = TensorMeta(*(read(meta[name]) for name in names))
     check_tensor_meta(*found, name=tensor)
     return found
 

@@ -3,14 +3,17 @@
 from fp8_jax_owg.nnx.convert import convert_to_fp8
 from fp8_jax_owg.nnx.layers import Fp8Einsum, Fp8Linear
 from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
+from fp8_jax_owg.nnx.pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
 from fp8_jax_owg.nnx.variables import OverwriteWithGradient
 
 __all__ = [
+    "CircularLayerwiseShardablePipelined",
     "Fp8ConvGeneralDilatedOp",
     "Fp8DotGeneralOp",
     "Fp8Einsum",
     "Fp8EinsumOp",
     "Fp8Linear",
+    "LayerwiseShardablePipelined",
     "OverwriteWithGradient",
     "convert_to_fp8",
 ]
