@@ -28,11 +28,12 @@ from fp8_jax_owg.conv import fp8_conv_general_dilated
 from fp8_jax_owg.dot import fp8_dot_general
 from fp8_jax_owg.dtype import fm32, fp32_max_grad
 from fp8_jax_owg.einsum import fp8_einsum
-from fp8_jax_owg.marker import Overwrite, is_owg, merge, owg_mask, split
+from fp8_jax_owg.marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
 from fp8_jax_owg.meta import init_meta
 from fp8_jax_owg.mode import get_mode, use_mode
 from fp8_jax_owg.norms import clip_by_global_norm, global_norm, scale_gradients
 from fp8_jax_owg.ragged import fp8_ragged_dot
+from fp8_jax_owg.report import OwgReport, TensorReport, report
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
 from fp8_jax_owg.transforms import cast_params, grad, value_and_grad
 
@@ -45,6 +46,8 @@ __all__ = [
     "DelayedScaling",
     "Dot",
     "Overwrite",
+    "OwgReport",
+    "TensorReport",
     "accumulate",
     "apply_updates",
     "assert_fp8_collectives",
@@ -70,6 +73,7 @@ __all__ = [
     "init_accumulator",
     "init_meta",
     "is_owg",
+    "mark",
     "merge",
     "out_dq",
     "out_qdq",
@@ -79,10 +83,12 @@ __all__ = [
     "quantize",
     "read",
     "replicated",
+    "report",
     "scale_gradients",
     "scan",
     "share",
     "split",
+    "unmark",
     "use_mode",
     "value_and_grad",
     "where_step_valid",

@@ -94,3 +94,22 @@ def split(tree: Any) -> tuple[Any, Any]:
 def merge(parameters: Any, overwritten: Any) -> Any:
     """Undo `split`."""
     return jax.tree.map(lambda a, b: b if a is None else a, parameters, overwritten, is_leaf=lambda x: x is None)
+
+
+def mark(tree: Any, mask: Any) -> Any:
+    """Return the tree with leaves in `Overwrite` where the mask is true, for models that keep marks elsewhere.
+
+    Args:
+        tree: Plain parameters, e.g. of a model whose metadata says what is overwritten.
+        mask: A tree of the same structure with booleans.
+    """
+    return jax.tree.map(lambda flag, x: Overwrite(x) if flag else x, mask, tree)
+
+
+def unmark(tree: Any) -> Any:
+    """Return the tree as it was before `mark`."""
+
+    def is_mark(node: Any) -> bool:
+        return isinstance(node, Overwrite)
+
+    return jax.tree.map(lambda node: node.value if is_mark(node) else node, tree, is_leaf=is_mark)

@@ -6,6 +6,7 @@ from fp8_jax_owg.linen.dense import Fp8Dense
 from fp8_jax_owg.linen.dot_general import Fp8DirectDotGeneralOp, Fp8DotGeneralOp
 from fp8_jax_owg.linen.einsum import Fp8Einsum
 from fp8_jax_owg.linen.pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
+from fp8_jax_owg.linen.train_state import TrainState
 from fp8_jax_owg.linen.variables import OVERWRITE_WITH_GRADIENT
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "Fp8Einsum",
     "LayerwiseShardablePipelined",
     "OwgBox",
+    "TrainState",
     "owg_init",
 ]

@@ -3,7 +3,9 @@
 from fp8_jax_owg.nnx.convert import convert_to_fp8
 from fp8_jax_owg.nnx.layers import Fp8Einsum, Fp8Linear
 from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
+from fp8_jax_owg.nnx.optimizer import Optimizer
 from fp8_jax_owg.nnx.pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
+from fp8_jax_owg.nnx.transforms import grad, value_and_grad
 from fp8_jax_owg.nnx.variables import OverwriteWithGradient
 
 __all__ = [
@@ -14,6 +16,9 @@ __all__ = [
     "Fp8EinsumOp",
     "Fp8Linear",
     "LayerwiseShardablePipelined",
+    "Optimizer",
     "OverwriteWithGradient",
     "convert_to_fp8",
+    "grad",
+    "value_and_grad",
 ]

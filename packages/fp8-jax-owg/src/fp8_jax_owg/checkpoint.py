@@ -1,0 +1,100 @@
+"""Decides how older checkpoints become variables of today's model.
+
+Everything at rest is float32 arrays in plain trees, so orbax saves and restores it like any other variable. What
+needs help are checkpoints of another shape: without FP8 state, with another history length, with scales that multiply
+into FP8 (TransformerEngine), with values that were cast to bfloat16 or went to infinity.
+"""
+
+import typing
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from fp8_common.errors import Fp8Error
+from fp8_common.jax.scaling import reciprocal
+from fp8_jax_owg.marker import owg_flags
+
+ScaleConvention = Literal["dequantize", "quantize"]
+CONVENTIONS: tuple[ScaleConvention, ...] = typing.get_args(ScaleConvention)
+
+
+def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize") -> Any:
+    """Return variables with the structure of `variables` and the values of a checkpoint.
+
+    Parameters come from the checkpoint, in the dtype of the model. Overwritten leaves that it lacks start as in
+    `variables`; histories keep their newest entries; scales and amax that are not finite start anew.
+
+    Args:
+        saved: Tree from a checkpoint, with or without overwritten leaves.
+        variables: From the model's `init`: what is wanted, and the values of what is missing.
+        scales: "dequantize" if stored scales go back from FP8 (flax and this package), "quantize" if they multiply
+            into FP8 (TransformerEngine's `scale`).
+
+    Returns:
+        A tree with the structure, shapes and dtypes of `variables`.
+
+    Raises:
+        Fp8Error: The checkpoint lacks a parameter, one has another shape, or `scales` is unknown.
+    """
+    if scales not in CONVENTIONS:
+        raise Fp8Error(f"scales must be one of {', '.join(CONVENTIONS)}, got {scales!r}.")
+    found = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+    wanted, structure = jax.tree_util.tree_flatten_with_path(variables)
+    flags = owg_flags(variables)
+    leaves = []
+    for (path, leaf), overwritten in zip(wanted, flags, strict=True):
+        name = _name(path)
+        take = _take_overwritten if overwritten else _take_parameter
+        leaves.append(take(name, found.get(name), leaf, scales))
+    return structure.unflatten(leaves)
+
+
+def resize_history(history: jax.Array, length: int) -> jax.Array:
+    """Return amax histories of another length, the newest entries kept, zeros for what is not known.
+
+    Args:
+        history: float32 [..., L]; slot 0 is the newest, the last slot the one before, slot 1 the oldest.
+        length: The new L, at least 1.
+    """
+    kept = min(history.shape[-1], length) - 1
+    zeros = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
+    older = history[..., history.shape[-1] - kept :] if kept else history[..., :0]
+    return jnp.concatenate([history[..., :1], zeros, older], axis=-1)
+
+
+def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the place of a leaf, whatever containers and variables are around it."""
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+    return tuple(str(key) for key in keys if key != "value")
+
+
+def _take_parameter(name: tuple[str, ...], found: Any, wanted: jax.Array, scales: ScaleConvention) -> jax.Array:
+    if found is None:
+        raise Fp8Error(f"The checkpoint lacks the parameter {'/'.join(name)} of shape {wanted.shape}.")
+    if jnp.shape(found) != wanted.shape:
+        raise Fp8Error(
+            f"The parameter {'/'.join(name)} has shape {jnp.shape(found)} in the checkpoint and {wanted.shape} in the "
+            "model. Make the model with the settings of the checkpoint."
+        )
+    return jnp.asarray(found).astype(wanted.dtype)
+
+
+def _take_overwritten(name: tuple[str, ...], found: Any, wanted: jax.Array, scales: ScaleConvention) -> jax.Array:
+    if found is None:
+        return wanted
+    value = jnp.asarray(found).astype(jnp.float32)
+    if name[-1].endswith("scale"):
+        return _take_scale(name, value, wanted, scales)
+    value = jnp.where(jnp.isfinite(value), value, jnp.float32(0))
+    if value.shape[:-1] != wanted.shape[:-1]:
+        raise Fp8Error(f"The state {'/'.join(name)} has shape {value.shape} in the checkpoint, not {wanted.shape}.")
+    return resize_history(value, wanted.shape[-1])
+
+
+def _take_scale(name: tuple[str, ...], value: jax.Array, wanted: jax.Array, scales: ScaleConvention) -> jax.Array:
+    if value.size != wanted.size:
+        raise Fp8Error(f"The state {'/'.join(name)} has shape {value.shape} in the checkpoint, not {wanted.shape}.")
+    value = value.reshape(wanted.shape)
+    inverse = value if scales == "dequantize" else reciprocal(value)
+    return jnp.where(jnp.isfinite(inverse) & (inverse > 0), inverse, wanted)

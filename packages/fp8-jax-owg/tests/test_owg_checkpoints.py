@@ -1,0 +1,155 @@
+"""Checkpoints: orbax carries variables as they are; older ones become variables of today's model."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8Error
+from fp8_jax_owg import DelayedScaling, checkpoint
+from fp8_jax_owg import linen as owg_linen
+from fp8_jax_owg import nnx as owg_nnx
+
+COLLECTION = "_overwrite_with_gradient"
+SCALING = DelayedScaling(amax_history_length=4)
+
+
+def variables(length=4, seed=0):
+    model = owg_linen.Fp8Dense(8, scaling=DelayedScaling(amax_history_length=length))
+    return jax.jit(model.init)(jax.random.key(seed), jnp.ones((2, 8)))
+
+
+def trained(length=4):
+    found = variables(length)
+    random = np.random.default_rng(1)
+    state = jax.tree.map(lambda x: jnp.asarray(random.uniform(1, 9, x.shape), jnp.float32), found[COLLECTION])
+    return found | {COLLECTION: state}
+
+
+def through_orbax(path, tree, target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "checkpoint", tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "checkpoint", target)
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("kind", ["linen", "boxed", "marked", "nnx"])
+def test_orbax_saves_and_restores(tmp_path, kind):
+    tree = trained()
+    if kind == "boxed":
+        tree = jax.tree.map(owg_linen.OwgBox, tree[COLLECTION])
+    elif kind == "marked":
+        tree = {"w": jnp.ones(3), "amax": owg.Overwrite(jnp.float32([1e-11, 1e30]))}
+    elif kind == "nnx":
+        tree = nnx.state(owg_nnx.Fp8Linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0)))
+    restored = through_orbax(tmp_path, tree, jax.tree.map(jnp.zeros_like, tree))
+    assert_same(restored, tree)
+    assert jax.tree.leaves(owg.owg_mask(restored)) == jax.tree.leaves(owg.owg_mask(tree))
+
+
+def test_orbax_restores_onto_another_sharding(tmp_path, devices):
+    mesh = jax.make_mesh((2,), ("stage",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
+    tree = jax.tree.map(lambda x: jnp.stack([x, x + 1]), trained())
+    placed = jax.device_put(tree, NamedSharding(mesh, P("stage")))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), tree)
+    restored = through_orbax(tmp_path, placed, target)
+    assert_same(restored, tree)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(restored)} == {P()}
+
+
+def test_a_checkpoint_of_flax_loads_unchanged():
+    layer = nn.Dense(8, dot_general_cls=lambda **k: nn.Fp8DirectDotGeneralOp(amax_history_length=4, **k))
+    theirs = jax.jit(layer.init)(jax.random.key(0), jnp.ones((2, 8)))
+    mine = nn.Dense(8, dot_general_cls=lambda **k: owg_linen.Fp8DirectDotGeneralOp(amax_history_length=4, **k))
+    assert jax.tree.map(jnp.shape, theirs) == jax.tree.map(jnp.shape, mine.init(jax.random.key(0), jnp.ones((2, 8))))
+    out = mine.apply(theirs, jnp.ones((2, 8)))
+    assert np.isfinite(out).all()
+    assert_same(checkpoint.upgrade(theirs, theirs), theirs)
+
+
+def test_a_bf16_checkpoint_gets_a_fresh_state():
+    saved = {"params": jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), trained()["params"])}
+    new = checkpoint.upgrade(saved, variables())
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(new)} == {"float32"}
+    assert_same(new[COLLECTION], variables()[COLLECTION])
+    np.testing.assert_array_equal(new["params"]["kernel"], np.asarray(saved["params"]["kernel"], np.float32))
+
+
+def test_scales_that_multiply_are_inverted():
+    saved = trained()
+    te = jax.tree_util.tree_map_with_path(lambda p, x: 1 / x if "scale" in str(p[-1]) else x, saved)
+    new = checkpoint.upgrade(te, variables(), scales="quantize")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-7), new, saved)
+
+
+def test_values_that_are_not_finite_start_anew():
+    def spoil(x):
+        return x.at[..., 0].set(jnp.inf).at[..., -1].set(jnp.nan)
+
+    saved = trained()
+    new = checkpoint.upgrade(saved | {COLLECTION: jax.tree.map(spoil, saved[COLLECTION])}, variables())
+    (state,) = new[COLLECTION].values()
+    assert state["input_scale"] == 1
+    assert (state["input_amax_history"][0], state["input_amax_history"][-1]) == (0, 0)
+    assert (state["input_amax_history"][1:3] > 0).all()
+
+
+# newest first, then from the oldest on: 9 now, 8 one step ago, 7 two steps ago, 6 three steps ago
+@pytest.mark.parametrize(
+    ("length", "wanted"),
+    [(4, [9, 6, 7, 8]), (2, [9, 8]), (1, [9]), (3, [9, 7, 8]), (6, [9, 0, 0, 6, 7, 8])],
+)
+def test_histories_keep_their_newest_entries(length, wanted):
+    history = jnp.float32([[9, 6, 7, 8]] * 2)
+    np.testing.assert_array_equal(checkpoint.resize_history(history, length), [wanted] * 2)
+    single = checkpoint.resize_history(jnp.float32([3]), length)
+    assert single.tolist() == [3] + [0] * (length - 1)
+
+
+def test_the_length_of_a_checkpoint_is_adapted():
+    new = checkpoint.upgrade(trained(4), variables(6))
+    assert {leaf.shape for leaf in jax.tree.leaves(new[COLLECTION])} == {(1,), (6,)}
+    rolled = jnp.roll(checkpoint.resize_history(jnp.float32([9, 6, 7, 8]), 6), -1)
+    assert rolled.tolist() == [0, 0, 6, 7, 8, 9]
+
+
+def test_nnx_states_are_upgraded_by_place():
+    layer = owg_nnx.Fp8Linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0))
+    wanted = nnx.state(layer)
+    saved = {"kernel": np.ones((4, 4), np.float32), "bias": np.ones(4, np.float32)}
+    new = checkpoint.upgrade(saved, wanted)
+    assert jax.tree.structure(new) == jax.tree.structure(wanted)
+    assert new["kernel"].get_value().sum() == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {}, r"lacks the parameter params/bias of shape \(8,\)"),
+        (lambda t: {"params": jax.tree.map(lambda x: x[:3], t["params"])}, r"has shape \(3,\) in the checkpoint and"),
+        (
+            lambda t: t | {COLLECTION: jax.tree.map(lambda x: jnp.stack([x] * 2), t[COLLECTION])},
+            "in the checkpoint, not",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(Fp8Error, match=message):
+        checkpoint.upgrade(change(trained()), variables())
+
+
+def test_another_convention_is_refused():
+    with pytest.raises(Fp8Error, match="scales must be one of dequantize, quantize, got 'te'"):
+        checkpoint.upgrade(trained(), variables(), scales="te")

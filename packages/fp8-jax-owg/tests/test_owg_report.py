@@ -1,0 +1,95 @@
+"""The report: headroom, saturation, staleness, and the traces that a SUM in the place of MAX leaves."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8_jax_owg as owg
+from fp8_jax_owg.observation import observe, resolve
+
+COLLECTION = "_overwrite_with_gradient"
+
+
+def state(scale=2 / 448, history=(1.5, 1, 1.2, 2), tensor="input"):
+    leaves = {f"{tensor}_scale": jnp.float32([scale]), f"{tensor}_amax_history": jnp.float32(history)}
+    return {COLLECTION: {"fc": leaves}}
+
+
+def only(*trees):
+    (tensor,) = owg.report(*trees).tensors
+    return tensor
+
+
+def test_a_sound_state():
+    tensor = only(state())
+    assert tensor.name == f"{COLLECTION}/fc/input"
+    assert (tensor.amax, tensor.window) == (1.5, 2)
+    assert tensor.headroom == pytest.approx(np.log2(2 / 1.5), abs=1e-5)
+    assert (tensor.saturated, tensor.observed, tensor.stale, tensor.suspicion) == (False, True, None, "")
+
+
+def test_saturation_and_the_format_of_gradients():
+    assert only(state(scale=1 / 448)).saturated
+    assert "saturated" in str(owg.report(state(scale=1 / 448)))
+    gradient = only(state(scale=1 / 57344, tensor="output_grad"))
+    assert gradient.headroom == pytest.approx(np.log2(1 / 1.5), abs=1e-5)
+
+
+def test_what_was_never_observed():
+    tensor = only(state(scale=1.0, history=(0, 0, 0)))
+    assert (tensor.observed, tensor.headroom) == (False, np.inf)
+    assert "never observed" in str(owg.report(state(scale=1.0, history=(0, 0, 0))))
+
+
+def test_staleness_needs_the_state_before():
+    before = state()
+    assert only(before, before).stale
+    assert not only(state(history=(3, 1.2, 2, 1.5)), before).stale
+
+
+def steps(uses, count, merge):
+    """The states of a layer that is used several times per step, merged right or wrong."""
+    found = [(jnp.float32([1.0]), jnp.zeros(8))]
+    for number in range(count):
+        scale, history = found[-1]
+        seen = [observe(jnp.float32(1 + (number * use) % 3), scale, history, "e4m3") for use in range(1, uses + 1)]
+        if merge == "max":
+            merged = [jnp.max(jnp.stack(leaves), 0) for leaves in zip(*seen, strict=True)]
+        else:
+            merged = [sum(leaves) for leaves in zip(*seen, strict=True)]
+        found.append(tuple(resolve(old, new) for old, new in zip(found[-1], merged, strict=True)))
+    return [state(float(scale[0]), np.asarray(history)) for scale, history in found]
+
+
+@pytest.mark.parametrize("merge", ["max", "sum"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_sum_betrays_itself(merge, known):
+    states = steps(3, 8, merge)
+    found = owg.report(states[-1], states[-2] if known else None)
+    assert bool(found.suspicious) == (merge == "sum")
+    if merge == "sum":
+        assert "SUM instead of MAX" in str(found)
+        assert not known or "3 times" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        (state(history=(np.inf, 0, 1)), "not finite"),
+        (state(scale=0.0), "scale of zero"),
+        (state(scale=np.nan), "finite"),
+    ],
+)
+def test_what_cannot_be_is_named(spoiled, message):
+    assert message in only(spoiled).suspicion
+
+
+def test_stacked_states_are_reported_one_by_one():
+    leaves = {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.float32([[1, 0], [2, 0]])}
+    found = owg.report({"fc": owg.Overwrite(leaves), "other": owg.Overwrite(jnp.ones(3))})
+    assert [(tensor.name, tensor.amax) for tensor in found.tensors] == [("fc/input[0]", 1), ("fc/input[1]", 2)]
+
+
+def test_a_model_without_state_has_an_empty_report():
+    assert owg.report({"params": {"w": jnp.ones(3)}}).tensors == ()
+    assert str(owg.report({})).startswith("name")
