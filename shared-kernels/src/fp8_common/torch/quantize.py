@@ -12,14 +12,15 @@ from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
 from fp8_common.quantize import MX_BLOCK
 from fp8_common.torch.amax import amax_over
-from fp8_common.torch.dtypes import as_float32
-from fp8_common.torch.rounding import cast, cast_stochastic, values
+from fp8_common.torch.dtypes import as_float32, torch_dtype
+from fp8_common.torch.rounding import cast_stochastic, values
 from fp8_common.torch.scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype."""
-    return cast(as_float32(x) * as_float32(scale, "scale"), fmt)
+    scaled = as_float32(x) * as_float32(scale, "scale")
+    return scaled.clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
