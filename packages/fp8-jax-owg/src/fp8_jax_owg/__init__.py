@@ -28,10 +28,12 @@ from fp8_jax_owg.conv import fp8_conv_general_dilated
 from fp8_jax_owg.dot import fp8_dot_general
 from fp8_jax_owg.dtype import fm32, fp32_max_grad
 from fp8_jax_owg.einsum import fp8_einsum
+from fp8_jax_owg.gather import fp8_all_gather
 from fp8_jax_owg.marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
 from fp8_jax_owg.meta import init_meta
 from fp8_jax_owg.mode import get_mode, use_mode
 from fp8_jax_owg.norms import clip_by_global_norm, global_norm, scale_gradients
+from fp8_jax_owg.parameter import Fp8Param
 from fp8_jax_owg.ragged import fp8_ragged_dot
 from fp8_jax_owg.report import OwgReport, TensorReport, report
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
@@ -45,6 +47,7 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "Dot",
+    "Fp8Param",
     "Overwrite",
     "OwgReport",
     "TensorReport",
@@ -59,6 +62,7 @@ __all__ = [
     "find_collectives",
     "find_dots",
     "fm32",
+    "fp8_all_gather",
     "fp8_conv_general_dilated",
     "fp8_dot_general",
     "fp8_einsum",

@@ -20,8 +20,10 @@ from fp8_jax_owg.casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg.contraction import Contraction, DimensionNumbers
 from fp8_jax_owg.first_order import first_order_only
 from fp8_jax_owg.meta import Meta, tensor_meta
+from fp8_jax_owg.parameter import Fp8Param
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor
 
+Kernel = jax.Array | Fp8Param
 Precision = Any
 """What `lax.dot_general` takes as precision."""
 
@@ -35,6 +37,7 @@ class Product:
         scaling: How scales are found.
         dtype: Of the result.
         operand_dtypes: Of lhs and rhs, and so of their gradients.
+        kernel_is_cast: Whether rhs is an `Fp8Param`.
         precision: Of the products; None leaves XLA's default forward, and no fast accumulation backward.
     """
 
@@ -42,6 +45,7 @@ class Product:
     scaling: Scaling
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
+    kernel_is_cast: bool = False
     precision: Precision = None
 
     @property
@@ -52,7 +56,7 @@ class Product:
 
 def fp8_dot_general(
     lhs: ArrayLike,
-    rhs: ArrayLike,
+    rhs: ArrayLike | Fp8Param,
     dimension_numbers: DimensionNumbers,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
@@ -67,7 +71,8 @@ def fp8_dot_general(
 
     Args:
         lhs: float16, bfloat16 or float32: the activations.
-        rhs: float16, bfloat16 or float32, not necessarily the dtype of `lhs`: the kernel.
+        rhs: float16, bfloat16 or float32, not necessarily the dtype of `lhs`: the kernel. Or the result of
+            `fp8_all_gather`, which has observed the kernel already.
         dimension_numbers: As in `lax.dot_general`.
         precision: As in `lax.dot_general`; None is its default forward and the highest backward, which on GPUs
             switches fast accumulation of gradients off.
@@ -83,14 +88,14 @@ def fp8_dot_general(
         Fp8Error: Unsupported dtypes, or `meta` and `scaling` do not belong together.
         Fp8UnsupportedError: A second derivative was asked for.
     """
-    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    lhs, rhs = as_operand(lhs, "lhs"), as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, lhs.ndim, rhs.ndim)
     return fp8_contract(lhs, rhs, contraction, precision, preferred_element_type, meta=meta, scaling=scaling)
 
 
 def fp8_contract(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Kernel,
     contraction: Contraction,
     precision: Precision,
     dtype: DTypeLike | None,
@@ -99,12 +104,16 @@ def fp8_contract(
     scaling: Scaling | None,
 ) -> jax.Array:
     """Return a contraction of checked operands in FP8; arguments as in `fp8_dot_general`."""
-    scaling, state = match_scaling(meta, scaling)
+    is_cast = isinstance(rhs, Fp8Param)
+    scaling, state = match_scaling(meta, scaling, ("input", "output_grad") if is_cast else TENSORS)
+    if is_cast and keeps_operands(scaling):
+        raise Fp8Error('A gathered kernel has one scale: use CurrentScaling(granularity="tensor") for its product.')
     product = Product(
         contraction=contraction,
         scaling=scaling,
         dtype=np.dtype(lhs.dtype if dtype is None else dtype),
-        operand_dtypes=(lhs.dtype, rhs.dtype),
+        operand_dtypes=(lhs.dtype, rhs.gradient.dtype if is_cast else rhs.dtype),
+        kernel_is_cast=is_cast,
         precision=precision,
     )
     return _fp8_product(product, lhs, rhs, state)
@@ -120,6 +129,11 @@ def as_operand(x: ArrayLike, name: str) -> jax.Array:
     if array.dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{name} must be float16, bfloat16 or float32, got {array.dtype}. Convert it first.")
     return array
+
+
+def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
+    """Return the second operand as an array, unless it is cast already; errors as in `as_operand`."""
+    return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
 
 
 def match_scaling(
@@ -142,16 +156,17 @@ def match_scaling(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_product(product: Product, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.Array:
+def _fp8_product(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> jax.Array:
     return _forward(product, lhs, rhs, state)[0]
 
 
-def _forward(
-    product: Product, lhs: jax.Array, rhs: jax.Array, state: State
-) -> tuple[jax.Array, tuple[Operand, Operand]]:
+def _forward(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> tuple[jax.Array, tuple[Operand, Operand]]:
     how, scaling = product.contraction, product.scaling
     a = cast(lhs, "input", state, scaling, how.axes_of(how.lhs))
-    b = cast(rhs, "kernel", state, scaling, how.axes_of(how.rhs))
+    if isinstance(rhs, Fp8Param):
+        b = Operand(rhs.data, rhs.scale_inv, None)
+    else:
+        b = cast(rhs, "kernel", state, scaling, how.axes_of(how.rhs))
     return multiply(how, a, b, product.dtype, product.precision), (a, b)
 
 
@@ -166,13 +181,15 @@ def _aligned(how: Contraction, operand: Operand, letters: str) -> jax.Array:
     return how.align(operand.scale_inv, letters) if operand.scale_inv.ndim else operand.scale_inv
 
 
-def _product_fwd(product: Product, lhs: jax.Array, rhs: jax.Array, state: State) -> tuple[jax.Array, tuple[Any, State]]:
-    lhs, rhs = first_order_only(lhs), first_order_only(rhs)
-    result, cast_operands = _forward(product, lhs, rhs, state)
-    return result, ((lhs, rhs) if keeps_operands(product.scaling) else cast_operands, state)
+def _product_fwd(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> tuple[jax.Array, tuple[Any, State]]:
+    lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
+    result, operands = _forward(product, lhs, rhs, state)
+    return result, ((lhs, rhs) if keeps_operands(product.scaling) else operands, state)
 
 
-def _product_bwd(product: Product, residuals: tuple[Any, State], g: jax.Array) -> tuple[jax.Array, jax.Array, State]:
+def _product_bwd(
+    product: Product, residuals: tuple[Any, State], g: jax.Array
+) -> tuple[jax.Array, jax.Array | Fp8Param, State]:
     (a, b), state = residuals
     g = first_order_only(g)
     if keeps_operands(product.scaling):
@@ -182,7 +199,8 @@ def _product_bwd(product: Product, residuals: tuple[Any, State], g: jax.Array) -
     of_lhs, of_rhs = product.operand_dtypes
     d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision)
     d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision)
-    return d_lhs, d_rhs, next_state(state, {"input": a.amax, "kernel": b.amax, "output_grad": c.amax}, scaling)
+    observed = next_state(state, {"input": a.amax, "kernel": b.amax, "output_grad": c.amax}, scaling)
+    return d_lhs, Fp8Param(None, None, d_rhs) if product.kernel_is_cast else d_rhs, observed
 
 
 def _gradients_by_row(product: Product, lhs: jax.Array, rhs: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:

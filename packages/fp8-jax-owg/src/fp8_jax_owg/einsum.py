@@ -9,15 +9,16 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common.errors import Fp8Error
 from fp8_jax_owg.contraction import Contraction
-from fp8_jax_owg.dot import Precision, as_operand, fp8_contract
+from fp8_jax_owg.dot import Kernel, Precision, as_kernel, as_operand, fp8_contract
 from fp8_jax_owg.meta import Meta
+from fp8_jax_owg.parameter import Fp8Param
 from fp8_jax_owg.scaling import Scaling
 
 
 def fp8_einsum(
     equation: str,
     lhs: ArrayLike,
-    rhs: ArrayLike,
+    rhs: ArrayLike | Fp8Param,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     *,
@@ -45,13 +46,12 @@ def fp8_einsum(
         Fp8Error: The equation does not describe two operands or does not fit their shapes, or as in
             `fp8_dot_general`.
     """
-    a, b = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    a, b = as_operand(lhs, "lhs"), as_kernel(rhs)
     left, right, out = parse_equation(equation, a.ndim, b.ndim)
     _check_sizes(equation, dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True)))
     a, left, b, right = *_without_broadcast(a, left, b, right), *_without_broadcast(b, right, a, left)
     a, left = _own_part(a, left, right + out)
     b, right = _own_part(b, right, left + out)
-    a, left = _own_part(a, left, right + out)
     how = Contraction(left, right, out)
     return fp8_contract(a, b, how, precision, preferred_element_type, meta=meta, scaling=scaling)
 
@@ -109,14 +109,25 @@ def _check_sizes(equation: str, left: dict[str, int], right: dict[str, int]) -> 
             )
 
 
-def _without_broadcast(x: jax.Array, letters: str, other: jax.Array, other_letters: str) -> tuple[jax.Array, str]:
+def _without_broadcast(x: Kernel, letters: str, other: Kernel, other_letters: str) -> tuple[Kernel, str]:
     """Drop dimensions of length 1 that the other operand has longer."""
     sizes = dict(zip(other_letters, other.shape, strict=True))
     dropped = [i for i, (n, letter) in enumerate(zip(x.shape, letters, strict=True)) if n == 1 != sizes.get(letter, 1)]
-    return jnp.squeeze(x, dropped), "".join(letter for i, letter in enumerate(letters) if i not in dropped)
+    if not dropped:
+        return x, letters
+    return jnp.squeeze(_uncast(x), dropped), "".join(letter for i, letter in enumerate(letters) if i not in dropped)
 
 
-def _own_part(x: jax.Array, letters: str, wanted: str) -> tuple[jax.Array, str]:
+def _own_part(x: Kernel, letters: str, wanted: str) -> tuple[Kernel, str]:
     """Take diagonals of one operand, and sum over what neither the other operand nor the result has."""
     kept = "".join(dict.fromkeys(letter for letter in letters if letter in wanted))
-    return (x, letters) if kept == letters else (jnp.einsum(f"{letters}->{kept}", x), kept)
+    return (x, letters) if kept == letters else (jnp.einsum(f"{letters}->{kept}", _uncast(x)), kept)
+
+
+def _uncast(x: Kernel) -> jax.Array:
+    if isinstance(x, Fp8Param):
+        raise Fp8Error(
+            "A gathered kernel is cast already: fp8_einsum cannot sum or take the diagonal of its dimensions, nor "
+            "broadcast them. Write the equation without."
+        )
+    return x
