@@ -200,7 +200,9 @@ def _product_bwd(
     d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision)
     d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision)
     observed = next_state(state, {"input": a.amax, "kernel": b.amax, "output_grad": c.amax}, scaling)
-    return d_lhs, Fp8Param(None, None, d_rhs) if product.kernel_is_cast else d_rhs, observed
+    if product.kernel_is_cast:
+        d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
+    return d_lhs, d_rhs, observed
 
 
 def _gradients_by_row(product: Product, lhs: jax.Array, rhs: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:

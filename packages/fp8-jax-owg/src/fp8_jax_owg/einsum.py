@@ -2,6 +2,7 @@
 
 import string
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def _check_sizes(equation: str, left: dict[str, int], right: dict[str, int]) -> 
             )
 
 
-def _without_broadcast(x: Kernel, letters: str, other: Kernel, other_letters: str) -> tuple[Kernel, str]:
+def _without_broadcast(x: Any, letters: str, other: Any, other_letters: str) -> tuple[Any, str]:
     """Drop dimensions of length 1 that the other operand has longer."""
     sizes = dict(zip(other_letters, other.shape, strict=True))
     dropped = [i for i, (n, letter) in enumerate(zip(x.shape, letters, strict=True)) if n == 1 != sizes.get(letter, 1)]
@@ -118,7 +119,7 @@ def _without_broadcast(x: Kernel, letters: str, other: Kernel, other_letters: st
     return jnp.squeeze(_uncast(x), dropped), "".join(letter for i, letter in enumerate(letters) if i not in dropped)
 
 
-def _own_part(x: Kernel, letters: str, wanted: str) -> tuple[Kernel, str]:
+def _own_part(x: Any, letters: str, wanted: str) -> tuple[Any, str]:
     """Take diagonals of one operand, and sum over what neither the other operand nor the result has."""
     kept = "".join(dict.fromkeys(letter for letter in letters if letter in wanted))
     return (x, letters) if kept == letters else (jnp.einsum(f"{letters}->{kept}", _uncast(x)), kept)

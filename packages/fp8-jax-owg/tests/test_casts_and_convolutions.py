@@ -1,0 +1,133 @@
+"""The casts for layers of one's own give the codes of the definition; convolutions run in FP8 forward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8_common
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.testing.inputs import adversarial
+from fp8_jax_owg import (
+    CurrentScaling,
+    DelayedScaling,
+    assert_fp8_dots,
+    find_dots,
+    fp8_conv_general_dilated,
+    in_q,
+    in_qdq,
+    init_meta,
+    out_dq,
+    out_qdq,
+)
+from fp8_jax_owg.conv import CONV_TENSORS
+from fp8_jax_owg.observation import resolve
+
+SCALE, HISTORY = jnp.ones(1), jnp.float32([3, 0.5, 0])
+INTO = fp8_common.amax_to_scale(np.float32(3), "e4m3")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_in_q_gives_the_codes_of_the_definition(dtype):
+    x = adversarial("e4m3", dtype, scale=float(INTO))
+    data, scale_inv = in_q(jnp.asarray(x), SCALE, HISTORY)
+    expected = fp8_common.quantize(x, INTO, "e4m3")
+    nan = np.isnan(np.float32(x))
+    np.testing.assert_array_equal(np.asarray(data).view(np.uint8)[~nan], expected[~nan])
+    assert np.isnan(np.float32(data)[nan]).all()
+    assert scale_inv == fp8_common.reciprocal(INTO)
+
+
+def test_in_qdq_passes_the_gradient_and_observes():
+    x = jnp.float32([0.1, -2.7, 40])
+    y, pull = jax.vjp(lambda *a: in_qdq(*a), x, SCALE, HISTORY)
+    codes = fp8_common.quantize(np.asarray(x), INTO, "e4m3")
+    np.testing.assert_array_equal(y, fp8_common.dequantize(codes, INTO, "e4m3"))
+    g, scale, history = pull(jnp.float32([1, 2, 3]))
+    np.testing.assert_array_equal(g, [1, 2, 3])
+    np.testing.assert_array_equal(scale, fp8_common.reciprocal(INTO))
+    np.testing.assert_array_equal(resolve(HISTORY, history), [40, 0, 3])
+
+
+def test_out_qdq_casts_the_gradient_alone():
+    x = jnp.float32([0.1, -2.7, 40])
+    y, pull = jax.vjp(lambda *a: out_qdq(*a), x, SCALE, HISTORY)
+    np.testing.assert_array_equal(y, x)
+    scale = fp8_common.amax_to_scale(np.float32(3), "e5m2")
+    g = np.float32([0.3, 5, -1])
+    expected = fp8_common.dequantize(fp8_common.quantize(g, scale, "e5m2"), scale, "e5m2")
+    found, stored, history = pull(jnp.asarray(g))
+    np.testing.assert_array_equal(found, expected)
+    assert stored == fp8_common.reciprocal(scale)
+    assert history[0] == 5
+
+
+def test_a_product_of_casts_is_scaled_back():
+    x, w = jnp.float32([[1, 2], [3, -3]]), jnp.float32([[0.5], [2]])
+    (a, a_inv), (b, b_inv) = in_q(x, SCALE, HISTORY), in_q(w, SCALE, HISTORY)
+    dims = (((1,), (0,)), ((), ()))
+    product = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(out_dq(product, a_inv, b_inv), x @ w, rtol=0.05)
+    assert out_dq(product, a_inv, b_inv, jnp.bfloat16).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(jax.grad(lambda y: out_dq(y, a_inv, b_inv).sum())(product), [[1], [1]])
+
+
+def test_casts_have_first_derivatives_only():
+    with pytest.raises(Fp8UnsupportedError, match="first derivatives only"):
+        jax.grad(lambda x: jax.grad(lambda x: (in_qdq(x, SCALE, HISTORY) ** 2).sum())(x).sum())(jnp.ones(3))
+
+
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+OPTIONS = {
+    "plain": {"window_strides": (1, 1), "padding": "SAME"},
+    "strided": {"window_strides": (2, 1), "padding": ((1, 1), (0, 2))},
+    "dilated": {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 1)},
+    "grouped": {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 2},
+}
+
+
+@pytest.mark.matrix(options=list(OPTIONS), dtype=["float32", "bfloat16"], delayed=[True, False])
+def test_convolutions_are_close_to_those_of_jax(options, dtype, delayed):
+    settings = OPTIONS[options] | {"dimension_numbers": LAYOUT}
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 6, 6, 4)), dtype)
+    w = jnp.asarray(random.normal(size=(3, 2, 4 // settings.get("feature_group_count", 1), 6)), dtype)
+    meta = init_meta(DelayedScaling(amax_history_length=2), CONV_TENSORS) if delayed else None
+
+    def run(convolve):
+        out, pull = jax.vjp(convolve, x, w)
+        return out, *pull(jnp.ones_like(out))
+
+    found = run(lambda x, w: fp8_conv_general_dilated(x, w, **settings, meta=meta))
+    wanted = run(lambda x, w: jax.lax.conv_general_dilated(x, w, **settings))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert np.linalg.norm(np.float32(one - other)) < 0.06 * np.linalg.norm(np.float32(other))
+
+
+def test_convolutions_are_fp8_forward_and_bfloat16_backward():
+    x, w = jnp.ones((1, 5, 5, 2)), jnp.ones((3, 3, 2, 4))
+    settings = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": LAYOUT}
+
+    def forward(x, w):
+        return fp8_conv_general_dilated(x, w, **settings)
+
+    assert len(assert_fp8_dots(forward, x, w)) == 1
+    dots = find_dots(jax.grad(lambda *a: forward(*a).sum(), (0, 1)), x, w)
+    backward = [dot for dot in dots if not dot.is_fp8]
+    assert len(backward) >= 2
+    assert {dtype.name for dot in backward for dtype in dot.operands} == {"bfloat16"}
+
+
+def test_a_convolution_has_no_scale_per_row():
+    with pytest.raises(Fp8Error, match="one scale per tensor"):
+        fp8_conv_general_dilated(
+            jnp.ones((1, 2, 5)), jnp.ones((3, 2, 1)), (1,), "SAME", scaling=CurrentScaling(granularity="row")
+        )
+
+
+def test_a_product_that_is_not_fp8_is_named():
+    with pytest.raises(Fp8Error, match=r"dot_general of float32\(2, 3\) and float32\(3, 4\)"):
+        assert_fp8_dots(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 4)))
+    with pytest.raises(Fp8Error, match="Of 0 products"):
+        assert_fp8_dots(jnp.sin, jnp.ones(3))
