@@ -67,7 +67,7 @@ def test_a_product_of_casts_is_scaled_back():
     (a, a_inv), (b, b_inv) = in_q(x, SCALE, HISTORY), in_q(w, SCALE, HISTORY)
     dims = (((1,), (0,)), ((), ()))
     product = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-    np.testing.assert_allclose(out_dq(product, a_inv, b_inv), x @ w, rtol=0.05)
+    np.testing.assert_allclose(out_dq(product, a_inv, b_inv), x @ w, atol=0.4)
     assert out_dq(product, a_inv, b_inv, jnp.bfloat16).dtype == jnp.bfloat16
     np.testing.assert_array_equal(jax.grad(lambda y: out_dq(y, a_inv, b_inv).sum())(product), [[1], [1]])
 
