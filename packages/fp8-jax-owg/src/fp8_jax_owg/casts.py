@@ -14,11 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8_common.formats import Format
 from fp8_common.jax.arrays import as_codes
 from fp8_common.jax.quantize import multiply_back
-from fp8_jax_owg.boundary import read
 from fp8_jax_owg.casting import Operand, cast, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
-from fp8_jax_owg.meta import TensorMeta, check_tensor_meta
+from fp8_jax_owg.meta import TensorMeta, read_tensor_meta
 from fp8_jax_owg.scaling import DelayedScaling, Tensor, format_of
 
 
@@ -52,7 +51,7 @@ def in_q(
         Fp8Error: Unsupported dtypes or shapes.
     """
     how = scaling or DelayedScaling()
-    return _in_q(_Cast(scaling=how, tensor="input"), as_operand(x, "x"), _checked(scale, amax_history))
+    return _in_q(_Cast(scaling=how, tensor="input"), as_operand(x, "x"), read_tensor_meta(scale, amax_history))
 
 
 def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: DelayedScaling | None = None) -> jax.Array:
@@ -61,7 +60,7 @@ def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: Del
     Arguments and errors are those of `in_q`; the result has the shape and dtype of `x`.
     """
     how = scaling or DelayedScaling()
-    return _in_qdq(_Cast(scaling=how, tensor="input"), as_operand(x, "x"), _checked(scale, amax_history))
+    return _in_qdq(_Cast(scaling=how, tensor="input"), as_operand(x, "x"), read_tensor_meta(scale, amax_history))
 
 
 def out_qdq(
@@ -72,7 +71,7 @@ def out_qdq(
     Arguments and errors are those of `in_q`.
     """
     how = scaling or DelayedScaling()
-    return _out_qdq(_Cast(scaling=how, tensor="output_grad"), as_operand(y, "y"), _checked(scale, amax_history))
+    return _out_qdq(_Cast(scaling=how, tensor="output_grad"), as_operand(y, "y"), read_tensor_meta(scale, amax_history))
 
 
 def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -90,12 +89,6 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
         `y * (lhs_scale * rhs_scale)`, computed in float32.
     """
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
-
-
-def _checked(scale: jax.Array, amax_history: jax.Array) -> TensorMeta:
-    found = TensorMeta(read(scale), read(amax_history))
-    check_tensor_meta(*found)
-    return found
 
 
 Residuals = tuple[TensorMeta, jax.Array | None]

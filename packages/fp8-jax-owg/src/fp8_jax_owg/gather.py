@@ -21,7 +21,7 @@ from fp8_common.jax.arrays import as_codes, as_native, float_key, from_bits
 from fp8_jax_owg.casting import State, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
-from fp8_jax_owg.meta import TensorMeta, check_tensor_meta
+from fp8_jax_owg.meta import read_tensor_meta
 from fp8_jax_owg.observation import used_scale
 from fp8_jax_owg.parameter import Fp8Param
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling, Scaling, format_of
@@ -100,8 +100,7 @@ def fp8_all_gather(
         raise Fp8Error("fp8_all_gather needs scale and amax_history together, for delayed scaling.")
     state: State = {}
     if scale is not None and amax_history is not None:
-        check_tensor_meta(scale, amax_history, "kernel")
-        state = {"kernel": TensorMeta(scale, amax_history)}
+        state = {"kernel": read_tensor_meta(scale, amax_history, "kernel")}
     how = _Gather(
         scaling=_scaling(scaling, bool(state)),
         dtype=array.dtype,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common.errors import Fp8Error
-from fp8_jax_owg.boundary import check_float32, read
+from fp8_jax_owg.boundary import read
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, Tensor
 
 Meta = Mapping[str, jax.Array]
@@ -57,22 +57,19 @@ def tensor_meta(meta: Meta, tensor: Tensor) -> TensorMeta:
             f"The FP8 state lacks {', '.join(missing)}; it has {', '.join(meta) or 'nothing'}. "
             "Make it with init_meta, or with the init of the layer."
         )
-    # a state that is shared by several uses becomes float32 here, so nothing below knows of it
-    found = TensorMeta(*(read(meta[name]) for name in names))
-    check_tensor_meta(*found, name=tensor)
-    return found
+    return read_tensor_meta(*(meta[name] for name in names), name=tensor)
 
 
-def check_tensor_meta(scale: jax.Array, history: jax.Array, name: str = "") -> None:
-    """Refuse leaves that are not float32 of shape (1,) and (length,).
+def read_tensor_meta(scale: jax.Array, history: jax.Array, name: str = "") -> TensorMeta:
+    """Return the leaves of one tensor as float32; inside `value_and_grad` they come as `fp32_max_grad`.
 
     Raises:
-        Fp8Error: Naming what was found.
+        Fp8Error: They have another dtype, or other shapes than (1,) and (length,).
     """
-    check_float32(scale)
-    check_float32(history)
+    scale, history = read((scale, history))
     if scale.shape != (1,) or history.ndim != 1 or history.size == 0:
         raise Fp8Error(
             f"{name or 'An FP8'} scale must have shape (1,) and its amax history (length,) with length >= 1, "
             f"got {scale.shape} and {history.shape}. Use vmap for stacked layers."
         )
+    return TensorMeta(scale, history)

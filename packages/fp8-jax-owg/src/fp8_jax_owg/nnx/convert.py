@@ -53,8 +53,11 @@ def convert_to_fp8(model: Model, rules: Rules | Iterable[str | Rule] = (), scali
             f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
             "Check the rules and the model."
         )
-    for decision in chosen:
-        _convert(layers[decision.fqn], decision, scaling)
+    # all are made before one is put in place: a refusal leaves the model as it was
+    made = [(layers[decision.fqn], *_operation(layers[decision.fqn], decision, scaling)) for decision in chosen]
+    for layer, attribute, operation in made:
+        # NNX holds functions as static attributes; a module is data
+        setattr(layer, attribute, nnx.data(operation))
     logger.info("FP8: converted %d of %d layers.", len(chosen), len(layers))
     return model
 
@@ -84,9 +87,9 @@ def scaling_of(recipe: Recipe | None, default: Scaling | None) -> Scaling:
     )
 
 
-def _convert(layer: nnx.Module, decision: Decision, default: Scaling | None) -> None:
-    attribute, operation = next((name, op) for kind, name, op in OPERATIONS if isinstance(layer, kind))
+def _operation(layer: nnx.Module, decision: Decision, default: Scaling | None) -> tuple[str, Fp8Op]:
+    """Return where a layer keeps its product, and the FP8 product."""
+    attribute, kind = next((name, op) for layers, name, op in OPERATIONS if isinstance(layer, layers))
     if isinstance(getattr(layer, attribute), Fp8Op):
         raise Fp8Error(f"The layer {decision.fqn or type(layer).__name__!r} is in FP8 already. Convert a model once.")
-    # NNX holds functions as static attributes; a module is data
-    setattr(layer, attribute, nnx.data(operation(scaling_of(decision.recipe, default))))
+    return attribute, kind(scaling_of(decision.recipe, default))

@@ -1,0 +1,104 @@
+"""NNX: layers, the Variable type of their state, and the conversion of models by rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8Error
+from fp8_jax_owg import CurrentScaling, DelayedScaling
+
+nnx = pytest.importorskip("flax.nnx", reason="needs flax")
+fp8_nnx = pytest.importorskip("fp8_jax_owg.nnx")
+
+SCALING = DelayedScaling(amax_history_length=2)
+
+
+@pytest.fixture
+def model():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inp = nnx.Linear(8, 8, rngs=rngs)
+            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+            self.einsum = nnx.Einsum("bsd,de->bse", (8, 8), rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+            self.conv = nnx.Conv(8, 8, (3,), rngs=rngs)
+
+        def __call__(self, x):
+            x = self.inp(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.conv(self.attention(self.einsum(x)))
+
+    return Model(nnx.Rngs(0))
+
+
+def sample():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 8)), jnp.float32)
+
+
+def gradients(model, x):
+    definition, state, rest = nnx.split(model, (nnx.Param, fp8_nnx.OverwriteWithGradient), ...)
+
+    def loss(state):
+        return (nnx.merge(definition, state, rest)(x) ** 2).sum()
+
+    return jax.jit(owg.value_and_grad(loss))(state)[1]
+
+
+def test_a_converted_model_runs_in_fp8_and_observes(model):
+    x, before = sample(), model(sample())
+    assert fp8_nnx.convert_to_fp8(model, scaling=SCALING) is model
+    after = model(x)
+    assert 0 < np.linalg.norm(after - before) < 0.5 * np.linalg.norm(before)
+    grads = nnx.to_pure_dict(gradients(model, x))
+    assert grads["inp"]["dot_general"]["input_amax_history"][0] == np.abs(x).max()
+    assert len(grads["conv"]["conv_general_dilated"]) == 4
+    assert set(grads["einsum"]["einsum_op"]) == set(owg.init_meta())
+
+
+def test_rules_choose_layers_and_recipes(model):
+    fp8_nnx.convert_to_fp8(model, ["*", "!blocks.1", "attention.* = tensorwise", "inp = tensorwise_delayed"])
+    assert not hasattr(model.blocks[1].dot_general, "scaling")
+    assert model.attention.query.dot_general.scaling == CurrentScaling()
+    assert model.inp.dot_general.scaling == DelayedScaling(amax_history_length=16)
+    assert model.blocks[0].dot_general.scaling == DelayedScaling()
+
+
+def test_conversions_that_cannot_be_meant_are_refused(model):
+    with pytest.raises(Fp8Error, match="No layer to convert among 9"):
+        fp8_nnx.convert_to_fp8(model, ["!*"])
+    with pytest.raises(Fp8Error, match="tensorwise and tensorwise_delayed, got 'mx'"):
+        fp8_nnx.convert_to_fp8(model, ["inp = mx"])
+    fp8_nnx.convert_to_fp8(model, ["inp"])
+    with pytest.raises(Fp8Error, match="'inp' is in FP8 already"):
+        fp8_nnx.convert_to_fp8(model)
+    with pytest.warns(UserWarning, match="matched none"):
+        fp8_nnx.convert_to_fp8(model, ["einsum", "nowhere"])
+
+
+def test_layers_of_our_own_equal_converted_ones():
+    x = sample()
+    layer = fp8_nnx.Fp8Linear(8, 4, scaling=SCALING, rngs=nnx.Rngs(0))
+    converted = fp8_nnx.convert_to_fp8(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), scaling=SCALING)
+    np.testing.assert_array_equal(layer(x), converted(x))
+    einsum = fp8_nnx.Fp8Einsum("bsd,de->bse", (8, 4), (4,), scaling=SCALING, rngs=nnx.Rngs(0))
+    exact = nnx.Einsum("bsd,de->bse", (8, 4), (4,), rngs=nnx.Rngs(0))(x)
+    assert np.linalg.norm(einsum(x) - exact) < 0.06 * np.linalg.norm(exact)
+    owg.assert_fp8_dots(lambda x: einsum(x), x)
+
+
+def test_state_is_no_parameter():
+    layer = fp8_nnx.Fp8Linear(8, 4, scaling=SCALING, rngs=nnx.Rngs(0))
+    _, params, state = nnx.split(layer, nnx.Param, fp8_nnx.OverwriteWithGradient)
+    assert len(jax.tree.leaves(params)) == 2
+    assert len(jax.tree.leaves(state)) == 6
+    assert all(jax.tree.leaves(owg.owg_mask(state)))
+    assert not any(jax.tree.leaves(owg.owg_mask(params)))
+
+
+def test_a_sharding_of_the_result_is_refused():
+    layer = fp8_nnx.Fp8Linear(8, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(Fp8Error, match="do not take out_sharding"):
+        layer(sample(), out_sharding=jax.sharding.PartitionSpec())
