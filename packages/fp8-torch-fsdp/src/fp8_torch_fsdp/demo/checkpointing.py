@@ -120,10 +120,7 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
         dist.barrier()
-        if delayed_scales(model):
-            # what this step observed belongs to the checkpoint, and the ranks have to combine it first
-            sync_float8_amax_and_scale_history(model)
-        dcp.save(_state(model, optimizer), checkpoint_id=beside)
+        dcp.save(_settled_state(model, optimizer), checkpoint_id=beside)
         if dist.get_rank() == 0:
             record.save(beside / RECORD)
             earlier = self._complete()
@@ -146,6 +143,13 @@ class Checkpoints:
         return sorted(self.folder.glob(f"{STEP}*")) if self.folder else []
 
 
+def _settled_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    if delayed_scales(model):
+        # what this step observed belongs to the state, and the ranks have to combine it first
+        sync_float8_amax_and_scale_history(model)
+    return _state(model, optimizer)
+
+
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
@@ -154,7 +158,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def state_digest(model: nn.Module, optimizer: Optimizer) -> str:
     """Return one SHA-256 for everything that a checkpoint would hold, all ranks' parts in order. All ranks call it."""
     own = hashlib.sha256()
-    for path, leaf in pytree.tree_leaves_with_path(_state(model, optimizer)):
+    for path, leaf in pytree.tree_leaves_with_path(_settled_state(model, optimizer)):
         own.update(repr(path).encode())
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         if isinstance(local, torch.Tensor):
