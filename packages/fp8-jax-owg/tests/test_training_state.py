@@ -21,6 +21,13 @@ COLLECTION = "_overwrite_with_gradient"
 WIDTH = 8
 
 
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """optax raises floats to integer powers."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 class Two(nn.Module):
     """A layer that always runs, and one that is dropped at random: by Python, or by `lax.cond`."""
 
