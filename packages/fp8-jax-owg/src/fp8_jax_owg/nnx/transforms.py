@@ -36,7 +36,8 @@ def value_and_grad(
         graph, trained, rest = nnx.split(model, nnx.Any(wrt, OverwriteWithGradient), ...)
 
         def pure(trained: nnx.State) -> tuple[Any, Any]:
-            inner = nnx.merge(graph, trained, rest)
+            # a copy: variables from outside must not be changed while this is traced
+            inner = nnx.merge(graph, trained, rest, copy=True)
             out = fun(inner, *args, **kwargs)
             value, aux = out if has_aux else (out, None)
             return value, (aux, nnx.split(inner, nnx.Any(wrt, OverwriteWithGradient), ...)[2])
