@@ -6,11 +6,13 @@ the order of ranks. The values that are quantized stay where they are.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from fp8_te_init.state import PrimaryState
+if TYPE_CHECKING:
+    from fp8_te_init.backends.base import Requantizable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,12 +20,12 @@ class Agreement:
     """One weight whose scale is to be agreed on.
 
     Attributes:
-        state: The storage that the codes are written to.
+        weight: What the codes are written to.
         values: High-precision values [n, columns] of the rows held here, on the device of the codes.
         group: The ranks that hold the other rows; None if this rank holds all.
     """
 
-    state: PrimaryState
+    weight: "Requantizable"
     values: torch.Tensor
     group: dist.ProcessGroup | None = None
 
@@ -34,12 +36,12 @@ def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
 
     Args:
         weights: The same weights in the same order on every rank.
-        step: Whether the values come from an optimizer step; see `PrimaryState.store`.
+        step: Whether the values come from an optimizer step; see `Requantizable.store`.
 
     Returns:
         The number of all-reduces: one for each process group of more than one rank.
     """
-    keys = [weight.state.keys(weight.values) for weight in weights]
+    keys = [weight.weight.keys(weight.values) for weight in weights]
     by_group: dict[str, list[int]] = {}
     for index, weight in enumerate(weights):
         if weight.group is not None and weight.group.size() > 1:
@@ -50,5 +52,5 @@ def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
         for index, part in zip(indices, payload.split([keys[i].numel() for i in indices]), strict=True):
             keys[index] = part
     for weight, key in zip(weights, keys, strict=True):
-        weight.state.store(weight.values, key, step=step)
+        weight.weight.store(weight.values, key, step=step)
     return len(by_group)

@@ -22,3 +22,8 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def float32_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return float32 `local` distributed like `parameter`, or itself if that is not distributed."""
+    return dtensor_like(parameter, local).requires_grad_(False) if isinstance(parameter, DTensor) else local

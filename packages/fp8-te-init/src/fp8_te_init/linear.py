@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common.errors import Fp8Error
+from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_te_init.cell import keeper
 from fp8_te_init.compat import dtensor_like
 from fp8_te_init.config import PrimaryConfig
@@ -45,7 +46,9 @@ class PrimaryFloat8Linear(nn.Linear):
 
     @property
     def weight_quant_scale(self) -> torch.Tensor | None:
-        """float32 scales of the whole weight, into FP8; None while the weight is a plain one."""
+        """float32 scales of the whole weight, into FP8; None where the weight is a plain one."""
+        if isinstance(self.weight, GatheredFloat8Weight):
+            return self.weight.scale
         primary = primary_of(self.weight)
         return None if primary is None else primary.scale
 

@@ -2,12 +2,13 @@
 
 import torch
 
+from fp8_common.formats import Format
 from fp8_te_init.sources.base import Rows
 from fp8_te_init.state import PrimaryState
 
 
 class NativeRows:
-    """The rows of a `PrimaryFloat8Weight` that this rank holds; a `QuantizedRows`.
+    """The rows of a `PrimaryFloat8Weight` that this rank holds; a `backends.Requantizable`.
 
     Args:
         state: What is known about its storage.
@@ -33,6 +34,11 @@ class NativeRows:
         """The dtype that the weight stands for."""
         return self._dtype
 
+    @property
+    def fmt(self) -> Format:
+        """The format of the codes."""
+        return self._state.cast.fp8_format
+
     def codes(self) -> torch.Tensor:
         """Return uint8 [n, columns], to read."""
         return self._state.own_codes
@@ -41,6 +47,33 @@ class NativeRows:
         """Return float32 [n, columns], dequantized."""
         return self._state.own_values()
 
+    def scale_inv(self) -> torch.Tensor:
+        """Return float32 scales back from FP8 that broadcast to [n, columns]."""
+        return self._state.own_scale_inv()
+
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of high-precision values [n, columns] with the present scales."""
         return self._state.quantized(values)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self._state.codes.device
+
+    def pending(self) -> torch.Tensor | None:
+        """Return values [n, columns] that were written and wait for a scale that the ranks agree on."""
+        return self._state.held
+
+    def keys(self, values: torch.Tensor) -> torch.Tensor:
+        """Return int32 keys [k] of the amax of values [n, columns]."""
+        return self._state.keys(values)
+
+    def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
+        """Quantize values [n, columns] with scales from the agreed `keys`; see `PrimaryState.store`."""
+        self._state.store(values, keys, step=step)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes held here, by kind."""
+        state = self._state
+        history = 0 if state.history is None else state.history.nbytes
+        return {"codes": state.codes.nbytes, "scales": state.scale.nbytes + history}

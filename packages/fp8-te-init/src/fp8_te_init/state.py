@@ -117,7 +117,11 @@ class PrimaryState:
     def own_values(self) -> torch.Tensor:
         """Return float32 [n, columns], dequantized, without padding."""
         raw = decoded_values(self.own_codes.view(torch_dtype(self.cast.format)), self.cast.fp8_format)
-        return raw * divide(1.0, self._row_scales(self.rows))
+        return raw * self.own_scale_inv()
+
+    def own_scale_inv(self) -> torch.Tensor:
+        """Return float32 scales back from FP8 that broadcast to [n, columns]."""
+        return divide(1.0, self._row_scales(self.rows))
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] of the rows held here, with the present scales."""

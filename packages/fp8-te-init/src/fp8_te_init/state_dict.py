@@ -36,7 +36,10 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
     state, key = primary.state, f"{prefix}{name}"
     if state.unagreed:
         # a checkpoint of codes with this rank's guess of a scale could be read by nobody
-        agree_on([Agreement(state=state, values=waiting_values(primary), group=group_of(state_dict[key]))], step=False)
+        agree_on(
+            [Agreement(weight=primary.quantized_rows, values=waiting_values(primary), group=group_of(state_dict[key]))],
+            step=False,
+        )
     state_dict[key] = _with_local(state_dict[key], primary.codes)
     state_dict[f"{key}{SCALE}"] = state.scale
     if state.history is not None:

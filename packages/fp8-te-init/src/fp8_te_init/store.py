@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp8_te_init.backends import quantized_rows
+from fp8_te_init.backends import requantizable
 from fp8_te_init.cell import InitCell
 from fp8_te_init.weight import primary_of
 
@@ -49,7 +49,7 @@ class InitStore:
             StaleInitError: The weight was changed since.
         """
         cell = self.cell(module, name)
-        rows = quantized_rows(module._parameters.get(name))
+        rows = requantizable(module._parameters.get(name))
         return None if cell is None or rows is None else cell.values(rows)
 
     def named_cells(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, str, InitCell]]:
@@ -73,15 +73,14 @@ class InitStore:
         parameter = module._parameters.get(name)
         if cell is None or parameter is None:
             return
-        tether = getattr(parameter, _TETHER, None)
-        known = None if tether is None else tether.cell()
+        known = cell_of(parameter)
         primary = primary_of(parameter)
         if known is None and primary is not None:
             known = primary.state.cell
         if known is not None and known is not cell:
             # another module's parameter was put here: from now on they share what is kept
             self._cells[module][name] = cell = known
-        if tether is None or (primary is not None and primary.state.cell is not cell):
+        if getattr(parameter, _TETHER, None) is None or (primary is not None and primary.state.cell is not cell):
             self._attach(module, name, parameter, cell)
 
     def copy(self, original: nn.Module, twin: nn.Module, memo: dict) -> None:
@@ -106,7 +105,7 @@ class InitStore:
         if primary is not None:
             primary.state.cell = cell
             self._follow(primary.state, module, name)
-        rows = quantized_rows(parameter)
+        rows = requantizable(parameter)
         if rows is not None and not parameter.is_meta:
             cell.narrow(rows.rows)
 
@@ -205,10 +204,15 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     trained: list[InitCell] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            tether = getattr(parameter, _TETHER, None)
-            cell = None if tether is None else tether.cell()
+            cell = cell_of(parameter)
             if cell is not None:
                 trained.append(cell)
     groups = {id(cell.group): cell.group for cell in trained if cell.group is not None}
     for group in groups.values():
         group.after_step([cell for cell in trained if cell.group is group])
+
+
+def cell_of(parameter: object) -> InitCell | None:
+    """Return what is kept for a parameter, by the mark that it carries."""
+    tether = getattr(parameter, _TETHER, None)
+    return None if tether is None else tether.cell()

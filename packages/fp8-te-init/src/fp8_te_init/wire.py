@@ -65,7 +65,7 @@ def _agree_under_root(weight: "PrimaryFloat8Weight") -> None:
     """Agree on the scales of every weight under the same FSDP root that waits for it: all ranks come here together."""
     params = [param for param in sharded_params(find_root(weight)) if isinstance(param.local, type(weight))]
     waiting = [
-        Agreement(state=param.local._state, values=waiting_values(param.local), group=param.process_group)
+        Agreement(weight=param.local.quantized_rows, values=waiting_values(param.local), group=param.process_group)
         for param in params
         if param.local._state.unagreed
     ]

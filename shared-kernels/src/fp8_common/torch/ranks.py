@@ -8,6 +8,7 @@ import datetime
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -54,7 +55,7 @@ class RankPool:
             self._start()
         path = str(Path(function.__code__.co_filename).resolve())
         for pipe in self._pipes:
-            pipe.send((path, function.__qualname__, args))
+            pipe.send_bytes(pickle.dumps((path, function.__qualname__, args)))
         replies = self._collect(time.monotonic() + timeout)
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -92,7 +93,7 @@ class RankPool:
             ready = multiprocessing.connection.wait(list(waiting.values()), timeout=0.5)
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    replies[rank] = waiting[rank].recv()
+                    replies[rank] = pickle.loads(waiting[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)  # the pipe closes a moment before the exit code is known
                     replies[rank] = (False, f"died with exit code {self._processes[rank].exitcode}")
@@ -115,13 +116,14 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connect
     )
     while True:
         try:
-            path, name, args = pipe.recv()
+            path, name, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            pipe.send((True, _load(path, name)(rank, world_size, *args)))
+            # plain pickle: the one of `send` passes tensors as open files, for which both sides need a server
+            pipe.send_bytes(pickle.dumps((True, _load(path, name)(rank, world_size, *args))))
         except BaseException:  # whatever it was, the parent reports it
-            pipe.send((False, traceback.format_exc()))
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
 def _load(path: str, name: str) -> Callable[..., Any]:

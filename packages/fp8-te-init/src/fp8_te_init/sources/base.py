@@ -5,6 +5,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
+from fp8_common.formats import Format
+
 Preserve = Literal["cpu", "pinned", "residual", "replay", "none"]
 
 
@@ -39,11 +41,18 @@ class QuantizedRows(Protocol):
     def dtype(self) -> torch.dtype:
         """The dtype that the weight stands for."""
 
+    @property
+    def fmt(self) -> Format:
+        """The format of the codes."""
+
     def codes(self) -> torch.Tensor:
         """Return uint8 [n, columns], to read."""
 
     def values(self) -> torch.Tensor:
         """Return float32 [n, columns], dequantized, on the device of the codes."""
+
+    def scale_inv(self) -> torch.Tensor:
+        """Return float32 scales back from FP8 that broadcast to [n, columns]."""
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of high-precision values [n, columns] with the present scales."""

@@ -23,7 +23,7 @@ class ResidualSource(Source):
     Args:
         residual: int8 [n, columns].
         escapes: int32 row-major places [k] and their bfloat16 values [k].
-        digest: `digest_of` the codes.
+        digest: `digest_of` the weight.
         rows: The rows that it holds.
     """
 
@@ -51,7 +51,7 @@ class ResidualSource(Source):
             return None
         residual = torch.where(fits, difference, 0).to(torch.int8)
         escapes = (places.to(torch.int32).cpu(), values.reshape(-1)[places].cpu())
-        return cls(private_copy(residual), escapes, digest_of(quantized.codes()), quantized.rows)
+        return cls(private_copy(residual), escapes, digest_of(quantized), quantized.rows)
 
     @property
     def nbytes(self) -> int:
@@ -64,10 +64,10 @@ class ResidualSource(Source):
         Raises:
             StaleInitError: The codes are not those that the differences belong to.
         """
-        if digest_of(quantized.codes()) != self._digest:
+        if digest_of(quantized) != self._digest:
             raise StaleInitError(
-                "The FP8 codes changed after the residual was kept, so it cannot be decoded any more. Read it before "
-                "the first optimizer step, or preserve a copy."
+                "The FP8 codes or their scales changed after the residual was kept, so it cannot be decoded any more. "
+                "Read it before the first optimizer step, or preserve a copy."
             )
         base = quantized.values().to(torch.bfloat16)
         decoded = from_ordinal(ordinal(base) + self._residual.to(base.device).int()).reshape(-1)
@@ -76,7 +76,7 @@ class ResidualSource(Source):
         return decoded.view(base.shape)
 
     def narrowed(self, rows: Rows) -> "ResidualSource":
-        """Return the source of some rows; its digest is made when the codes of these rows are next seen."""
+        """Return the source of some rows, with pages of its own."""
         where, columns = rows.inside(self.rows), self._residual.shape[1]
         places, exact = self._escapes
         inside = (places >= where.start * columns) & (places < where.stop * columns)
@@ -97,10 +97,13 @@ def from_ordinal(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.bfloat16)
 
 
-def digest_of(codes: torch.Tensor) -> bytes:
-    """Return a digest of each row of uint8 [n, columns], 8 bytes a row."""
-    host = codes.cpu().contiguous().numpy()
-    return b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in host)
+def digest_of(quantized: QuantizedRows) -> bytes:
+    """Return a digest of the codes and scales of each row, 8 bytes a row."""
+    codes = quantized.codes().cpu()
+    scales = quantized.scale_inv().cpu()
+    scales = scales.expand(codes.shape[0], 1 if scales.ndim < 2 else scales.shape[1])
+    pairs = zip(codes.contiguous().numpy(), scales.contiguous().numpy(), strict=True)
+    return b"".join(hashlib.blake2b(code.tobytes() + scale.tobytes(), digest_size=8).digest() for code, scale in pairs)
 
 
 def slice_digest(digest: bytes, rows: slice) -> bytes:

@@ -5,7 +5,7 @@ Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade break
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -202,6 +202,15 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             owner = param.fsdp_param._module_info
             if id(owner.module) in names:
                 yield f"{names[id(owner.module)]}.{owner.param_name}".lstrip("."), param.local
+
+
+def reshard_gathered(shards: Iterable[torch.Tensor]) -> None:
+    """Let FSDP2 drop what it holds gathered of these shards (the same tensor objects), so that it gathers them anew."""
+    wanted = {id(shard) for shard in shards}
+    for state in _fsdp_states() if wanted and _import_error is None else []:
+        for param in _params_of_state(state):
+            if param.group.is_unsharded and id(param.local) in wanted:
+                param.group.reshard()
 
 
 def gradient_sync_enabled(root: nn.Module) -> bool:

@@ -1,0 +1,66 @@
+"""Models, shards and training loops that the tests of several ranks share; imported in every rank by its file."""
+
+import itertools
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# rows of the layers: uneven over 2 and 3 ranks; 2 rows over 3 or 4 ranks leave a rank without any
+WIDTHS = (24, 40, 7, 2, 24)
+WIDE = (24, 200, 130, 24)
+
+
+def mlp(widths=WIDTHS, dtype=torch.float32, bias=True) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b, bias=bias, dtype=dtype) for a, b in itertools.pairwise(widths)))
+
+
+def shard(model: nn.Sequential, world_size: int, **options) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model[:-1]:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batches(rank: int, steps: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        yield torch.randn(16, 24, generator=generator).to(dtype)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x).float() - 1).square().mean()
+
+
+def train(model, optimizer, rank, steps, dtype=torch.float32) -> list[float]:
+    losses = []
+    for x in batches(rank, steps, dtype):
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Collects (kind, dtype, elements that this rank contributes) of every collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name
+            if "allgather" in name:
+                tensor = args[1] if isinstance(args[1], torch.Tensor) else args[1][0]
+                self.seen.append(("all_gather", tensor.dtype, tensor.numel()))
+            elif "allreduce" in name:
+                self.seen.append(("all_reduce", args[0][0].dtype, args[0][0].numel()))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, kind):
+        return [(dtype, count) for seen, dtype, count in self.seen if seen == kind]

@@ -1,0 +1,250 @@
+"""Several ranks: what is kept of a sharded model, for every way to make one, and every number of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import WIDTHS, batches, loss_of, mlp, shard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fp8_te_init as fti
+from fp8_te_init.store import STORE
+
+pytestmark = pytest.mark.distributed
+
+RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
+PRESERVE = ["cpu", "residual", "replay"]
+
+
+def eager_then_shard(world_size, recipe, preserve, dtype):
+    torch.manual_seed(0)
+    with fti.primary_weights(recipe, preserve=preserve):
+        model = mlp(dtype=dtype)
+    return shard(model, world_size)
+
+
+def meta_then_shard(world_size, recipe, preserve, dtype):
+    with torch.device("meta"), fti.primary_weights(recipe, preserve=preserve):
+        model = mlp(dtype=dtype)
+    shard(model, world_size)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for layer in model:
+        layer.reset_parameters()
+    return model
+
+
+def starts(model) -> list[torch.Tensor]:
+    return [layer.weight.get_high_precision_init_val() for layer in model]
+
+
+def local_and_whole(rank, world_size, build, recipe, preserve, dtype):
+    model = globals()[build](world_size, recipe, preserve, dtype)
+    kept = sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    before = [start.clone() for start in starts(model)]
+    fti.rescale_(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "a rescaling moves no start"
+    loss_of(model, next(batches(rank, 1, dtype))).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "nor does training, so far"
+    weights = [layer.weight.full_tensor() for layer in model]
+    scales = [layer.weight_quant_scale for layer in model]
+    return before, kept, [weight + 0 for weight in weights], scales
+
+
+@pytest.mark.matrix(
+    world_size=[1, 2, 3, 4],
+    build=["eager_then_shard", "meta_then_shard"],
+    recipe=RECIPES,
+    preserve=PRESERVE,
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_the_shares_make_up_the_whole_start_and_nobody_keeps_more(
+    run_ranks, world_size, build, recipe, preserve, dtype
+):
+    torch.manual_seed(0)
+    reference = mlp(dtype=dtype)
+    results = run_ranks(world_size, local_and_whole, build, recipe, preserve, dtype)
+    for index, layer in enumerate(reference):
+        union = torch.cat([shares[index] for shares, *_ in results])
+        assert torch.equal(union, layer.weight), "all ranks together hold the whole start, bit for bit"
+    torch.manual_seed(0)
+    with fti.primary_weights(recipe):
+        whole = mlp(dtype=dtype)
+    for _, kept, weights, scales in results:
+        for layer, weight, scale in zip(whole, weights, scales, strict=True):
+            assert torch.equal(layer.weight_quant_scale, scale), "every rank knows the scales of the whole weight"
+            assert torch.equal(layer.weight.dequantize(), weight.view_as(layer.weight))
+        bound = sum(
+            (-(-layer.weight.shape[0] // world_size) + 1) * layer.weight.shape[1] * layer.weight.element_size()
+            for layer in reference
+        )
+        if preserve == "cpu":
+            assert kept <= bound, "a share, and a row for the rounding"
+        if preserve == "replay":
+            assert kept <= len(reference) * 5056, "a generator's state, whatever the size"
+
+
+def naive_copy(rank, world_size):
+    """The upstream way: the whole tensor as an attribute of the parameter."""
+    torch.manual_seed(0)
+    with fti.primary_weights(preserve="none"):
+        layer = nn.Linear(24, 40)
+    layer.weight._high_precision_init_val = layer.weight.dequantize()
+    held = layer.weight._high_precision_init_val.nbytes
+    model = shard(nn.Sequential(layer), world_size)
+    return held, hasattr(model[0].weight, "_high_precision_init_val")
+
+
+def test_trap_an_attribute_is_the_whole_tensor_and_is_lost_on_wrapping(run_ranks):
+    for held, survived in run_ranks(2, naive_copy):
+        assert held == 4 * 24 * 40
+        assert not survived
+
+
+def local_init(rank, world_size):
+    """The upstream way: the init function on the local shard."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
+    torch.manual_seed(42)
+    nn.init.normal_(weight.to_local())
+    naive = weight.full_tensor()
+    philox = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
+    fti.philox_init_(philox, fti.Normal(std=1.0), seed=42, name="weight")
+    return naive, philox.full_tensor()
+
+
+def test_trap_local_initialisation_gives_every_rank_the_same_rows(run_ranks):
+    plain = torch.zeros(8, 4)
+    fti.philox_init_(plain, fti.Normal(std=1.0), seed=42, name="weight")
+    for naive, philox in run_ranks(2, local_init):
+        assert torch.equal(naive[:4], naive[4:])
+        assert not torch.equal(philox[:4], philox[4:])
+        assert torch.equal(philox, plain)
+
+
+def philox_model(rank, world_size, order, dtype, widths):
+    with fti.primary_weights():
+        model = mlp(widths, dtype=dtype)
+    if order == "shard_first":
+        shard(model, world_size)
+    reductions = []
+    original = dist.all_reduce
+
+    def count(*args, **kwargs):
+        reductions.append(args[0].numel())
+        return original(*args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=7)
+    finally:
+        dist.all_reduce = original
+    if order == "init_first":
+        shard(model, world_size)
+    kept = sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    scales = [layer.weight_quant_scale for layer in model]
+    return [start.clone() for start in starts(model)], scales, kept, len(reductions)
+
+
+@pytest.mark.matrix(world_size=[1, 2, 3, 4], order=["shard_first", "init_first"], dtype=[torch.float32, torch.bfloat16])
+def test_philox_makes_the_same_weights_for_every_number_of_ranks(run_ranks, world_size, order, dtype):
+    reference = mlp(dtype=dtype)
+    fti.philox_init_model_(reference, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=7)
+    results = run_ranks(world_size, philox_model, order, dtype, WIDTHS)
+    for index, layer in enumerate(reference):
+        assert torch.equal(torch.cat([shares[index] for shares, *_ in results]), layer.weight)
+    for _, scales, kept, reductions in results:
+        assert all(torch.equal(a, b) for a, b in zip(scales, results[0][1], strict=True))
+        assert kept == 0
+        assert reductions == (1 if order == "shard_first" and world_size > 1 else 0), "one for the whole model"
+
+
+def masters_of(rank, world_size, build, dtype):
+    if build == "philox":
+        with fti.primary_weights():
+            model = shard(mlp(dtype=dtype), world_size)
+        fti.philox_init_model_(model, lambda name, p: fti.Uniform(low=-0.1, high=0.1), seed=3)
+    else:
+        model = globals()[build](world_size, "tensorwise", "cpu", dtype)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    report = fti.seed_masters(optimizer, model)
+    masters = [optimizer.master_of(layer.weight) for layer in model]
+    assert all(isinstance(master, DTensor) for master in masters)
+    left = sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    return [master.full_tensor() for master in masters], set(report.sources.values()), left
+
+
+@pytest.mark.matrix(
+    world_size=[1, 2, 3, 4],
+    build=["eager_then_shard", "meta_then_shard", "philox"],
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_masters_are_the_same_for_every_way_and_every_number_of_ranks(run_ranks, world_size, build, dtype):
+    torch.manual_seed(0)
+    reference = mlp(dtype=dtype)
+    if build == "philox":
+        fti.philox_init_model_(reference, lambda name, p: fti.Uniform(low=-0.1, high=0.1), seed=3)
+    for masters, sources, left in run_ranks(world_size, masters_of, build, dtype):
+        assert sources == {"copy"}
+        assert left == 0, "nothing is kept on any rank"
+        for master, layer in zip(masters, reference, strict=True):
+            assert torch.equal(master, layer.weight.float())
+
+
+def rescaled(rank, world_size):
+    torch.manual_seed(rank)
+    with fti.primary_weights():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    with torch.no_grad():
+        model[2].weight.mul_(1.0 + rank)
+    amax = [layer.weight.get_high_precision_init_val().abs().max().item() for layer in model]
+    before = [layer.weight_quant_scale.item() for layer in model]
+    reductions = fti.rescale_(model, groups=dist.group.WORLD)
+    kept = [layer.weight.get_high_precision_init_val() for layer in model]
+    return amax, before, [layer.weight_quant_scale.item() for layer in model], reductions, len(kept)
+
+
+def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks):
+    results = run_ranks(3, rescaled)
+    for layer in range(5):
+        wanted = torch.tensor(448.0) / torch.tensor(max(amax[layer] for amax, *_ in results))
+        assert {scales[layer] for _, _, scales, _, _ in results} == {wanted.item()}
+    assert {reductions for *_, reductions, _ in results} == {1}
+    assert len({tuple(before) for _, before, *_ in results}) == 3, "each rank had a scale of its own before"
+
+
+def different_generators(rank, world_size):
+    with torch.device("meta"), fti.primary_weights():
+        model = mlp()
+    shard(model, world_size)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    for layer in model:
+        layer.reset_parameters()
+    guess = [layer.weight_quant_scale.item() for layer in model]
+    loss_of(model, next(batches(0, 1)))
+    return guess, [layer.weight_quant_scale.item() for layer in model], starts(model)[0]
+
+
+def test_ranks_that_drew_different_weights_still_agree_on_a_scale_before_the_first_gather(run_ranks):
+    results = run_ranks(2, different_generators)
+    assert results[0][0] != results[1][0]
+    assert results[0][1] == results[1][1]
+
+
+def seeded_with_one_stale_rank(rank, world_size):
+    model = eager_then_shard(world_size, "tensorwise", "cpu", torch.float32)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    if rank == 1:
+        model[0].weight.to_local().state.codes[0, 0] ^= 1
+    with pytest.raises(fti.StaleInitError) as caught:
+        fti.seed_masters(optimizer, model)
+    return str(caught.value), sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+
+
+def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks):
+    results = run_ranks(2, seeded_with_one_stale_rank)
+    assert "Another rank could not seed the masters of 0.weight" in results[0][0]
+    assert "do not quantize to the present FP8 codes" in results[1][0]
+    assert all(kept > 0 for _, kept in results)
