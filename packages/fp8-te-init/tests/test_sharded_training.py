@@ -145,10 +145,10 @@ def bits_of(model, optimizer):
         local = layer.weight.to_local()
         master = optimizer.master_of(layer.weight)
         values = [master, *(v for v in optimizer.inner.state[master].values() if v.ndim)]
-        bits += [value.full_tensor() for value in values]
+        bits += [value.full_tensor().clone() for value in values]
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, local.state.own_codes)
-        bits += [torch.cat(parts), local.state.scale]
+        bits += [torch.cat(parts), local.state.scale.clone()]
     return bits
 
 

@@ -11,8 +11,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8_common.recipe import Recipe
 from fp8_common.torch.dtypes import INPUT_DTYPES
+from fp8_te_init.backends.te_context import adopt, te_context
+from fp8_te_init.backends.te_rows import te_kind
 from fp8_te_init.cell import InitCell
 from fp8_te_init.choices import check_choice, resolve_config
+from fp8_te_init.compat import local_of
 from fp8_te_init.config import PrimaryConfig
 from fp8_te_init.linear import PrimaryFloat8Linear
 from fp8_te_init.release import Release, ReleaseGroup
@@ -73,12 +76,14 @@ def primary_weights(
     building = _Building(
         config=resolve_config(recipe, config) if native else None, preserve=preserve, group=ReleaseGroup(release)
     )
+    te = te_context(backend, recipe, enabled=enabled, preserve=preserve != "none")
     token = _current.set(building)
     hook: Any = _on_registration  # the stub says that such hooks return nothing
     handle = None if _installed.get() else register_module_parameter_registration_hook(hook)
     installed = _installed.set(True)
     try:
-        yield
+        with te:
+            yield
     finally:
         _current.reset(token)
         _installed.reset(installed)
@@ -103,8 +108,13 @@ def fp8_model_init(
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Put an FP8 weight in the place of the one that a linear layer is about to get."""
+    """Put an FP8 weight in the place of a linear layer's, or take over the copy of TransformerEngine's."""
     building = _current.get()
+    if building is not None and te_kind(local_of(parameter)) is not None:
+        cell = InitCell(building.preserve, building.group)
+        if adopt(module, name, parameter, cell):
+            STORE.register(module, name, parameter, cell)
+        return None
     if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
         return None
     if parameter.dtype not in INPUT_DTYPES:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8_te_init.backends import requantizable
+from fp8_te_init.backends.te_context import take_copy
 from fp8_te_init.cell import InitCell
 from fp8_te_init.weight import primary_of
 
@@ -80,6 +81,8 @@ class InitStore:
         if known is not None and known is not cell:
             # another module's parameter was put here: from now on they share what is kept
             self._cells[module][name] = cell = known
+        if primary is None:
+            take_copy(parameter, cell)  # TransformerEngine made the parameter anew, and left its copy there
         if getattr(parameter, _TETHER, None) is None or (primary is not None and primary.state.cell is not cell):
             self._attach(module, name, parameter, cell)
 
