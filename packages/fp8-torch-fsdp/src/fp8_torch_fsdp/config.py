@@ -98,7 +98,7 @@ class Float8LinearConfig:
         all_gather: How FSDP2 gathers the weights.
         delayed: What operands with delayed scaling share; None keeps what their policies say.
         gemms: How the products run on FP8 hardware.
-        pad_inner_dim: Pad contracted dimensions to a multiple of 16 for FP8 hardware.
+        pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
         emulate: "auto" decodes and multiplies in high precision where the device has no FP8 products, with one
             warning for GPUs; True always does; False raises there.
     """

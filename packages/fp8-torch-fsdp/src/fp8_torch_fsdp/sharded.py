@@ -19,7 +19,7 @@ from fp8_common.torch.fsdp import (
     refill,
     track_optimizer_steps,
 )
-from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight, decoded
+from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight, decoded, stable_hash
 from fp8_torch_fsdp.strategies import Strategy
 
 aten = torch.ops.aten
@@ -101,6 +101,10 @@ class ShardedFloat8Weight(torch.Tensor):
     def __metadata_guard__(cls, traced: WeightState, present: WeightState) -> bool:
         """Tell the compiler that compiled code depends on how a weight is cast, not on what is remembered about it."""
         return _kind(traced) == _kind(present)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Name what a compiled graph depends on besides the values: the same in every process."""
+        return stable_hash(self, type(self.strategy).__name__, self.strategy.cast, self.strategy.decode)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

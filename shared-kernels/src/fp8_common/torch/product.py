@@ -35,7 +35,8 @@ def multiply(
         out_dtype: float32, bfloat16 or float16.
         emulate: Decode and multiply instead of calling the FP8 hardware.
         use_fast_accum: Let the hardware accumulate with fewer bits.
-        pad_inner_dim: Pad K with zeros to a multiple of 16 for the hardware; otherwise such a K is an error there.
+        pad_inner_dim: Pad K, and N where it is no multiple of 16 either, with zeros for the hardware; otherwise such
+            sizes are an error there.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -78,22 +79,28 @@ def _multiply_scaled(
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
         b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
+    columns = b_codes.shape[0]
     if a_codes.is_cuda:
-        a_codes, b_codes = _aligned(a_codes, b_codes, pad_inner_dim)
-    return torch._scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+        a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, pad_inner_dim)
+    product = torch._scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    return product if product.shape[1] == columns else product[:, :columns].contiguous()
 
 
-def _aligned(a: torch.Tensor, b: torch.Tensor, pad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    missing = -a.shape[1] % ALIGNMENT
-    if b.shape[0] % ALIGNMENT or (missing and not pad):
+def _aligned(
+    a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, pad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a [M, K], b [N, K] and the scales of b with zeros added to K and N up to what the hardware needs."""
+    inner, outer = -a.shape[1] % ALIGNMENT, -b.shape[0] % ALIGNMENT
+    if not (inner or outer):
+        return a, b, b_inv
+    if not pad:
         raise Fp8Error(
             f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
-            f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True for K."
+            f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True."
         )
-    if not missing:
-        return a, b
-    a, b = (F.pad(m.view(torch.uint8), (0, missing)).view(m.dtype) for m in (a, b))
-    return a, b
+    a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
+    b = F.pad(b.view(torch.uint8), (0, inner, 0, outer)).view(b.dtype)
+    return a, b, b_inv if b_inv.ndim == 0 else F.pad(b_inv, (0, outer), value=1.0)
 
 
 def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@
 dequantized values, so that custom layers work too.
 """
 
+import hashlib
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class GatheredFloat8Weight(torch.Tensor):
         """Rebuild from `__tensor_flatten__`."""
         return GatheredFloat8Weight(inner["codes"], inner["scale"], *context)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Name what a compiled graph depends on besides the values: the same in every process."""
+        return stable_hash(self, self.scale, self.fmt, self.block)
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -91,6 +96,16 @@ class GatheredFloat8Weight(torch.Tensor):
             )
         args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def stable_hash(tensor: torch.Tensor, *described: object) -> str:
+    """Return a hash of a tensor's metadata and of `described`, tensors or plain values, for the caches of compilers."""
+    text = repr([_metadata(one) if isinstance(one, torch.Tensor) else one for one in (tensor, *described)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad)
 
 
 def decoded(
