@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; the rows stand in their own module
 
@@ -17,12 +18,6 @@ import fp8_torch_fsdp as f8
 from fp8_common.errors import Fp8Error
 from fp8_common.torch import product
 from fp8_torch_fsdp.traceable import linear
-
-# Dynamo looks at .grad of whatever it meets and instantiates autograd functions, and hides the warnings only from users
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
 
 ROOT = Path(__file__).parents[3]
 VOCABULARIES = (32, 2256, 2257)
@@ -211,3 +206,42 @@ def test_output_projection(vocab, pad, scaling, backend):
     assert result["recompiles"] == 0
     assert result["same_as_eager"]
     assert_as_recorded("projections", result)
+
+
+class Chain(nn.Sequential):
+    """A root whose forward is PyTorch's own: Dynamo traces the hooks of such roots."""
+
+
+def traced_hooks(rank, world_size, how, scaling):
+    torch._dynamo.reset()
+    twins = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        chain = Chain(nn.Embedding(rows.VOCAB, rows.DIM), rows.Block(), nn.Linear(rows.DIM, rows.VOCAB))
+        twins.append(f8.fully_shard_traceable(f8.convert_to_float8_training(chain, recipe=rows.RECIPES[scaling])))
+    recorder = rows.Recorder("aot_eager")
+    call = twins[1]
+    if how == "torch.compile(model)":
+        call = torch.compile(call, backend=recorder)
+    else:
+        call.compile(backend=recorder)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in twins]
+    same, frames = True, []
+    for step in range(3):
+        losses = rows.loss_of(twins[0], rank, step), rows.loss_of(call, rank, step)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same = same and torch.equal(*losses)
+        frames.append(recorder.frames)
+    gathers = [counts["all_gather_into_tensor uint8"] for counts in recorder.collectives.values()]
+    return same, frames[-1] - frames[0], gathers
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scaling", rows.RECIPES)
+@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
+def test_roots_whose_hooks_are_traced_break_the_graph_there_and_nowhere_else(run_ranks, how, scaling):
+    """The gathers stay in graphs, and the scales are those of eager mode."""
+    assert run_ranks(2, traced_hooks, how, scaling, timeout=300.0) == [(True, 0, [3, 3])] * 2
