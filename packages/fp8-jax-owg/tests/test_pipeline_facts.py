@@ -248,3 +248,20 @@ def test_random_numbers_differ_between_stages_and_microbatches():
     y = model.apply(variables, x, rngs={"dropout": jax.random.key(2)})
     assert len({row.tobytes() for row in np.asarray(y).reshape(12, -1)}) == 12
     np.testing.assert_array_equal(y, model.apply(variables, x, rngs={"dropout": jax.random.key(2)}))
+
+
+def test_partitioned_parameters_name_the_new_axes():
+    class Partitioned(nn.Module):
+        @nn.compact
+        def __call__(self, h):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return h + owg_linen.Fp8Dense(WIDTH, kernel_init=init, scaling=SCALING, name="fc")(h)
+
+    kind = owg_linen.CircularLayerwiseShardablePipelined
+    model = kind(body=Partitioned(), num_stages=2, num_microbatches=2, circular_repeat=3)
+    x = data(2)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    specs = nn.get_partition_spec(variables)
+    assert specs["params"]["body"]["fc"]["kernel"] == P("round", "stage", None, "model")
+    run = jax.jit(model.apply)
+    np.testing.assert_array_equal(run(variables, x), run(nn.meta.unbox(variables), x))
