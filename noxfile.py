@@ -140,8 +140,10 @@ def build(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model with bf16 and with FP8 all-gather; the comparison is in demo-report/."""
-    install(session, "fp8-common[demo]", "fp8-torch-fsdp")
+    install(session, "fp8-common[demo]", "fp8-torch-fsdp", "fp8-te-init")
     session.run("python", "-m", "fp8_torch_fsdp.demo", *session.posargs)
+    if not session.posargs:
+        session.run("python", "-m", "fp8_te_init.demo")
 
 
 @nox.session
@@ -246,6 +248,20 @@ def release_check(session: nox.Session) -> None:
     session.run("python", "tests/release/check_changelog.py")
     install(session, *PACKAGES)
     session.run("python", "tests/release/check_imports.py")
+
+
+@nox.session(python=select_pyenv_interpreter("3.12"))
+def te(session: nox.Session) -> None:
+    """Run fp8-te-init against the real TransformerEngine, where it can be installed."""
+    install(session, "fp8-common", "fp8-te-init", groups=["test"], constraints=None, extras=False)
+    look = "import transformer_engine.pytorch"
+    try:
+        # its torch extension is built from source where there is no wheel: that is left to the user
+        session.install("--only-binary=:all:", "transformer_engine[pytorch]>=2.11,<2.21")
+        session.run("python", "-c", look, silent=True)
+    except nox.command.CommandFailed:
+        session.skip("TransformerEngine has no wheel that installs and imports here; build its torch extension first.")
+    session.run("pytest", "-m", "", "packages/fp8-te-init/tests/test_te_real.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

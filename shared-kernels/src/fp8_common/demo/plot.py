@@ -36,7 +36,7 @@ def draw(report: Mapping[str, Any]) -> bytes:
     grid = figure.subplots(len(parts), 2, squeeze=False, width_ratios=(3, 1))
     for (left, right), part in zip(grid, parts, strict=True):
         _draw_losses(left, part)
-        _draw_bytes(right, part["runs"])
+        _draw_bars(right, part)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=130)
     return png.getvalue()
@@ -63,9 +63,15 @@ def _draw_losses(axes: "Axes", part: Mapping[str, Any]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_bytes(axes: "Axes", runs: Mapping[str, Any]) -> None:
-    amounts = [run.get(BYTES, 0) / 1e6 for run in runs.values()]
-    bars = axes.bar(list(runs), amounts, color=COLOURS[: len(runs)], width=0.6)
+def _draw_bars(axes: "Axes", part: Mapping[str, Any]) -> None:
+    """Draw a section's own "bars" (title, unit, and a height for each run), else the bytes of its runs."""
+    runs = part["runs"]
+    own = part.get("bars") or {
+        "title": "linear weights on the wire",
+        "unit": "MB per step and rank",
+        "heights": {name: run.get(BYTES, 0) / 1e6 for name, run in runs.items()},
+    }
+    bars = axes.bar(list(own["heights"]), list(own["heights"].values()), color=COLOURS[: len(runs)], width=0.6)
     axes.bar_label(bars, fmt="%.2f")
-    axes.set(ylabel="MB per step and rank", title="linear weights on the wire")
+    axes.set(ylabel=own["unit"], title=own["title"])
     axes.spines[["top", "right"]].set_visible(False)
