@@ -279,7 +279,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run benchmarks/bench_*.py (or those named after --); results go to benchmarks/results/."""
-    install(session, *PACKAGES)
+    install(session, *PACKAGES, groups=["peers"])
     run_benchmarks(session, "python", *session.posargs)
 
 
