@@ -21,6 +21,8 @@ NUMPY_TESTS = "shared-kernels/tests/numpy"
 FSDP_TESTS = "packages/fp8-torch-fsdp/tests"
 OWG = "packages/fp8-jax-owg/src/fp8_jax_owg"
 OWG_TESTS = "packages/fp8-jax-owg/tests"
+TE = "packages/fp8-te-init/src/fp8_te_init"
+TE_TESTS = "packages/fp8-te-init/tests"
 CONFORMANCE = "tests/conformance/test_conformance.py"
 
 MUTANTS = [
@@ -195,5 +197,55 @@ MUTANTS = [
         "return jnp.where((key == 0) | (key >= INF_KEY), NOT_OBSERVED, observed)",
         "return jnp.where(key >= INF_KEY, NOT_OBSERVED, observed)",
         OWG_TESTS,
+    ),
+    Mutant(
+        "bubbles are observed",
+        f"{OWG}/boundary.py",
+        "return wire.to_wire(like(jnp.where(valid, wire.from_wire(g), wire.NOT_OBSERVED), x)), None",
+        "return wire.to_wire(like(wire.from_wire(g), x)), None",
+        f"{OWG_TESTS}/test_pipelines.py {OWG_TESTS}/test_boundary.py",
+    ),
+    Mutant(
+        "updates are added to scales",
+        f"{OWG}/combine.py",
+        "return jnp.where(jnp.isfinite(new), new, old)",
+        "return jnp.where(jnp.isfinite(new), old + (new - old), old)",
+        f"{OWG_TESTS}/test_combine.py",
+    ),
+    Mutant(
+        "what is not finite is recorded",
+        f"{OWG}/observation.py",
+        "kept = (jnp.where(recorded, new, wire.NOT_OBSERVED) for new in (scale_inv, rolled))",
+        "kept = (scale_inv, rolled)",
+        f"{OWG_TESTS}/test_observation.py",
+    ),
+    # ---- fp8-te-init
+    Mutant(
+        "a stale start is believed",
+        f"{TE}/cell.py",
+        "if not torch.equal(quantized.quantized(values.to(codes.device)), codes):",
+        "if values is codes:",
+        f"{TE_TESTS}/test_init_store.py",
+    ),
+    Mutant(
+        "a release forgets the others",
+        f"{TE}/release.py",
+        "        for cell in self.cells:\n            cell.release()\n",
+        "        for cell in self.cells[:1]:\n            cell.release()\n",
+        f"{TE_TESTS}/test_init_store.py",
+    ),
+    Mutant(
+        "escapes of residuals are lost",
+        f"{TE}/sources/residual.py",
+        "        decoded[places.long()] = exact\n",
+        "",
+        f"{TE_TESTS}/test_sources.py",
+    ),
+    Mutant(
+        "scales stay on their rank",
+        f"{TE}/agree.py",
+        "        dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=weights[indices[0]].group)\n",
+        "",
+        f"{TE_TESTS}/test_sharded_start.py",
     ),
 ]

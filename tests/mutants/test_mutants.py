@@ -2,7 +2,7 @@
 
 import pytest
 from mutants import MUTANTS
-from repository import ROOT
+from repository import ROOT, packages
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake)
@@ -13,3 +13,14 @@ def test_the_right_line_stands_there_once(mutant):
 
 def test_every_mistake_has_a_name_of_its_own():
     assert len({mutant.mistake for mutant in MUTANTS}) == len(MUTANTS) >= 25
+
+
+def test_the_list_covers_every_package():
+    files = " ".join(mutant.file for mutant in MUTANTS)
+    assert [name for name, package in packages().items() if f"{package.folder.relative_to(ROOT)}/" not in files] == []
+
+
+def test_the_documents_list_every_mistake():
+    page = (ROOT / "docs/develop/mutants.md").read_text()
+    assert [mutant.mistake for mutant in MUTANTS if f"| {mutant.mistake} | `{mutant.file}` |" not in page] == []
+    assert page.count("\n| ") == len(MUTANTS) + 1
