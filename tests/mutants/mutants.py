@@ -183,6 +183,13 @@ MUTANTS = [
         "return self.is_stale(shard)",
         f"{FSDP_TESTS}/test_freshness.py",
     ),
+    Mutant(
+        "a copied weight keeps the memory of the first",
+        f"{FSDP}/sharded.py",
+        "return cls(result, source._state.fresh())",
+        "return cls(result, source._state)",
+        f"{FSDP_TESTS}/test_torchao_defects.py",
+    ),
     # ---- fp8-jax-owg
     Mutant(
         "cotangents add up",
