@@ -284,6 +284,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def ecosystem(session: nox.Session) -> None:
+    """Test the adapters with the real torchtitan, Accelerate, Transformers and Lightning, and run every example."""
+    install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test", "ecosystem"], extras=False)
+    session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
+
+
+@nox.session
 def golden(session: nox.Session) -> None:
     """Write the golden vectors again; fails if a number changed."""
     install(session, "fp8-common", extras=False)

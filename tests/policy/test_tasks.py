@@ -8,7 +8,20 @@ from repository import ROOT, packages
 
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text())
 DEFAULT = ["lint", "types", "test", "isolated", "docs", "build"]
-MORE = {"aot", "aot_previous", "browser", "interpreter", "demo", "dev", "bench", "gpu", "golden", "oldest", "te"}
+MORE = {
+    "aot",
+    "aot_previous",
+    "browser",
+    "interpreter",
+    "demo",
+    "dev",
+    "bench",
+    "gpu",
+    "golden",
+    "oldest",
+    "te",
+    "ecosystem",
+}
 MORE |= {"mutants", "py312", "full", "release_check"}
 
 

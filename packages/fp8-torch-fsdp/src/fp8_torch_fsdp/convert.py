@@ -113,7 +113,7 @@ def _why_left(left: dict[str, str]) -> str:
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *replacements.values()]:
         for name, child in parent._modules.items():
             if child in replacements:
                 setattr(parent, name, replacements[child])

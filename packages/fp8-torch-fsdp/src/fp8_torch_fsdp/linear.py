@@ -1,5 +1,6 @@
 """Decides how a linear layer computes in FP8: three products, each operand cast once."""
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +55,10 @@ class Float8Linear(nn.Linear):
             config: How to cast and gather.
 
         Returns:
-            A new module with the parameters, hooks and training flag of `linear`.
+            A new module with the parameters, children, hooks and training flag of `linear`; of a subclass of
+            `nn.Linear`, it is an instance too.
         """
+        cls = _fp8_class(cls, type(linear))
         self = cls.__new__(cls)
         self.__dict__ = linear.__dict__.copy()
         self._modules = dict(linear._modules)  # subclasses may own other layers
@@ -142,6 +145,14 @@ class Float8Linear(nn.Linear):
         gathered = "fp8" if self.config.all_gather.enabled else "high precision"
         cast = self.config.weight
         return f"{super().extra_repr()}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
+
+
+@cache
+def _fp8_class(cls: type[Float8Linear], original: type[nn.Linear]) -> type[Float8Linear]:
+    """Return `cls`, or a class that is also an `original`, for what users' subclasses add to nn.Linear."""
+    if original is nn.Linear or issubclass(original, Float8Linear):
+        return cls
+    return type(f"Float8{original.__name__}", (cls, original), {"__module__": original.__module__})
 
 
 def _delayed(cast: CastRecipe, config: Float8LinearConfig, device: torch.device) -> DelayedScale | None:

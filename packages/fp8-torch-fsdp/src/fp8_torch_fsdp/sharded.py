@@ -77,6 +77,10 @@ class ShardedFloat8Weight(torch.Tensor):
         """Return a plain alias that may be written to; the weight counts as changed as long as it lives."""
         return self._state.lend(self._data)
 
+    def data_ptr(self) -> int:
+        """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
+        return self._data.data_ptr()
+
     @property
     def strategy(self) -> Strategy:
         """How this weight is scaled."""

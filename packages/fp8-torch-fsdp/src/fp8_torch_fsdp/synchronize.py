@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8_common.torch import delayed
-from fp8_common.torch.fsdp import SyncPlan, group_of, ranks_along, track_optimizer_steps
+from fp8_common.torch.fsdp import SyncPlan, group_of, meshes_of, ranks_along, track_optimizer_steps
 from fp8_torch_fsdp.counters import plans_of
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,7 @@ def _reduce(
 
 def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the group over which the model's parameters are distributed in any way; None for a model that is not."""
-    meshes = {id(mesh): mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None}
-    if not meshes:
+    mesh = max(meshes_of(model), key=lambda mesh: mesh.size(), default=None)
+    if mesh is None:
         return None
-    mesh = max(meshes.values(), key=lambda mesh: mesh.size())
     return group_of(ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))

@@ -69,7 +69,7 @@ class ReduceOutput(torch.autograd.Function):
         ctx: Any, partial: torch.Tensor, cast: Cast | None, mesh: DeviceMesh, placement: Placement
     ) -> torch.Tensor:
         """Return this rank's part of the sum."""
-        total = DTensor.from_local(partial, mesh, [Partial()], run_check=False)
+        total = DTensor.from_local(partial.detach(), mesh, [Partial()], run_check=False)
         total = total.redistribute(placements=[placement])
         ctx.cast, ctx.place = cast, Place(mesh, placement, total.shape)
         return total.to_local()

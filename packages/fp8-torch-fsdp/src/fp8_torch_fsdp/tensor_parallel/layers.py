@@ -61,7 +61,7 @@ class TensorParallel(abc.ABC):
         wanted = _positive(self.output_layout, output)
         if self.use_local_output and now == wanted:
             return output
-        placed = DTensor.from_local(output, self.mesh, [now], run_check=False).redistribute(placements=[wanted])
+        placed = _in_layout(DTensor.from_local(output, self.mesh, [now], run_check=False), wanted)
         return placed.to_local() if self.use_local_output else placed
 
 
@@ -92,8 +92,8 @@ class Rowwise(TensorParallel):
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Multiply, reduce, add the bias once; the gradient of a cut output is gathered in FP8 where that serves."""
-        placed = _placed(input, self.mesh, self.input_layout)
-        local = placed.redistribute(placements=[Shard(placed.ndim - 1)]).to_local()
+        placed = _in_layout(_placed(input, self.mesh, self.input_layout), Shard(input.ndim - 1))
+        local = placed.to_local()
         partial = layer.product(local, _local(layer.weight))
         record, config = layer.records, layer.config
         cast = _caster(layer, "grad_output", self.group, record) if gradient_has_one_cast(config) else None
@@ -161,6 +161,11 @@ def _placed(input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor
     if isinstance(input, DTensor):
         return input
     return DTensor.from_local(input, mesh, [_positive(layout, input)], run_check=False)
+
+
+def _in_layout(placed: DTensor, wanted: Placement) -> DTensor:
+    """Redistribute, unless there is nothing to do: torch warns then, and autograd gets a node for nothing."""
+    return placed if placed.placements[0] == wanted else placed.redistribute(placements=[wanted])
 
 
 def _positive(layout: Placement, tensor: torch.Tensor) -> Placement:

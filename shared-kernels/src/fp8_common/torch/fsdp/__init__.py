@@ -4,7 +4,7 @@ What every plugin with FP8 weights under `fully_shard` shares. A plugin brings a
 plain shard) and `_state` (a `WeightState`), and a `WireStrategy` for each kind of scaling.
 """
 
-from fp8_common.torch.fsdp.compat import group_of, named_shards, ranks_along
+from fp8_common.torch.fsdp.compat import group_of, meshes_of, named_shards, ranks_along
 from fp8_common.torch.fsdp.sync import SyncPlan
 from fp8_common.torch.fsdp.weight_state import (
     StepCounter,
@@ -25,6 +25,7 @@ __all__ = [
     "group_of",
     "is_view",
     "mark_mutations",
+    "meshes_of",
     "named_shards",
     "pad_rows",
     "ranks_along",

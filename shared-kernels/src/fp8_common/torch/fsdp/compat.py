@@ -213,6 +213,16 @@ def reshard_gathered(shards: Iterable[torch.Tensor]) -> None:
                 param.group.reshard()
 
 
+def meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
+    """Yield the mesh of every distributed parameter under `model`, also of those that FSDP2 holds gathered now."""
+    for module in model.modules():
+        for param in _params_of_state(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []:
+            yield param.fsdp_param._spmd_mesh
+    for parameter in model.parameters():
+        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+            yield mesh
+
+
 def gradient_sync_enabled(root: nn.Module) -> bool:
     """Return whether the next backward reduces gradients (False inside an accumulation window)."""
     states = _root_state(root)._state_ctx.all_states

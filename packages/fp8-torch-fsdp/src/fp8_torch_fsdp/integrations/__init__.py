@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, one module each. Each needs its framework; nothing else imports them."""

@@ -1,0 +1,73 @@
+"""Decides how Lightning turns FP8 on: a precision plugin that converts the module before the optimizer is made."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.convert import convert_to_float8_training
+from fp8_torch_fsdp.filters import ModuleFilter
+from fp8_torch_fsdp.linear import Float8Linear
+from fp8_torch_fsdp.synchronize import sync_float8_amax_and_scale_history
+
+try:
+    from lightning.pytorch.plugins.precision import Precision
+except ImportError as error:
+    raise Fp8UnsupportedError(
+        f"fp8_torch_fsdp.integrations.lightning needs Lightning ({error}). Install the package named lightning, or "
+        "call convert_to_float8_training in configure_model."
+    ) from error
+
+
+class Float8Precision(Precision):
+    """FP8 linear layers in a Lightning `Trainer(plugins=[Float8Precision(...)])`.
+
+    The module is converted before the optimizer is made. With `ModelParallelStrategy` call `convert_to_float8_training`
+    yourself, in `configure_model` before `fully_shard`; the plugin then finds the layers and leaves the module alone.
+    Replicated models (DDP) with delayed scaling are synchronized after every optimizer step.
+
+    Args:
+        recipe: Name of a recipe.
+        config: A configuration instead.
+        module_filter_fn: See `convert_to_float8_training`.
+        autocast_dtype: Run forwards under autocast with this dtype, bfloat16 for example.
+    """
+
+    precision = "32-true"
+
+    def __init__(
+        self,
+        recipe: str = "tensorwise",
+        *,
+        config: Float8LinearConfig | None = None,
+        module_filter_fn: ModuleFilter | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._config = config or Float8LinearConfig.from_recipe_name(recipe)
+        self._filter, self._autocast_dtype = module_filter_fn, autocast_dtype
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert `module` in place, unless it has FP8 layers already."""
+        if any(isinstance(child, Float8Linear) for child in module.modules()):
+            return module
+        return convert_to_float8_training(module, config=self._config, module_filter_fn=self._filter)
+
+    def forward_context(self) -> AbstractContextManager:
+        """Return autocast if it was asked for."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.autocast(device, dtype=self._autocast_dtype)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Step, then combine what the ranks of a replicated model observed."""
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if dist.is_initialized() and not any(isinstance(p, DTensor) for p in model.parameters()):
+            sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
+        return result

@@ -1,0 +1,90 @@
+"""Decides how torchtitan turns FP8 on: a converter of its configuration tree.
+
+torchtitan builds models from configurations, and converters change the configuration before. The layers of this package
+are made from built layers, so the converter changes how the root is built: as before, then converted. Layers stay
+instances of torchtitan's `Linear`, which its initialisation and its checks rely on.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.convert import convert_to_float8_training
+from fp8_torch_fsdp.filters import auto_filter_for_recipe
+
+try:
+    from torchtitan.components.quantization import QuantizationConverter
+except ImportError as error:
+    raise Fp8UnsupportedError(
+        f"fp8_torch_fsdp.integrations.torchtitan needs torchtitan 0.3 with its converters of configurations ({error}). "
+        "Install torchtitan and Triton, which it imports, or call convert_to_float8_training on your model."
+    ) from error
+
+
+class Float8Converter(QuantizationConverter):
+    """Makes the linear layers of a torchtitan model FP8 layers; pass its Config in `converters=[...]`.
+
+    Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism the layers raise an error: it
+    distributes weights in its own way.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """What to convert.
+
+        Attributes:
+            recipe: Name of a recipe, see `Float8LinearConfig.from_recipe_name`.
+            fp8: A configuration instead of a recipe.
+            filter_fqns: Parts of names of layers that stay in high precision.
+            skip_small: Also leave out layers that `auto_filter_for_recipe` takes for too small or odd-sized.
+        """
+
+        recipe: str = "tensorwise"
+        fp8: Float8LinearConfig | None = None
+        filter_fqns: list[str] = dataclasses.field(default_factory=lambda: ["lm_head", "output"])
+        skip_small: bool = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.fp8 = config.fp8 or Float8LinearConfig.from_recipe_name(config.recipe)
+
+    def convert(self, model_config: Any) -> Any:
+        """Return a configuration that builds the same model with FP8 layers.
+
+        Args:
+            model_config: The configuration of a model, a `Module.Config`.
+        """
+        fields = {f.name: getattr(model_config, f.name) for f in dataclasses.fields(model_config) if f.init}
+        return _converting(type(model_config))(**fields, fp8_converter=self)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Convert a model that was built."""
+        auto = auto_filter_for_recipe(self.fp8, self.config.filter_fqns)
+
+        def keep(layer: nn.Module, name: str) -> bool:
+            if self.config.skip_small:
+                return auto(layer, name)
+            return not any(part in name for part in self.config.filter_fqns)
+
+        return convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
+
+
+@cache
+def _converting(config_class: type) -> type:
+    """Return a configuration class that builds what `config_class` builds, and converts it."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Converting(config_class):
+        fp8_converter: Any = None
+
+        def build(self, **kwargs: Any) -> nn.Module:
+            if self.fp8_converter is None:
+                raise Fp8Error("This configuration was made by hand: use Float8Converter.convert.")
+            return self.fp8_converter.apply(config_class.build(self, **kwargs))
+
+    Converting.__name__ = Converting.__qualname__ = f"Float8{config_class.__qualname__}"
+    return Converting

@@ -1,0 +1,59 @@
+"""Every example runs as its first lines say, and its loss falls."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
+COMMANDS = {
+    "train_fsdp2.py": [*TORCHRUN, "train_fsdp2.py", "--steps", "8"],
+    "train_fsdp2.py, HSDP": [*TORCHRUN, "train_fsdp2.py", "--steps", "8", "--replicas", "2", "--recipe", "rowwise"],
+    "accelerate_transformers.py, alone": [sys.executable, "accelerate_transformers.py"],
+    "accelerate_transformers.py": [*LAUNCH, "--cpu", "--num_processes", "2", "accelerate_transformers.py"],
+    "lightning_module.py, alone": [sys.executable, "lightning_module.py"],
+    "lightning_module.py": [sys.executable, "lightning_module.py", "--devices", "2"],
+}
+NEEDS = {"accelerate_transformers.py": ("accelerate", "transformers"), "lightning_module.py": ("lightning",)}
+
+
+def test_every_example_has_a_command():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {name.partition(",")[0] for name in COMMANDS}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_example_runs_and_its_loss_falls(name):
+    for package in NEEDS.get(name.partition(",")[0], ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: `nox -s ecosystem` installs it")
+    if not NEEDS.get(name.partition(",")[0]) and importlib.util.find_spec("lightning") is None:
+        pytest.skip("the examples run in `nox -s ecosystem`")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        COMMANDS[name], cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) >= 2, done.stdout
+    assert losses[-1] < losses[0]
+    assert "fp8" in done.stdout or "float8" in done.stdout
+
+
+def test_the_slurm_script_starts_an_example_that_exists():
+    script = EXAMPLES / "train_fsdp2.sbatch"
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    text = script.read_text()
+    named = re.findall(r"examples/(\S+\.py)(.*)", text)
+    assert [name for name, _ in named] == ["train_fsdp2.py"]
+    source = (EXAMPLES / "train_fsdp2.py").read_text()
+    options = re.findall(r"(--[a-z]+)", named[0][1])
+    assert {"--dim", "--layers", "--replicas"} <= set(options)
+    assert [option for option in options if f'"{option}"' not in source] == []

@@ -1,0 +1,75 @@
+"""The adapter for torchtitan, with torchtitan's own configurations, models and checks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+REASON = "torchtitan (with Triton, which it imports) is not installed: `nox -s ecosystem` installs both"
+pytest.importorskip("torchtitan.models.llama3", reason=REASON, exc_type=ImportError)
+
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.llama3 import model_registry
+
+import fp8_torch_fsdp as f8
+from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
+
+pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
+
+
+def feed_forward(**options):
+    init = {"weight": lambda w: torch.nn.init.trunc_normal_(w, std=0.02)}
+    w1, w3 = (Linear.Config(in_features=32, out_features=64, param_init=init) for _ in range(2))
+    config = FeedForward.Config(w1=w1, w2=Linear.Config(in_features=64, out_features=32, param_init=init), w3=w3)
+    return Float8Converter.Config(**options).build().convert(config) if options else config
+
+
+def fp8_layers(model):
+    return sorted(name for name, module in model.named_modules() if isinstance(module, f8.Float8Linear))
+
+
+def test_a_model_of_the_registry_is_built_with_fp8_layers():
+    spec = model_registry("debugmodel", converters=[Float8Converter.Config(recipe="rowwise")])
+    with torch.device("meta"):
+        model, plain = spec.model.build(), model_registry("debugmodel").model.build()
+    model.verify_module_protocol()
+    layers = fp8_layers(model)
+    expected = sorted(n for n, m in plain.named_modules() if isinstance(m, Linear) and n not in ("output", "lm_head"))
+    assert layers == expected
+    assert len(layers) == 5 * len(model.layers)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(isinstance(model.get_submodule(name), Linear) for name in layers)
+    assert spec.model.to_dict(), "the configuration can still be logged"
+
+
+def test_filters_choose_layers():
+    named = feed_forward(recipe="tensorwise", filter_fqns=["w2"]).build()
+    assert fp8_layers(named) == ["w1", "w3"]
+    with pytest.raises(ValueError, match=r"No nn\.Linear layer to convert"):
+        feed_forward(recipe="tensorwise", skip_small=True).build()
+
+
+def test_torchtitans_initialisation_reaches_fp8_weights_from_the_meta_device():
+    with torch.device("meta"):
+        model = feed_forward(recipe="tensorwise_delayed").build()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            model.init_states(buffer_device=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x, losses = torch.randn(16, 32), []
+        for _ in range(5):
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        weights = [p._local_tensor for p in model.parameters()]
+        assert all(isinstance(w, f8.ShardedFloat8Weight) for w in weights)
+        assert losses[-1] < losses[0]
+        assert f8.cast_count(model) == 3 * 5
+    finally:
+        dist.destroy_process_group()
