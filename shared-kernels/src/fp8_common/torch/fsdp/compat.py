@@ -27,7 +27,7 @@ except ImportError as error:  # an upgrade moved something: say so on use, not a
     _import_error = error
 
 PRIVATE_NAMES = {
-    "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_group"),
+    "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_group", "_lazy_init"),
     "FSDPParam": (
         "sharded_param",
         "padded_sharded_param_size",
@@ -182,7 +182,8 @@ def find_root(local: object) -> nn.Module:
     check()
     for state in _fsdp_states():
         if any(param.local is local for param in _params_of_state(state)):
-            return state._state_ctx.all_states[0]._modules[0]
+            root = _initialized_root(state) if state._is_root is None else state._state_ctx.all_states[0]
+            return root._modules[0]
     raise Fp8UnsupportedError(
         "An FP8 weight is being gathered outside of torch.distributed.fsdp.fully_shard. "
         "Apply fully_shard to the model after converting it."
@@ -233,10 +234,19 @@ def _root_state(root: Any) -> "FSDPState":
     return root._get_fsdp_state()
 
 
+def _initialized_root(state: "FSDPState") -> "FSDPState":
+    """Initialize the root above a state whose weights are gathered before any forward: `unshard()`, pipelines."""
+    module = state._modules[0]
+    above = [other for other in _fsdp_states() if any(child is module for child in other._modules[0].modules())]
+    root = max(above, key=lambda other: sum(1 for _ in other._modules[0].modules()))
+    root._lazy_init()
+    return root
+
+
 def _fsdp_states() -> Iterator["FSDPState"]:
     for reference in list(_module_state_mapping.values()):
         state = reference()
-        if isinstance(state, FSDPState) and state._is_root is not None:
+        if isinstance(state, FSDPState) and state._modules:
             yield state
 
 
