@@ -150,11 +150,15 @@ class ShardedFloat8Weight(torch.Tensor):
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and not strategy.decode:
             # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
-            refill(target.scale, scale)
+            if target.filled_from is None or target.filled_from is not kept:
+                refill(target.scale, scale)
+                target.filled_from = kept
             return None
         codes = strategy.codes_from_wire(all_gather_outputs, full_shape)
         if not strategy.decode:
-            return GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.block), ()
+            whole = GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.block)
+            whole.filled_from = kept
+            return whole, ()
         plain = decoded(codes, scale, strategy.cast.format, strategy.block, param_dtype)
         if target is None:
             return plain, (plain,)

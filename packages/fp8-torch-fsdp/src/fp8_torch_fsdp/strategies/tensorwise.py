@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch import dispatch
 from fp8_common.torch.amax import float_key, key_to_float
 from fp8_common.torch.delayed import DelayedScale
@@ -23,6 +24,11 @@ class TensorwiseStrategy(Strategy):
     def tensorwise_format(self) -> Format | None:
         """The format of weights that may share launches: one agreed scale for each."""
         return self.cast.fp8_format
+
+    @property
+    def dynamic_cast(self) -> CastRecipe | None:
+        """The cast of weights whose scale follows from their one key alone; alike ones are computed together."""
+        return self.cast
 
     def local_keys(self, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
         """Return the key [1] of the shard's amax; 0 for an empty shard."""
@@ -61,6 +67,11 @@ class DelayedStrategy(TensorwiseStrategy):
 
     delayed: DelayedScale
 
+    @property
+    def dynamic_cast(self) -> CastRecipe | None:
+        """None: the scale follows from the state."""
+        return None
+
     def scale_of(self, amax: torch.Tensor, *, record: bool) -> torch.Tensor:
         """Return the scale in use, the dynamic one in the first step."""
         return self.delayed.current(amax, record)
@@ -83,6 +94,11 @@ class StaticStrategy(TensorwiseStrategy):
     @property
     def tensorwise_format(self) -> Format | None:
         """None: there is no agreed scale."""
+        return None
+
+    @property
+    def dynamic_cast(self) -> CastRecipe | None:
+        """None: the scale follows from nothing."""
         return None
 
     def local_keys(self, shard: torch.Tensor, state: WeightState) -> torch.Tensor:

@@ -36,12 +36,17 @@ class GatheredFloat8Weight(torch.Tensor):
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
         block: The block of each scale, where scales do not broadcast.
+
+    Attributes:
+        filled_from: The tensor that `scale` is a copy of, so that FSDP2's next gather need not copy it again; None if
+            it came with the gather.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     fmt: str
     block: Block | None
+    filled_from: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -52,6 +57,7 @@ class GatheredFloat8Weight(torch.Tensor):
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
         self.codes, self.scale, self.fmt, self.block = codes, scale, fmt, block
+        self.filled_from = None
         return self
 
     def dequantize(self) -> torch.Tensor:

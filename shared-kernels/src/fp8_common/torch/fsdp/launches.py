@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from fp8_common.formats import Format
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch import foreach
+from fp8_common.torch.amax import key_to_float
 from fp8_common.torch.fsdp.member import Member
+from fp8_common.torch.scaling import scale_from_amax
 
 
 def refresh_keys(members: Iterable[Member]) -> None:
@@ -26,6 +29,22 @@ def refresh_keys(members: Iterable[Member]) -> None:
         keys = foreach.amax_keys([member.shard for member in group])
         for member, key in zip(group, keys.split(1), strict=True):
             member.state.keys = key
+
+
+def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """Return the scales of weights from their reduced keys; those that follow from one key each, all at once."""
+    scales: list[torch.Tensor | None] = []
+    alike: dict[CastRecipe, list[int]] = {}
+    for index, (member, keys) in enumerate(renewed):
+        cast = getattr(member.state.strategy, "dynamic_cast", None)
+        if cast is not None:
+            alike.setdefault(cast, []).append(index)
+        scales.append(None if cast is not None else member.state.strategy.scale_from_keys(keys, member.state))
+    for cast, indices in alike.items():
+        amax = key_to_float(torch.cat([renewed[i][1] for i in indices]))
+        for i, scale in zip(indices, scale_from_amax(amax, cast.fp8_format, cast.policy).unbind(), strict=True):
+            scales[i] = scale
+    return scales
 
 
 def cast_together(members: Iterable[Member]) -> None:

@@ -52,14 +52,12 @@ class Member:
         if self.state.keys is None or self.may_be_stale:
             self.state.keys = self.state.strategy.local_keys(self.shard, self.state)
 
-    def renew(self, keys: torch.Tensor | None) -> None:
-        """Take over the reduced keys: new scales, the cast is due, and what FSDP2 still holds is let go."""
+    def renew(self, scale: torch.Tensor | None) -> None:
+        """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go."""
         if self.param.group.is_unsharded:
             self.param.group.reshard()
         state = self.state
-        if keys is not None:
-            state.scale = state.strategy.scale_from_keys(keys, state)
-        state.wire = None
+        state.scale, state.wire = scale, None
         state.mark_synced(self.shard)
 
 

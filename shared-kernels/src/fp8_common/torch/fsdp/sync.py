@@ -16,7 +16,7 @@ from torch import nn
 from fp8_common.errors import Fp8Error, Fp8StaleError
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import compat
-from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
+from fp8_common.torch.fsdp.launches import cast_together, refresh_keys, scales_together
 from fp8_common.torch.fsdp.member import Member, by_process_group, flags_of, names_of_partial_edits
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class SyncPlan:
                 self._synchronize_group(process_group, members, self.scales if index == 0 else [], roll)
             for member in self.members:
                 if not member.reduced and member.may_be_stale:
-                    member.renew(None)
+                    member.renew(member.state.scale)
             cast_together(self.members)
             if record:
                 self._observe_weights()
@@ -112,10 +112,11 @@ class SyncPlan:
             # where any rank made a step; without one, the observations of this rank stay for later
             delayed.roll(scales, observed, due[0] > 0)
         changed = self._changed(members, flags.view(3, -1)) if members else []
-        for member, own, is_new in zip(members, keys, changed, strict=True):
+        renewed = [pair for pair, is_new in zip(zip(members, keys, strict=True), changed, strict=True) if is_new]
+        for member, own in zip(members, keys, strict=True):
             member.state.agreed = own
-            if is_new:
-                member.renew(own)
+        for (member, _), scale in zip(renewed, scales_together(renewed), strict=True):
+            member.renew(scale)
 
     def _payload(self, members: list[Member], scales: list[delayed.DelayedScale], roll: bool) -> list[torch.Tensor]:
         """Return int32 parts: the keys of each weight, their flags, the keys of delayed scales, whether to roll."""

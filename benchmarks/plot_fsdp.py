@@ -1,0 +1,49 @@
+"""Decides how the FSDP benchmark is shown: one picture of three studies, and a table for the documents."""
+
+from pathlib import Path
+
+
+def summary(result: dict) -> str:
+    """Return a Markdown table of the hook and step times, with ratios to ours."""
+    hooks, steps = result["hook_seconds_per_weight"], result["step_seconds"]
+    lines = ["| | hooks for each weight and step | of ours | step | of ours |", "|---|---|---|---|---|"]
+    for name in steps:
+        hook = (f"{1e6 * hooks[name]:.0f} µs", f"{hooks[name] / hooks['ours']:.2f}x") if name in hooks else ("-", "-")
+        step = (f"{1e3 * steps[name]:.0f} ms", f"{steps[name] / steps['ours']:.2f}x")
+        lines.append(f"| {' | '.join((name, *hook, *step))} |")
+    lines += ["", "| ranks | implementation | hooks for each weight | collectives of a gather of all | state |"]
+    lines.append("|---|---|---|---|---|")
+    for row in result["worlds"]:
+        counts = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
+        state = f"{row['state_bytes']} bytes" if row["state_bytes"] else "-"
+        hook = f"{1e6 * row['hook_seconds_per_weight']:.0f} µs" if row["hook_seconds_per_weight"] else "-"
+        lines.append(f"| {row['world']} | {row['implementation']} | {hook} | {counts} | {state} |")
+    return "\n".join(lines)
+
+
+def draw(result: dict, path: Path) -> None:
+    """Draw hook time, step time, and hook time over the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "fp8"
+    figure, (hooks, steps, worlds) = pyplot.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+    for axes, values, factor, label in (
+        (hooks, result["hook_seconds_per_weight"], 1e6, "hooks, µs for each weight and step"),
+        (steps, result["step_seconds"], 1e3, "step, ms"),
+    ):
+        axes.barh(list(values), [factor * value for value in values.values()])
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+    for name in dict.fromkeys(row["implementation"] for row in result["worlds"]):
+        rows = [row for row in result["worlds"] if row["implementation"] == name and row["hook_seconds_per_weight"]]
+        if rows:
+            times = [1e6 * row["hook_seconds_per_weight"] for row in rows]
+            worlds.plot([row["world"] for row in rows], times, marker="o", label=name)
+    worlds.set(xscale="log", xlabel="ranks, shards of one size", ylabel="hooks, µs for each weight", ylim=(0, None))
+    worlds.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
