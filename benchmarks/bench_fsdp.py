@@ -37,7 +37,7 @@ from fp8_common.machine import processor_name
 from fp8_common.torch.fsdp.sync import SyncPlan
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
 clock = time.thread_time
 """Hooks are timed by the processor time of their thread, which other load on the machine hardly changes."""
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -306,7 +306,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--output", type=Path, default=RESULTS / ("fsdp-gpu.json" if DEVICE == "cuda" else "fsdp.json"))
+    kind = "fsdp-gpu" if DEVICE == "cuda" else "fsdp"
+    parser.add_argument("--output", type=Path, default=ROOT / f"benchmarks/results/{kind}.json")
+    parser.add_argument("--picture", type=Path, default=ROOT / f"docs/assets/{kind}-speed.svg")
     options = parser.parse_args()
     result = {
         "schema": 1,
@@ -325,7 +327,7 @@ def main() -> None:
     result["load_average"] = os.getloadavg()[0]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
-    plot_fsdp.draw(result, options.output.with_suffix(".svg"))
+    plot_fsdp.draw(result, options.picture)
     print(plot_fsdp.summary(result))
 
 
