@@ -19,7 +19,7 @@ from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp import compat
 from fp8_torch_fsdp.traceable.ops import again
 
-RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static")
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static", "shardwise")
 WIDTHS = {"even": (24, 48, 12), "uneven": (24, 7, 40), "empty_rank": (24, 2, 40), "blocks": (24, 200, 150)}
 STATIC = f8.Float8LinearConfig(
     input=f8.CastConfig(scaling="static", static_scale=64.0),
@@ -44,7 +44,10 @@ def build(widths="even", recipe="tensorwise", dtype=torch.float32, high_precisio
     sizes = WIDTHS[widths]
     layers = [Layer(a, b) for a, b in itertools.pairwise(sizes)]
     model = nn.Sequential(nn.Embedding(11, sizes[0]), *layers, nn.Linear(sizes[-1], 5)).to(dtype)
-    config = STATIC if recipe == "static" else f8.Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "shardwise":
+        gather["scale_scope"] = "shard"
+    name = "tensorwise" if recipe == "shardwise" else recipe
+    config = STATIC if recipe == "static" else f8.Float8LinearConfig.from_recipe_name(name)
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     config = f8.Float8LinearConfig(**fields | {"all_gather": f8.AllGatherConfig(**gather)})
     keep = (lambda module, name: module.out_features != 5) if high_precision_head else None
@@ -134,9 +137,8 @@ def test_ten_adamw_steps_equal_fsdp2(run_ranks, world_size, recipe, widths, dtyp
 def test_hsdp_equals_fsdp2_and_copies_stay_equal(run_ranks, recipe):
     results = run_ranks(4, train_both, recipe, "uneven", torch.float32, True, 4, timeout=300.0)
     for losses, different, _, _ in results:
-        if recipe != "tensorwise_delayed":
-            assert not different
-            assert all(a == b for a, b in losses)
+        assert not different
+        assert all(a == b for a, b in losses)
         assert losses[-1][1] < losses[0][1]
 
 
