@@ -42,7 +42,8 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
     fmt = format_of(tensor, scaling)
     if isinstance(scaling, DelayedScaling):
         meta = state[tensor]
-        scale, scale_inv = used_scale(meta.scale, meta.history, fmt, scaling.policy)
+        # Behind a barrier, or XLA on CPUs computes the scale again for every element.
+        scale, scale_inv = lax.optimization_barrier(used_scale(meta.scale, meta.history, fmt, scaling.policy))
         return Operand(quantize(x, scale[0], fmt), scale_inv[0], observed_amax(x, meta.history))
     by_row = keeps_operands(scaling)
     scale = amax_to_scale(amax(x, axis=axes if by_row else None, keepdims=by_row), fmt, scaling.policy)

@@ -174,7 +174,8 @@ def multiply(how: Contraction, a: Operand, b: Operand, dtype: np.dtype, precisio
     """Return the product of two cast operands, accumulated in float32 and scaled back."""
     result = how.apply(a.data, b.data, jnp.float32, precision)
     # One factor for both: a large and a small scale in turn could overflow though the product does not.
-    return (result * (_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))).astype(dtype)
+    factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
+    return (result * factor).astype(dtype)
 
 
 def _aligned(how: Contraction, operand: Operand, letters: str) -> jax.Array:
