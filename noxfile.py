@@ -140,10 +140,11 @@ def build(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model with bf16 and with FP8 all-gather; the comparison is in demo-report/."""
-    install(session, "fp8-common[demo]", "fp8-torch-fsdp", "fp8-te-init")
+    install(session, "fp8-common[demo]", "fp8-torch-fsdp", "fp8-te-init", "fp8-jax-owg[demo]")
     session.run("python", "-m", "fp8_torch_fsdp.demo", *session.posargs)
     if not session.posargs:
         session.run("python", "-m", "fp8_te_init.demo")
+        session.run("python", "-m", "fp8_jax_owg.demo")
 
 
 @nox.session

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,11 @@ def _draw_losses(axes: "Axes", part: Mapping[str, Any]) -> None:
     # Equal curves hide each other: the first is drawn wide, the others thin on top of it.
     for colour, width, (name, run) in zip(COLOURS, WIDTHS, part["runs"].items(), strict=False):
         steps = np.arange(1, len(run["losses"]) + 1)
-        axes.plot(steps, run["losses"], color=colour, alpha=0.25, linewidth=0.8)
-        label = f"{name}: held-out loss {run['val_loss']:.4f}"
-        axes.plot(steps, smooth(run["losses"]), color=colour, label=label, linewidth=width)
+        # a run that diverged has no number where its loss has none: the line ends there
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]
+        axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
+        ending = "none" if run["val_loss"] is None else f"{run['val_loss']:.4f}"
+        axes.plot(steps, smooth(losses), color=colour, label=f"{name}: held-out loss {ending}", linewidth=width)
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per byte)", title=part["summary"]["title"])
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
