@@ -64,7 +64,7 @@ def one_by_one(stages: Variables, h: jax.Array, schedule: Schedule) -> jax.Array
     block = Block(OVERWRITE_WITH_GRADIENT in stages)
     if OVERWRITE_WITH_GRADIENT in stages:
         stages = stages | {OVERWRITE_WITH_GRADIENT: read(stages[OVERWRITE_WITH_GRADIENT])}
-    outputs = []
+    outputs: list[Any] = []
     for row in h:
         for stage in range(schedule.stages):
             row = block.apply(jax.tree.map(lambda leaf, stage=stage: leaf[stage], stages), row)
