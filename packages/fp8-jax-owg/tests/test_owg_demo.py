@@ -23,7 +23,7 @@ def test_the_demo_writes_its_section_and_shows_the_hazard(tmp_path, capsys):
     assert list(section["runs"]) == ["f32", "FP8-MAX", "FP8-SUM"]
     assert all(len(run["losses"]) == 3 for run in section["runs"].values())
     assert section["runs"]["f32"]["losses"][0] == pytest.approx(section["runs"]["FP8-MAX"]["losses"][0], rel=1e-2)
-    assert section["amax_error_vs_reference"] < 1e-5
+    assert section["amax_error_vs_reference"] < 0.02
     assert section["runs"]["FP8-SUM"]["amax_error_vs_reference"] > 1
     assert (tmp_path / "report/loss.png").stat().st_size > 10_000
     assert "FP8-SUM is there as a warning" in capsys.readouterr().out

@@ -62,12 +62,12 @@ def pipelined(stages: Variables, h: jax.Array, schedule: Schedule, overwritten: 
 def one_by_one(stages: Variables, h: jax.Array, schedule: Schedule) -> jax.Array:
     """Run them through one stage after the other: the reference."""
     block = Block(OVERWRITE_WITH_GRADIENT in stages)
-    if OVERWRITE_WITH_GRADIENT in stages:
-        stages = stages | {OVERWRITE_WITH_GRADIENT: read(stages[OVERWRITE_WITH_GRADIENT])}
     outputs: list[Any] = []
     for row in h:
+        # read for each microbatch anew: what was read once and used often would be added up
+        state = {name: read(tree) for name, tree in stages.items() if name == OVERWRITE_WITH_GRADIENT}
         for stage in range(schedule.stages):
-            row = block.apply(jax.tree.map(lambda leaf, stage=stage: leaf[stage], stages), row)
+            row = block.apply(jax.tree.map(lambda leaf, stage=stage: leaf[stage], stages | state), row)
         outputs.append(row)
     return jnp.stack(outputs)
 
