@@ -165,7 +165,7 @@ def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind, how)
 @pytest.mark.matrix(
     kind=["linen", "nnx"],
     how=["extended", "fan_out"],
-    trouble=["nan", "inf", "bias"],
+    trouble=["nan", "1e6", "bias"],
     rounds=[1, 2],
     remat=[False, True],
 )
