@@ -2,7 +2,8 @@
 
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 examples/accelerate_transformers.py
 
-Without a launcher it runs in one process. The model is a tiny Llama with random weights; nothing is downloaded.
+Accelerate shards on GPUs only: on CPUs the same command trains replicas (DDP). Without a launcher it runs in one process.
+The model is a tiny Llama with random weights; nothing is downloaded.
 """
 
 import argparse

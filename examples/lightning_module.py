@@ -59,10 +59,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model(sharded=arguments.devices > 1)
     data = DataLoader(TensorDataset(torch.randn(64, 32)), batch_size=16)
+    sharding = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=arguments.devices,
-        strategy=ModelParallelStrategy(tensor_parallel_size=1) if arguments.devices > 1 else "auto",
+        strategy=sharding if arguments.devices > 1 else "auto",
         plugins=[Float8Precision(arguments.recipe)],
         max_epochs=arguments.epochs,
         logger=False,

@@ -30,7 +30,7 @@ class Float8Precision(Precision):
 
     The module is converted before the optimizer is made. With `ModelParallelStrategy` call `convert_to_float8_training`
     yourself, in `configure_model` before `fully_shard`; the plugin then finds the layers and leaves the module alone.
-    Replicated models (DDP) with delayed scaling are synchronized after every optimizer step.
+    Models that are not sharded (one process, DDP) synchronize delayed scales after every optimizer step.
 
     Args:
         recipe: Name of a recipe.
@@ -66,8 +66,8 @@ class Float8Precision(Precision):
         return torch.autocast(device, dtype=self._autocast_dtype)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Step, then combine what the ranks of a replicated model observed."""
+        """Step, then synchronize delayed scales: `training_step` calls layers, not the module that was converted."""
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        if dist.is_initialized() and not any(isinstance(p, DTensor) for p in model.parameters()):
-            sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
+        if not any(isinstance(p, DTensor) for p in model.parameters()):
+            sync_float8_amax_and_scale_history(model, group=dist.group.WORLD if dist.is_initialized() else None)
         return result
