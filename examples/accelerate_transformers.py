@@ -1,9 +1,9 @@
 """Hugging Face Transformers and Accelerate with FP8: convert the model before `prepare`.
 
-    accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 examples/accelerate_transformers.py
+    torchrun --nproc-per-node 2 examples/accelerate_transformers.py
 
-Accelerate shards on GPUs only: on CPUs the same command trains replicas (DDP). Without a launcher it runs in one process.
-The model is a tiny Llama with random weights; nothing is downloaded.
+Accelerate shards on GPUs only; on CPUs it trains replicas (DDP). Without torchrun it runs in one process. The model is a
+tiny Llama with random weights; nothing is downloaded.
 """
 
 import argparse

@@ -11,12 +11,11 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
 COMMANDS = {
     "train_fsdp2.py": [*TORCHRUN, "train_fsdp2.py", "--steps", "8"],
     "train_fsdp2.py, HSDP": [*TORCHRUN, "train_fsdp2.py", "--steps", "8", "--replicas", "2", "--recipe", "rowwise"],
     "accelerate_transformers.py, alone": [sys.executable, "accelerate_transformers.py"],
-    "accelerate_transformers.py": [*LAUNCH, "--cpu", "--num_processes", "2", "accelerate_transformers.py"],
+    "accelerate_transformers.py": [*TORCHRUN, "accelerate_transformers.py"],
     "lightning_module.py, alone": [sys.executable, "lightning_module.py"],
     "lightning_module.py": [sys.executable, "lightning_module.py", "--devices", "2"],
 }
