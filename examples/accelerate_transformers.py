@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_transformers.py
 
-Accelerate shards on GPUs only; on CPUs it trains replicas (DDP). Without torchrun it runs in one process. The model is a
-tiny Llama with random weights; nothing is downloaded.
+Accelerate shards on GPUs only; on CPUs it trains replicas (DDP). Without torchrun it runs in one process. The model
+is a tiny Llama with random weights; nothing is downloaded.
 """
 
 import argparse
