@@ -5,16 +5,22 @@ the difference of the numbers fits in a signed byte almost always; the others (e
 """
 
 import hashlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 
+from fp8_common.torch.dtypes import torch_dtype
+from fp8_common.torch.rounding import values as decoded_values
 from fp8_te_init.errors import StaleInitError
-from fp8_te_init.pages import private_copy
+from fp8_te_init.pages import private_copy, private_empty
 from fp8_te_init.sources.base import QuantizedRows, Rows, Source
 
 WORTH = 0.1
 """Largest share of escapes, 6 bytes each, with which this is smaller than a copy of two bytes per element."""
+
+PART = 1 << 18
+"""Elements that are encoded or decoded at a time."""
 
 
 class ResidualSource(Source):
@@ -44,14 +50,21 @@ class ResidualSource(Source):
         """
         if values.dtype != torch.bfloat16:
             return None
-        difference = ordinal(values) - ordinal(quantized.values().to(torch.bfloat16))
-        fits = (difference >= -128) & (difference <= 127)
-        places = (~fits).reshape(-1).nonzero().reshape(-1)
-        if places.numel() > WORTH * values.numel():
+        rows, columns = values.shape
+        residual = private_empty(values.shape, torch.int8)
+        found = []
+        # a few rows at a time: the 32-bit numbers of a whole weight would take four times what is kept
+        for part in row_parts(rows, columns):
+            difference = ordinal(values[part]) - ordinal(_base(quantized, part))
+            fits = (difference >= -128) & (difference <= 127)
+            residual[part] = torch.where(fits, difference, 0).to(torch.int8)
+            places = (~fits).reshape(-1).nonzero().reshape(-1) + part.start * columns
+            found.append(places.to(torch.int32).cpu())
+        escaped = torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
+        if escaped.numel() > WORTH * values.numel():
             return None
-        residual = torch.where(fits, difference, 0).to(torch.int8)
-        escapes = (places.to(torch.int32).cpu(), values.reshape(-1)[places].cpu())
-        return cls(private_copy(residual), escapes, digest_of(quantized), quantized.rows)
+        exact = values.reshape(-1)[escaped.long().to(values.device)].cpu()
+        return cls(residual, (escaped, exact), digest_of(quantized), quantized.rows)
 
     @property
     def nbytes(self) -> int:
@@ -69,11 +82,13 @@ class ResidualSource(Source):
                 "The FP8 codes or their scales changed after the residual was kept, so it cannot be decoded any more. "
                 "Read it before the first optimizer step, or preserve a copy."
             )
-        base = quantized.values().to(torch.bfloat16)
-        decoded = from_ordinal(ordinal(base) + self._residual.to(base.device).int()).reshape(-1)
-        places, exact = (part.to(base.device) for part in self._escapes)
-        decoded[places.long()] = exact
-        return decoded.view(base.shape)
+        decoded = torch.empty(self._residual.shape, dtype=torch.bfloat16, device=quantized.codes().device)
+        for part in row_parts(*self._residual.shape):
+            difference = self._residual[part].to(decoded.device).int()
+            decoded[part] = from_ordinal(ordinal(_base(quantized, part)) + difference)
+        places, exact = (kept.to(decoded.device) for kept in self._escapes)
+        decoded.view(-1)[places.long()] = exact
+        return decoded
 
     def narrowed(self, rows: Rows) -> "ResidualSource":
         """Return the source of some rows, with pages of its own."""
@@ -83,6 +98,21 @@ class ResidualSource(Source):
         escapes = (places[inside] - where.start * columns, exact[inside])
         digest = slice_digest(self._digest, where)
         return ResidualSource(private_copy(self._residual[where]), escapes, digest, rows)
+
+
+def row_parts(rows: int, columns: int) -> Iterator[slice]:
+    """Yield slices that cut a matrix into parts of about `PART` elements."""
+    step = max(1, PART // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def _base(quantized: QuantizedRows, part: slice) -> torch.Tensor:
+    """Return the dequantized values of some rows in bfloat16."""
+    scale_inv = quantized.scale_inv()
+    scale_inv = scale_inv[part] if scale_inv.ndim == 2 else scale_inv
+    codes = quantized.codes()[part].view(torch_dtype(quantized.fmt))
+    return (decoded_values(codes, quantized.fmt) * scale_inv).to(torch.bfloat16)
 
 
 def ordinal(values: torch.Tensor) -> torch.Tensor:
