@@ -17,7 +17,8 @@ def draw_errors(axes: Axes, table: dict[str, Any]) -> None:
     names = list(next(iter(table.values())))
     for shift, (sigma, rows) in enumerate(table.items()):
         places = [place + 0.38 * (shift - 0.5) for place in range(len(names))]
-        bars = axes.barh(places, [100 * rows[name]["rel_rmse"] for name in names], height=0.36, label=f"σ = {sigma}")
+        errors = [100 * rows[name]["rel_rmse"] for name in names]
+        bars = axes.barh(places, errors, height=0.36, label=f"sigma = {sigma}")
         axes.bar_label(bars, fmt="%.2g %%", padding=2)
     axes.set_yticks(range(len(names)), names)
     axes.set(xscale="log", xlim=(0.05, 400), xlabel="relative error of the masters (%)", title="What masters lose")

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import sys
 import weakref
 
 import pytest
@@ -276,20 +277,15 @@ def test_a_model_that_is_thrown_away_leaves_nothing_behind():
     assert len(nn.modules.module._global_forward_hooks) < hooks
 
 
-def test_trap_freed_copies_stay_with_the_process_and_ours_go_back():
-    values = torch.ones(20_000)  # 80 kB: large enough for pages of its own, small enough for the heap
-    for copy_of, goes_back in ((lambda v: v.clone(), False), (private_copy, True)):
-        base = host_rss()
-        between = []
-        copies = []
-        for _ in range(1000):
-            copies.append(copy_of(values))
-            between.append(torch.ones(4))  # something that stays, as there always is
-        held = host_rss() - base
-        copies.clear()
-        left = host_rss() - base
-        assert held > 60e6
-        assert (left < 0.2 * held) is goes_back, "at least 80 % has to go back to the system"
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_pages_of_released_copies_go_back_though_others_stay_between_them():
+    values = torch.ones(20_000)  # 80 kB: small enough that an ordinary copy may come from the heap
+    base = host_rss()
+    copies = [private_copy(values) for _ in range(1000)]
+    held = host_rss() - base
+    assert held > 60e6
+    del copies[::2]
+    assert base + held - host_rss() > 0.8 * held / 2, "at least 80 % of the released half"
 
 
 def test_memory_of_a_whole_model_goes_back_after_seeding():

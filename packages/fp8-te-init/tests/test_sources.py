@@ -275,3 +275,13 @@ def test_every_code_can_be_dithered():
     is_nan = torch.from_numpy(np.isnan(decode(np.arange(256, dtype=np.uint8), "e4m3")))
     assert torch.equal(again[:, ~is_nan], codes[:, ~is_nan])
     assert values[:, is_nan].isnan().all()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_dither_keeps_the_scale_of_the_next_step(recipe):
+    module = nn.Linear(300, 200, bias=False)
+    fti.convert_linear(module, recipe=recipe, preserve="none")
+    weight, scale = fp8_weights(module)[0].weight, module.weight.scale.clone()
+    values = dithered(weight, seed=0, name="w")
+    weight.store(values, weight.keys(values), step=False)
+    assert torch.allclose(module.weight.scale, scale, rtol=1e-6, atol=0)

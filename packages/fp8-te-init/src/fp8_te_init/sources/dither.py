@@ -42,8 +42,8 @@ def dithered(quantized: QuantizedRows, *, seed: int, name: str) -> torch.Tensor:
 def _cell_sides(fmt: Format) -> tuple[np.ndarray, np.ndarray]:
     """Return how far the rounding cell of each of the 256 codes reaches below and above its value, float32.
 
-    Zero has a sign: its cell ends there. The largest value also takes everything above; its cell is as wide above as
-    below. NaN has no cell.
+    Zero has a sign: its cell ends there. The largest value stays: it is the maximum that a current scale was made from,
+    and would change that scale, and with it other codes, at the next step. NaN has no cell.
     """
     values = decode(np.arange(256, dtype=np.uint8), fmt).astype(np.float64)
     positive = np.unique(values[np.isfinite(values) & (values >= 0)])
@@ -53,8 +53,9 @@ def _cell_sides(fmt: Format) -> tuple[np.ndarray, np.ndarray]:
         if not np.isfinite(value):
             continue
         place = int(np.searchsorted(positive, abs(value)))
-        inner = half[place - 1] if place else 0.0
-        outer = half[place] if place < len(half) else inner
+        if place == len(half):
+            continue
+        inner, outer = half[place - 1] if place else 0.0, half[place]
         negative = np.signbit(value)
         below[code], above[code] = (-outer, inner) if negative else (-inner, outer)
     return below.astype(np.float32), above.astype(np.float32)
