@@ -1,4 +1,4 @@
-"""What this package uses of torch's private parts is still there; an upgrade that moves it fails here, with its name."""
+"""What this package uses of torch's private parts is there; an upgrade that moves it fails here, by its name."""
 
 import torch
 import torch.distributed as dist
