@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +60,7 @@ ISOLATED = {
     "fp8-te-init": Alone(["fp8-common[demo]", "fp8-te-init"], "packages/fp8-te-init/tests", {"jax", "flax"}),
 }
 INTERPRETED = ["shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter"]
+ACROSS = ("tests", "README.md", "shared-kernels/README.md", "docs")
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
@@ -87,10 +88,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Run every test with every package installed, the cross-framework ones included."""
+    """Run what needs all packages: tests across frameworks, rules of the repository, examples of the documents."""
     install(session, *PACKAGES, groups=["test", "peers"])
-    # a package's own distributed tests take minutes and run in its isolated session
-    run_tests(session, distributed=("tests",))
+    # what a package tests of itself, it tests alone: session `isolated`
+    run_tests(session, paths=ACROSS)
 
 
 @nox.session
@@ -102,7 +103,10 @@ def isolated(session: nox.Session, run: str) -> None:
     look = f"import importlib.util as u; print(*filter(u.find_spec, {sorted(absent)}))"
     if intruders := session.run("python", "-c", look, silent=True, log=False).strip():
         session.error(f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it.")
-    session.run("pytest", tests, *session.posargs)
+    if session.posargs:
+        session.run("pytest", tests, *session.posargs)
+    else:
+        run_tests(session, paths=(tests,))
 
 
 @nox.session
@@ -388,17 +392,14 @@ def pip_settings() -> dict[str, str]:
 # ---------------------------------------------------------------- running
 
 
-def run_tests(session: nox.Session, *options: str, distributed: tuple[str, ...] = ()) -> None:
-    """Run what was named after `--`, else all: what shares the cores, then what starts its own processes.
-
-    `distributed` says where to look for the latter; by default everywhere.
-    """
+def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = ()) -> None:
+    """Run what was named after `--`, else `paths`: first what shares the cores, then what starts its own processes."""
     if session.posargs:
         session.run("pytest", *options, *session.posargs)
         return
-    session.run("pytest", *options, "-n", "auto", "-m", "not gpu and not distributed")
     no_tests = 5
-    session.run("pytest", *options, *distributed, "-m", "distributed and not gpu", success_codes=[0, no_tests])
+    for which in (["-n", "auto", "-m", "not gpu and not distributed"], ["-m", "distributed and not gpu"]):
+        session.run("pytest", *options, *which, *paths, success_codes=[0, no_tests])
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
