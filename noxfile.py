@@ -60,7 +60,8 @@ ISOLATED = {
     "fp8-te-init": Alone(["fp8-common[demo]", "fp8-te-init"], "packages/fp8-te-init/tests", {"jax", "flax"}),
 }
 INTERPRETED = ["shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter"]
-ACROSS = ("tests", "README.md", "shared-kernels/README.md", "docs")
+TESTS = ("shared-kernels/tests", "packages", "tests")
+DOCUMENTS = ("README.md", "shared-kernels/README.md", "docs")
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
@@ -91,7 +92,7 @@ def test(session: nox.Session) -> None:
     """Run what needs all packages: tests across frameworks, rules of the repository, examples of the documents."""
     install(session, *PACKAGES, groups=["test", "peers"])
     # what a package tests of itself, it tests alone: session `isolated`
-    run_tests(session, paths=ACROSS)
+    run_tests(session, paths=("tests",))
 
 
 @nox.session
@@ -106,7 +107,7 @@ def isolated(session: nox.Session, run: str) -> None:
     if session.posargs:
         session.run("pytest", tests, *session.posargs)
     else:
-        run_tests(session, paths=(tests,))
+        run_tests(session, paths=(tests,), examples=False)
 
 
 @nox.session
@@ -392,14 +393,19 @@ def pip_settings() -> dict[str, str]:
 # ---------------------------------------------------------------- running
 
 
-def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = ()) -> None:
-    """Run what was named after `--`, else `paths`: first what shares the cores, then what starts its own processes."""
+def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS, examples: bool = True) -> None:
+    """Run what was named after `--`, else `paths`: first what shares the cores, then what starts its own processes.
+
+    Then the examples of the documents: in order, because the later ones go on where the earlier ones stopped.
+    """
     if session.posargs:
         session.run("pytest", *options, *session.posargs)
         return
     no_tests = 5
     for which in (["-n", "auto", "-m", "not gpu and not distributed"], ["-m", "distributed and not gpu"]):
         session.run("pytest", *options, *which, *paths, success_codes=[0, no_tests])
+    if examples:
+        session.run("pytest", *options, *DOCUMENTS)
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:

@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(
         "escapes of residuals are lost",
         f"{TE}/sources/residual.py",
-        "        decoded[places.long()] = exact\n",
+        "        decoded.view(-1)[places.long()] = exact\n",
         "",
         f"{TE_TESTS}/test_sources.py",
     ),

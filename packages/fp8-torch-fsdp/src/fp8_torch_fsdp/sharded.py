@@ -4,6 +4,7 @@
 checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
 """
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -80,6 +81,17 @@ class ShardedFloat8Weight(torch.Tensor):
     def data_ptr(self) -> int:
         """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
         return self._data.data_ptr()
+
+    def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
+        """Copy the data and remember nothing; torch would look for a storage of its own behind `data_ptr`."""
+        if id(self) not in memo:
+            twin = type(self)(self._data.detach().clone(), copy.deepcopy(self._state, memo))
+            own = {name: value for name, value in vars(self).items() if name not in ("_data", "_state")}
+            vars(twin).update(copy.deepcopy(own, memo))
+            twin.requires_grad_(self.requires_grad)
+            twin.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = twin
+        return memo[id(self)]
 
     @property
     def strategy(self) -> Strategy:

@@ -6,9 +6,9 @@ costs the pool its processes, never the caller its patience.
 
 import datetime
 import importlib.util
+import io
 import multiprocessing
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -55,7 +55,7 @@ class RankPool:
             self._start()
         path = str(Path(function.__code__.co_filename).resolve())
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((path, function.__qualname__, args)))
+            pipe.send_bytes(_packed((path, function.__qualname__, args)))
         replies = self._collect(time.monotonic() + timeout)
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -93,7 +93,7 @@ class RankPool:
             ready = multiprocessing.connection.wait(list(waiting.values()), timeout=0.5)
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    replies[rank] = pickle.loads(waiting[rank].recv_bytes())
+                    replies[rank] = _unpacked(waiting[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)  # the pipe closes a moment before the exit code is known
                     replies[rank] = (False, f"died with exit code {self._processes[rank].exitcode}")
@@ -116,14 +116,24 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connect
     )
     while True:
         try:
-            path, name, args = pickle.loads(pipe.recv_bytes())
+            path, name, args = _unpacked(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            # plain pickle: the one of `send` passes tensors as open files, for which both sides need a server
-            pipe.send_bytes(pickle.dumps((True, _load(path, name)(rank, world_size, *args))))
+            pipe.send_bytes(_packed((True, _load(path, name)(rank, world_size, *args))))
         except BaseException:  # whatever it was, the parent reports it
-            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            pipe.send_bytes(_packed((False, traceback.format_exc())))
+
+
+def _packed(value: object) -> bytes:
+    # `Connection.send` passes tensors as open files, for which both sides need a server; plain pickle knows no float8
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)  # from a process of ours, never from a file
 
 
 def _load(path: str, name: str) -> Callable[..., Any]:
