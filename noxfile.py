@@ -115,7 +115,7 @@ def docs(session: nox.Session) -> None:
     """Build the site into site/; broken links and references are errors."""
     install(session, groups=["docs"])
     session.run("zensical", "build", "--clean", "--strict")
-    session.run("python", "tests/site/check_links.py")
+    session.run("python", "tests/pages/check_links.py")
 
 
 @nox.session
@@ -162,7 +162,7 @@ def browser(session: nox.Session) -> None:
     docs(session)
     install(session, groups=["browser"])
     pictures = Path(session.create_tmp()).resolve()
-    session.run("python", "tests/site/check_browser.py", found, str(pictures))
+    session.run("python", "tests/pages/check_browser.py", found, str(pictures))
 
 
 @nox.session

@@ -1,0 +1,22 @@
+"""Decides whether the built site holds together: every link leads somewhere, every picture is described."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
+
+from site_pages import dead_links, pages
+
+
+def main() -> None:
+    """Print what is wrong and exit with 1, or say what was checked."""
+    found = pages()
+    wrong = list(dead_links(found))
+    wrong += [f"{page.path}: {source} has no description" for page in found.values() for source in page.undescribed]
+    if wrong or not found:
+        sys.exit("\n".join(wrong or ["There is no site: run nox -s docs first."]))
+    print(f"{len(found)} pages, {sum(len(page.links) for page in found.values())} links, all good")
+
+
+if __name__ == "__main__":
+    main()
