@@ -55,8 +55,9 @@ def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.T
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     product = (values(a.codes, a.fmt, exact) @ values(b.codes, b.fmt, exact).t()).float()
     if a.scale_inv.ndim == b.scale_inv.ndim == 0:
-        return product.mul_(a.scale_inv * b.scale_inv).to(out_dtype)
-    return product.mul_(a.scale_inv).mul_(_as_row(b.scale_inv)).to(out_dtype)
+        return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
+    # the product itself stays as it is: selective checkpointing may have kept it
+    return (product * a.scale_inv).mul_(_as_row(b.scale_inv)).to(out_dtype)
 
 
 def _multiply_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
