@@ -1,7 +1,8 @@
 """Decides how every test of the repository runs: which cases of a matrix, which machines a test needs.
 
 `@pytest.mark.matrix(fmt=["e4m3", "e5m2"], block=[(1, 128), (128, 128)], seed=range(3))` gives a test every
-combination under `pytest --full`, else a small subset in which any two values of different names still meet.
+combination under `pytest --full`, else a small subset in which any two values of different names still meet;
+`matrix("each", ...)`, for expensive cases, a subset in which each value still occurs.
 """
 
 import importlib.util
@@ -43,7 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Spread `@pytest.mark.matrix(name=values, ...)` over cases."""
     for marker in metafunc.definition.iter_markers("matrix"):
         axes = [list(values) for values in marker.kwargs.values()]
-        cases = itertools.product(*axes) if metafunc.config.getoption("full") else pairwise(axes)
+        subset = each if "each" in marker.args else pairwise
+        cases = itertools.product(*axes) if metafunc.config.getoption("full") else subset(axes)
         metafunc.parametrize(tuple(marker.kwargs), list(cases))
 
 
@@ -51,6 +53,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether the whole matrix of cases was asked for."""
     return request.config.getoption("full")
+
+
+def each(axes: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield as many combinations as the longest axis has values; the others turn, each at its own pace."""
+    for i in range(max(map(len, axes))):
+        yield tuple(axis[(i + k * (i // len(axis))) % len(axis)] for k, axis in enumerate(axes))
 
 
 def pairwise(axes: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:

@@ -62,7 +62,7 @@ def assert_as_recorded(table, result):
 
 
 @pytest.mark.distributed
-@pytest.mark.matrix(row=list(rows.ROWS), scaling=list(rows.RECIPES), backend=list(rows.BACKENDS))
+@pytest.mark.matrix("each", row=list(rows.ROWS), scaling=list(rows.RECIPES), backend=list(rows.BACKENDS))
 @pytest.mark.timeout(900)
 def test_row(run_ranks, row, scaling, backend):
     expected = rows.ROWS[row]
@@ -240,8 +240,7 @@ def traced_hooks(rank, world_size, how, scaling):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("scaling", rows.RECIPES)
-@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
+@pytest.mark.matrix("each", scaling=list(rows.RECIPES), how=["torch.compile(model)", "model.compile()"])
 def test_roots_whose_hooks_are_traced_break_the_graph_there_and_nowhere_else(run_ranks, how, scaling):
     """The gathers stay in graphs, and the scales are those of eager mode."""
     assert run_ranks(2, traced_hooks, how, scaling, timeout=300.0) == [(True, 0, [3, 3])] * 2

@@ -169,7 +169,7 @@ def compare_with_tp_alone(rank, world_size, recipe, plan):
     return losses, losses_alone, unlike(weights, weights_alone)
 
 
-@pytest.mark.matrix(recipe=RECIPES, plan=list(PLANS))
+@pytest.mark.matrix("each", recipe=RECIPES, plan=list(PLANS))
 def test_equals_the_same_layout_without_fsdp(run_ranks, recipe, plan):
     for losses, alone, different in run_ranks(4, compare_with_tp_alone, recipe, plan):
         assert losses == alone

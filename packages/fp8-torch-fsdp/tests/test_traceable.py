@@ -114,6 +114,7 @@ def list_of_locals(model):
 
 @pytest.mark.distributed
 @pytest.mark.matrix(
+    "each",
     world_size=[1, 2],
     recipe=list(RECIPES),
     widths=list(WIDTHS),
