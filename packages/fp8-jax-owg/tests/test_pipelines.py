@@ -53,7 +53,8 @@ class Linen:
                 numbers | {"circular_repeat": schedule.rounds},
             )
         self.model = kind(body=stage, **numbers, **options)
-        self.variables = jax.jit(self.model.init)(jax.random.key(1), microbatches(schedule))
+        shapes = jax.eval_shape(self.model.init, jax.random.key(1), microbatches(schedule))
+        self.variables = filled(shapes, bias)
         self.stage = stage.apply
 
     def run(self, variables, x):
@@ -71,8 +72,10 @@ class Nnx:
         options = PipelineOptions(remat=remat, bubble=bubble)
         rounds = {"circular_repeat": schedule.rounds} if schedule.rounds > 1 else {}
         kind = owg_nnx.CircularLayerwiseShardablePipelined if rounds else owg_nnx.LayerwiseShardablePipelined
-        model = kind(make, schedule.stages, schedule.microbatches, **rounds, rngs=nnx.Rngs(1), options=options)
-        self.graph, self.variables = nnx.split(model)
+        numbers = schedule.stages, schedule.microbatches
+        model = nnx.eval_shape(lambda: kind(make, *numbers, **rounds, rngs=nnx.Rngs(1), options=options))
+        self.graph, shapes = nnx.split(model)
+        self.variables = filled(shapes, bias)
         self.stage_graph = nnx.graphdef(model.stages)
 
     def run(self, variables, x):
@@ -83,6 +86,20 @@ class Nnx:
 
     def body(self, variables):
         return variables["stages"]
+
+
+def filled(shapes, bias):
+    """Numbers for kernels, `bias` for biases, and a state before its first step; nothing is compiled for it."""
+    random = np.random.default_rng(1)
+
+    def parameter(leaf):
+        drawn = random.normal(size=leaf.shape) / WIDTH**0.5
+        return jnp.asarray(drawn if leaf.shape[-2:] == (WIDTH, WIDTH) else np.full(leaf.shape, bias), jnp.float32)
+
+    def fresh(leaf):
+        return jnp.full(leaf.shape, leaf.shape[-1] == 1, jnp.float32)
+
+    return map_leaves(parameter, fresh, shapes)
 
 
 def microbatches(schedule, seed=0, scale=1.0):
@@ -109,12 +126,13 @@ def sequential(pipe, schedule, variables, x):
     """Each microbatch through one stage after the other; sums and maxima over microbatches."""
 
     def one(variables, h):
-        # slices are taken of float32: JAX cannot pad cotangents of the extended dtype
-        body = owg.read(pipe.body(variables))
-        for r in range(schedule.rounds):
-            for s in range(schedule.stages):
-                index = (r, s) if schedule.rounds > 1 else (s,)
-                h = pipe.stage(jax.tree.map(lambda a, index=index: a[index], body), h)
+        def layer(h, stage):
+            return pipe.stage(stage, h), None
+
+        # every layer is used once, so a loop over them combines nothing
+        lead = 2 if schedule.rounds > 1 else 1
+        layers = jax.tree.map(lambda a: a.reshape(-1, *a.shape[lead:]), owg.read(pipe.body(variables)))
+        h = jax.lax.scan(layer, h, layers)[0]
         return loss_of(h), h
 
     step = owg.value_and_grad(one, has_aux=True, unobserved="-inf")
