@@ -153,8 +153,28 @@ def columns(rank, world_size):
     return checks
 
 
-def cpu_offload(rank, world_size):
-    return parity(rank, flat(world_size), offload_policy=CPUOffloadPolicy(pin_memory=False))
+def cpu_offload(rank, world_size, recipes=("tensorwise",)):
+    checks = {}
+    for recipe in recipes:
+        placed = parity(rank, flat(world_size), recipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        checks.update({f"{recipe}: {name}": passed for name, passed in placed.items()})
+    return checks
+
+
+def upload(weight, *args, **kwargs):
+    """What `weight.to("cuda")` gives on a machine with a GPU: a copy, gathered instead of the shard."""
+    assert not kwargs.keys() - {"non_blocking"}
+    return torch.ops.aten._to_copy.default(weight)
+
+
+def cpu_offload_with_uploads(rank, world_size):
+    original = f8.ShardedFloat8Weight.to
+    f8.ShardedFloat8Weight.to = upload
+    try:
+        checks = cpu_offload(rank, world_size, RECIPES)
+        return {name: passed for name, passed in checks.items() if "one cast" not in name}  # codes are not kept there
+    finally:
+        f8.ShardedFloat8Weight.to = original
 
 
 def mixed_precision(rank, world_size):
@@ -346,6 +366,7 @@ ROWS = {
     "reshard_after_forward=False": (2, no_reshard),
     "shards of columns": (2, columns),
     "CPU offload": (2, cpu_offload),
+    "CPU offload, shards uploaded": (2, cpu_offload_with_uploads),
     "mixed precision": (2, mixed_precision),
     "autocast": (2, autocast),
     "activation checkpointing, reentrant": (2, functools.partial(checkpointing, kind="reentrant")),

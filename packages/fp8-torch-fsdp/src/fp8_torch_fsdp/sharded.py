@@ -138,14 +138,15 @@ class ShardedFloat8Weight(torch.Tensor):
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
         if is_view(func):
             return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
+        if func is aten._to_copy.default and result.dtype == source.dtype:
+            return cls(result, source._state.moved(source))
         if func in _MAKES_WEIGHT and result.is_floating_point():
             return cls(result, source._state.fresh())
         return result
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return the uint8 buffers of this shard and what `fsdp_post_all_gather` needs besides."""
-        buffers, scale = gather_inputs(self, mesh)
-        return buffers, (scale, self._state.full_shape)
+        return gather_inputs(self, mesh)
 
     def fsdp_post_all_gather(
         self,

@@ -39,6 +39,8 @@ PRIVATE_NAMES = {
         "_spmd_placements",
         "fsdp_placement",
         "is_dtensor",
+        "device",
+        "offload_to_cpu",
     ),
     "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
 }
@@ -83,6 +85,11 @@ class ShardedParam:
         """Whether it was sharded with an integer as `reshard_after_forward`."""
         target = self.group.post_forward_mesh_info
         return target is not None and target is not self.group.mesh_info
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered, and where ranks talk about it; under CPU offload its shard is elsewhere."""
+        return self.fsdp_param.device
 
     @property
     def shard_dim(self) -> int:
@@ -188,6 +195,12 @@ def find_root(local: object) -> nn.Module:
         "An FP8 weight is being gathered outside of torch.distributed.fsdp.fully_shard. "
         "Apply fully_shard to the model after converting it."
     )
+
+
+def is_offloaded(local: object) -> bool:
+    """Return whether FSDP2 keeps the shard `local` (the same tensor object) on the CPU and uploads it to gather."""
+    params = (param for state in _fsdp_states() for param in _params_of_state(state))
+    return any(param.local is local and param.fsdp_param.offload_to_cpu for param in params)
 
 
 def sharded_params(root: nn.Module) -> list[ShardedParam]:

@@ -28,7 +28,7 @@ def refresh_keys(members: Iterable[Member]) -> None:
     for group in together.values():
         keys = foreach.amax_keys([member.shard for member in group])
         for member, key in zip(group, keys.split(1), strict=True):
-            member.state.keys = key
+            member.keep_keys(key)
 
 
 def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Tensor | None]:
@@ -52,7 +52,8 @@ def cast_together(members: Iterable[Member]) -> None:
     together: dict[tuple[Format, torch.device], list[Member]] = {}
     for member in members:
         fmt = _format(member)
-        if fmt is not None and member.state.cache and member.state.wire is None:
+        here = member.shard.device == member.param.device  # else FSDP2 uploads it for each gather: cast then
+        if fmt is not None and here and member.state.cache and member.state.wire is None:
             together.setdefault((fmt, member.shard.device), []).append(member)
     for (fmt, _), group in together.items():
         scales = torch.stack([member.state.agreed_scale.reshape(()) for member in group])

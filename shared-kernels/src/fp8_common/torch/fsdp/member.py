@@ -50,7 +50,11 @@ class Member:
     def refresh_keys(self) -> None:
         """Compute the keys of this rank's part again if it may have changed."""
         if self.state.keys is None or self.may_be_stale:
-            self.state.keys = self.state.strategy.local_keys(self.shard, self.state)
+            self.keep_keys(self.state.strategy.local_keys(self.shard, self.state))
+
+    def keep_keys(self, keys: torch.Tensor) -> None:
+        """Remember the keys of this rank's part where the ranks will combine them."""
+        self.state.keys = keys.to(self.param.device, non_blocking=True)
 
     def renew(self, scale: torch.Tensor | None) -> None:
         """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go."""

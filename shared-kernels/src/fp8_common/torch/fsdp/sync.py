@@ -120,7 +120,7 @@ class SyncPlan:
 
     def _payload(self, members: list[Member], scales: list[delayed.DelayedScale], roll: bool) -> list[torch.Tensor]:
         """Return int32 parts: the keys of each weight, their flags, the keys of delayed scales, whether to roll."""
-        device = members[0].shard.device if members else scales[0].key.device
+        device = members[0].param.device if members else scales[0].key.device
         nothing = torch.zeros(0, dtype=torch.int32, device=device)
         return [
             *(member.state.known_keys for member in members),

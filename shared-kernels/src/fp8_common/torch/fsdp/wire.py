@@ -14,23 +14,38 @@ from fp8_common.torch.fsdp.sync import SyncPlan
 from fp8_common.torch.fsdp.weight_state import TrackedWeight
 
 
-def gather_inputs(weight: TrackedWeight, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Return the uint8 buffers that this rank contributes for `weight`, a tracked shard, and scales to keep at hand.
+def gather_inputs(weight: TrackedWeight, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    """Return what this rank contributes for `weight`, a tracked shard or FSDP2's upload of one, and what it keeps.
 
-    The cast is cached. The first gather of an FSDP root makes its `SyncPlan`; a weight that changed since the last
-    synchronization is synchronized here, which all ranks reach together.
+    The cast is cached, except on a GPU that the shard is kept off. The first gather of an FSDP root makes its
+    `SyncPlan`; a weight that changed since the last synchronization is synchronized here, which all ranks reach
+    together.
+
+    Returns:
+        uint8 buffers; and as a pair the scales that every rank has and the shape of the gathered weight.
     """
-    state = weight._state
-    plan = state.plan() or SyncPlan(compat.find_root(weight), type(weight))
-    if state.is_stale(weight._data):
+    owner = _owner_of(weight)
+    state = owner._state
+    plan = state.plan() or SyncPlan(compat.find_root(owner), type(owner))
+    if state.is_stale(owner._data):
         plan.synchronize()
-    if state.wire is not None:
-        return state.wire
-    wire = state.strategy.to_wire(weight._data, state, mesh.size())
-    state.casts += 1
-    if state.cache:
-        state.wire = wire
-    return wire
+    if state.wire is None:
+        buffers, scale = state.strategy.to_wire(weight._data, state, mesh.size())
+        state.casts += 1
+        if not state.cache or owner is not weight:
+            return buffers, (scale, state.full_shape)
+        state.wire = buffers, scale
+    buffers, scale = state.wire
+    return buffers, (scale, state.full_shape)
+
+
+def _owner_of(weight: TrackedWeight) -> TrackedWeight:
+    """Return the weight that FSDP2 shards: `weight` itself, unless CPU offload gathers a copy of it on the GPU."""
+    state = weight._state
+    origin = state.origin()
+    if origin is None or state.plan() is not None or not compat.is_offloaded(origin):
+        return weight
+    return origin
 
 
 def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
