@@ -86,7 +86,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.matrix(options=list(OPTIONS), dtype=["float32", "bfloat16"], delayed=[True, False])
+@pytest.mark.matrix("each", options=list(OPTIONS), dtype=["float32", "bfloat16"], delayed=[True, False])
 def test_convolutions_are_close_to_those_of_jax(options, dtype, delayed):
     settings = OPTIONS[options] | {"dimension_numbers": LAYOUT}
     random = np.random.default_rng(0)

@@ -43,6 +43,7 @@ def as_cast(x, scale, fmt):
 
 
 @pytest.mark.matrix(
+    "each",
     equation=list(SHAPES),
     dtype=list(ULP),
     jit=[True, False],

@@ -31,6 +31,7 @@ def arrays(equation, dtype="float32"):
 
 
 @pytest.mark.matrix(
+    "each",
     equation=list(EQUATIONS),
     dtype=["float32", "bfloat16", "float16"],
     scaling=[DelayedScaling(amax_history_length=2), CurrentScaling(), CurrentScaling(granularity="row")],

@@ -181,6 +181,7 @@ def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind, how)
 
 
 @pytest.mark.matrix(
+    "each",
     kind=["linen", "nnx"],
     how=["extended", "fan_out"],
     trouble=["nan", "1e6", "bias"],
