@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fp8_common.demo import report
 from fp8_common.demo.command import Parser, positive, refusing
 from fp8_common.demo.corpus import load_corpus
@@ -40,6 +42,7 @@ def parse(arguments: list[str] | None = None) -> Options:
 
 def main() -> int:
     """Run the demo; returns the exit code."""
+    torch.set_num_threads(1)  # the matrices are small: threads would spend their time on waiting for each other
     options = parse()
     require_matplotlib()
     earlier = report.open_folder(options.out)
