@@ -49,7 +49,7 @@ class Boxed(nn.Module):
 def test_three_steps_give_the_known_histories_and_scales(mode):
     """One stage, three microbatches of 2, 3, 4: the figures of praxis' own test of its pipeline."""
     model = owg_linen.LayerwiseShardablePipelined(body=Dense(1), num_stages=1, num_microbatches=3)
-    variables = model.init(jax.random.key(0), jnp.ones((3, 1, 1)))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((3, 1, 1)))
     step = jax.jit(
         lambda v, x: owg.apply_updates(v, owg.scale_gradients(owg.grad(lambda v: model.apply(v, x).max())(v), 0))
     )
@@ -70,11 +70,11 @@ def data(microbatches, rows=4):
 
 def reference(body, variables, x):
     """The input amax of each stage, one microbatch after the other."""
-    seen = np.zeros(2)
+    seen, apply = np.zeros(2), jax.jit(body.apply)
     for h in x:
         for s in range(2):
             seen[s] = max(seen[s], float(jnp.abs(h).max()))
-            h = body.apply(jax.tree.map(lambda a, s=s: a[s], variables), h)
+            h = apply(jax.tree.map(lambda a, s=s: a[s], variables), h)
     return seen
 
 
@@ -87,12 +87,17 @@ def stacked(variables):
     return nn.meta.unbox({name: tree["body"] for name, tree in variables.items()})
 
 
-@pytest.mark.parametrize("way", ["collection", "boxed", "abstract", "top"])
-def test_the_state_is_found_in_four_ways(way, mode):
+@pytest.mark.matrix("each", way=["collection", "boxed", "abstract", "top"], how=["extended", "fan_out"])
+def test_the_state_is_found_in_four_ways(way, how):
+    with owg.use_mode(how):
+        _find_the_state(way)
+
+
+def _find_the_state(way):
     body = Dense() if way in ("collection", "top") else Boxed()
     model = owg_linen.LayerwiseShardablePipelined(body=body, num_stages=2, num_microbatches=4)
     x = data(4)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     wanted = reference(body, stacked(variables), x)
     if way == "abstract":
         variables = nn.meta.unbox(variables)
@@ -106,7 +111,7 @@ def test_without_the_pipelines_help_the_same_loop_adds_up():
     """The hazard that the four ways are there for."""
     model = owg_linen.LayerwiseShardablePipelined(body=Dense(), num_stages=2, num_microbatches=4)
     x = data(4)
-    variables = stacked(model.init(jax.random.key(0), x))
+    variables = stacked(jax.jit(model.init)(jax.random.key(0), x))
     wanted = reference(Dense(), variables, x)
 
     def loss(variables):
@@ -168,7 +173,7 @@ def test_sharded_over_stages_and_data_equals_one_device(devices, mode):
     mesh = jax.make_mesh((2, 4), ("stage", "data"), (jax.sharding.AxisType.Auto,) * 2, devices=devices)
     x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (3, 8, WIDTH)), jnp.float32)
     model = owg_linen.LayerwiseShardablePipelined(body=Dense(), num_stages=2, num_microbatches=3)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     integers = np.random.default_rng(1).integers(-2, 3, (2, WIDTH, WIDTH)).astype(np.float32)
     variables["params"]["body"]["fc"]["kernel"] = jnp.asarray(integers)
 
@@ -199,7 +204,7 @@ def test_scan_over_layers(mode):
             return stack(Dense(name="layer"), h, None)[0]
 
     model, x = Layers(), data(4)
-    variables = model.init(jax.random.key(0), x[0])
+    variables = jax.jit(model.init)(jax.random.key(0), x[0])
 
     def loss(variables):
         parameters, state = variables["params"], variables["_overwrite_with_gradient"]
@@ -244,10 +249,11 @@ def test_random_numbers_differ_between_stages_and_microbatches():
 
     model = owg_linen.LayerwiseShardablePipelined(body=Noisy(), num_stages=2, num_microbatches=3)
     x = jnp.ones((3, 4, 64))
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
-    y = model.apply(variables, x, rngs={"dropout": jax.random.key(2)})
+    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    run = jax.jit(lambda: model.apply(variables, x, rngs={"dropout": jax.random.key(2)}))
+    y = run()
     assert len({row.tobytes() for row in np.asarray(y).reshape(12, -1)}) == 12
-    np.testing.assert_array_equal(y, model.apply(variables, x, rngs={"dropout": jax.random.key(2)}))
+    np.testing.assert_array_equal(y, run())
 
 
 def test_partitioned_parameters_name_the_new_axes():

@@ -166,12 +166,13 @@ KINDS = {"linen": Linen, "nnx": Nnx}
 
 
 @pytest.mark.matrix(
+    "each",
     stages=[1, 2, 4],
     batches=[1, 3, 8],
     rounds=[1, 2],
     remat=[False, True],
     kind=["linen", "nnx"],
-    how=["extended", "fan_out"],
+    how=["fan_out", "extended"],
 )
 def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind, how):
     schedule = Schedule(stages=stages, microbatches=batches, rounds=rounds)

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
-from fp8_jax_owg.boundary import read
+from fp8_jax_owg.boundary import scan
 from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp
 from fp8_jax_owg.pipeline import Schedule, pipeline
 
@@ -42,7 +43,7 @@ def init(seed: int, dim: int, length: int, schedule: Schedule, *, fp8: bool) -> 
     """Return the variables of a model; equal seeds give equal parameters, in FP8 or not."""
     keys = jax.random.split(jax.random.key(seed), 3)
     sample = jnp.zeros((1, length, dim))
-    stages = jax.vmap(lambda key: Block(fp8).init(key, sample))(jax.random.split(keys[0], schedule.stages))
+    stages = jax.jit(jax.vmap(lambda key: Block(fp8).init(key, sample)))(jax.random.split(keys[0], schedule.stages))
     params = {
         "embed": 0.02 * jax.random.normal(keys[1], (BYTES, dim)),
         "position": jnp.zeros((length, dim)),
@@ -62,14 +63,12 @@ def pipelined(stages: Variables, h: jax.Array, schedule: Schedule, overwritten: 
 def one_by_one(stages: Variables, h: jax.Array, schedule: Schedule) -> jax.Array:
     """Run them through one stage after the other: the reference."""
     block = Block(OVERWRITE_WITH_GRADIENT in stages)
-    outputs: list[Any] = []
-    for row in h:
-        # read for each microbatch anew: what was read once and used often would be added up
-        state = {name: read(tree) for name, tree in stages.items() if name == OVERWRITE_WITH_GRADIENT}
-        for stage in range(schedule.stages):
-            row = block.apply(jax.tree.map(lambda leaf, stage=stage: leaf[stage], stages | state), row)
-        outputs.append(row)
-    return jnp.stack(outputs)
+    state = {name: tree for name, tree in stages.items() if name == OVERWRITE_WITH_GRADIENT}
+
+    def through_stages(_: None, row: jax.Array, state: Variables) -> tuple[None, jax.Array]:
+        return None, lax.scan(lambda row, stage: (block.apply(stage, row), None), row, stages | state)[0]
+
+    return scan(through_stages, None, h, owg=state)[1]
 
 
 def loss(
