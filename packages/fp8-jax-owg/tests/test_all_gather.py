@@ -93,9 +93,14 @@ def training_step(mesh, how, delayed, dim, remat):
 
 
 @pytest.mark.matrix(
-    how=["shard_map", "auto"], dim=[0, 1], dtype=["float32", "bfloat16"], delayed=[True, False], remat=[False, True]
+    "each",
+    dim=[0, 1],
+    delayed=[True, False],
+    way=[("shard_map", False), ("auto", True), ("shard_map", True), ("auto", False)],
+    dtype=["float32", "bfloat16"],
 )
-def test_kernels_travel_as_bytes_and_give_the_bits_of_gathering_first(mesh, how, dim, dtype, delayed, remat):
+def test_kernels_travel_as_bytes_and_give_the_bits_of_gathering_first(mesh, way, dim, dtype, delayed):
+    how, remat = way
     w, x, meta = data(dtype)
     step, at_w, at_x = on_mesh(training_step(mesh, how, delayed, dim, remat), mesh, how, dim, check_vma=False)
     arguments = jax.device_put(w, at_w), meta, jax.device_put(x, at_x)
