@@ -65,8 +65,11 @@ def one_by_one(stages: Variables, h: jax.Array, schedule: Schedule) -> jax.Array
     block = Block(OVERWRITE_WITH_GRADIENT in stages)
     state = {name: tree for name, tree in stages.items() if name == OVERWRITE_WITH_GRADIENT}
 
+    def stage(row: jax.Array, variables: Variables) -> tuple[jax.Array, None]:
+        return jnp.asarray(block.apply(variables, row)), None
+
     def through_stages(_: None, row: jax.Array, state: Variables) -> tuple[None, jax.Array]:
-        return None, lax.scan(lambda row, stage: (block.apply(stage, row), None), row, stages | state)[0]
+        return None, lax.scan(stage, row, stages | state)[0]
 
     return scan(through_stages, None, h, owg=state)[1]
 
