@@ -59,7 +59,11 @@ ISOLATED = {
     ),
     "fp8-te-init": Alone(["fp8-common[demo]", "fp8-te-init"], "packages/fp8-te-init/tests", {"jax", "flax"}),
 }
-INTERPRETED = ["shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter"]
+INTERPRETED = [
+    "shared-kernels/tests/interpreter",
+    "packages/fp8-torch-fsdp/tests/interpreter",
+    "tests/conformance/test_conformance.py",
+]
 TESTS = ("shared-kernels/tests", "packages", "tests")
 DOCUMENTS = ("README.md", "shared-kernels/README.md", "docs")
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]

@@ -1,24 +1,30 @@
-"""Decides which implementations are compared and how each is called: one adapter for each."""
+"""Decides which implementations are compared and how each is called: one adapter for each.
+
+In a process in which Triton interprets, the kernels are compared and nothing else; session `interpreter` is one.
+"""
 
 import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import fp8_common
-from fp8_common import jax as fp8_jax
 from fp8_common import torch as fp8_torch
 
 Function = Callable[[Sequence[tuple[Any, ...]]], list[Any]]
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class NotDefinedError(Exception):
+    """An implementation that covers a part of the table has nothing for this call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +38,8 @@ class Implementation:
         array: Makes the implementation's array from a NumPy array, bit for bit.
         prepare: Turns a function of arrays into the one that is run: compiles it, or not.
         only_full: Whether it is compared only when the whole matrix is asked for.
+        partial: Whether it may leave calls out by raising `NotDefinedError`.
+        active: Makes a context in which it runs.
     """
 
     name: str
@@ -40,6 +48,8 @@ class Implementation:
     array: Callable[[NDArray[Any]], Any]
     prepare: Callable[[Function], Function]
     only_full: bool = False
+    partial: bool = False
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def dtype(self, name: str) -> Any:
         """Return the implementation's own dtype."""
@@ -62,6 +72,8 @@ def as_it_is(function: Function) -> Function:
 def op_by_op(function: Function) -> Function:
     """Run every JAX primitive on its own, without the jit inside the operations."""
 
+    import jax
+
     def run(arrays: Sequence[tuple[Any, ...]]) -> list[Any]:
         with jax.disable_jit():
             return function(arrays)
@@ -80,11 +92,43 @@ _NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 _NUMPY_DTYPES = dataclasses.make_dataclass("Dtypes", list(_NAMES), frozen=True)(**_NAMES)
 
 NUMPY = Implementation(name="numpy", f8=fp8_common, dtypes=_NUMPY_DTYPES, array=np.asarray, prepare=as_it_is)
-IMPLEMENTATIONS = (
-    Implementation(name="torch eager", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=as_it_is),
-    Implementation(name="torch.compile", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=compiled),
-    Implementation(name="jax eager", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=as_it_is),
-    Implementation(name="jax jit", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=jax.jit),
-    Implementation(name="jax op by op", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=op_by_op, only_full=True),
-)
-"""Everything that must equal NumPy."""
+
+
+def frameworks() -> tuple[Implementation, ...]:
+    """Return PyTorch and JAX, each in the ways it runs."""
+    import jax
+    import jax.numpy as jnp
+
+    from fp8_common import jax as fp8_jax
+
+    return (
+        Implementation(name="torch eager", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=as_it_is),
+        Implementation(name="torch.compile", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=compiled),
+        Implementation(name="jax eager", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=as_it_is),
+        Implementation(name="jax jit", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=jax.jit),
+        Implementation(
+            name="jax op by op", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=op_by_op, only_full=True
+        ),
+    )
+
+
+def interpreted() -> tuple[Implementation, ...]:
+    """Return the Triton kernels, run by an interpreter that is made exact."""
+    import conformance_triton
+
+    from fp8_common.testing.interpreter import exact_interpreter
+
+    kernels = Implementation(
+        name="Triton interpreter",
+        f8=conformance_triton,
+        dtypes=torch,
+        array=as_tensor,
+        prepare=as_it_is,
+        partial=True,
+        active=exact_interpreter,
+    )
+    return (kernels,)
+
+
+IMPLEMENTATIONS = interpreted() if INTERPRETS else frameworks()
+"""Everything that must equal NumPy in this process."""

@@ -322,11 +322,16 @@ def history(full: bool) -> Iterator[Call]:
     """Roll a history for several steps and compare the window and the scale used at each, from an initial scale 1.0."""
     amaxes = np.float32([[1, 0, 2], [5, 1e-40, np.nan], [np.inf, 0, 8], [3, 3.4e38, 0.1], [0, 0, 0]])
 
+    def step(lib: Implementation, window: Any, observed: Any, scale: Any, fmt: Format, policy: Any) -> tuple[Any, Any]:
+        if hasattr(lib.f8, "delayed_step"):
+            return lib.f8.delayed_step(window, observed, scale, fmt, policy)[:2]
+        window, amax = lib.f8.update_history(window, observed, policy.algo)
+        return window, lib.f8.amax_to_scale(amax, fmt, policy, scale)
+
     def run(lib: Implementation, window: Any, scale: Any, observed: Any, fmt: Format, policy: Any) -> tuple[Any, ...]:
         used = []
-        for step in range(len(amaxes)):
-            window, amax = lib.f8.update_history(window, observed[step], policy.algo)
-            scale = lib.f8.amax_to_scale(amax, fmt, policy, scale)
+        for number in range(len(amaxes)):
+            window, scale = step(lib, window, observed[number], scale, fmt, policy)
             used.append(scale)
         return window, *used
 

@@ -1,5 +1,6 @@
-"""Decides how conformance is reported: one table at the end, with the values compared and different."""
+"""Decides how conformance is reported: one matrix at the end, with the values compared and different."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -7,8 +8,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; the table stands in its own modules
 
+import conformance_matrix as matrix
+
 PROPERTY = "conformance"
-RESULTS = pytest.StashKey[dict[tuple[str, str], tuple[int, int]]]()
+KERNELS = "Triton interpreter"
+RESULTS = pytest.StashKey[dict[tuple[str, str], matrix.Counts]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--conformance-json`."""
+    parser.addoption("--conformance-json", type=Path, help="Put the cells of the conformance matrix into this file.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,31 +37,26 @@ class _Collector:
         for name, value in report.user_properties if report.when == "call" else ():
             if name == PROPERTY:
                 operation, implementation, compared, different = value
-                before = self.results.get((operation, implementation), (0, 0))
-                self.results[operation, implementation] = (before[0] + compared, before[1] + different)
+                matrix.add(self.results, (operation, implementation), (compared, different))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table."""
+    """Print the matrix, and write it where that was asked for."""
     results = config.stash[RESULTS]
     if not results:
         return
-    operations = sorted({operation for operation, _ in results})
-    implementations = sorted({implementation for _, implementation in results})
-    compared, different = (sum(counts[i] for counts in results.values()) for i in (0, 1))
-    rows = [["values compared with NumPy", *implementations]]
-    rows += [[name, *(_cell(results.get((name, other))) for other in implementations)] for name in operations]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     terminalreporter.section("conformance")
-    for row in rows:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        terminalreporter.line("  ".join([first, *rest]))
-    terminalreporter.line(f"{compared} values compared, {different} different")
+    for line in [*matrix.as_lines(results), matrix.total(results)]:
+        terminalreporter.line(line)
+    if not any(implementation == KERNELS for _, implementation in results):
+        terminalreporter.line(f"{KERNELS}: {why_no_kernels()}")
+    # the option exists only if this folder was named on the command line
+    if path := config.getoption("conformance_json", default=None):
+        matrix.save(path, results)
 
 
-def _cell(counts: tuple[int, int] | None) -> str:
-    if not counts or not counts[0]:
-        return "-" if counts is None else "FAILED"
-    return f"{counts[0]}" if counts[1] == 0 else f"{counts[0]} ({counts[1]} DIFFERENT)"
+def why_no_kernels() -> str:
+    """Say why there is no column for the kernels."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed here; session `interpreter` compares the kernels."
+    return "test_kernels_child.py, which compares the kernels, was not among the tests that ran."

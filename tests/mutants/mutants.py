@@ -203,7 +203,7 @@ MUTANTS = [
         f"{OWG}/wire.py",
         "return jnp.where((key == 0) | (key >= INF_KEY), NOT_OBSERVED, observed)",
         "return jnp.where(key >= INF_KEY, NOT_OBSERVED, observed)",
-        OWG_TESTS,
+        f"{OWG_TESTS}/test_observation.py",
     ),
     Mutant(
         "bubbles are observed",

@@ -1,0 +1,102 @@
+"""Decides how the Triton kernels, run by Triton's interpreter, answer the calls of the table.
+
+Only what a kernel computes counts: a call that `fp8_common.torch` hands to its own operations raises `NotDefinedError`.
+"""
+
+import torch
+from conformance_implementations import NotDefinedError
+
+from fp8_common import CANONICAL, launch
+from fp8_common.quantize import Quantized
+from fp8_common.torch import triton_backend
+from fp8_common.torch.dtypes import torch_dtype
+
+
+def need(condition, fmt, policy=None):
+    """Refuse what has no kernel."""
+    if not condition or fmt.name == "e8m0" or not launch.supports(fmt, policy):
+        raise NotDefinedError
+
+
+def amax(x, axis=None, keepdims=False):
+    if axis is not None or keepdims:
+        raise NotDefinedError
+    return triton_backend.amax_all(x)
+
+
+def encode(x, fmt):
+    need(True, fmt)
+    return triton_backend.quantize(x, torch.ones(()), fmt).view(torch.uint8)
+
+
+def decode(codes, fmt):
+    need(True, fmt)
+    return triton_backend.dequantize(codes, torch.ones(()), fmt, torch.float32)
+
+
+def quantize(x, scale, fmt):
+    need(True, fmt)
+    if scale.numel() == 1:
+        return triton_backend.quantize(x, scale, fmt)
+    rows = [triton_backend.quantize(row, one.reshape(()), fmt) for row, one in zip(x, scale, strict=True)]
+    return torch.stack([row.view(torch.uint8) for row in rows]).view(torch_dtype(fmt))
+
+
+def dequantize(q, scale, fmt, dtype):
+    need(True, fmt)
+    return triton_backend.dequantize(q.view(torch_dtype(fmt)), scale, fmt, dtype)
+
+
+def quantize_rowwise(x, fmt, axis, policy):
+    need(axis % x.ndim == x.ndim - 1 and x.numel() > 0, fmt, policy)
+    return Quantized(*triton_backend.quantize_rowwise(x, fmt, axis, policy))
+
+
+def quantize_blockwise(x, fmt, block, policy):
+    need(block[0] == 1 or x.ndim == 2, fmt, policy)
+    return Quantized(*triton_backend.quantize_blockwise(x, fmt, block, policy))
+
+
+def dequantize_blockwise(q, scale, fmt, block, dtype):
+    need(True, fmt)
+    return triton_backend.dequantize_blockwise(q, scale, fmt, block, dtype)
+
+
+def quantize_mx(x, fmt, mode):
+    need(True, fmt)
+    return Quantized(*triton_backend.quantize_mx(x, fmt, mode))
+
+
+def amax_to_e8m0(amax, fmt, mode):
+    """Make blocks of nothing but their amax."""
+    need(True, fmt)
+    blocks = torch.zeros(*amax.shape, 32)
+    blocks[:, 0] = amax
+    return triton_backend.quantize_mx(blocks, fmt, mode)[1].view(torch.uint8)
+
+
+def dequantize_mx(q, codes, fmt, dtype):
+    need(True, fmt)
+    return triton_backend.dequantize_mx(q, codes, fmt, dtype)
+
+
+def amax_to_scale(amax, fmt, policy=CANONICAL, prev=None):
+    return _scales(amax, fmt, policy, prev)[0]
+
+
+def amax_to_scale_inv(amax, fmt, policy=CANONICAL, prev=None):
+    return _scales(amax, fmt, policy, prev)[1]
+
+
+def _scales(amax, fmt, policy, prev):
+    """Let the update of delayed scaling make scales: its window of one is empty where amax is not finite."""
+    need(amax.ndim == 1 and policy.formula != "descale" and policy.nonfinite == "previous", fmt, policy)
+    scale = torch.ones_like(amax) if prev is None else prev
+    return delayed_step(torch.zeros(1, *amax.shape), amax, scale, fmt, policy)[1:]
+
+
+def delayed_step(window, observed, scale, fmt, policy):
+    """Return the window after an observation, the next scale and its reciprocal."""
+    need(True, fmt, policy)
+    fmax = torch.full_like(scale, launch.scale_rule(fmt, policy)[0])
+    return triton_backend.delayed_update(window, observed, scale, fmax, policy)

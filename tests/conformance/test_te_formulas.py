@@ -1,0 +1,162 @@
+"""The presets named after TransformerEngine equal its published formulas, bit for bit, and where they do not: how."""
+
+import numpy as np
+import pytest
+import te_formulas as te
+from conformance_inputs import DTYPES, any_bits, array, count, numpy_dtype, values
+
+import fp8_common as f8
+from fp8_common.policy import te_current, te_delayed
+from fp8_common.testing import adversarial_amax, assert_same_bits
+
+PREVIOUS = np.float32(3.5)
+FORMATS = [f8.E4M3, f8.E5M2]
+ALGOS = ("max", "most_recent")
+SMALLEST_MX = np.float32(2.0**-110)
+"""Below it the quotient of amax and the largest value is subnormal, and is rounded twice by TransformerEngine."""
+
+
+def amaxes(full):
+    """Every kind of amax, and any bits."""
+    return np.concatenate([np.abs(adversarial_amax()), np.abs(any_bits(np.float32, count(full)))])
+
+
+def ordinary(full):
+    """Amax for which a margin neither overflows nor leaves the normal numbers."""
+    amax = amaxes(full)
+    return amax[(amax > 2.0**-60) & (amax < 2.0**60)]
+
+
+def finite(dtype, shape, block):
+    """The blocks of every kind, without what is not finite."""
+    x = array(numpy_dtype(dtype), shape, block)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(x), x, x.dtype.type(1))
+
+
+def scales(full):
+    """Yield (label, ours, theirs, format of the codes)."""
+    for fmt in FORMATS:
+        amax, usual = amaxes(full), ordinary(full)
+        yield (
+            f"{fmt} delayed",
+            f8.amax_to_scale(amax, fmt, te_delayed(), PREVIOUS),
+            te.delayed_scale(amax, PREVIOUS, fmt.name),
+            None,
+        )
+        for margin in (-2, 1, 3, 16):
+            ours = f8.amax_to_scale(usual, fmt, te_delayed(margin=margin), PREVIOUS)
+            yield f"{fmt} margin {margin}", ours, te.delayed_scale(usual, PREVIOUS, fmt.name, margin), None
+        for power_of_2 in (False, True):
+            for epsilon in (0.0, 1e-6, 0.5):
+                ours = f8.amax_to_scale(amax, fmt, te_current(pow2=power_of_2, eps=epsilon))
+                theirs = te.current_scale(amax, fmt.name, power_of_2, epsilon)
+                yield f"{fmt} current, power of 2 {power_of_2}, epsilon {epsilon}", ours, theirs, None
+
+
+def scales_back(full):
+    for fmt in FORMATS:
+        amax = amaxes(full)
+        ours = f8.amax_to_scale_inv(amax, fmt, te_current())
+        yield f"{fmt}", ours, np.float32(1) / te.current_scale(amax, fmt.name), None
+
+
+def histories(full):
+    """Train for 40 steps: the scale used at each step, and the window as TransformerEngine leaves it."""
+    observed = ordinary(full)[: 40 * 64].reshape(40, 64).copy()
+    observed[::7] = 0
+    for fmt in FORMATS:
+        for algo in ALGOS:
+            for length in (1, 2, 4, 16):
+                ours = theirs = np.zeros((length, 64), np.float32)
+                scale = their_scale = np.ones(64, np.float32)
+                for step, amax in enumerate(observed):
+                    ours, seen = f8.update_history(ours, amax, algo)
+                    scale = f8.amax_to_scale(seen, fmt, te_delayed(history=length, algo=algo), scale)
+                    theirs, their_scale = te.delayed_step(theirs, amax, their_scale, fmt.name, algo=algo)
+                    label = f"{fmt} {algo} L={length} step {step}"
+                    yield label, scale, their_scale, None
+                    # theirs has rolled already, and cleared the slot of the next step
+                    yield f"{label}, window", np.concatenate([ours[2:], ours[:1]])[: length - 1], theirs[1:], None
+
+
+def casts(full):
+    for fmt in FORMATS:
+        for name in DTYPES:
+            x = values(fmt, numpy_dtype(name), full)
+            for scale in np.float32([1, 0.37, 448, 2.0**-100]):
+                yield f"{fmt} {name} {scale:g}", f8.quantize(x, scale, fmt), te.cast(x, scale, fmt.name), fmt
+
+
+def blocks(full, block, shapes):
+    for fmt in FORMATS:
+        for name in DTYPES:
+            for shape in shapes:
+                x = finite(name, shape, block)
+                ours = f8.quantize_blockwise(x, fmt, block, te_current(pow2=True))
+                data, scale = te.by_blocks(x, block, fmt.name, lambda a, f=fmt: te.current_scale(a, f.name, True))
+                yield f"{fmt} {name} {shape}", ours.scale, scale, None
+                yield f"{fmt} {name} {shape}", ours.data, data, fmt
+
+
+def microscaling(full):
+    for fmt in FORMATS:
+        for name in DTYPES:
+            x = finite(name, (24, 320), (1, 32))
+            x[np.abs(x.astype(np.float32)) < SMALLEST_MX] = 0
+            ours = f8.quantize_mx(x, fmt, "rceil")
+            data, codes = te.by_blocks(x, (1, 32), fmt.name, lambda a, f=fmt: te.e8m0(a, f.name), te.e8m0_multiplier)
+            yield f"{fmt} {name}", ours.scale, codes, f8.E8M0
+            yield f"{fmt} {name}", ours.data, data, fmt
+
+
+def e8m0_codes(full):
+    for fmt in FORMATS:
+        amax = amaxes(full)
+        amax = amax[np.isfinite(amax) & ((amax == 0) | (amax >= SMALLEST_MX))]
+        yield f"{fmt}", f8.amax_to_e8m0(amax, fmt, "rceil"), te.e8m0(amax, fmt.name), f8.E8M0
+
+
+OPERATIONS = {
+    "amax_to_scale": scales,
+    "amax_to_scale_inv": scales_back,
+    "delayed scaling": histories,
+    "quantize tensorwise": casts,
+    "blockwise 1x128": lambda full: blocks(full, (1, 128), [(12, 300), (5, 128)]),
+    "blockwise 128x128": lambda full: blocks(full, (128, 128), [(200, 300), (130, 129)]),
+    "MX 1x32": microscaling,
+    "E8M0 scales": e8m0_codes,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_same_bits_as_transformer_engine(operation, full, record_property):
+    compared = 0
+    for label, ours, theirs, fmt in OPERATIONS[operation](full):
+        assert_same_bits(np.ascontiguousarray(theirs), np.ascontiguousarray(ours), fmt=fmt, name=label)
+        compared += ours.size
+    assert compared > 1000
+    record_property("conformance", (operation, "TE formulas", compared, 0))
+
+
+def test_a_margin_beside_the_normal_numbers_is_divided_in_another_order():
+    """TransformerEngine divides first: the quotient overflows, or the margin makes it subnormal. Ours does not."""
+    tiny, huge = np.float32(1e-37), np.float32(3e38)
+    rule = te_delayed(margin=16)
+    assert te.delayed_scale(tiny, PREVIOUS, "e4m3", 16) == te.FLT_MAX
+    assert f8.amax_to_scale(tiny, "e4m3", rule) == np.float32(448 * 2.0**-16) / tiny
+    assert 0 < te.delayed_scale(huge, PREVIOUS, "e4m3", 16) < f8.amax_to_scale(huge, "e4m3", rule) == rule.lower
+
+
+def test_a_subnormal_quotient_of_mx_is_rounded_twice():
+    """Just above 2^-127 it becomes 2^-127 before the exponent is rounded up; the smallest power of two is the next."""
+    amax = np.nextafter(np.float32(448 * 2.0**-127), np.float32(1))
+    assert te.e8m0(amax.reshape(1), "e4m3") == 0
+    assert f8.amax_to_e8m0(amax, "e4m3", "rceil") == 1
+
+
+def test_an_infinite_amax_stays_in_their_window_and_not_in_ours():
+    theirs, scale = te.delayed_step(np.zeros((3, 1), np.float32), np.float32([np.inf]), np.ones(1), "e4m3")
+    assert scale == 1
+    assert np.isinf(theirs).any()
+    assert np.isfinite(f8.update_history(np.zeros((3, 1), np.float32), np.float32([np.inf]))[0]).all()
