@@ -263,14 +263,26 @@ def release_check(session: nox.Session) -> None:
 @nox.session(python=select_pyenv_interpreter("3.12"))
 def te(session: nox.Session) -> None:
     """Run fp8-te-init against the real TransformerEngine, where it can be installed."""
-    install(session, "fp8-common", "fp8-te-init", groups=["test"], constraints=None, extras=False)
-    look = "import transformer_engine.pytorch"
+    session.env.update(package_sources(None))
+    session.install("uv")
+    extension, releases = "transformer_engine_torch", ">=2.11,<2.21"
     try:
-        # its torch extension is built from source where there is no wheel: that is left to the user
-        session.install("--only-binary=:all:", "transformer_engine[pytorch]>=2.11,<2.21")
-        session.run("python", "-c", look, silent=True)
+        # looked for alone: everything else that it needs has wheels, gigabytes of them
+        look = ("uv", "pip", "install", "--dry-run", "--no-deps", f"--only-binary={extension}", extension + releases)
+        session.run(*look, silent=True)
     except nox.command.CommandFailed:
-        session.skip("TransformerEngine has no wheel that installs and imports here; build its torch extension first.")
+        session.skip(
+            f"The index has no wheel of {extension}{releases} for this Python. Build its torch extension from source "
+            "for a Python of yours, then run pytest packages/fp8-te-init/tests with it, or nox -s gpu on a GPU."
+        )
+    install(session, "fp8-common", "fp8-te-init", groups=["test"], constraints=None, extras=False)
+    session.install(f"--only-binary={extension}", f"transformer_engine[pytorch]{releases}")
+    try:
+        session.run("python", "-c", "import transformer_engine.pytorch", silent=True)
+    except nox.command.CommandFailed:
+        session.skip(
+            "TransformerEngine is installed and does not import here: see what it says about CUDA's libraries."
+        )
     session.run("pytest", "-m", "", "packages/fp8-te-init/tests/test_te_real.py", *session.posargs)
 
 

@@ -30,6 +30,7 @@ class InitCell:
     Attributes:
         source: Where the values come from; None if nothing is kept.
         lost: Why there is nothing although something was kept; None if that is as it should be.
+        sharded: Whether the parameter was a distributed one when it was last looked at.
     """
 
     def __init__(self, preserve: Preserve, group: "ReleaseGroup | None" = None) -> None:
@@ -37,6 +38,7 @@ class InitCell:
         self.group = group
         self.source: Source | None = None
         self.lost: str | None = None
+        self.sharded = False
         self._open = preserve != "none"
         if group is not None:
             group.add(self)

@@ -12,6 +12,12 @@ _TE_RECIPES = {
     "Float8CurrentScaling": "tensorwise",
     "Float8BlockScaling": "blockwise",
 }
+_TE_ALONE = ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
+
+
+def is_for_te_alone(recipe: object) -> bool:
+    """Return whether a recipe object of TransformerEngine has no native counterpart, so that it is for its modules."""
+    return type(recipe).__name__ in _TE_ALONE
 
 
 def resolve_config(recipe: "str | Recipe | Any | None", config: PrimaryConfig | None = None) -> PrimaryConfig:

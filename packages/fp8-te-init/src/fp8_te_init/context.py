@@ -11,16 +11,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8_common.recipe import Recipe
 from fp8_common.torch.dtypes import INPUT_DTYPES
-from fp8_te_init.backends.te_context import adopt, te_context
+from fp8_te_init.backends.te_context import adopt, is_deferred, te_context
 from fp8_te_init.backends.te_rows import te_kind
 from fp8_te_init.cell import InitCell
-from fp8_te_init.choices import check_choice, resolve_config
+from fp8_te_init.choices import check_choice, is_for_te_alone, resolve_config
 from fp8_te_init.compat import local_of
 from fp8_te_init.config import PrimaryConfig
 from fp8_te_init.linear import PrimaryFloat8Linear
 from fp8_te_init.release import Release, ReleaseGroup
 from fp8_te_init.sources import Preserve
-from fp8_te_init.store import STORE
+from fp8_te_init.store import STORE, cell_of
 from fp8_te_init.weight import PrimaryFloat8Weight
 
 Backend = Literal["auto", "te", "native"]
@@ -61,7 +61,8 @@ def primary_weights(
             "replay" keeps nothing per element and repeats the initialisation; "none" forgets them.
         release: When they are dropped: "seed" with `seed_masters`, at the latest after the first optimizer step;
             "step" after that; "forward" after the first forward; "manual" when they are cleared.
-        backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both.
+        backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both; with its
+            MX and NVFP4 recipes "auto" is for its modules alone too.
         enabled: False switches FP8 off inside, also inside another such block.
         config: All choices of the native layers at once, instead of a recipe.
 
@@ -72,7 +73,7 @@ def primary_weights(
     check_choice("preserve", preserve, Preserve)
     check_choice("release", release, Release)
     check_choice("backend", backend, Backend)
-    native = enabled and backend != "te"
+    native = enabled and backend != "te" and not (backend == "auto" and is_for_te_alone(recipe))
     building = _Building(
         config=resolve_config(recipe, config) if native else None, preserve=preserve, group=ReleaseGroup(release)
     )
@@ -111,9 +112,14 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
     """Put an FP8 weight in the place of a linear layer's, or take over the copy of TransformerEngine's."""
     building = _current.get()
     if building is not None and te_kind(local_of(parameter)) is not None:
+        if cell_of(parameter) is not None:
+            return None
         cell = InitCell(building.preserve, building.group)
         if adopt(module, name, parameter, cell):
             STORE.register(module, name, parameter, cell)
+        return None
+    if building is not None and is_deferred(module, parameter):
+        STORE.register(module, name, parameter, InitCell(building.preserve, building.group))
         return None
     if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
         return None

@@ -6,6 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from fp8_te_init.compat import local_of
+from fp8_te_init.errors import MissingInitError
 from fp8_te_init.master import MASTER, MasterOptimizer
 
 
@@ -43,11 +44,21 @@ class ScaledMaster:
         self._optimizer, self._parameter = optimizer, parameter
 
     def set(self, values: torch.Tensor) -> None:
-        """Make the optimizer's state for the parameter, if there is none yet, and set the master."""
+        """Make the optimizer's state for the parameter, if there is none yet, and set the master.
+
+        Raises:
+            MissingInitError: The optimizer keeps the lower half of each master alone.
+        """
+        if getattr(self._optimizer, "store_param_remainders", False) and self._parameter.dtype == torch.bfloat16:
+            raise MissingInitError(
+                "FusedAdam(store_param_remainders=True) keeps 16 bits of each master and takes the others from the "
+                "bfloat16 parameter, which FP8 codes are not. Use store_param_remainders=False."
+            )
         if MASTER not in self._optimizer.state.get(self._parameter, {}):
             self._optimizer.initialize_state(self._parameter, False)
         held = local_of(self._optimizer.state[self._parameter][MASTER])
-        self._optimizer.set_scaled_state(self._parameter, MASTER, values.to(held.device, torch.float32))
+        # a copy: where masters are scaled, the method scales its argument in place
+        self._optimizer.set_scaled_state(self._parameter, MASTER, values.to(held.device, torch.float32, copy=True))
 
 
 def find_master(optimizer: Optimizer, parameter: Any) -> Master | None:

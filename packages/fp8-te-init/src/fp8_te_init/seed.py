@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fp8_common.errors import Fp8Error
+from fp8_te_init.backends import requantizable
 from fp8_te_init.errors import MissingInitError, StaleInitError
 from fp8_te_init.masters import Master, find_master
 from fp8_te_init.parameters import NamedWeight, fp8_weights
@@ -82,6 +83,8 @@ def seed_masters(
     order = [source for source in source_order if not strict or source in EXACT]
     find = reader_of(checkpoint, prefix) if checkpoint is not None else lambda name: None
     weights = fp8_weights(model)
+    if strict:
+        _refuse_dequantized(model)
     sources: dict[str, MasterSource] = {}
     problems: dict[int, Exception] = {}
     for index, named in enumerate(weights):
@@ -94,6 +97,13 @@ def seed_masters(
             problems[index] = error
     _raise_together(weights, problems)
     return SeedReport(sources=sources, released_bytes=_release(model))
+
+
+def _refuse_dequantized(model: nn.Module) -> None:
+    """Refuse a model in which a weight stopped being FP8 while its start was kept: its master would be wrong unseen."""
+    for name, module, attribute, cell in STORE.named_cells(model):
+        if cell.lost is not None and requantizable(module._parameters.get(attribute)) is None:
+            raise StaleInitError(f"{name}: {cell.lost}")
 
 
 def _master_for(optimizer: Optimizer, named: NamedWeight, strict: bool) -> Master | None:

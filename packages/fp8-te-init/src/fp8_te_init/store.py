@@ -5,6 +5,7 @@ kept belongs to the place in the module, and follows it: when a parameter object
 gets its accessors and its values, cut to the rows that it holds.
 """
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -12,11 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_te_init.backends import requantizable
 from fp8_te_init.backends.te_context import take_copy
+from fp8_te_init.backends.te_rows import te_kind
 from fp8_te_init.cell import InitCell
+from fp8_te_init.compat import local_of
 from fp8_te_init.weight import primary_of
 
 _MARKER = "_fp8_init_marker"
@@ -37,6 +43,8 @@ class InitStore:
             cell.group.add(cell, module)
         self._attach(module, name, parameter, cell)
         _watch_optimizers()
+        if parameter.is_meta:
+            _watch_registrations()
 
     def cell(self, module: nn.Module, name: str) -> InitCell | None:
         """Return what is kept for a parameter, brought up to date with the parameter that is there now."""
@@ -48,9 +56,15 @@ class InitStore:
 
         Raises:
             StaleInitError: The weight was changed since.
+            Fp8Error: FSDP2 holds the whole weight at the moment.
         """
-        cell = self.cell(module, name)
-        rows = requantizable(module._parameters.get(name))
+        cell, parameter = self.cell(module, name), module._parameters.get(name)
+        if cell is not None and cell.source is not None and _is_gathered(parameter, cell):
+            raise Fp8Error(
+                f"FSDP2 holds the gathered {name} at the moment, and kept values belong to the shards. Call reshard() "
+                "on the module that fully_shard was applied to first."
+            )
+        rows = requantizable(parameter)
         return None if cell is None or rows is None else cell.values(rows)
 
     def named_cells(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, str, InitCell]]:
@@ -72,7 +86,7 @@ class InitStore:
         """Give what stands in the place of a parameter its accessors and its kept values."""
         cell = self._cells.get(module, {}).get(name)
         parameter = module._parameters.get(name)
-        if cell is None or parameter is None:
+        if cell is None or parameter is None or _is_gathered(parameter, cell):
             return
         known = cell_of(parameter)
         primary = primary_of(parameter)
@@ -83,7 +97,22 @@ class InitStore:
             self._cells[module][name] = cell = known
         if primary is None:
             take_copy(parameter, cell)  # TransformerEngine made the parameter anew, and left its copy there
+            if getattr(module, "primary_weights_in_fp8", False) and _is_plain_shard(parameter):
+                cell.lose(
+                    "This weight has no FP8 codes any more: TransformerEngine dequantized it when it was sharded, as "
+                    "it does with block-wise weights and with uneven rows of MX ones. Build the model on the meta "
+                    "device, apply fully_shard, then call reset_parameters."
+                )
         if getattr(parameter, _TETHER, None) is None or (primary is not None and primary.state.cell is not cell):
+            self._attach(module, name, parameter, cell)
+
+    def replaced(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """Take over what TransformerEngine is about to put in the place of a deferred parameter."""
+        cell = self._cells.get(module, {}).get(name)
+        if cell is None or parameter is None or cell_of(parameter) is not None or _is_gathered(parameter, cell):
+            return
+        if te_kind(local_of(parameter)) is not None:
+            take_copy(parameter, cell)
             self._attach(module, name, parameter, cell)
 
     def copy(self, original: nn.Module, twin: nn.Module, memo: dict) -> None:
@@ -99,10 +128,13 @@ class InitStore:
 
     def _attach(self, module: nn.Module, name: str, parameter: nn.Parameter, cell: InitCell) -> None:
         place: Any = parameter
+        cell.sharded = isinstance(parameter, DTensor)
         tether = _Tether(cell)
         setattr(place, _TETHER, tether)
-        place.get_high_precision_init_val = Accessor("values", module, name)
-        place.clear_high_precision_init_val = Accessor("clear", module, name)
+        local: Any = local_of(place)
+        for holder in (place, local):  # TransformerEngine puts them on the local tensor
+            holder.get_high_precision_init_val = Accessor("values", module, name)
+            holder.clear_high_precision_init_val = Accessor("clear", module, name)
         self._follow(tether, module, name)
         primary = primary_of(parameter)
         if primary is not None:
@@ -191,10 +223,27 @@ class _Marker:
         return _Marker, ()
 
 
+def _is_gathered(parameter: object, cell: InitCell) -> bool:
+    """Return whether FSDP2 has put the whole weight in the place of a shard, for a while."""
+    return cell.sharded and not isinstance(parameter, DTensor)
+
+
+def _is_plain_shard(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not parameter.is_meta and type(local_of(parameter)) is torch.Tensor
+
+
 def _reconcile(reference: "weakref.ref[nn.Module]", name: str) -> None:
     module = reference()
     if module is not None:
-        STORE.reconcile(module, name)
+        with contextlib.suppress(Fp8UnsupportedError):  # nobody is there to hear it; it comes again with the next use
+            STORE.reconcile(module, name)
+
+
+@cache
+def _watch_registrations() -> None:
+    """Follow deferred parameters: FSDP2 may keep the old one alive, whose death would tell otherwise."""
+    hook: Any = STORE.replaced  # the stub says that such hooks get no None
+    register_module_parameter_registration_hook(hook)
 
 
 @cache

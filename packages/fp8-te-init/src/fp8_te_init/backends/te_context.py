@@ -52,19 +52,29 @@ def adopt(module: nn.Module, name: str, parameter: nn.Parameter, cell: InitCell)
     """Take a TransformerEngine weight's copy into `cell`, and drop it there; False if it is no such weight."""
     if te_rows(parameter) is None:
         return False
-    if te_kind(local_of(parameter)) == PER_TENSOR:
-        install_fsdp_hooks(type(local_of(parameter)))
     take_copy(parameter, cell)
     return True
+
+
+def is_deferred(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Return whether a TransformerEngine module will quantize this parameter of the meta device when it is reset."""
+    return parameter.is_meta and parameter.ndim == 2 and bool(getattr(module, "primary_weights_in_fp8", False))
 
 
 def take_copy(parameter: Any, cell: InitCell) -> None:
     """Move the copy that TransformerEngine left on a parameter, or on its local tensor, into `cell`."""
     rows = te_rows(parameter)
+    if te_kind(local_of(parameter)) == PER_TENSOR:
+        install_fsdp_hooks(type(local_of(parameter)))
     for holder in (parameter, local_of(parameter)):
         values = getattr(holder, COPY, None)
         if isinstance(values, torch.Tensor) and rows is not None:
-            if cell.keeps_writes:
+            if te_kind(values) is not None:
+                cell.lose(
+                    "TransformerEngine initialized this weight a second time, in FP8: its copy is a rounded one. "
+                    "Reset parameters on the meta device alone, or seed the masters from a checkpoint."
+                )
+            elif cell.keeps_writes:
                 cell.keep(values.view(rows.rows.count, -1), rows)
             delattr(holder, COPY)
 
@@ -85,7 +95,8 @@ def _te_recipe(recipe: Any) -> Any:
 def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # a library of the wrong CUDA version is an OSError
+    # a library of the wrong CUDA version is an OSError, parts of different releases an AssertionError
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise Fp8UnsupportedError(
             f'backend="te" needs TransformerEngine, which cannot be imported here ({error}). Install '
             '"fp8-te-init[te]" on a machine with CUDA, or use backend="native" for nn.Linear.'

@@ -2,7 +2,8 @@
 
 Nothing is imported from TransformerEngine: its tensors are known by the names of their classes and attributes, which
 are the same in the releases 2.11 to 2.20. Per-tensor scaled ones are read and written here with plain torch, on any
-device; block-scaled and MX ones are read here and written by their own quantizer, which needs a GPU.
+device; block-scaled and MX ones are read here and written by their own quantizer, which needs a GPU. They are refused
+where their scales could not be read right.
 """
 
 from typing import Any
@@ -14,20 +15,21 @@ from fp8_common.formats import Format, get_format
 from fp8_common.policy import te_current
 from fp8_common.torch.amax import amax_all, float_key, key_to_float
 from fp8_common.torch.dtypes import torch_dtype
-from fp8_common.torch.quantize import quantize
+from fp8_common.torch.quantize import block_amax, expand_blocks, quantize
 from fp8_common.torch.rounding import values as decoded_values
 from fp8_common.torch.scaling import divide, scale_from_amax
 from fp8_te_init.compat import local_of
-from fp8_te_init.shards import place_of
+from fp8_te_init.shards import group_of, place_of
 from fp8_te_init.sources.base import Rows
 
 PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
 NEEDED = {
     PER_TENSOR: ("_data", "_scale_inv", "_fp8_dtype", "_quantizer", "_transpose", "_transpose_invalid"),
-    BLOCKS: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "quantize_"),
+    BLOCKS: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "_is_2D_scaled", "quantize_"),
     MX: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "quantize_"),
 }
 """The attributes that this file uses of each class; a test looks for them in the real ones."""
+_SHARD_ROWS = {BLOCKS: 128, MX: 32}
 
 
 def te_kind(tensor: object) -> str | None:
@@ -51,7 +53,25 @@ def te_rows(parameter: Any) -> "TeRows | None":
             f"This TransformerEngine's {kind} has no {', '.join(missing)}, which fp8-te-init needs. It works with the "
             "releases 2.11 to 2.20; use one of these, or another release of fp8-te-init."
         )
+    if kind != PER_TENSOR:
+        _check_blocks(parameter, kind)
     return TeRows(parameter, kind)
+
+
+def _check_blocks(parameter: Any, kind: str) -> None:
+    """Refuse block scales that cannot be read, and shards whose blocks are not those of the whole weight."""
+    if getattr(local_of(parameter), "_with_gemm_swizzled_scales", False):
+        raise Fp8UnsupportedError(
+            "The scales of this MXFP8Tensor are ordered for its products. Build primary weights inside "
+            "quantized_model_init or primary_weights, which keep them in rows."
+        )
+    group = group_of(parameter)
+    ranks, unit, rows = 1 if group is None else group.size(), _SHARD_ROWS[kind], parameter.shape[0]
+    if ranks > 1 and rows % (ranks * unit):
+        raise Fp8UnsupportedError(
+            f"The rows of a {kind} are sharded equally and in multiples of {unit}; this one has {rows} rows on {ranks} "
+            "ranks, and its gathered scales would belong to other rows. Choose other sizes or per-tensor scaling."
+        )
 
 
 class TeRows:
@@ -85,7 +105,9 @@ class TeRows:
     @property
     def fmt(self) -> Format:
         """The format of the codes."""
-        return get_format("e5m2" if "E5M2" in str(self._tensor._fp8_dtype) else "e4m3")
+        dtype = self._tensor._fp8_dtype
+        # an IntEnum in newer releases, whose str() is a number
+        return get_format("e5m2" if "E5M2" in getattr(dtype, "name", str(dtype)) else "e4m3")
 
     @property
     def device(self) -> torch.device:
@@ -113,8 +135,11 @@ class TeRows:
         if self._kind == MX:
             # E8M0: a power of two for 32 values along the row
             wide = torch.exp2(scales.view(torch.uint8).float() - 127).repeat_interleave(32, dim=1)
-        else:
+        elif self._tensor._is_2D_scaled:
             wide = scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=0)
+        else:
+            # 1x128 blocks: a column of scales for each row
+            wide = scales.t().repeat_interleave(128, dim=1)
         return wide[:rows, :columns]  # TransformerEngine pads the scales
 
     def values(self) -> torch.Tensor:
@@ -124,26 +149,33 @@ class TeRows:
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of high-precision values [n, columns] with the present scales.
 
-        Only the scale back is stored. Where the one into FP8 is not known, each that has it as its reciprocal is tried.
+        Only the scale back is stored. Where the one into FP8 is not known, each that has it as its reciprocal is tried,
+        for each block on its own.
         """
-        codes, present = torch.empty(0), self.codes()
-        for scale in self._possible_scales():
-            codes = quantize(values, scale, self.fmt).view(torch.uint8)
+        first, *others = self._possible_scales()
+        codes, present = quantize(values, first, self.fmt).view(torch.uint8), self.codes()
+        for scale in others:
             if torch.equal(codes, present):
                 break
+            tried = quantize(values, scale, self.fmt).view(torch.uint8)
+            codes = torch.where(self._blocks_of(tried == present), tried, codes)
         return codes
+
+    def _blocks_of(self, same: torch.Tensor) -> torch.Tensor:
+        """Return where all elements [n, columns] that share a scale are True."""
+        if self._kind == PER_TENSOR:
+            return same.all()
+        block = (1, 32) if self._kind == MX else (128 if self._tensor._is_2D_scaled else 1, 128)
+        return expand_blocks(block_amax((~same).float(), block), block, same.shape) == 0
 
     def _possible_scales(self) -> list[torch.Tensor]:
         scale_inv = self.scale_inv()
         nearest = divide(1.0, scale_inv)
-        if scale_inv.ndim:
-            return [nearest]  # powers of two: exact
-        known = getattr(self._tensor._quantizer, "scale", None)
-        steps = [nearest, *(torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf))]
-        if known is not None:
+        steps = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
+        known = getattr(getattr(self._tensor, "_quantizer", None), "scale", None)
+        if scale_inv.ndim == 0 and known is not None:
             steps.insert(0, known.detach().reshape(()).to(scale_inv.device))
-        fitting = [scale for scale in steps if torch.equal(divide(1.0, scale), scale_inv)]
-        return fitting or [nearest]
+        return [nearest, *(torch.where(divide(1.0, scale) == scale_inv, scale, nearest) for scale in steps)]
 
     def pending(self) -> torch.Tensor | None:
         """Return None: a write is quantized at once."""
@@ -161,11 +193,15 @@ class TeRows:
         if self._kind != PER_TENSOR:
             tensor.quantize_(values.to(self.dtype).view(tensor.shape))
             return
-        scale = scale_from_amax(key_to_float(keys).reshape(()), self.fmt, te_current())
+        quantizer = tensor._quantizer
+        policy = te_current(
+            pow2=getattr(quantizer, "force_pow_2_scales", False), eps=getattr(quantizer, "amax_epsilon", 0.0)
+        )
+        scale = scale_from_amax(key_to_float(keys).reshape(()), self.fmt, policy)
         self._raw().copy_(quantize(values, scale, self.fmt).view(torch.uint8).view(tensor.shape))
         tensor._scale_inv.copy_(divide(1.0, scale).reshape(tensor._scale_inv.shape))
         tensor._transpose_invalid = True
-        known = getattr(tensor._quantizer, "scale", None)
+        known = getattr(quantizer, "scale", None)
         if isinstance(known, torch.Tensor):
             known.copy_(scale.reshape(known.shape))
 
