@@ -190,6 +190,48 @@ MUTANTS = [
         "return cls(result, source._state)",
         f"{FSDP_TESTS}/test_torchao_defects.py",
     ),
+    Mutant(
+        "an uploaded shard is a weight of its own",
+        f"{TORCH}/fsdp/wire.py",
+        "    return origin\n",
+        "    return weight\n",
+        f"{FSDP_TESTS}/test_composition.py -k uploaded",
+    ),
+    Mutant(
+        "a kept buffer keeps its scale",
+        f"{FSDP}/sharded.py",
+        "                refill(target.scale, scale)\n                target.filled_from = kept\n",
+        "                target.filled_from = kept\n",
+        f"{FSDP_TESTS}/test_freshness.py",
+    ),
+    Mutant(
+        "parts of an activation are cast with scales of their own",
+        f"{FSDP}/tensor_parallel/layers.py",
+        "record=record, group=group)",
+        "record=record)",
+        f"{FSDP_TESTS}/test_tensor_parallel.py",
+    ),
+    Mutant(
+        "a shared bias learns from one rank's part of the sequence",
+        f"{FSDP}/tensor_parallel/layers.py",
+        "bias = SumGradient.apply(bias, self.mesh)",
+        "pass",
+        f"{FSDP_TESTS}/test_tensor_parallel.py",
+    ),
+    Mutant(
+        "copies of a shard average alone",
+        f"{FSDP}/traceable/placement.py",
+        "part = compat.wait(compat.start_all_reduce(part, self.copies_group))",
+        "pass",
+        f"{FSDP_TESTS}/test_traceable.py -k hsdp",
+    ),
+    Mutant(
+        "the backward keeps the forward's gather",
+        f"{FSDP}/traceable/linear.py",
+        "wire.place.start_gather(again(b, grad))",
+        "wire.place.start_gather(b)",
+        f"{FSDP_TESTS}/test_compile_tables.py",
+    ),
     # ---- fp8-jax-owg
     Mutant(
         "cotangents add up",
