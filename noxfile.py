@@ -65,7 +65,7 @@ INTERPRETED = [
     "tests/conformance/test_conformance.py",
 ]
 TESTS = ("shared-kernels/tests", "packages", "tests")
-DOCUMENTS = ("README.md", "shared-kernels/README.md", "docs")
+DOCUMENTS = ("README.md", *(f"{place.partition('[')[0]}/README.md" for place in PACKAGES.values()), "docs")
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
