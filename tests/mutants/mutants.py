@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         "an uploaded shard is a weight of its own",
         f"{TORCH}/fsdp/wire.py",
-        "    return origin\n",
-        "    return weight\n",
+        'if getattr(shard, "_state", None) is origin)',
+        "if False)",
         f"{FSDP_TESTS}/test_composition.py -k uploaded",
     ),
     Mutant(

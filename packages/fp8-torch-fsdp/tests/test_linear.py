@@ -218,6 +218,16 @@ def test_a_gathered_weight_acts_as_a_tensor_and_refuses_writes():
         weight.mul_(2)
 
 
+def test_a_layer_moves_to_another_device_and_back():
+    """torch swaps each parameter with its copy, which it refuses while anything refers to one of them weakly."""
+    moved, stayed = layer(), layer()
+    x = torch.randn(8, 256)
+    for _ in range(2):
+        moved._apply(lambda t: torch.ops.aten._to_copy.default(t))  # what .to("cuda") does to each tensor
+        assert isinstance(moved.weight, f8.ShardedFloat8Weight)
+        assert torch.equal(moved(x), stayed(x))
+
+
 def test_plugin_describes_itself():
     from fp8_common.machine import detect
     from fp8_torch_fsdp._plugin import describe

@@ -139,7 +139,7 @@ class ShardedFloat8Weight(torch.Tensor):
         if is_view(func):
             return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
         if func is aten._to_copy.default and result.dtype == source.dtype:
-            return cls(result, source._state.moved(source))
+            return cls(result, source._state.copied())
         if func in _MAKES_WEIGHT and result.is_floating_point():
             return cls(result, source._state.fresh())
         return result

@@ -197,10 +197,10 @@ def find_root(local: object) -> nn.Module:
     )
 
 
-def is_offloaded(local: object) -> bool:
-    """Return whether FSDP2 keeps the shard `local` (the same tensor object) on the CPU and uploads it to gather."""
-    params = (param for state in _fsdp_states() for param in _params_of_state(state))
-    return any(param.local is local and param.fsdp_param.offload_to_cpu for param in params)
+def offloaded_shards() -> Iterator[Any]:
+    """Yield the shards that FSDP2 keeps on the CPU and uploads to gather, `TrackedWeight` or not."""
+    for state in _fsdp_states():
+        yield from (param.local for param in _params_of_state(state) if param.fsdp_param.offload_to_cpu)
 
 
 def sharded_params(root: nn.Module) -> list[ShardedParam]:

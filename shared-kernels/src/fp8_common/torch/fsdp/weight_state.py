@@ -78,7 +78,7 @@ class WeightState:
         wire: Cached result of `strategy.to_wire`, made with `scale`.
         lent: Number of plain aliases that are still alive.
         casts: How often the shard was cast, for reports and tests.
-        origin: The weight that this one is a fresh copy of, while that lives; FSDP2's CPU offload gathers copies.
+        origin: What is known of the weight that this one is a fresh copy of; FSDP2's CPU offload gathers copies.
         plan: The synchronization plan of the FSDP root that owns the shard.
         name: Name of the parameter, known once linked to a plan.
         full_shape: Shape of the gathered weight.
@@ -100,7 +100,7 @@ class WeightState:
     wire: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None
     lent: int = 0
     casts: int = 0
-    origin: "Callable[[], TrackedWeight | None]" = lambda: None
+    origin: "Callable[[], WeightState | None]" = lambda: None
     plan: "Callable[[], SyncPlan | None]" = lambda: None
     name: str = "<unnamed>"
     full_shape: torch.Size = _NO_SHAPE
@@ -135,9 +135,9 @@ class WeightState:
         """Return the state of a new tensor that holds other data: the same strategy, nothing remembered."""
         return WeightState(strategy=self.strategy, cache=self.cache)
 
-    def moved(self, origin: "TrackedWeight") -> "WeightState":
-        """Return the state of a copy of `origin`, the weight that this state belongs to."""
-        return WeightState(strategy=self.strategy, cache=self.cache, origin=weakref.ref(origin))
+    def copied(self) -> "WeightState":
+        """Return the state of a copy, which is another weight unless FSDP2 made it only to gather it."""
+        return WeightState(strategy=self.strategy, cache=self.cache, origin=weakref.ref(self))
 
     def __deepcopy__(self, memo: dict) -> "WeightState":
         """A copied weight starts without memory: its FSDP root, if any, is another one."""

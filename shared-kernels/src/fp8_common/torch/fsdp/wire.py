@@ -43,9 +43,9 @@ def _owner_of(weight: TrackedWeight) -> TrackedWeight:
     """Return the weight that FSDP2 shards: `weight` itself, unless CPU offload gathers a copy of it on the GPU."""
     state = weight._state
     origin = state.origin()
-    if origin is None or state.plan() is not None or not compat.is_offloaded(origin):
+    if origin is None or state.plan() is not None:
         return weight
-    return origin
+    return next((shard for shard in compat.offloaded_shards() if getattr(shard, "_state", None) is origin), weight)
 
 
 def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
