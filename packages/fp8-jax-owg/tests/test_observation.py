@@ -16,9 +16,8 @@ STREAM = np.float32([2, 3, 4, 0.5, 1e-40, 0, 7, np.inf, 3e-12, np.nan, 1e38, 5, 
 
 def step(state, amax, fmt, policy):
     """One step: use the scale, observe, overwrite."""
-    scale, history = state
-    gradients = observe(amax, scale, history, fmt, policy)
-    return tuple(map(resolve, state, gradients)), used_scale(scale, history, fmt, policy)
+    used = used_scale(*state, fmt, policy)
+    return tuple(map(resolve, state, observe(amax, used[1], state[1]))), used
 
 
 @pytest.mark.matrix(fmt=["e4m3", "e5m2"], margin=[0, 2, -3], algo=["max", "most_recent"], jit=[True, False])
@@ -59,7 +58,8 @@ def test_a_kept_scale_is_kept_exactly():
 
 def test_uses_combine_by_max_to_one_roll():
     scale, history = jnp.float32([0.5]), jnp.float32([2, 0, 3])
-    uses = [observe(jnp.float32(amax), scale, history, "e4m3") for amax in (1, 5, np.inf, 4)]
+    _, scale_inv = used_scale(scale, history, "e4m3")
+    uses = [observe(jnp.float32(amax), scale_inv, history) for amax in (1, 5, np.inf, 4)]
     decoded = [[wire.from_wire(g) for g in use] for use in uses]
     scales, histories = (jnp.stack(leaves) for leaves in zip(*decoded, strict=True))
     assert wire.maximum_over(scales, 0)[0] == fp8_common.reciprocal(np.float32(448) / np.float32(3))
@@ -72,6 +72,18 @@ def test_nothing_observed_keeps_every_element():
         np.testing.assert_array_equal(np.asarray(resolve(state, gradient)).view(np.int32), state.view(np.int32))
     mixed = jnp.where(jnp.asarray([True, False, True, False]), wire.to_wire(jnp.zeros(4)), not_observed(state))
     np.testing.assert_array_equal(np.asarray(resolve(state, mixed)), np.float32([0, 1e-40, 0, 1e30]))
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_zeros_as_plain_gradients_leave_them_count_as_zeros(algo):
+    """`jax.grad` without `owg.grad` stores what travels: -2^-126 stands for 0."""
+    policy = ScalePolicy(algo=algo)
+    travelled = wire.to_wire(jnp.zeros(3))
+    assert (np.asarray(travelled) < 0).all()
+    into, back = used_scale(jnp.float32([0.25]), travelled, "e4m3", policy)
+    assert (into[0], back[0]) == (4, 0.25)
+    mixed = travelled.at[0].set(7)
+    assert used_scale(jnp.ones(1), mixed, "e4m3", policy)[0][0] == np.float32(448) / np.float32(7)
 
 
 def test_a_state_in_another_dtype_is_refused():

@@ -15,6 +15,18 @@ State = dict[Tensor, TensorMeta]
 """The state of each tensor of a product; empty for current scaling."""
 
 
+class Seen(NamedTuple):
+    """What a cast leaves for the next value of the state.
+
+    Attributes:
+        amax: float32 scalar, what was observed.
+        scale_inv: float32 scalar, the dequantization scale that was used.
+    """
+
+    amax: jax.Array | None
+    scale_inv: jax.Array
+
+
 class Operand(NamedTuple):
     """One operand of a product in FP8.
 
@@ -27,6 +39,11 @@ class Operand(NamedTuple):
     data: jax.Array
     scale_inv: jax.Array
     amax: jax.Array | None
+
+    @property
+    def seen(self) -> Seen:
+        """What the next state needs of this cast."""
+        return Seen(self.amax, self.scale_inv)
 
 
 def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tuple[int, ...] = ()) -> Operand:
@@ -55,17 +72,17 @@ def keeps_operands(scaling: Scaling) -> bool:
     return isinstance(scaling, CurrentScaling) and scaling.granularity == "row"
 
 
-def next_state(state: State, seen: Mapping[Tensor, jax.Array | None], scaling: Scaling) -> State:
+def next_state(state: State, seen: Mapping[Tensor, Seen]) -> State:
     """Return the next value of every leaf, as its gradient carries it.
 
     Args:
         state: The leaves as they were before the step.
-        seen: The amax of each tensor.
-        scaling: The rule.
+        seen: What the casts of these tensors left.
     """
+    histories = {tensor: meta.history for tensor, meta in state.items()}
     # Behind a barrier, or XLA takes what belongs to the histories out of a loop and keeps copies of each.
-    state, seen = lax.optimization_barrier((state, {tensor: seen[tensor] for tensor in state}))
+    histories, found = lax.optimization_barrier((histories, {tensor: seen[tensor] for tensor in state}))
     return {
-        tensor: TensorMeta(*observe(seen[tensor], meta.scale, meta.history, format_of(tensor, scaling), scaling.policy))
-        for tensor, meta in state.items()
+        tensor: TensorMeta(*observe(found[tensor].amax, found[tensor].scale_inv.reshape(1), history))
+        for tensor, history in histories.items()
     }

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8_common.formats import Format
 from fp8_common.jax.arrays import as_codes
 from fp8_common.jax.quantize import multiply_back
-from fp8_jax_owg.casting import Operand, cast, next_state
+from fp8_jax_owg.casting import Operand, Seen, cast, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
 from fp8_jax_owg.meta import TensorMeta, read_tensor_meta
@@ -91,15 +91,15 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
 
 
-Residuals = tuple[TensorMeta, jax.Array | None]
+Residuals = tuple[TensorMeta, Seen]
 
 
 def _apply(how: _Cast, x: jax.Array, meta: TensorMeta) -> Operand:
     return cast(first_order_only(x), how.tensor, {how.tensor: meta}, how.scaling)
 
 
-def _next(how: _Cast, meta: TensorMeta, amax: jax.Array | None) -> TensorMeta:
-    return next_state({how.tensor: meta}, {how.tensor: amax}, how.scaling)[how.tensor]
+def _next(how: _Cast, meta: TensorMeta, seen: Seen) -> TensorMeta:
+    return next_state({how.tensor: meta}, {how.tensor: seen})[how.tensor]
 
 
 def _back(how: _Cast, made: Operand, dtype: np.dtype) -> jax.Array:
@@ -114,7 +114,7 @@ def _in_q(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[jax.Array, jax.Ar
 
 def _in_q_fwd(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     made = _apply(how, x, meta)
-    return (made.data, made.scale_inv), (meta, made.amax)
+    return (made.data, made.scale_inv), (meta, made.seen)
 
 
 def _in_q_bwd(how: _Cast, residuals: Residuals, _: object) -> tuple[None, TensorMeta]:
@@ -128,7 +128,7 @@ def _in_qdq(how: _Cast, x: jax.Array, meta: TensorMeta) -> jax.Array:
 
 def _in_qdq_fwd(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[jax.Array, Residuals]:
     made = _apply(how, x, meta)
-    return _back(how, made, x.dtype), (meta, made.amax)
+    return _back(how, made, x.dtype), (meta, made.seen)
 
 
 def _in_qdq_bwd(how: _Cast, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, TensorMeta]:
@@ -146,7 +146,7 @@ def _out_qdq_fwd(how: _Cast, y: jax.Array, meta: TensorMeta) -> tuple[jax.Array,
 
 def _out_qdq_bwd(how: _Cast, meta: TensorMeta, g: jax.Array) -> tuple[jax.Array, TensorMeta]:
     made = _apply(how, g, meta)
-    return _back(how, made, g.dtype), _next(how, meta, made.amax)
+    return _back(how, made, g.dtype), _next(how, meta, made.seen)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

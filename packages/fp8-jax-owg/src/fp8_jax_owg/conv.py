@@ -123,7 +123,7 @@ def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     return (
         (d_lhs.astype(jnp.float32) * b.scale_inv).astype(of_lhs),
         (d_rhs.astype(jnp.float32) * a.scale_inv).astype(of_rhs),
-        next_state(state, {"input": a.amax, "kernel": b.amax}, how.scaling),
+        next_state(state, {"input": a.seen, "kernel": b.seen}),
     )
 
 

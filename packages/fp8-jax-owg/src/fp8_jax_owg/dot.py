@@ -200,7 +200,7 @@ def _product_bwd(
     of_lhs, of_rhs = product.operand_dtypes
     d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision)
     d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision)
-    observed = next_state(state, {"input": a.amax, "kernel": b.amax, "output_grad": c.amax}, scaling)
+    observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     if product.kernel_is_cast:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
     return d_lhs, d_rhs, observed

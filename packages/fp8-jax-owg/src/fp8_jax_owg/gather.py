@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from fp8_common.errors import Fp8Error
 from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
 from fp8_common.jax.arrays import as_codes, as_native, float_key, from_bits
-from fp8_jax_owg.casting import State, next_state
+from fp8_jax_owg.casting import Seen, State, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
 from fp8_jax_owg.meta import read_tensor_meta
@@ -122,7 +122,7 @@ def _scaling(scaling: Scaling | None, delayed: bool) -> Scaling:
 
 
 class _Residuals(NamedTuple):
-    amax: jax.Array
+    seen: Seen
     state: State
 
 
@@ -143,12 +143,12 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
         scale_inv = reciprocal(scale)
     codes = how.all_gather(as_codes(quantize(x, scale, fmt), fmt))
     data = as_native(codes, fmt)
-    return Fp8Param(data, scale_inv, data.astype(x.dtype)), _Residuals(greatest, state)
+    return Fp8Param(data, scale_inv, data.astype(x.dtype)), _Residuals(Seen(greatest, scale_inv), state)
 
 
 def _gather_bwd(how: _Gather, residuals: _Residuals, g: Fp8Param) -> tuple[jax.Array, State]:
     gradient = how.reduce(first_order_only(g.gradient))
-    return gradient, next_state(residuals.state, {"kernel": residuals.amax}, how.scaling)
+    return gradient, next_state(residuals.state, {"kernel": residuals.seen})
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

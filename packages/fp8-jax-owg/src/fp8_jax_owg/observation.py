@@ -4,7 +4,7 @@ The state of one operand is flax's: `scale` [1], which dequantizes (RN(1 / scale
 In a step, every use of an operand
 
 1. takes the scale from the history that is stored (`used_scale`), so that all uses agree on it;
-2. finds its own amax (`observed_amax`) and keeps that number for the backward, no history;
+2. finds its own amax (`observed_amax`) and keeps that number and the scale for the backward, no history;
 3. returns as gradient the scale it used and the stored history, rolled, with its amax in slot 0 (`observe`).
 
 The scale and all slots but the first are equal for all uses, and the first is an amax: MAX is the right way to
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fp8_common.amax import INF_KEY
 from fp8_common.formats import Format
 from fp8_common.jax.amax import amax
-from fp8_common.jax.arrays import float_key
+from fp8_common.jax.arrays import float_key, from_bits, to_bits
 from fp8_common.jax.history import reduce_history, update_history
 from fp8_common.jax.scaling import amax_to_scale, reciprocal
 from fp8_common.policy import CANONICAL, ScalePolicy
@@ -48,7 +48,9 @@ def used_scale(
     """
     check_float32(scale), check_float32(history)
     previous = reciprocal(scale)
-    seen = jnp.broadcast_to(reduce_history(history, policy.algo), scale.shape)
+    # plain `jax.grad` leaves zeros as they travel, slightly below zero: as integers they are less than zero, too
+    entries = from_bits(jnp.maximum(to_bits(history), 0))
+    seen = jnp.broadcast_to(reduce_history(entries, policy.algo), scale.shape)
     into = amax_to_scale(seen, fmt, policy, prev=previous)
     key = float_key(seen)
     keeps = ((key == 0) & (policy.zero == "previous")) | ((key >= INF_KEY) & (policy.nonfinite == "previous"))
@@ -69,26 +71,17 @@ def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:
     return like(amax(x), history)
 
 
-def observe(
-    amax: jax.Array,
-    scale: jax.Array,
-    history: jax.Array,
-    fmt: str | Format,
-    policy: ScalePolicy = CANONICAL,
-) -> tuple[jax.Array, jax.Array]:
+def observe(amax: jax.Array, scale_inv: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of scale and history that overwrite them.
 
     Args:
         amax: float32 [], from `observed_amax`.
-        scale: float32 [1], as stored before the step.
+        scale_inv: float32 [1], the dequantization scale of this step, from `used_scale`.
         history: float32 [L], as stored before the step.
-        fmt: The format the values went to.
-        policy: The rule.
 
     Returns:
         (gradient of scale [1], gradient of history [L]), float32, encoded for autodiff.
     """
-    _, scale_inv = used_scale(scale, history, fmt, policy)
     rolled, _ = update_history(history, amax)
     recorded = float_key(amax) < INF_KEY
     kept = (jnp.where(recorded, new, wire.NOT_OBSERVED) for new in (scale_inv, rolled))

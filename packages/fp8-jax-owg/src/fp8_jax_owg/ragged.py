@@ -102,7 +102,7 @@ def _ragged_bwd(how: _Ragged, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     d_lhs = lax.ragged_dot(c.data, matrices, sizes, lax.Precision.HIGHEST, jnp.float32)
     d_rhs = lax.ragged_dot_general(a.data, c.data, sizes, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
     of_lhs, of_rhs = how.operand_dtypes
-    observed = next_state(state, {"input": a.amax, "kernel": b.amax, "output_grad": c.amax}, scaling)
+    observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     return _scaled_back(d_lhs, c, b, of_lhs), _scaled_back(d_rhs, a, c, of_rhs), None, observed
 
 
