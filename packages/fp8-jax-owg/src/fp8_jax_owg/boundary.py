@@ -20,6 +20,7 @@ from fp8_common.errors import Fp8Error
 from fp8_jax_owg import compat, wire
 from fp8_jax_owg.dtype import fp32_max_grad, is_shared
 from fp8_jax_owg.mode import get_mode
+from fp8_jax_owg.window import split_windows
 
 Tree = TypeVar("Tree")
 
@@ -136,6 +137,8 @@ def scan(
 ) -> tuple[Any, Any]:
     """Run `jax.lax.scan` with overwrite-with-gradient values that every iteration uses.
 
+    Of leaves named `*amax_history` only the newest entry goes through the loop (`fp8_jax_owg.window`).
+
     Args:
         f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` as float32.
         init: The first carry.
@@ -151,11 +154,12 @@ def scan(
     Raises:
         Fp8Error: A leaf of `owg` is not float32, or the number of iterations is unknown.
     """
+    loose, whole = split_windows(read(owg))
     if get_mode() == "extended":
-        shared = share(owg)
-        return lax.scan(lambda c, x: f(c, x, read(shared)), init, xs, length, reverse=reverse, unroll=unroll)
-    slots = fan_out(owg, _iterations(xs, length))
-    return lax.scan(lambda c, x: f(c, x[0], x[1]), init, (xs, slots), length, reverse=reverse, unroll=unroll)
+        shared = share(loose)
+        return lax.scan(lambda c, x: f(c, x, whole(read(shared))), init, xs, length, reverse=reverse, unroll=unroll)
+    slots = fan_out(loose, _iterations(xs, length))
+    return lax.scan(lambda c, x: f(c, x[0], whole(x[1])), init, (xs, slots), length, reverse=reverse, unroll=unroll)
 
 
 def like(observed: jax.Array, value: jax.Array) -> jax.Array:

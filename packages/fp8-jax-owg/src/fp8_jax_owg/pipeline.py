@@ -23,6 +23,7 @@ from fp8_common.errors import Fp8Error
 from fp8_jax_owg.boundary import gate, scan
 from fp8_jax_owg.dtype import is_shared
 from fp8_jax_owg.marker import owg_flags
+from fp8_jax_owg.window import SUFFIX, is_history
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
 """`stage(variables, activations, key)` returns activations of the same shapes."""
@@ -117,16 +118,24 @@ def pipeline(
     _check_leading(variables, lead, "Variables", "[stages, ...]" if len(lead) == 1 else "[rounds, stages, ...]")
     leaves, structure = jax.tree.flatten(variables)
     flags = find_overwritten(variables) if overwritten is None else overwritten
-    state = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
+    # in a list their names are gone, by which the loop knows histories
+    named = [{SUFFIX if is_history(path) else "value": leaf} for path, leaf in zip(paths, leaves, strict=True)]
+    state = [leaf for leaf, flag in zip(named, flags, strict=True) if flag]
     parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
     run = _vmapped_stage(stage, structure, flags, options)
 
-    def iteration(carry: tuple[Any, Any], time: jax.Array, state: list[jax.Array]) -> tuple[tuple[Any, Any], Any]:
+    def iteration(
+        carry: tuple[Any, Any], time: jax.Array, state: list[dict[str, jax.Array]]
+    ) -> tuple[tuple[Any, Any], Any]:
         activations, stored = carry
         valid, rounds, items = schedule.work(time)
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid, value=options.bubble), activations)
-        chosen = [_choose(leaf, rounds, schedule) for leaf in state], [_choose(p, rounds, schedule) for p in parameters]
+        chosen = (
+            [_choose(leaf, rounds, schedule) for leaf in jax.tree.leaves(state)],
+            [_choose(p, rounds, schedule) for p in parameters],
+        )
         out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
         last = jax.tree.map(lambda h: h[-1], out)
         return (jax.tree.map(lambda h: jnp.roll(h, 1, axis=0), out), _store(stored, last, time, schedule)), last
