@@ -1,5 +1,7 @@
 """FP8 products: equal to the product of what the NumPy definition casts, forward and backward, in every dtype."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,6 +123,25 @@ def test_all_three_products_have_fp8_operands(scaling):
     e4, e5 = "float8_e4m3fn", "float8_e5m2"
     assert pairs == [(e4, e4), (e4, e5), (e5, e4)]
     assert {dot.result.name for dot in dots} == {"float32"}
+
+
+@pytest.mark.parametrize("scaling", [DelayedScaling(amax_history_length=3), CurrentScaling()])
+def test_a_scale_is_computed_once_and_not_for_every_element(scaling):
+    """XLA on CPUs likes to fuse the scale, about a hundred scalar operations, into each loop over elements."""
+    meta = init_meta(scaling) if isinstance(scaling, DelayedScaling) else None
+    x = some((48, 48))
+
+    def step(x, w, meta):
+        return jax.grad(lambda *a: fp8_dot_general(*a[:2], MATMUL, meta=a[2], scaling=scaling).sum(), (0, 1))(
+            x, w, meta
+        )
+
+    program = jax.jit(step).lower(x, x, meta).compile().as_text()
+    fused = [part for part in program.split("\n}") if "fused_computation" in part and "[48,48]" in part]
+    assert len(fused) >= 4
+    for part in fused:
+        scalars = [line for line in part.splitlines() if re.search(r"= \w+\[1?\]\S* (?!parameter|constant)", line)]
+        assert len(scalars) < 20, "\n".join(scalars)
 
 
 def test_operands_may_differ_in_dtype_and_the_activations_decide():

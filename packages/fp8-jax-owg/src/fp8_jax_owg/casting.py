@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
@@ -59,12 +60,25 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
     fmt = format_of(tensor, scaling)
     if isinstance(scaling, DelayedScaling):
         meta = state[tensor]
-        # Behind a barrier, or XLA on CPUs computes the scale again for every element.
-        scale, scale_inv = lax.optimization_barrier(used_scale(meta.scale, meta.history, fmt, scaling.policy))
-        return Operand(quantize(x, scale[0], fmt), scale_inv[0], observed_amax(x, meta.history))
+        used = used_scale(meta.scale, meta.history, fmt, scaling.policy)
+        scale, scale_inv = computed_once(used[0][0], used[1][0])
+        return Operand(quantize(x, scale, fmt), scale_inv, observed_amax(x, meta.history))
     by_row = keeps_operands(scaling)
     scale = amax_to_scale(amax(x, axis=axes if by_row else None, keepdims=by_row), fmt, scaling.policy)
-    return Operand(quantize(x, scale, fmt), reciprocal(scale), None)
+    scale_inv = reciprocal(scale)
+    if not by_row:
+        scale, scale_inv = computed_once(scale, scale_inv)
+    return Operand(quantize(x, scale, fmt), scale_inv, None)
+
+
+def computed_once(scale: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both float32 scalars, from memory.
+
+    XLA on CPUs drops barriers before it fuses, and would compute the scale, about a hundred operations, again for
+    every element of every array that it is used for. It writes an array of two before it reads from it.
+    """
+    pair = lax.optimization_barrier(jnp.stack([scale, scale_inv]))
+    return pair[0], pair[1]
 
 
 def keeps_operands(scaling: Scaling) -> bool:

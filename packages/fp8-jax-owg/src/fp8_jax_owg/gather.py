@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from fp8_common.errors import Fp8Error
 from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
 from fp8_common.jax.arrays import as_codes, as_native, float_key, from_bits
-from fp8_jax_owg.casting import Seen, State, next_state
+from fp8_jax_owg.casting import Seen, State, computed_once, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
 from fp8_jax_owg.meta import read_tensor_meta
@@ -141,6 +141,7 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
     else:
         scale = amax_to_scale(greatest, fmt, how.scaling.policy)
         scale_inv = reciprocal(scale)
+    scale, scale_inv = computed_once(scale, scale_inv)
     codes = how.all_gather(as_codes(quantize(x, scale, fmt), fmt))
     data = as_native(codes, fmt)
     return Fp8Param(data, scale_inv, data.astype(x.dtype)), _Residuals(Seen(greatest, scale_inv), state)
