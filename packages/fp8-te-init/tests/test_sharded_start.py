@@ -192,6 +192,43 @@ def test_masters_are_the_same_for_every_way_and_every_number_of_ranks(run_ranks,
             assert torch.equal(master, layer.weight.float())
 
 
+def seeded(rank, world_size, recipe, widths):
+    torch.manual_seed(0)
+    with fti.primary_weights(recipe):
+        model = shard(mlp(widths), world_size)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    for master in optimizer.masters():
+        master.to_local().fill_(7.0)  # what the optimizer took by itself must not matter
+    report = fti.seed_masters(optimizer, model)
+    checked = [layer.weight.to_local().quantized_rows for layer in model]
+    masters = [optimizer.master_of(layer.weight) for layer in model]
+    same = [
+        torch.equal(rows.quantized(master.to_local()), rows.codes())
+        for rows, master in zip(checked, masters, strict=True)
+    ]
+    return [master.full_tensor() for master in masters], set(report.sources.values()), same, checked[-2].rows.count
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, (24, 200, 130, 2, 24)])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_masters_of_row_and_block_scaled_weights_are_those_of_the_unsharded_model(
+    run_ranks, recipe, world_size, widths
+):
+    torch.manual_seed(0)
+    with fti.primary_weights(recipe):
+        model = mlp(widths)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    fti.seed_masters(optimizer, model)
+    results = run_ranks(world_size, seeded, recipe, widths)
+    assert (0 in {count for *_, count in results}) == (world_size == 3), "two rows leave one of three ranks without any"
+    for masters, sources, same, _ in results:
+        assert sources == {"copy"}
+        assert all(same), "every rank's codes are those of its masters"
+        for layer, master in zip(model, masters, strict=True):
+            assert torch.equal(master, optimizer.master_of(layer.weight))
+
+
 def rescaled(rank, world_size):
     torch.manual_seed(rank)
     with fti.primary_weights():
@@ -235,8 +272,8 @@ def test_ranks_that_drew_different_weights_still_agree_on_a_scale_before_the_fir
     assert results[0][1] == results[1][1]
 
 
-def seeded_with_one_stale_rank(rank, world_size):
-    model = eager_then_shard(world_size, "tensorwise", "cpu", torch.float32)
+def seeded_with_one_stale_rank(rank, world_size, recipe):
+    model = eager_then_shard(world_size, recipe, "cpu", torch.float32)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     if rank == 1:
         model[0].weight.to_local().state.codes[0, 0] ^= 1
@@ -245,8 +282,12 @@ def seeded_with_one_stale_rank(rank, world_size):
     return str(caught.value), sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
 
 
-def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks):
-    results = run_ranks(2, seeded_with_one_stale_rank)
-    assert "Another rank could not seed the masters of 0.weight" in results[0][0]
-    assert "do not quantize to the present FP8 codes" in results[1][0]
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks, recipe, world_size):
+    results = run_ranks(world_size, seeded_with_one_stale_rank, recipe)
+    for rank, (message, _) in enumerate(results):
+        told = "do not quantize to the present FP8 codes" if rank == 1 else "Another rank could not seed the masters of"
+        assert "0.weight" in message
+        assert told in message
     assert all(kept > 0 for _, kept in results)

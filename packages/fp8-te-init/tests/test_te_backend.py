@@ -1,5 +1,6 @@
 """TransformerEngine's tensors through the adapter: on a double of them, and on its own files where they are at hand."""
 
+import contextlib
 import importlib
 import itertools
 import sys
@@ -16,15 +17,12 @@ import fp8_te_init as fti
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_te_init.backends.te_rows import BLOCKS, MX, te_kind, te_rows
 
-MAKES = ["te_double", "te_sources"]
+MAKES = ["te_double", "te_sources"][: 1 if te_sources.missing() else 2]
 
 
 @pytest.fixture(params=MAKES)
 def te(request):
-    make = {"te_double": te_double, "te_sources": te_sources}[request.param]
-    if why := make.missing():
-        pytest.skip(why)
-    yield make.install()
+    yield {"te_double": te_double, "te_sources": te_sources}[request.param].install()
     te_double.remove()
 
 
@@ -201,6 +199,7 @@ def test_recipes_by_name_become_recipe_objects(te):
     assert built(te, recipe="tensorwise", backend="te")[0].weight is not None
     with pytest.raises(Fp8UnsupportedError, match="has no recipe for 'rowwise'"):
         built(te, recipe="rowwise", backend="te")
+    assert type(built(te, recipe="rowwise")[0].weight) is nn.Parameter, "auto leaves what it cannot do"
     with pytest.raises(Fp8Error, match="Unknown recipe"):
         built(te, recipe="fp4")
 
@@ -336,13 +335,19 @@ def test_loops_written_for_transformer_engine_run_unchanged(te):
     assert fti.memory_report(net).copies == 0
 
 
+@contextlib.contextmanager
 def ready(make):
-    """The double or the sources, in a rank."""
-    return importlib.import_module(make).install()
+    """The double or the sources, in a rank that runs other tests afterwards."""
+    yield importlib.import_module(make).install()
+    te_double.remove()
 
 
-def gathered(rank, world_size, make, init):
-    te = ready(make)
+def with_te(rank, world_size, function, make, *args):
+    with ready(make) as te:
+        return globals()[function](rank, world_size, te, *args)
+
+
+def gathered(rank, world_size, te, init):
     model = built(te, dtype=torch.float32, sizes=(24, 41, 24), device="meta" if init == "meta" else "cpu")
     if init == "meta":
         shard(model, world_size)
@@ -369,19 +374,13 @@ def gathered(rank, world_size, make, init):
     return starts, scales, losses, (reductions, optimizer.reductions)
 
 
-def here(make):
-    if why := importlib.import_module(make).missing():
-        pytest.skip(why)
-    return make
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("make", MAKES)
 def test_fsdp2_gathers_codes_and_the_shares_make_up_the_start(run_ranks, make, world_size):
     torch.manual_seed(0)
     starts = [te_double.Linear(24, 41).weight.detach(), te_double.Linear(41, 24).weight.detach()]
-    results = run_ranks(world_size, gathered, here(make), "eager")
+    results = run_ranks(world_size, with_te, "gathered", make, "eager")
     for index, start in enumerate(starts):
         assert torch.equal(torch.cat([shares[index] for shares, *_ in results]), start)
     assert len({tuple(scales) for _, scales, *_ in results}) == 1, "one scale on all ranks"
@@ -393,7 +392,7 @@ def test_fsdp2_gathers_codes_and_the_shares_make_up_the_start(run_ranks, make, w
 @pytest.mark.distributed
 @pytest.mark.parametrize("make", MAKES)
 def test_deferred_layers_that_are_sharded_first_start_from_their_rows(run_ranks, make):
-    results = run_ranks(2, gathered, here(make), "meta")
+    results = run_ranks(2, with_te, "gathered", make, "meta")
     plain = [torch.zeros(41, 24), torch.zeros(24, 41)]
     for index, weight in enumerate(plain):
         fti.philox_init_(weight, fti.Normal(std=0.02), seed=1, name=f"{index}.weight")
@@ -402,9 +401,8 @@ def test_deferred_layers_that_are_sharded_first_start_from_their_rows(run_ranks,
         assert losses[-1] < losses[0]
 
 
-def without_padding(rank, world_size, make):
+def without_padding(rank, world_size, te):
     """Upstream's own hooks on rows that do not divide equally."""
-    te = ready(make)
     with te_free():
         model = shard(nn.Sequential(te.Linear(24, 41), te.Linear(41, 24)), world_size)
     mesh, local = model[0].weight.device_mesh, model[0].weight._local_tensor
@@ -416,13 +414,14 @@ def without_padding(rank, world_size, make):
 
 @pytest.mark.distributed
 def test_trap_upstreams_hooks_send_as_many_rows_as_each_rank_has(run_ranks):
-    """FSDP2 raises on the ranks with padding alone; the others wait."""
-    assert run_ranks(2, without_padding, here("te_sources")) == [21, 20]
+    """FSDP2 raises on the ranks with padding alone; the others wait. Where it runs, so do all tests of this file."""
+    if why := te_sources.missing():
+        pytest.skip(why)
+    assert run_ranks(2, with_te, "without_padding", "te_sources") == [21, 20]
 
 
-def sharded_blocks(rank, world_size, make, kind, sizes, device):
-    ready(make)
-    model = built(importlib.import_module(make), recipe=block_recipe(kind), sizes=sizes, device=device, backend="te")
+def sharded_blocks(rank, world_size, te, kind, sizes, device):
+    model = built(te, recipe=block_recipe(kind), sizes=sizes, device=device, backend="te")
     try:
         shard(model, world_size)
         if device == "meta":
@@ -441,7 +440,7 @@ def sharded_blocks(rank, world_size, make, kind, sizes, device):
 @pytest.mark.parametrize("kind", ["2d", "mx"])
 def test_trap_sharding_turns_block_scaled_weights_into_plain_ones(run_ranks, make, kind):
     """Upstream does so in silence; the masters would be made of rounded values."""
-    for name, message in run_ranks(2, sharded_blocks, here(make), kind, (256, 200, 96), "cpu"):
+    for name, message in run_ranks(2, with_te, "sharded_blocks", make, kind, (256, 200, 96), "cpu"):
         assert name == "StaleInitError"
         assert "0.weight: This weight has no FP8 codes any more" in message
         assert "apply fully_shard, then call reset_parameters" in message
@@ -451,7 +450,7 @@ def test_trap_sharding_turns_block_scaled_weights_into_plain_ones(run_ranks, mak
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize(("kind", "name"), [("2d", BLOCKS), ("mx", MX)])
 def test_block_scaled_weights_that_are_sharded_first_are_seeded(run_ranks, make, kind, name):
-    for kinds, sources in run_ranks(2, sharded_blocks, here(make), kind, (128, 256, 512), "meta"):
+    for kinds, sources in run_ranks(2, with_te, "sharded_blocks", make, kind, (128, 256, 512), "meta"):
         assert kinds == [name, name]
         assert sources == {"copy"}
 
@@ -460,6 +459,6 @@ def test_block_scaled_weights_that_are_sharded_first_are_seeded(run_ranks, make,
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize(("kind", "unit", "rows"), [("2d", 128, 192), ("mx", 32, 80)])
 def test_shards_that_cut_blocks_are_refused_on_all_ranks(run_ranks, make, kind, unit, rows):
-    for name, message in run_ranks(2, sharded_blocks, here(make), kind, (128, rows), "meta"):
+    for name, message in run_ranks(2, with_te, "sharded_blocks", make, kind, (128, rows), "meta"):
         assert name == "Fp8UnsupportedError"
         assert f"in multiples of {unit}; this one has {rows} rows on 2 ranks" in message

@@ -18,6 +18,7 @@ from fp8_te_init.choices import check_choice, is_for_te_alone, resolve_config
 from fp8_te_init.compat import local_of
 from fp8_te_init.config import PrimaryConfig
 from fp8_te_init.linear import PrimaryFloat8Linear
+from fp8_te_init.pages import give_back
 from fp8_te_init.release import Release, ReleaseGroup
 from fp8_te_init.sources import Preserve
 from fp8_te_init.store import STORE, cell_of
@@ -90,6 +91,7 @@ def primary_weights(
         _installed.reset(installed)
         if handle is not None:
             handle.remove()
+            give_back()  # what encoding left in the heap
 
 
 @contextlib.contextmanager

@@ -1,10 +1,14 @@
 """Decides where host copies live: in pages of their own, which go back to the system when the copy is dropped.
 
 Memory that comes from the allocator's heap stays with the process after it is freed. An anonymous mapping for each
-tensor is unmapped with it, on every platform and without asking the allocator.
+tensor is unmapped with it, on every platform and without asking the allocator. What work on the way leaves in the heap
+(tens of MiB for residuals of large weights) goes back when glibc is asked.
 """
 
+import ctypes
+import functools
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -31,3 +35,22 @@ def private_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if nbytes < LEAST_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+
+
+def give_back() -> bool:
+    """Ask the C library to return freed heap memory to the system; say whether it was asked (glibc)."""
+    trim = _malloc_trim()
+    if trim is None:
+        return False
+    trim(0)
+    return True
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # another C library; Windows wants a name
+        return None
+    trim.argtypes = [ctypes.c_size_t]
+    return trim

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fp8_te_init.pages import give_back
+
 if TYPE_CHECKING:
     from fp8_te_init.cell import InitCell
 
@@ -49,6 +51,7 @@ class ReleaseGroup:
         """Drop everything that is kept; may be called again."""
         for cell in self.cells:
             cell.release()
+        give_back()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -17,6 +17,7 @@ from fp8_common.errors import Fp8Error
 from fp8_te_init.backends import requantizable
 from fp8_te_init.errors import MissingInitError, StaleInitError
 from fp8_te_init.masters import Master, find_master
+from fp8_te_init.pages import give_back
 from fp8_te_init.parameters import NamedWeight, fp8_weights
 from fp8_te_init.shards import group_of
 from fp8_te_init.sources.checkpoint import Checkpoint, CheckpointSource, reader_of
@@ -171,4 +172,5 @@ def _release(model: nn.Module) -> int:
         if cell.group is None or cell.group.policy == "seed":
             released += cell.nbytes
             cell.release()
+    give_back()
     return released

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import sys
 from typing import Any
 
@@ -14,6 +15,8 @@ from fp8_te_init.backends.te_hooks import install_fsdp_hooks
 from fp8_te_init.backends.te_rows import PER_TENSOR, te_kind, te_rows
 from fp8_te_init.cell import InitCell
 from fp8_te_init.compat import local_of
+
+logger = logging.getLogger(__name__)
 
 COPY = "_high_precision_init_val"
 _RECIPES = {
@@ -28,7 +31,7 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     """Return TransformerEngine's own context manager; one that does nothing where it has no part.
 
     Args:
-        backend: "te" needs it, "auto" takes it where it has been imported.
+        backend: "te" needs it, "auto" takes it where it has been imported and has the recipe.
         recipe: A recipe object of TransformerEngine, a name, a `Recipe`, or None.
         enabled: Whether weights are FP8.
         preserve: Whether values before rounding are wanted.
@@ -45,6 +48,9 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
             f"transformer_engine {getattr(te, '__version__', '')} has neither quantized_model_init nor fp8_model_init. "
             "Use one of the releases 2.11 to 2.20."
         )
+    if backend == "auto" and enabled and isinstance(recipe, str | Recipe) and _name_of(recipe) not in _RECIPES:
+        logger.info("TransformerEngine has no recipe for %r: its modules stay as they are.", _name_of(recipe))
+        return contextlib.nullcontext()
     return init(enabled=enabled, recipe=_te_recipe(recipe), preserve_high_precision_init_val=preserve)
 
 
@@ -82,7 +88,7 @@ def take_copy(parameter: Any, cell: InitCell) -> None:
 def _te_recipe(recipe: Any) -> Any:
     if recipe is None or not isinstance(recipe, str | Recipe):
         return recipe
-    name = recipe if isinstance(recipe, str) else recipe.name
+    name = _name_of(recipe)
     module = _imported("transformer_engine.common.recipe")
     kind = getattr(module, _RECIPES.get(name, ""), None)
     if kind is None:
@@ -90,6 +96,10 @@ def _te_recipe(recipe: Any) -> Any:
             f"transformer_engine has no recipe for {name!r}. Use one of {', '.join(_RECIPES)}, or its own recipes."
         )
     return kind()
+
+
+def _name_of(recipe: str | Recipe) -> str:
+    return recipe if isinstance(recipe, str) else recipe.name
 
 
 def _imported(name: str) -> Any:
