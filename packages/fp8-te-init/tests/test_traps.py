@@ -190,6 +190,46 @@ def test_freed_copies_stay_with_the_process():
     assert share["pages"] < 0.2
 
 
+WHOLE_MODEL = """
+import json, sys, torch
+from torch import nn
+import fp8_te_init as fti
+from fp8_te_init.report import host_rss
+
+
+
+def make(side, layers):
+    with fti.primary_weights(preserve=sys.argv[1]):
+        return nn.Sequential(*(nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+
+
+def seed(model):
+    fti.seed_masters(torch.optim.SGD(model.parameters(), lr=0.1), model, strict=False)
+
+
+torch.set_num_threads(1)
+seed(make(8, 1))  # what is imported on first use
+before = host_rss()
+model = make(2048, 8)
+built, report = host_rss(), fti.memory_report(model)
+seed(model)
+print(json.dumps({"copies": report.copies, "fell": built - host_rss(), "left": host_rss() - before - report.codes}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize("preserve", ["cpu", "residual"])
+def test_the_memory_of_a_model_falls_by_its_copies(preserve):
+    """Residuals are one byte an element, and encoding them takes much more for a while."""
+    command = [sys.executable, "-c", WHOLE_MODEL, preserve]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["copies"] >= {"cpu": 2, "residual": 1}[preserve] * 8 * 2048 * 2048
+    assert measured["fell"] >= 0.8 * measured["copies"]
+    assert measured["left"] < 8e6, "besides the codes"
+
+
 # ---------------------------------------------------------------- several ranks
 
 
