@@ -73,13 +73,8 @@ def bits(tree):
     return [np.asarray(leaf).view(np.int32).tolist() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.matrix("each", how=["python", "cond"], mode=["fan_out", "extended"])
+@pytest.mark.parametrize("how", ["python", "cond"])
 def test_a_dropped_layer_keeps_its_state_bit_for_bit(state, how, mode):
-    with owg.use_mode(mode):
-        _drop_the_second(state, how)
-
-
-def _drop_the_second(state, how):
     run = (lambda s, on: step(s, data(), on)) if how == "python" else (lambda s, on: step_with_cond(s, data(), on))
     state, _ = run(state, True)
     before = state.params[COLLECTION]
