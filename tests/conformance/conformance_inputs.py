@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
+from conformance_implementations import INTERPRETS
 from numpy.typing import DTypeLike, NDArray
 
 from fp8_common import DATA_FORMATS, Format, get_format
@@ -39,6 +40,11 @@ def combinations(full: bool) -> Iterator[tuple[Format, np.dtype, str]]:
 def count(full: bool) -> int:
     """Return how many values an elementwise operation is tried with."""
     return MANY_VALUES if full else VALUES
+
+
+def count_amax(full: bool) -> int:
+    """Return how many amax a scale rule is tried with; Triton's interpreter takes milliseconds for 32 of them."""
+    return 2**9 if INTERPRETS and not full else count(full)
 
 
 def numpy_dtype(name: str) -> np.dtype:

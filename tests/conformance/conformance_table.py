@@ -17,6 +17,7 @@ from conformance_inputs import (
     array,
     combinations,
     count,
+    count_amax,
     generator,
     numpy_dtype,
     policies,
@@ -120,7 +121,7 @@ def amax_to_scale_inv(full: bool) -> Iterator[Call]:
 
 
 def _scales(name: str, full: bool) -> Iterator[Call]:
-    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, count(full)))])
+    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, count_amax(full)))])
     prev = any_bits(np.float32, amax.size)
     for fmt in DATA_FORMATS:
         for policy in policies(full, fmt):
@@ -304,7 +305,7 @@ def dequantize_mx(full: bool) -> Iterator[Call]:
 
 @row("E8M0 scales")
 def e8m0(full: bool) -> Iterator[Call]:
-    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, count(full)))])
+    amax = np.concatenate([adversarial_amax(), np.abs(any_bits(np.float32, count_amax(full)))])
     for fmt in DATA_FORMATS:
         for mode in MX_MODES:
             yield Call(

@@ -72,7 +72,7 @@ def amax_to_e8m0(amax, fmt, mode):
     need(True, fmt)
     blocks = torch.zeros(*amax.shape, 32)
     blocks[:, 0] = amax
-    return triton_backend.quantize_mx(blocks, fmt, mode)[1].view(torch.uint8)
+    return triton_backend.quantize_mx(blocks, fmt, mode)[1].view(torch.uint8)[:, 0]
 
 
 def dequantize_mx(q, codes, fmt, dtype):

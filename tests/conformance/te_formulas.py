@@ -44,11 +44,11 @@ def current_scale(amax, fmt, power_of_2=False, epsilon=0.0):
 
 
 def e8m0(amax, fmt):
-    """Multiply amax by the rounded reciprocal of the largest value and round the exponent up; amax is finite."""
+    """Multiply amax by the rounded reciprocal of the largest value, round the exponent up; infinity gives 254."""
     bits = (amax * (np.float32(1) / MAX[fmt])).view(np.uint32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
-    return (exponent + up).astype(np.uint8)
+    return np.where(np.isnan(amax), 255, np.where(np.isinf(amax), 254, exponent + up)).astype(np.uint8)
 
 
 def e8m0_multiplier(codes):

@@ -1,8 +1,12 @@
-"""The matrix itself: it counts, it shouts, it survives a file."""
+"""The matrix itself: it counts, it shouts, it survives a file, and the page shows the one that is kept."""
 
 import json
 
 import conformance_matrix as matrix
+from conformance_implementations import IMPLEMENTATIONS
+from conformance_page import KEPT, PAGE, rendered
+from conformance_table import ROWS
+from test_te_formulas import OPERATIONS
 
 RESULTS = {("amax", "torch eager"): (1200, 0), ("decode", "jax jit"): (7, 2), ("amax", "jax jit"): (0, 0)}
 
@@ -24,3 +28,18 @@ def test_a_file_keeps_the_cells_of_other_runs(tmp_path):
     matrix.save(path, {("decode", "jax jit"): (9, 0), ("decode", "TE formulas"): (1, 0)})
     assert matrix.load(path) == RESULTS | {("decode", "jax jit"): (9, 0), ("decode", "TE formulas"): (1, 0)}
     assert list(json.loads(path.read_text())["decode"]) == ["jax jit", "TE formulas"]
+
+
+def test_the_kept_matrix_is_whole_and_without_differences():
+    kept = matrix.load(KEPT)
+    everywhere = {one.name for one in IMPLEMENTATIONS if not one.only_full}
+    assert {operation for operation, _ in kept} == set(ROWS)
+    assert {name for _, name in kept} == everywhere | {"Triton interpreter", "TE formulas"}
+    assert {key for key in kept if key[1] in everywhere} == {(row, name) for row in ROWS for name in everywhere}
+    assert {row for row, name in kept if name == "TE formulas"} == set(OPERATIONS)
+    assert all(compared > 0 and different == 0 for compared, different in kept.values())
+    assert sum(compared for compared, _ in kept.values()) > 10_000_000
+
+
+def test_the_page_shows_the_kept_matrix():
+    assert rendered(matrix.load(KEPT)) in PAGE.read_text()

@@ -160,3 +160,9 @@ def test_an_infinite_amax_stays_in_their_window_and_not_in_ours():
     assert scale == 1
     assert np.isinf(theirs).any()
     assert np.isfinite(f8.update_history(np.zeros((3, 1), np.float32), np.float32([np.inf]))[0]).all()
+
+
+def test_an_infinity_makes_their_mx_block_large_and_ours_nan():
+    amax = np.float32([np.inf])
+    assert te.e8m0(amax, "e4m3") == 254
+    assert f8.amax_to_e8m0(amax, "e4m3", "rceil") == te.e8m0(np.float32([np.nan]), "e4m3") == 255

@@ -1,11 +1,11 @@
-"""Decides whether the built site holds together: every link leads somewhere, every picture is described."""
+"""Decides whether the built site holds together: links lead somewhere, pictures and public names are described."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
 
-from site_pages import dead_links, pages
+from site_pages import dead_links, pages, undocumented
 
 
 def main() -> None:
@@ -13,6 +13,8 @@ def main() -> None:
     found = pages()
     wrong = list(dead_links(found))
     wrong += [f"{page.path}: {source} has no description" for page in found.values() for source in page.undescribed]
+    if found:
+        wrong += undocumented(found)
     if wrong or not found:
         sys.exit("\n".join(wrong or ["There is no site: run nox -s docs first."]))
     print(f"{len(found)} pages, {sum(len(page.links) for page in found.values())} links, all good")

@@ -1,13 +1,23 @@
 """Decides how the built site is read by tests: its pages, their targets and what they point to."""
 
+import ast
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from repository import ROOT
+from repository import ROOT, packages
 
 SITE = ROOT / "site"
+PARTS = (
+    "fp8_common.torch",
+    "fp8_common.jax",
+    "fp8_common.testing",
+    "fp8_jax_owg.linen",
+    "fp8_jax_owg.nnx",
+    "fp8_jax_owg.optax",
+)
+"""Modules that users import from, besides the packages themselves."""
 
 
 class Page(HTMLParser):
@@ -49,3 +59,42 @@ def dead_links(found: dict[Path, Page]) -> Iterator[str]:
                 yield f"{where}: {link} is no file"
             elif url.fragment and file in found and unquote(url.fragment) not in found[file].targets:
                 yield f"{where}: {link} has no such heading"
+
+
+def undocumented(found: dict[Path, Page]) -> Iterator[str]:
+    """Yield every public name that has no place of its own in the reference."""
+    targets = set().union(*(page.targets for page in found.values()))
+    modules = [package.source.name for package in packages().values()]
+    for module in [*modules, *PARTS]:
+        for name in public_names(module):
+            if targets.isdisjoint(homes(f"{module}.{name}")):
+                yield f"{module}.{name} is not in the reference: add it to docs/reference"
+
+
+def public_names(module: str) -> list[str]:
+    """Return what `__all__` of a module holds, but for dunder names."""
+    for node in source_of(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
+    return []
+
+
+def homes(name: str) -> Iterator[str]:
+    """Yield a full name and the one it has where it was imported from, and so on."""
+    yield name
+    module, _, last = name.rpartition(".")
+    for node in ast.walk(source_of(module)):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == last for alias in node.names):
+            yield from homes(f"{node.module}.{last}")
+
+
+def source_of(module: str) -> ast.Module:
+    """Return the syntax tree of a module of this repository; an empty one for others."""
+    top, *rest = module.split(".")
+    roots = [package.source for package in packages().values() if package.source.name == top]
+    for root in roots:
+        place = root.joinpath(*rest)
+        for file in (place / "__init__.py", place.with_suffix(".py")):
+            if file.exists():
+                return ast.parse(file.read_text())
+    return ast.Module([], [])

@@ -21,6 +21,7 @@ MORE = {
     "oldest",
     "te",
     "ecosystem",
+    "newcomer",
 }
 MORE |= {"mutants", "py312", "full", "release_check"}
 
