@@ -64,6 +64,7 @@ INTERPRETED = [
     "packages/fp8-torch-fsdp/tests/interpreter",
     "tests/conformance/test_conformance.py",
 ]
+ON_ALL_CORES = ("-n", "auto")
 TESTS = ("shared-kernels/tests", "packages", "tests")
 DOCUMENTS = ("README.md", *(f"{place.partition('[')[0]}/README.md" for place in PACKAGES.values()), "docs")
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
@@ -174,7 +175,7 @@ def interpreter(session: nox.Session) -> None:
     """Run every kernel in Triton's interpreter against the NumPy definition."""
     install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test"])
     session.env["TRITON_INTERPRET"] = "1"
-    session.run("pytest", *INTERPRETED, *session.posargs)
+    session.run("pytest", *ON_ALL_CORES, *INTERPRETED, *session.posargs)
 
 
 @nox.session
@@ -182,7 +183,7 @@ def aot(session: nox.Session) -> None:
     """Compile every kernel for sm_89, sm_90 and sm_100 and judge the machine code; needs no GPU."""
     install(session, "fp8-common[torch,jax,triton]", groups=["test"])
     session.install("--no-deps", f"jax-cuda12-plugin=={installed(session, 'jax')}")
-    session.run("pytest", "shared-kernels/tests/aot", *session.posargs)
+    session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", *session.posargs)
     session.run("fp8-bench", "--static", "--arch", "90")
 
 
@@ -191,7 +192,7 @@ def aot_previous(session: nox.Session) -> None:
     """Judge the machine code that the oldest supported Triton makes; alone, for its torch would be another."""
     install(session, "fp8-common", groups=["test"], extras=False)
     session.install(f"triton=={pinned('triton', 'constraints-oldest.txt')}", env=UNCONSTRAINED)
-    session.run("pytest", "shared-kernels/tests/aot", *session.posargs)
+    session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", *session.posargs)
 
 
 def pinned(package: str, constraints: str) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from fp8_common import launch
 from fp8_common.kernels.compiler import compile_plan
 from fp8_common.policy import CANONICAL
+from fp8_common.testing import aot
 
-if any(importlib.util.find_spec(name) is None for name in ("jax", "jax_cuda12_plugin")):
-    pytest.skip("lowering for CUDA needs jax and its CUDA plugin", allow_module_level=True)
+if importlib.util.find_spec("jax") is None or not any(
+    importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+):
+    pytest.skip("lowering for CUDA needs jax and one of its CUDA plugins", allow_module_level=True)
 
 import jax
 import jax.numpy as jnp
@@ -22,39 +26,40 @@ from fp8_common.jax import kernels, triton_bridge
 SCALE = np.float32(3)
 SHAPE = (256, 512)
 SIZE = 256 * 512
+SQUARE = (128, 128)
+ROWS = partial(kernels.quantize_rowwise, fmt="e4m3")
+MX = partial(kernels.quantize_mx, fmt="e4m3")
+# The first word is the function's name: what JAX calls on x for a format, the plans that torch launches for the same.
 CALLS = {
-    "amax": (kernels.amax, [launch.amax_plan(SIZE, "bfloat16")]),
-    "quantize": (
-        lambda x: kernels.quantize(x, SCALE, "e4m3"),
-        [launch.cast_plan(SIZE, "bfloat16", "e4m3")],
+    "amax": (lambda x, f: kernels.amax(x), lambda d, f: [launch.amax_plan(SIZE, d)]),
+    "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [launch.cast_plan(SIZE, d, f)]),
+    "quantize_tensorwise": (
+        lambda x, f: kernels.quantize_tensorwise(x, f),
+        lambda d, f: [launch.amax_plan(SIZE, d), launch.cast_plan(SIZE, d, f, policy=CANONICAL)],
     ),
-    "tensorwise": (
-        lambda x: kernels.quantize_tensorwise(x, "e5m2"),
-        [launch.amax_plan(SIZE, "bfloat16"), launch.cast_plan(SIZE, "bfloat16", "e5m2", policy=CANONICAL)],
+    "quantize_transposed": (
+        lambda x, f: kernels.quantize_transposed(x, SCALE, f),
+        lambda d, f: [launch.cast_transpose_plan(*SHAPE, d, f)],
     ),
-    "transposed": (
-        lambda x: kernels.quantize_transposed(x, SCALE, "e4m3"),
-        [launch.cast_transpose_plan(*SHAPE, "bfloat16", "e4m3")],
+    "quantize_rowwise": (
+        lambda x, f: kernels.quantize_rowwise(x, f),
+        lambda d, f: [launch.rowwise_plan(*SHAPE, d, f)],
     ),
-    "rowwise": (
-        lambda x: kernels.quantize_rowwise(x, "e4m3"),
-        [launch.rowwise_plan(*SHAPE, "bfloat16", "e4m3")],
+    "quantize_blockwise 1x128": (
+        lambda x, f: kernels.quantize_blockwise(x, f),
+        lambda d, f: [launch.block_plan(*SHAPE, d, f, 1)],
     ),
-    "1x128": (
-        lambda x: kernels.quantize_blockwise(x, "e4m3"),
-        [launch.block_plan(*SHAPE, "bfloat16", "e4m3", 1)],
+    "quantize_blockwise 128x128": (
+        lambda x, f: kernels.quantize_blockwise(x, f, SQUARE),
+        lambda d, f: [launch.block_plan(*SHAPE, d, f, 128)],
     ),
-    "128x128": (
-        lambda x: kernels.quantize_blockwise(x, "e4m3", (128, 128)),
-        [launch.block_plan(*SHAPE, "bfloat16", "e4m3", 128)],
-    ),
-    "mx": (lambda x: kernels.quantize_mx(x, "e4m3"), [launch.mx_plan(*SHAPE, "bfloat16", "e4m3")]),
+    "quantize_mx": (lambda x, f: kernels.quantize_mx(x, f), lambda d, f: [launch.mx_plan(*SHAPE, d, f)]),
 }
 
 
-def lowered(function, shape=SHAPE, capability=90, platforms=("cuda",)):
+def lowered(function, shape=SHAPE, capability=90, platforms=("cuda",), dtype="bfloat16"):
     jax.clear_caches()  # JAX keeps lowered programs, whatever they were lowered for
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(shape, getattr(jnp, dtype))
     with triton_bridge.lowering_for(capability):
         return jax.jit(function).trace(x).lower(lowering_platforms=platforms)
 
@@ -74,30 +79,34 @@ def embedded_calls(module):
     return found
 
 
-@pytest.mark.parametrize("capability", [89, 90, 100])
-@pytest.mark.parametrize("name", CALLS)
-def test_jax_embeds_the_ptx_of_the_plan(name, capability):
+@pytest.mark.matrix(
+    name=CALLS, capability=aot.ARCHITECTURES, dtype=["bfloat16", "float16", "float32"], fmt=["e4m3", "e5m2"]
+)
+def test_jax_embeds_the_ptx_of_the_plan(name, capability, dtype, fmt):
     function, plans = CALLS[name]
-    calls = embedded_calls(lowered(function, capability=capability))
-    assert len(calls) == len(plans)
-    for call, plan in zip(calls, plans, strict=True):
-        assert compile_plan(plan, capability).ptx.encode() in call
+    calls = embedded_calls(lowered(lambda x: function(x, fmt), capability=capability, dtype=dtype))
+    wanted = [compile_plan(plan, capability).ptx.encode() for plan in plans(dtype, fmt)]
+    assert [text in call for text, call in zip(wanted, calls, strict=True)] == [True] * len(wanted)
+
+
+def test_the_ptx_of_every_function_of_jax_is_compared():
+    assert {name.split()[0] for name in CALLS} == set(kernels.__all__)
 
 
 PUBLIC = {
     "amax": jax_fp8.amax,
     "quantize": lambda x: jax_fp8.quantize(x, SCALE, "e4m3"),
-    "rowwise": lambda x: jax_fp8.quantize_rowwise(x, "e4m3"),
-    "1x128": lambda x: jax_fp8.quantize_blockwise(x, "e4m3"),
-    "128x128": lambda x: jax_fp8.quantize_blockwise(x, "e4m3", (128, 128)),
-    "mx": lambda x: jax_fp8.quantize_mx(x, "e4m3"),
+    "quantize_rowwise": lambda x: jax_fp8.quantize_rowwise(x, "e4m3"),
+    "quantize_blockwise 1x128": lambda x: jax_fp8.quantize_blockwise(x, "e4m3"),
+    "quantize_blockwise 128x128": lambda x: jax_fp8.quantize_blockwise(x, "e4m3", SQUARE),
+    "quantize_mx": lambda x: jax_fp8.quantize_mx(x, "e4m3"),
 }
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_functions_hold_the_kernels_where_there_is_a_gpu_to_lower_for(name, monkeypatch):
     calls = embedded_calls(lowered(PUBLIC[name]))
-    (plan,) = CALLS[name][1]
+    (plan,) = CALLS[name][1]("bfloat16", "e4m3")
     assert compile_plan(plan, 90).ptx.encode() in calls[0]
     monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
     assert embedded_calls(lowered(PUBLIC[name])) == []
@@ -105,13 +114,13 @@ def test_public_functions_hold_the_kernels_where_there_is_a_gpu_to_lower_for(nam
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_are_passed_inputs_first(name):
-    for plan in CALLS[name][1]:
+    for plan in CALLS[name][1]("bfloat16", "e4m3"):
         given = [pointer for pointer, kind in plan.pointers.items() if kind]
         assert given == [*plan.inputs, *plan.outputs]
 
 
 def test_a_program_for_cpu_and_cuda_holds_both():
-    text = lowered(CALLS["mx"][0], platforms=("cpu", "cuda")).as_text()
+    text = lowered(MX, platforms=("cpu", "cuda")).as_text()
     assert text.count(triton_bridge.CALL_TARGET) == 1
     assert "stablehlo.case" in text
 
@@ -121,11 +130,11 @@ def test_a_program_for_cpu_and_cuda_holds_both():
 )
 def test_what_has_no_kernel_is_left_to_xla(monkeypatch, shape, capability, backend):
     monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
-    text = lowered(CALLS["rowwise"][0], shape=shape, capability=capability).as_text()
+    text = lowered(ROWS, shape=shape, capability=capability).as_text()
     assert triton_bridge.CALL_TARGET not in text
 
 
 def test_triton_on_demand_says_why_it_cannot(monkeypatch):
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     with pytest.raises(triton_bridge.Fp8UnsupportedError, match=r"8\.0 has no FP8"):
-        lowered(CALLS["rowwise"][0], capability=80)
+        lowered(ROWS, capability=80)

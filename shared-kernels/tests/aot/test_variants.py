@@ -1,0 +1,61 @@
+"""What the gates of speed leave out compiles too and computes right: odd shapes, unaligned tensors, every policy.
+
+Accesses are narrow there by nature, and a few bytes may be spilled; every gate about numbers holds.
+"""
+
+import pytest
+
+from fp8_common import launch
+from fp8_common.policy import CANONICAL, POWER_OF_2, deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common.testing import aot
+
+KINDS = [("bfloat16", "e4m3"), ("float16", "e5m2"), ("float32", "e4m3")]
+ODD = (300, 517)
+LONG = (3, 20001)
+VARIANTS = {
+    "amax of few": lambda x, f: launch.amax_plan(1000, x),
+    "cast + transpose": lambda x, f: launch.cast_transpose_plan(*ODD, x, f),
+    "cast + transpose, M % 4": lambda x, f: launch.cast_transpose_plan(301, 517, x, f),
+    "cast + transpose + amax, M % 4": lambda x, f: launch.cast_transpose_plan(301, 517, x, f, with_amax=True),
+    "cast + transpose, M % 4, dynamic": lambda x, f: launch.cast_transpose_plan(301, 517, x, f, policy=CANONICAL),
+    "row-wise": lambda x, f: launch.rowwise_plan(*ODD, x, f),
+    "row-wise, folded": lambda x, f: launch.rowwise_plan(*ODD, x, f, fold=True),
+    "row-wise, long": lambda x, f: launch.rowwise_plan(*LONG, x, f),
+    "row-wise, long, folded": lambda x, f: launch.rowwise_plan(*LONG, x, f, fold=True),
+    "row-wise, one column": lambda x, f: launch.rowwise_plan(7, 1, x, f),
+    "1x128": lambda x, f: launch.block_plan(*ODD, x, f, 1),
+    "128x128": lambda x, f: launch.block_plan(*ODD, x, f, 128),
+    "128x128 + transpose": lambda x, f: launch.block_plan(*ODD, x, f, 128, transpose=True),
+    "MX": lambda x, f: launch.mx_plan(*ODD, x, f),
+    "dequantize, tensor": lambda x, f: launch.dequantize_plan(*ODD, f, x, ODD),
+    "dequantize, row": lambda x, f: launch.dequantize_plan(*ODD, f, x, (1, ODD[1])),
+    "dequantize, 128x128": lambda x, f: launch.dequantize_plan(*ODD, f, x, (128, 128)),
+    "dequantize, MX": lambda x, f: launch.dequantize_mx_plan(*ODD, f, x),
+    "foreach amax": lambda x, f: launch.foreach_amax_plan(9, x, aligned=False),
+    "foreach cast": lambda x, f: launch.foreach_cast_plan(9, x, f, aligned=False),
+}
+POLICIES = [
+    CANONICAL, POWER_OF_2, te_delayed(margin=2), te_current(), te_current(True, 1e-6), torchao(), torchao(True),
+    flax(margin=3), msamp(margin=1), deepgemm(), deepgemm(True),
+]  # fmt: skip
+
+
+def failures(plan, capability):
+    """Return what is wrong with the numbers that the machine code of a plan computes."""
+    case = aot.Case(name=plan.kernel, plan=plan, elements=1, read=0, written=0, narrow=1 << 20, memory_bound=False)
+    return [message for message in aot.failures(aot.measure(case, capability)) if not message.startswith("spills")]
+
+
+@pytest.mark.matrix(name=VARIANTS, capability=aot.ARCHITECTURES, kind=KINDS)
+def test_every_variant_compiles_to_the_right_instructions(name, capability, kind):
+    assert failures(VARIANTS[name](*kind), capability) == []
+
+
+@pytest.mark.matrix(policy=POLICIES, capability=aot.ARCHITECTURES, fmt=["e4m3", "e5m2"])
+def test_every_policy_compiles_to_the_right_instructions(policy, capability, fmt):
+    assert failures(launch.rowwise_plan(64, 256, "bfloat16", fmt, policy), capability) == []
+
+
+@pytest.mark.matrix(algo=["max", "most_recent"], length=[1, 3, 1024], capability=aot.ARCHITECTURES)
+def test_every_window_compiles_to_the_right_instructions(algo, length, capability):
+    assert failures(launch.delayed_update_plan(37, length, te_delayed(algo=algo)), capability) == []
