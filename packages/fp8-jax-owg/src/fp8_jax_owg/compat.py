@@ -59,3 +59,8 @@ def varying_axes(x: Any) -> frozenset[str]:
     aval = jax.typeof(x)
     manual = getattr(aval, "mat", None)
     return frozenset(getattr(aval, "vma", ())) if manual is None else frozenset(manual.varying)
+
+
+def name_of_rule(equation: Any) -> str:
+    """Return the name of the function that a `custom_vjp_call` in a traced program calls."""
+    return str(equation.params["call_jaxpr"].jaxpr.debug_info.func_name)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from fp8_common.errors import Fp8Error
 from fp8_jax_owg import wire
 from fp8_jax_owg.boundary import check_float32, share
-from fp8_jax_owg.marker import map_leaves
+from fp8_jax_owg.marker import map_leaves, owg_flags
 from fp8_jax_owg.mode import get_mode
 from fp8_jax_owg.observation import resolve
+from fp8_jax_owg.uses import check_single_uses
 
 Unobserved = Literal["old", "-inf"]
 UNOBSERVED: tuple[Unobserved, ...] = typing.get_args(Unobserved)
@@ -33,8 +34,8 @@ def value_and_grad(
     """Return a function that computes `fun` and its gradient, which holds next values where leaves are overwritten.
 
     Args:
-        fun: The loss, as for `jax.value_and_grad`. In mode "fan_out" a leaf may be used once outside of
-            `fp8_jax_owg.scan`; pass what is used more often through `fp8_jax_owg.fan_out`.
+        fun: The loss, as for `jax.value_and_grad`. In mode "fan_out" it is traced once more, to see that no leaf is
+            used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`.
         argnums: Which arguments to differentiate.
         has_aux: Whether `fun` returns (loss, anything).
         unobserved: What the gradient holds where nothing was observed: the old value ("old"), which any optimizer
@@ -42,7 +43,7 @@ def value_and_grad(
             latter if gradients of several micro-batches or devices are combined, and layers may be skipped.
 
     Raises:
-        Fp8Error: `unobserved` is unknown, or an overwritten leaf is not float32.
+        Fp8Error: `unobserved` is unknown, an overwritten leaf is not float32, or in mode "fan_out" one is used twice.
     """
     if unobserved not in UNOBSERVED:
         raise Fp8Error(f"unobserved must be one of {', '.join(UNOBSERVED)}, got {unobserved!r}.")
@@ -60,6 +61,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if get_mode() == "fan_out":
+            _check_uses(lambda *args: fun(*args, **kwargs), args, numbers)
         value, gradients = differentiate(*args, **kwargs)
         trees = [args[number] for number in numbers]
         found = [gradients] if isinstance(argnums, int) else list(gradients)
@@ -100,6 +103,25 @@ def enter(tree: Any) -> Any:
     """
     convert = share if get_mode() == "extended" else check_float32
     return map_leaves(lambda x: x, convert, tree)
+
+
+def _check_uses(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Raise if `fun` uses an overwritten leaf of the differentiated arguments twice."""
+    trees = {number: jax.tree_util.tree_flatten_with_path(args[number]) for number in numbers}
+    marked = {number: owg_flags(args[number]) for number in numbers}
+    found = [item for n in numbers for item, flag in zip(trees[n][0], marked[n], strict=True) if flag]
+
+    def loss(leaves: list[Any]) -> Any:
+        values, converted = iter(leaves), list(args)
+        for number, (items, structure) in trees.items():
+            new = [next(values) if flag else leaf for (_, leaf), flag in zip(items, marked[number], strict=True)]
+            converted[number] = structure.unflatten(new)
+        out = fun(*converted)
+        return out[0] if isinstance(out, tuple) else out
+
+    if found:
+        names = [jax.tree_util.keystr(path) or "that is differentiated" for path, _ in found]
+        check_single_uses(loss, [check_float32(leaf) for _, leaf in found], names)
 
 
 def cast_params(tree: Any, dtype: Any) -> Any:
