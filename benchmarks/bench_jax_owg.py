@@ -1,9 +1,9 @@
 """Times a training step of fp8_jax_owg's dense layer against flax's, and compares what their scans keep in memory.
 
-    python benchmarks/bench_jax_owg.py [--size 512] [--rounds 15]
+    python benchmarks/bench_jax_owg.py [--sizes 128 512] [--rounds 41]
 
-Everything is measured in one run, alternating who goes first; ratios travel between machines, times do not. Writes
-benchmarks/results/jax-owg.json: milliseconds of a step, bytes that XLA allocates for temporaries, and their ratios.
+Operations take turns in one run, and each round gives one ratio: the median of those travels between machines, times
+do not. Writes benchmarks/results/jax-owg.json: ratios of step times, and bytes that XLA allocates for temporaries.
 """
 
 import argparse
@@ -23,14 +23,16 @@ from flax import linen as nn
 from flax.linen import fp8_ops
 
 import fp8_jax_owg as owg
-from fp8_common.machine import processor_name
+from fp8_common.machine import processor_name, usable_cores
 from fp8_jax_owg.linen import Fp8DotGeneralOp
 
 RESULT = Path(__file__).parent / "results" / "jax-owg.json"
 ITERATIONS = 64
+LENGTHS = (16, 1024, 16384)
 MATMUL = (((1,), (0,)), ((), ()))
+OURS = "fp8_jax_owg"
 OPERATIONS = {
-    "fp8_jax_owg": Fp8DotGeneralOp,
+    OURS: Fp8DotGeneralOp,
     "flax direct": nn.Fp8DirectDotGeneralOp,
     "flax": nn.Fp8DotGeneralOp,
 }
@@ -53,18 +55,20 @@ def _finish(step: Callable[..., object], *arguments: Any) -> None:
     jax.block_until_ready(step(*arguments))
 
 
-def milliseconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median time of each run; they take turns, each round in another order."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def ratios(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median over rounds of our time over that of each other run; who goes first changes every round."""
+    found: dict[str, list[float]] = {name: [] for name in runs if name != OURS}
     for run in runs.values():
         run()
     for i in range(rounds):
-        names = list(runs)[i % len(runs) :] + list(runs)[: i % len(runs)]
-        for name in names:
+        times = {}
+        for name in [*list(runs)[i % len(runs) :], *list(runs)[: i % len(runs)]]:
             start = time.perf_counter()
             runs[name]()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+            times[name] = time.perf_counter() - start
+        for name, values in found.items():
+            values.append(times[OURS] / times[name])
+    return {name: round(statistics.median(values), 2) for name, values in found.items()}
 
 
 def our_scan(w: jax.Array, meta: Any, xs: jax.Array) -> jax.Array:
@@ -97,29 +101,50 @@ def temporary_bytes(scan: Callable[..., jax.Array], length: int, rows: int = 1, 
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def main() -> None:
-    """Measure, write the result, print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore", DeprecationWarning)
-    rows: list[dict[str, Any]] = []
-    for dtype in ("float32", "bfloat16"):
-        times = milliseconds(steps(options.size, dtype), options.rounds)
-        ratios = {name: round(times["fp8_jax_owg"] / value, 3) for name, value in times.items()}
-        rows.append({"dtype": dtype, "size": options.size, "milliseconds": times, "ours_to": ratios})
-        print(f"step, {dtype}: {times}; ours takes {ratios['flax direct']:.2f}x of flax's direct operation")
+def tables(report: dict[str, Any]) -> tuple[str, str]:
+    """Return the report as two tables of Markdown: times, and memory."""
+    steps = ["| width, rows and dtype | flax direct | flax |", "|---|---:|---:|"]
+    steps += [
+        f"| {row['size']}, {row['dtype']} | {row['flax direct']:.2f} | {row['flax']:.2f} |" for row in report["steps"]
+    ]
+    memory = ["| length of the histories | fp8_jax_owg | in mode fan_out | flax direct |", "|---:|---:|---:|---:|"]
+    memory += [
+        f"| {row['history']} | {row[OURS]:,} | {row['fan_out']:,} | {row['flax direct']:,} |"
+        for row in report["scan_temporary_bytes"]
+    ]
+    return "\n".join(steps), "\n".join(memory)
+
+
+def measure(sizes: list[int], rounds: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
+    """Return the report."""
+    rows = [
+        {"size": size, "dtype": dtype, **ratios(steps(size, dtype), rounds)}
+        for size in sizes
+        for dtype in ("float32", "bfloat16")
+    ]
     memory = []
-    for length in (16, 1024, 16384):
+    for length in lengths:
+        with owg.use_mode("fan_out"):
+            in_slots = temporary_bytes(our_scan, length)
         ours, theirs = temporary_bytes(our_scan, length), temporary_bytes(flax_scan, length)
-        memory.append({"history": length, "fp8_jax_owg": ours, "flax direct": theirs, "ratio": round(theirs / ours, 1)})
-        print(f"scan of {ITERATIONS}, history {length}: {ours:,} and {theirs:,} bytes, flax takes {theirs / ours:.1f}x")
+        memory.append({"history": length, OURS: ours, "fan_out": in_slots, "flax direct": theirs})
     versions = {name: version(name) for name in ("jax", "flax", "numpy")}
     device = processor_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
-    report = {"schema": 1, "device": device, "versions": versions, "steps": rows, "scan_temporary_bytes": memory}
+    report = {"schema": 1, "device": device, "cores": usable_cores(), "versions": versions, "rounds": rounds}
+    return report | {"iterations": ITERATIONS, "steps": rows, "scan_temporary_bytes": memory}
+
+
+def main() -> None:
+    """Measure, write the result, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--rounds", type=int, default=41)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    report = measure(options.sizes, options.rounds)
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    print(*tables(report), sep="\n\n")
 
 
 if __name__ == "__main__":
