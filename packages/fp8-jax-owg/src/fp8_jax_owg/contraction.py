@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp8_jax_owg.meshes import explicit_sharding
+
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -63,17 +65,37 @@ class Contraction(NamedTuple):
         return tuple(i for i, letter in enumerate(letters) if letter in self.summed)
 
     def apply(
-        self, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike, precision: lax.Precision | None = None
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dtype: DTypeLike,
+        precision: lax.Precision | None = None,
+        like: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the product in `dtype`; one `lax.dot_general`, and a transpose if the order needs it."""
+        """Return the product in `dtype`; one `lax.dot_general`, and a transpose if the order needs it.
+
+        Args:
+            lhs: The first operand.
+            rhs: The second.
+            dtype: Of the result.
+            precision: As in `lax.dot_general`.
+            like: What the result is the gradient of: on explicit meshes it gets the same sharding.
+        """
         batch = [letter for letter in self.out if letter in self.lhs and letter in self.rhs]
         dims = (
             (_places(self.lhs, self.summed), _places(self.rhs, self.summed)),
             (_places(self.lhs, batch), _places(self.rhs, batch)),
         )
-        result = lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
         one_sided = [letter for letter in self.lhs + self.rhs if (letter in self.lhs) != (letter in self.rhs)]
         made = "".join([*batch, *one_sided])
+        result = lax.dot_general(
+            lhs,
+            rhs,
+            dims,
+            precision=precision,
+            preferred_element_type=dtype,
+            out_sharding=None if like is None else explicit_sharding(like, _places(self.out, made)),
+        )
         return result if made == self.out else jnp.transpose(result, _places(made, self.out))
 
     def align(self, x: jax.Array, letters: str) -> jax.Array:

@@ -19,6 +19,7 @@ from fp8_common.errors import Fp8Error
 from fp8_jax_owg.casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg.contraction import Contraction, DimensionNumbers
 from fp8_jax_owg.first_order import first_order_only
+from fp8_jax_owg.meshes import refuse_explicit_axes
 from fp8_jax_owg.meta import Meta, tensor_meta
 from fp8_jax_owg.parameter import Fp8Param
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor
@@ -86,7 +87,7 @@ def fp8_dot_general(
 
     Raises:
         Fp8Error: Unsupported dtypes, or `meta` and `scaling` do not belong together.
-        Fp8UnsupportedError: A second derivative was asked for.
+        Fp8UnsupportedError: A second derivative was asked for, or scales per row on a mesh with explicit axes.
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, lhs.ndim, rhs.ndim)
@@ -108,6 +109,8 @@ def fp8_contract(
     scaling, state = match_scaling(meta, scaling, ("input", "output_grad") if is_cast else TENSORS)
     if is_cast and keeps_operands(scaling):
         raise Fp8Error('A gathered kernel has one scale: use CurrentScaling(granularity="tensor") for its product.')
+    if keeps_operands(scaling):
+        refuse_explicit_axes("Scales per row", (lhs, rhs))
     product = Product(
         contraction=contraction,
         scaling=scaling,
@@ -170,9 +173,16 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> tup
     return multiply(how, a, b, product.dtype, product.precision), (a, b)
 
 
-def multiply(how: Contraction, a: Operand, b: Operand, dtype: np.dtype, precision: Precision = None) -> jax.Array:
-    """Return the product of two cast operands, accumulated in float32 and scaled back."""
-    result = how.apply(a.data, b.data, jnp.float32, precision)
+def multiply(
+    how: Contraction,
+    a: Operand,
+    b: Operand,
+    dtype: np.dtype,
+    precision: Precision = None,
+    like: jax.Array | None = None,
+) -> jax.Array:
+    """Return the product of two cast operands, accumulated in float32 and scaled back, sharded like `like`."""
+    result = how.apply(a.data, b.data, jnp.float32, precision, like)
     # One factor for both: a large and a small scale in turn could overflow though the product does not.
     factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
     return (result * factor).astype(dtype)
@@ -198,8 +208,8 @@ def _product_bwd(
     how, scaling = product.contraction, product.scaling
     c = cast(g, "output_grad", state, scaling)
     of_lhs, of_rhs = product.operand_dtypes
-    d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision)
-    d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision)
+    d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision, a.data)
+    d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision, b.data)
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     if product.kernel_is_cast:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)

@@ -21,6 +21,7 @@ from fp8_common.jax.arrays import as_codes, as_native, float_key, from_bits
 from fp8_jax_owg.casting import Seen, State, computed_once, next_state
 from fp8_jax_owg.dot import as_operand
 from fp8_jax_owg.first_order import first_order_only
+from fp8_jax_owg.meshes import refuse_explicit_axes
 from fp8_jax_owg.meta import read_tensor_meta
 from fp8_jax_owg.observation import used_scale
 from fp8_jax_owg.parameter import Fp8Param
@@ -96,6 +97,7 @@ def fp8_all_gather(
     array = as_operand(x, "x")
     if (axis_name is None) == (sharding is None):
         raise Fp8Error("fp8_all_gather needs axis_name inside a shard_map, or sharding under automatic sharding.")
+    refuse_explicit_axes("fp8_all_gather", array)
     if (scale is None) != (amax_history is None):
         raise Fp8Error("fp8_all_gather needs scale and amax_history together, for delayed scaling.")
     state: State = {}

@@ -23,6 +23,7 @@ from fp8_common.errors import Fp8Error
 from fp8_jax_owg.boundary import gate, scan
 from fp8_jax_owg.dtype import is_shared
 from fp8_jax_owg.marker import owg_flags
+from fp8_jax_owg.meshes import refuse_explicit_axes
 from fp8_jax_owg.window import SUFFIX, is_history
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
@@ -116,6 +117,7 @@ def pipeline(
     _check_leading(x, (schedule.microbatches,), "Activations", "[microbatches, ...]")
     lead = (schedule.stages,) if schedule.rounds == 1 else (schedule.rounds, schedule.stages)
     _check_leading(variables, lead, "Variables", "[stages, ...]" if len(lead) == 1 else "[rounds, stages, ...]")
+    refuse_explicit_axes("A pipeline", (x, variables))
     leaves, structure = jax.tree.flatten(variables)
     flags = find_overwritten(variables) if overwritten is None else overwritten
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]

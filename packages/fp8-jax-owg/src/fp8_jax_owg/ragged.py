@@ -17,6 +17,7 @@ from fp8_common.errors import Fp8Error
 from fp8_jax_owg.casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg.dot import as_operand, match_scaling
 from fp8_jax_owg.first_order import first_order_only
+from fp8_jax_owg.meshes import refuse_explicit_axes
 from fp8_jax_owg.meta import Meta
 from fp8_jax_owg.scaling import Scaling
 
@@ -67,6 +68,7 @@ def fp8_ragged_dot(
             "fp8_ragged_dot needs lhs [M, K], rhs [G, K, N] and group_sizes [G], "
             f"got {a.shape}, {b.shape} and {sizes.shape}."
         )
+    refuse_explicit_axes("fp8_ragged_dot", (a, b))
     scaling, state = match_scaling(meta, scaling)
     if keeps_operands(scaling):
         raise Fp8Error('fp8_ragged_dot has one scale per tensor: use CurrentScaling(granularity="tensor").')
