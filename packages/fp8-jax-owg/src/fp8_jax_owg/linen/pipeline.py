@@ -17,20 +17,24 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from fp8_common.errors import Fp8Error
-from fp8_jax_owg.marker import owg_flags
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_jax_owg.marker import COLLECTION, owg_flags
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule, find_overwritten, pipeline
 
 STAGE, ROUND = "stage", "round"
 """Names of the added axes in the metadata of partitioned parameters."""
+KEPT = frozenset({"params", COLLECTION})
+"""Collections that a body reads only, mutable or not."""
+SOWN = ("intermediates",)
+"""Collections that may come into being when a module is applied."""
 
 
 class LayerwiseShardablePipelined(nn.Module):
     """Runs microbatches through `num_stages` copies of a module, each with variables of its own.
 
     The result equals running each microbatch through one copy after the other. Variables of the body get a leading
-    axis [num_stages, ...]; shard it over devices to pipeline. Variables that the body would change (batch
-    statistics) and values it would sow are not kept.
+    axis [num_stages, ...]; shard it over devices to pipeline. A body that would change variables (batch statistics)
+    or sow values is refused: microbatches of several stages run at once, in an order of their own.
 
     Attributes:
         body: One stage; called with activations, returns activations of the same shapes and dtypes.
@@ -66,12 +70,35 @@ class LayerwiseShardablePipelined(nn.Module):
 
         Raises:
             Fp8Error: The leading length is another, or variables are missing.
+            Fp8UnsupportedError: The body would change variables, or sow values that were asked for.
         """
         schedule = self.schedule
         one = jax.tree.map(lambda h: h[0], x)
         if self.is_initializing():
             self._make_variables(one, schedule)
+        self._refuse_changes(one, schedule)
         return self._run(x, one, schedule)
+
+    def _refuse_changes(self, one: Any, schedule: Schedule) -> None:
+        body, variables = self.body.unbind()
+        names = [name for name in {*variables, *SOWN} - KEPT if self.is_mutable_collection(name)]
+        if not names:
+            return
+        lead = 2 if schedule.rounds > 1 else 1
+        stage = jax.tree.map(lambda leaf: leaf[(0,) * lead], meta.unbox(variables))
+        rngs = {name: jax.random.key(0) for name in self.rng_collections}
+        program, after = jax.make_jaxpr(lambda v, h: body.apply(v, h, rngs=rngs, mutable=names)[1], return_shape=True)(
+            stage, one
+        )
+        # what comes out as it went in was only read
+        given = dict(zip(_paths(stage), program.jaxpr.invars, strict=False))
+        made = zip(_paths(after), program.jaxpr.outvars, strict=True)
+        changed = [path for path, value in made if given.get(path) is not value]
+        if changed:
+            raise Fp8UnsupportedError(
+                f"A pipeline does not keep what its body changes or sows, here {', '.join(changed)}. Move the layer "
+                "out of the body, use one without state of its own (nn.LayerNorm), or leave mutable= out of apply."
+            )
 
     def _make_variables(self, one: Any, schedule: Schedule) -> None:
         run = _add_axis(lambda module, h: module(h), STAGE)
@@ -114,6 +141,10 @@ class CircularLayerwiseShardablePipelined(LayerwiseShardablePipelined):
     def schedule(self) -> Schedule:
         """The numbers, checked."""
         return Schedule(stages=self.num_stages, microbatches=self.num_microbatches, rounds=self.circular_repeat)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _add_axis(run: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -9,14 +9,16 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fp8_common.errors import Fp8UnsupportedError
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline
 
 
 class LayerwiseShardablePipelined(nnx.Module):
     """Runs microbatches through `num_stages` copies of a module, each with variables of its own.
 
-    The result equals running each microbatch through one copy after the other. Variables that a stage changes when it
-    is called (batch statistics, counters of random numbers) stay as they are.
+    The result equals running each microbatch through one copy after the other. A stage that changes variables when it
+    is called (batch statistics, counters of random numbers, sown values) is refused: microbatches of several stages
+    run at once, in an order of their own.
 
     Attributes:
         stages: The module, with variables [num_stages, ...], or [circular_repeat, num_stages, ...].
@@ -58,11 +60,16 @@ class LayerwiseShardablePipelined(nnx.Module):
 
         Raises:
             Fp8Error: The leading length is another.
+            Fp8UnsupportedError: The stage changes variables.
         """
         graph, state = nnx.split(self.stages)
 
         def stage(state: Any, h: Any, key: jax.Array | None) -> Any:
-            return nnx.merge(graph, state)(h)
+            module = nnx.merge(graph, state)
+            before = {id(leaf) for leaf in jax.tree.leaves(state)}
+            out = module(h)
+            _refuse_changes(module, before)
+            return out
 
         return pipeline(stage, state, x, self.schedule, self.options)
 
@@ -83,6 +90,17 @@ class CircularLayerwiseShardablePipelined(LayerwiseShardablePipelined):
         """Make the stages; arguments are those of `LayerwiseShardablePipelined`."""
         super().__init__(
             make_stage, num_stages, num_microbatches, rngs=rngs, circular_repeat=circular_repeat, options=options
+        )
+
+
+def _refuse_changes(module: nnx.Module, before: set[int]) -> None:
+    """Raise if variables of a module hold other values than before it was called, told by their identities."""
+    after = jax.tree_util.tree_leaves_with_path(nnx.state(module))
+    changed = [jax.tree_util.keystr(path) for path, leaf in after if id(leaf) not in before]
+    if changed:
+        raise Fp8UnsupportedError(
+            f"A pipeline does not keep what its stages change when called, here {', '.join(changed)}. Move the "
+            "layer out of the stage, use one without state of its own (nnx.LayerNorm), or make it deterministic."
         )
 
 
