@@ -21,7 +21,16 @@ _log = logging.getLogger(__name__)
 
 MANY = 2
 PASSES = frozenset(
-    {"convert_element_type", "copy", "device_put", "optimization_barrier", "reshape", "sharding_constraint", "stack"}
+    {
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "device_put",
+        "optimization_barrier",
+        "reshape",
+        "sharding_constraint",
+        "stack",
+    }
 )
 SLICES = frozenset({"dynamic_slice", "gather", "slice", "split", "squeeze"})
 
