@@ -1,6 +1,10 @@
 """Decides that JAX sees eight CPU devices and that tests run in both modes."""
 
 import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +33,28 @@ def mode(request):
 
     with use_mode(request.param):
         yield request.param
+
+
+@pytest.fixture
+def in_two_processes():
+    """A function that runs a script of this folder as two JAX processes, and returns what each printed."""
+
+    def run(script, devices):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        flags = f"--xla_force_host_platform_device_count={devices}"  # of each, whatever this process was told
+        environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, str(Path(__file__).with_name(script))]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen([*command, str(rank), str(port)], env=environment, **pipes) for rank in (0, 1)]
+        try:
+            outputs = [process.communicate(timeout=500) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        errors = "\n".join(error[-2000:] for _, error in outputs)
+        assert [process.returncode for process in processes] == [0, 0], errors
+        return [output for output, _ in outputs]
+
+    return run
