@@ -268,6 +268,34 @@ MUTANTS = [
         "kept = (scale_inv, rolled)",
         f"{OWG_TESTS}/test_observation.py",
     ),
+    Mutant(
+        "a loop that observes nothing rolls its history",
+        f"{OWG}/window.py",
+        "jnp.where(wire.is_observed(seen), rolled, wire.NOT_OBSERVED)",
+        "rolled",
+        f"{OWG_TESTS}/test_loop_memory.py",
+    ),
+    Mutant(
+        "uses of a state are not counted",
+        f"{OWG}/uses.py",
+        "return [ONE] * operands",
+        "return [NONE] * operands",
+        f"{OWG_TESTS}/test_uses.py",
+    ),
+    Mutant(
+        "a dense layer of Linen forgets its scaling",
+        f"{OWG}/linen/dense.py",
+        "functools.partial(Fp8DotGeneralOp, scaling=self.scaling)",
+        "functools.partial(Fp8DotGeneralOp)",
+        f"{OWG_TESTS}/test_linen_layers.py",
+    ),
+    Mutant(
+        "the state of an NNX layer is a parameter",
+        f"{OWG}/nnx/operations.py",
+        "setattr(self, name, OverwriteWithGradient(value))",
+        "setattr(self, name, nnx.Param(value))",
+        f"{OWG_TESTS}/test_nnx_layers.py",
+    ),
     # ---- fp8-te-init
     Mutant(
         "a stale start is believed",

@@ -104,6 +104,18 @@ def test_einsum_with_experts_as_a_batch_dimension():
     np.testing.assert_array_equal(out, np.full((3, 4, 5), 8))
 
 
+@pytest.mark.parametrize("operation", [fp8_linen.Fp8DotGeneralOp, fp8_linen.Fp8Einsum])
+def test_operations_hand_on_dtype_precision_and_scaling(operation):
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    how = (x, w, (((1,), (0,)), ((), ()))) if operation is fp8_linen.Fp8DotGeneralOp else ("ij,jk->ik", x, w)
+    op = operation(scaling=CurrentScaling(fp8_format="E4M3"))
+    traced = jax.make_jaxpr(lambda: op.apply({}, *how, jax.lax.Precision.HIGHEST, jnp.bfloat16))()
+    assert traced.out_avals[0].dtype == jnp.bfloat16
+    assert "precision=(Precision.HIGHEST" in str(traced)
+    backward = jax.make_jaxpr(jax.grad(lambda g: (op.apply({}, *how) * g).sum()))(1.0)
+    assert "e5m2" not in str(backward)
+
+
 def test_a_convolution_layer_trains():
     layer = nn.Conv(4, (3,), conv_general_dilated_cls=fp8_linen.Fp8ConvGeneralDilatedOp)
     x = sample()

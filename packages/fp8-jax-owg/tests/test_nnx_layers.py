@@ -89,6 +89,20 @@ def test_layers_of_our_own_equal_converted_ones():
     owg.assert_fp8_dots(lambda x: einsum(x), x)
 
 
+def test_layers_hand_on_dtype_precision_and_scaling():
+    settings = {"dtype": jnp.float16, "preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+    settings |= {"scaling": DelayedScaling(amax_history_length=7), "rngs": nnx.Rngs(0)}
+    for layer in (
+        fp8_nnx.Fp8Linear(8, 4, use_bias=False, **settings),
+        fp8_nnx.Fp8Einsum("bsd,de->bse", (8, 4), **settings),
+    ):
+        traced = jax.make_jaxpr(lambda x, layer=layer: layer(x))(sample())
+        assert traced.out_avals[0].dtype == jnp.float32
+        assert "precision=(Precision.HIGHEST" in str(traced)
+        state = nnx.state(layer, fp8_nnx.OverwriteWithGradient)
+        assert {leaf.shape for leaf in jax.tree.leaves(state)} == {(1,), (7,)}
+
+
 def test_state_is_no_parameter():
     layer = fp8_nnx.Fp8Linear(8, 4, scaling=SCALING, rngs=nnx.Rngs(0))
     _, params, state = nnx.split(layer, nnx.Param, fp8_nnx.OverwriteWithGradient)

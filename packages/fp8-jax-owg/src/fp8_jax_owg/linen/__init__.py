@@ -1,10 +1,13 @@
 """FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and layers."""
 
 from fp8_jax_owg.linen.boxes import OwgBox, owg_init
-from fp8_jax_owg.linen.conv import Fp8ConvGeneralDilatedOp
 from fp8_jax_owg.linen.dense import Fp8Dense
-from fp8_jax_owg.linen.dot_general import Fp8DirectDotGeneralOp, Fp8DotGeneralOp
-from fp8_jax_owg.linen.einsum import Fp8Einsum
+from fp8_jax_owg.linen.operations import (
+    Fp8ConvGeneralDilatedOp,
+    Fp8DirectDotGeneralOp,
+    Fp8DotGeneralOp,
+    Fp8Einsum,
+)
 from fp8_jax_owg.linen.pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
 from fp8_jax_owg.linen.train_state import TrainState
 from fp8_jax_owg.linen.variables import OVERWRITE_WITH_GRADIENT

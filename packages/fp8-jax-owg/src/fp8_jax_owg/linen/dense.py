@@ -4,7 +4,7 @@ import functools
 
 from flax import linen as nn
 
-from fp8_jax_owg.linen.dot_general import Fp8DotGeneralOp
+from fp8_jax_owg.linen.operations import Fp8DotGeneralOp
 from fp8_jax_owg.scaling import DelayedScaling, Scaling
 
 

@@ -1,6 +1,7 @@
 """Decides where Linen modules keep the state of a product: flax's collection, flax's names."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from flax import linen as nn
@@ -30,6 +31,10 @@ class Fp8Op(nn.Module):
         if self.amax_history_length is not None and isinstance(self.scaling, DelayedScaling):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
         super().__post_init__()
+
+    def settings(self, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, Any]:
+        """Return the keyword arguments of a product: `meta` and `scaling`; errors are those of `state`."""
+        return {"meta": self.state(tensors), "scaling": self.scaling}
 
     def state(self, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array] | None:
         """Return the leaves, made when the module is initialized; None for current scaling.

@@ -43,6 +43,22 @@ class Fp8Op(nnx.Module):
         """The leaves by name; None for current scaling."""
         return {name: getattr(self, name)[...] for name in self.names} or None
 
+    def settings(self, out_sharding: Any) -> dict[str, Any]:
+        """Return the keyword arguments of a product: `meta` and `scaling`.
+
+        Args:
+            out_sharding: What the layer was asked for.
+
+        Raises:
+            Fp8Error: `out_sharding` is not None.
+        """
+        if out_sharding is not None:
+            raise Fp8Error(
+                f"FP8 products do not take out_sharding, got {out_sharding}. Apply jax.sharding.reshard or "
+                "jax.lax.with_sharding_constraint to the result."
+            )
+        return {"meta": self.meta, "scaling": self.scaling}
+
 
 class Fp8DotGeneralOp(Fp8Op):
     """`lax.dot_general` in FP8, for the `dot_general` of `nnx.Linear` and `nnx.LinearGeneral`."""
@@ -57,10 +73,8 @@ class Fp8DotGeneralOp(Fp8Op):
         out_sharding: Any = None,
     ) -> jax.Array:
         """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
-        refuse_out_sharding(out_sharding)
-        return fp8_dot_general(
-            lhs, rhs, dimension_numbers, precision, preferred_element_type, meta=self.meta, scaling=self.scaling
-        )
+        settings = self.settings(out_sharding)
+        return fp8_dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **settings)
 
 
 class Fp8EinsumOp(Fp8Op):
@@ -76,8 +90,7 @@ class Fp8EinsumOp(Fp8Op):
         out_sharding: Any = None,
     ) -> jax.Array:
         """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
-        refuse_out_sharding(out_sharding)
-        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, meta=self.meta, scaling=self.scaling)
+        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, **self.settings(out_sharding))
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -89,18 +102,4 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         self, lhs: ArrayLike, rhs: ArrayLike, *args: Any, out_sharding: Any = None, **kwargs: Any
     ) -> jax.Array:
         """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
-        refuse_out_sharding(out_sharding)
-        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, meta=self.meta, scaling=self.scaling)
-
-
-def refuse_out_sharding(out_sharding: Any) -> None:
-    """Raise where a layer was asked for a sharding of its result.
-
-    Raises:
-        Fp8Error: `out_sharding` is not None.
-    """
-    if out_sharding is not None:
-        raise Fp8Error(
-            f"FP8 products do not take out_sharding, got {out_sharding}. Apply jax.sharding.reshard or "
-            "jax.lax.with_sharding_constraint to the result."
-        )
+        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, **self.settings(out_sharding))
