@@ -58,9 +58,9 @@ def test_what_iterations_keep_does_not_depend_on_the_length_of_histories(mode):
     assert stacked_bytes(theirs, 4096) > stacked_bytes(theirs, 2) + ITERATIONS * 4096
 
 
-def next_state(loss, meta):
+def next_state(loss, meta, **options):
     tree = {"s": owg.Overwrite(meta)}
-    return jax.jit(owg.grad(lambda t: loss(t["s"].value)))(tree)["s"].value
+    return jax.jit(owg.grad(lambda t: loss(t["s"].value), **options))(tree)["s"].value
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -102,3 +102,5 @@ def test_a_history_that_no_iteration_observes_stays(mode, how):
     after = next_state(loss, meta)
     np.testing.assert_array_equal(after["input_amax_history"], meta["input_amax_history"])
     assert after["input_scale"] == 1
+    marked = next_state(loss, meta, unobserved="-inf")["input_amax_history"]
+    np.testing.assert_array_equal(marked, [-np.inf] * 3)
