@@ -1,7 +1,8 @@
 """Decides whether the packages start fast: `python tests/release/check_imports.py` in an environment that has them.
 
-`import` of a package may take 0.15 seconds longer than that of its framework. Each is timed several times in fresh
-processes, turn by turn, and the smallest times are compared.
+`import` of a package may take 0.15 seconds longer than that of its framework: seconds of the processor, because those
+do not depend on what else the machine does. Each is timed several times in fresh processes, turn by turn, and the
+smallest times are compared.
 """
 
 import importlib.util
@@ -15,11 +16,11 @@ FRAMEWORKS = {
     "fp8_jax_owg": "jax",
     "fp8_te_init": "torch, torch.distributed.fsdp, torch.distributed.tensor",
 }
-TIMER = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+TIMER = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
 
 
 def seconds(modules: str) -> float:
-    """Return how long a fresh process takes to import modules, in seconds."""
+    """Return the seconds of the processor that a fresh process takes to import modules."""
     command = [sys.executable, "-c", TIMER.format(modules)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -1,0 +1,119 @@
+"""Draw results/convergence.json and write the table of its page: `python benchmarks/plot_convergence.py`.
+
+Curves are means over seeds, smoothed over a twentieth of the run; bands reach from the lowest seed to the highest.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from convergence_runs import FAMILIES
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fp8_common.demo.plot import smooth
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "convergence.json"
+PICTURE = HERE.parent / "docs" / "assets" / "convergence.png"
+PAGE = HERE.parent / "docs" / "numerics" / "convergence.md"
+BEGIN, END = "<!-- figures of benchmarks/results/convergence.json -->\n", "\n<!-- end of figures -->"
+COLOURS = ("#444444", "#1f6feb", "#d1570c", "#1a7f37", "#8250df", "#c2255c")
+Runs = dict[str, dict[str, dict[int, dict[str, Any]]]]
+
+
+def grouped(result: dict[str, Any]) -> Runs:
+    """Return runs by family, way and seed; of each family the seeds that all of its ways have."""
+    found: Runs = {family: {way: {} for way in ways} for family, (_, ways) in FAMILIES.items()}
+    for name, run in result["runs"].items():
+        family, way, seed = name.split("/")
+        found[family][way][int(seed)] = run
+    whole = {}
+    for family, ways in found.items():
+        seeds = set.intersection(*(set(runs) for runs in ways.values()))
+        if seeds:
+            whole[family] = {way: {seed: runs[seed] for seed in sorted(seeds)} for way, runs in ways.items()}
+    return whole
+
+
+def differences(ways: dict[str, dict[int, dict[str, Any]]]) -> dict[str, np.ndarray]:
+    """Return, for each way, the relative differences of the held-out loss from the control of the same seed."""
+    control = np.array([run["val_loss"] for run in next(iter(ways.values())).values()])
+    return {way: np.array([run["val_loss"] for run in runs.values()]) / control - 1 for way, runs in ways.items()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the table of the page."""
+    lines = [
+        "| package | way | seeds | held-out loss | spread of the seeds | difference from the control, per seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family, ways in grouped(result).items():
+        apart = differences(ways)
+        for number, (way, runs) in enumerate(ways.items()):
+            losses = np.array([run["val_loss"] for run in runs.values()])
+            percent = "the control" if not number else ", ".join(f"{100 * one:+.2f} %" for one in apart[way])
+            spread = f"{losses.max() - losses.min():.4f}" if len(losses) > 1 else "-"
+            lines.append(f"| {family} | {way} | {len(runs)} | {losses.mean():.4f} | {spread} | {percent} |")
+    return "\n".join(lines)
+
+
+def sizes(result: dict[str, Any]) -> str:
+    """Return what was trained, in words."""
+    settings, parameters = result["settings"], defaultdict(set)
+    for family, ways in grouped(result).items():
+        parameters[family] |= {run["parameters"] for runs in ways.values() for run in runs.values()}
+    models = ", ".join(f"{family} {max(counts):,}" for family, counts in parameters.items())
+    return (
+        f"{settings['steps']} steps of {settings['rows']} x {settings['length']} bytes; width {settings['dim']}, "
+        f"{settings['layers']} blocks; parameters: {models}."
+    )
+
+
+def draw_family(axes: Axes, family: str, ways: dict[str, dict[int, dict[str, Any]]]) -> None:
+    """Draw how far the training loss of each way is from that of the control."""
+    control = np.array([smooth(run["losses"]) for run in next(iter(ways.values())).values()])
+    steps = np.arange(1, control.shape[1] + 1)
+    for colour, (way, runs) in zip(COLOURS, ways.items(), strict=False):
+        losses = np.array([smooth(run["losses"]) for run in runs.values()])
+        shown = losses - control.mean(axis=0) if way == next(iter(ways)) else losses - control
+        axes.fill_between(steps, shown.min(axis=0), shown.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+        axes.plot(steps, shown.mean(axis=0), color=colour, linewidth=1.3, label=way)
+    axes.set(title=family, xlabel="optimizer step", ylabel="training loss minus control (nats per byte)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_losses(axes: Axes, whole: Runs) -> None:
+    """Draw the training loss of every run: at this scale the ways of a package lie over one another."""
+    for colour, (family, ways) in zip(COLOURS[1:], whole.items(), strict=False):
+        for runs in ways.values():
+            for run in runs.values():
+                losses = smooth(run["losses"])
+                axes.plot(np.arange(1, len(losses) + 1), losses, color=colour, linewidth=0.6, alpha=0.6)
+        axes.plot([], [], color=colour, label=f"{family}: {len(ways)} ways")
+    axes.set(title="all runs", xlabel="optimizer step", ylabel="training loss (nats per byte)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def main() -> None:
+    """Draw the picture and put the figures into the page."""
+    result = json.loads(RESULT.read_text())
+    whole = grouped(result)
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
+    for one in axes[1 + len(whole) :]:
+        one.set_axis_off()
+    draw_losses(axes[0], whole)
+    for one, (family, ways) in zip(axes[1:], whole.items(), strict=False):
+        draw_family(one, family, ways)
+    figure.savefig(PICTURE, dpi=110)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{sizes(result)}\n\n{table(result)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
