@@ -63,4 +63,5 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 def name_of_rule(equation: Any) -> str:
     """Return the name of the function that a `custom_vjp_call` in a traced program calls."""
-    return str(equation.params["call_jaxpr"].jaxpr.debug_info.func_name)
+    program = equation.params["call_jaxpr"]
+    return str(getattr(program, "jaxpr", program).debug_info.func_name)

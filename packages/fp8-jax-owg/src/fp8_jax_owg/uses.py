@@ -120,7 +120,7 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     if name == "custom_vjp_call":
         return _of_rule(compat.name_of_rule(equation), total, operands)
     if name == "cond":
-        branches = [count(branch.jaxpr, outs) for branch in equation.params["branches"]]
+        branches = [count(_plain(branch), outs) for branch in equation.params["branches"]]
         return [NONE, *(max(uses, key=lambda one: one.total) for uses in zip(*branches, strict=True))]
     if name == "scan":
         return _of_scan(equation, outs)
@@ -141,8 +141,12 @@ def _of_rule(name: str, total: Uses, operands: int) -> list[Uses]:
 
 def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
     """Return the uses of constants, first carries and scanned arrays."""
-    body, consts, carries = (equation.params[name] for name in ("jaxpr", "num_consts", "num_carry"))
-    each = count(body.jaxpr, [NONE] * carries + outs[carries:])
+    body = _plain(equation.params["jaxpr"])
+    # told by shapes: what is scanned over or stacked has one dimension more outside of the body
+    carries = sum(out.aval.ndim == own.aval.ndim for out, own in zip(equation.outvars, body.outvars, strict=True))
+    scanned = sum(x.aval.ndim != own.aval.ndim for x, own in zip(equation.invars, body.invars, strict=True))
+    consts = len(body.invars) - scanned - carries
+    each = count(body, [NONE] * carries + outs[carries:])
     if equation.params["length"] > 1:
         each[: consts + carries] = [uses.repeated for uses in each[: consts + carries]]
     # a state in the carry is handed on, and may be used after the loop
@@ -153,7 +157,12 @@ def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
 def _inner(equation: Any) -> core.Jaxpr | None:
     """Return the program that an equation calls, if its operands are those of the equation."""
     for value in equation.params.values():
-        program = getattr(value, "jaxpr", value)
+        program = _plain(value)
         if isinstance(program, core.Jaxpr) and len(program.invars) == len(equation.invars):
             return program
     return None
+
+
+def _plain(program: Any) -> Any:
+    """Return a traced program without its constants."""
+    return getattr(program, "jaxpr", program)
