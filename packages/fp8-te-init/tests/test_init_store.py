@@ -42,6 +42,16 @@ def test_reading_twice_gives_the_same_and_clearing_is_final():
     assert weight.get_high_precision_init_val() is None, "after a release nothing is kept any more"
 
 
+def test_what_was_given_up_is_not_kept_again():
+    net = model()
+    net[0].weight.clear_high_precision_init_val()
+    with torch.no_grad():
+        net[0].weight.normal_()
+    net[0].reset_parameters()
+    assert net[0].weight.get_high_precision_init_val() is None
+    assert kept(net) == 4 * 40 * 16, "the other weight's"
+
+
 def test_a_megatron_style_loop_runs_unchanged():
     net, reference = model(), twin()
     masters = []

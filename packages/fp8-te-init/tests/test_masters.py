@@ -261,6 +261,28 @@ def test_delayed_scaling_uses_the_scale_of_earlier_steps():
     assert weight.scale == torch.tensor(448.0) / (4 * first)
 
 
+def test_a_step_records_what_it_made_and_rounds_with_what_was_recorded():
+    net = model("cpu", "tensorwise_delayed")
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=1.0)
+    fti.seed_masters(optimizer, net)
+    weight = net[0].weight
+    first = optimizer.master_of(weight).abs().max()
+    weight.grad = torch.full((40, 24), 9.0)
+    optimizer.step()
+    assert weight.scale == torch.tensor(448.0) / first, "not of the values that the step made"
+    assert weight.state.history[:2].tolist() == [optimizer.master_of(weight).abs().max().item(), first.item()]
+
+
+def test_gradients_of_masters_do_not_outlive_the_step():
+    net = model(dtype=torch.bfloat16)
+    optimizer = optimizer_for(net, "sgd")
+    train(net, optimizer, steps=1, dtype=torch.bfloat16)
+    assert [master.grad for master in optimizer.masters()] == [None] * 4
+    before = [master.clone() for master in optimizer.masters()]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters(), strict=True)), "no gradient, no step"
+
+
 def test_rescale_mends_the_unit_scale_that_delayed_scaling_starts_with():
     net = nn.Linear(512, 512, bias=False)
     with torch.no_grad():

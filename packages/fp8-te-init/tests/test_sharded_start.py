@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8_te_init as fti
+from fp8_common import Fp8Error
 from fp8_te_init.store import STORE
 
 pytestmark = pytest.mark.distributed
@@ -199,6 +200,8 @@ def seeded(rank, world_size, recipe, widths):
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     for master in optimizer.masters():
         master.to_local().fill_(7.0)  # what the optimizer took by itself must not matter
+    reductions = fti.rescale_(model)
+    assert reductions == 1
     report = fti.seed_masters(optimizer, model)
     checked = [layer.weight.to_local().quantized_rows for layer in model]
     masters = [optimizer.master_of(layer.weight) for layer in model]
@@ -206,7 +209,8 @@ def seeded(rank, world_size, recipe, widths):
         torch.equal(rows.quantized(master.to_local()), rows.codes())
         for rows, master in zip(checked, masters, strict=True)
     ]
-    return [master.full_tensor() for master in masters], set(report.sources.values()), same, checked[-2].rows.count
+    scales = [layer.weight_quant_scale for layer in model]
+    return [master.full_tensor() for master in masters], scales, set(report.sources.values()), same, checked[-2].rows
 
 
 @pytest.mark.parametrize("widths", [WIDTHS, (24, 200, 130, 2, 24)])
@@ -221,12 +225,40 @@ def test_masters_of_row_and_block_scaled_weights_are_those_of_the_unsharded_mode
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     fti.seed_masters(optimizer, model)
     results = run_ranks(world_size, seeded, recipe, widths)
-    assert (0 in {count for *_, count in results}) == (world_size == 3), "two rows leave one of three ranks without any"
-    for masters, sources, same, _ in results:
+    empty = [rows.count == 0 for *_, rows in results]
+    assert any(empty) == (world_size == 3), "two rows leave one of three ranks without any"
+    for masters, scales, sources, same, _ in results:
         assert sources == {"copy"}
         assert all(same), "every rank's codes are those of its masters"
-        for layer, master in zip(model, masters, strict=True):
+        for layer, master, scale in zip(model, masters, scales, strict=True):
             assert torch.equal(master, optimizer.master_of(layer.weight))
+            assert torch.equal(scale, layer.weight_quant_scale), "found again from the rows of all ranks"
+
+
+def read_while_gathered(rank, world_size):
+    model = eager_then_shard(world_size, "tensorwise", "cpu", torch.float32)
+    before = [start.clone() for start in starts(model)]
+    parameters = list(model.parameters())
+    loss_of(model, next(batches(rank, 1)))
+    told = []
+    for parameter in parameters:  # the root keeps its weights gathered until the backward
+        if hasattr(parameter, "get_high_precision_init_val"):
+            try:
+                parameter.get_high_precision_init_val()
+            except Fp8Error as error:
+                told.append(str(error))
+    copies = fti.memory_report(model).copies
+    model.reshard()
+    return told, copies, all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True))
+
+
+def test_kept_values_are_not_read_while_the_whole_weight_is_in_their_place(run_ranks):
+    for told, copies, same in run_ranks(2, read_while_gathered):
+        assert len(told) == 1
+        assert "FSDP2 holds the gathered weight at the moment" in told[0]
+        assert "Call reshard()" in told[0]
+        assert copies > 0
+        assert same
 
 
 def rescaled(rank, world_size):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_models import WIDTHS, CollectiveCounter, batches, loss_of, mlp, shard, train
+from sharded_models import WIDE, WIDTHS, CollectiveCounter, batches, loss_of, mlp, shard, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,12 +59,12 @@ def test_twenty_steps_equal_those_of_a_high_precision_gather(run_ranks, full, wo
         assert reductions == (steps if world_size > 1 else 0), "one for each step, whatever the number of weights"
 
 
-def sharded_and_replicated(rank, world_size, recipe):
-    sharded = shard(built(recipe), world_size)
+def sharded_and_replicated(rank, world_size, recipe, widths):
+    sharded = shard(built(recipe, widths=widths), world_size)
     optimizer = optimizer_for(sharded)
     losses = train(sharded, optimizer, rank, STEPS)
 
-    twin = built(recipe)
+    twin = built(recipe, widths=widths)
     reference = optimizer_for(twin)
     expected = []
     for x in batches(rank, STEPS):
@@ -80,9 +80,10 @@ def sharded_and_replicated(rank, world_size, recipe):
     return losses == expected, all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_twenty_steps_equal_a_replicated_model(run_ranks, recipe):
-    assert run_ranks(2, sharded_and_replicated, recipe) == [(True, True)] * 2
+# the ranks' rows of the wide layers meet inside a block
+@pytest.mark.parametrize(("recipe", "widths"), [*((recipe, WIDTHS) for recipe in RECIPES), ("blockwise", WIDE)])
+def test_twenty_steps_equal_a_replicated_model(run_ranks, recipe, widths):
+    assert run_ranks(2, sharded_and_replicated, recipe, widths) == [(True, True)] * 2
 
 
 def collectives_of_steps(rank, world_size, gather):

@@ -1,5 +1,7 @@
 """Every way to keep or make high-precision values: exact to the bit, or refused, or said to be a stand-in."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import fp8_te_init as fti
 from fp8_common import decode
 from fp8_common.errors import Fp8Error
 from fp8_common.philox import random_bits
+from fp8_te_init.native_rows import NativeRows
 from fp8_te_init.parameters import fp8_weights
 from fp8_te_init.sources import ReplaySource, ResidualSource, Rows
 from fp8_te_init.sources.dither import dithered
@@ -71,6 +74,24 @@ def test_residuals_keep_negative_zeros_and_escapes():
     fti.convert_linear(module, preserve="residual")
     got = module.weight.get_high_precision_init_val()
     assert torch.equal(got.view(torch.int16), start.view(torch.int16))
+
+
+def test_the_rows_of_a_residual_keep_their_own_escapes():
+    module = nn.Linear(64, 6, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.normal_()
+        for row in range(6):
+            module.weight[row, row] = -(10.0 ** -(30 + row))
+    start = module.weight.detach().clone()
+    fti.convert_linear(module, preserve="residual")
+    whole, weight = source(module), module.weight.state
+    assert isinstance(whole, ResidualSource)
+    for first, last in [(0, 2), (2, 5), (5, 6), (6, 6)]:
+        part = whole.narrowed(Rows(first, last))
+        rows = dataclasses.replace(weight, codes=weight.codes[first:last], first_row=first)
+        got = part.values(NativeRows(rows, torch.bfloat16))
+        assert torch.equal(got.view(torch.int16), start[first:last].view(torch.int16))
+        assert part.nbytes < 64 * (last - first) + 8 * 6
 
 
 @pytest.mark.parametrize(

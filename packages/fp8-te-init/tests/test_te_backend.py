@@ -1,6 +1,7 @@
 """TransformerEngine's tensors through the adapter: on a double of them, and on its own files where they are at hand."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import sys
@@ -11,6 +12,7 @@ import te_double
 import te_sources
 import torch
 from sharded_models import shard
+from te_kernels import encoded
 from torch import nn
 
 import fp8_te_init as fti
@@ -163,14 +165,45 @@ def test_trap_a_second_reset_leaves_a_rounded_copy(te):
         net[0].weight.get_high_precision_init_val()
 
 
+@functools.cache
+def ambiguous_scales() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Scales that are not the reciprocal of their reciprocal, each with a value whose code tells the two apart."""
+    midpoints = torch.arange(17.0, 32.0, 2.0)
+    found = {-1: [], 1: []}
+    for scale in 1 + torch.rand(20_000, generator=torch.Generator().manual_seed(0)):
+        nearest = scale.reciprocal().reciprocal()
+        values = torch.nextafter(midpoints / scale, torch.tensor([[0.0], [torch.inf]])).reshape(-1)
+        values = torch.cat([values, midpoints / scale])
+        told = (encoded(values, scale) != encoded(values, nearest)).nonzero()
+        if told.numel():
+            found[1 if scale > nearest else -1].append((scale, values[told[0, 0]]))
+        if min(map(len, found.values())) == 3:
+            return [*found[-1][:3], *found[1][:3]]
+    raise AssertionError(f"too few: {found}")
+
+
 def test_every_scale_that_could_have_been_used_is_tried(te):
     """The tensor stores 1 / scale alone; some scales share it."""
-    values = torch.randn(64, 64)
-    for number in torch.logspace(-3, 4, 300):
-        tensor = te.Float8Quantizer(number.reshape(1), torch.zeros(1), te.E4M3)(values)
+    for scale, value in ambiguous_scales():
+        values = value.expand(4, 4)
+        tensor = te.Float8Quantizer(scale.reshape(1), torch.zeros(1), te.E4M3)(values)
         tensor._quantizer = None
         rows = te_rows(nn.Parameter(tensor))
         assert torch.equal(rows.quantized(values), tensor._data)
+        assert not torch.equal(rows.quantized(values * 1.25), tensor._data), "other values stay others"
+
+
+def test_every_block_is_tried_with_every_scale_that_could_have_been_its_own(te):
+    scales, values = map(torch.stack, zip(*ambiguous_scales(), strict=True))
+    wide = values.repeat_interleave(128).expand(128, -1)
+    tensor = te.Float8BlockQuantizer(te.E4M3, rowwise=True, columnwise=True)(torch.zeros_like(wide))
+    tensor._rowwise_scale_inv[0, : len(scales)] = scales.reciprocal()
+    tensor._rowwise_data.copy_(encoded(wide, scales.repeat_interleave(128)))
+    rows = te_rows(nn.Parameter(tensor))
+    assert torch.equal(rows.quantized(wide), rows.codes())
+    changed = wide.clone()
+    changed[0, 0] *= 1.25
+    assert not torch.equal(rows.quantized(changed), rows.codes())
 
 
 def test_memory_is_counted(te):
@@ -359,6 +392,13 @@ def gathered(rank, world_size, te, init):
     starts = [layer.weight.get_high_precision_init_val().clone() for layer in model]
     of_locals = [layer.weight._local_tensor.get_high_precision_init_val() for layer in model]
     assert all(torch.equal(a, b) for a, b in zip(starts, of_locals, strict=True))
+    if init == "eager":
+        model(torch.ones(2, 24))  # the root's weights stay gathered
+        assert fti.memory_report(model).copies > 0
+        model.reshard()
+        assert all(
+            torch.equal(layer.weight.get_high_precision_init_val(), a) for layer, a in zip(model, starts, strict=True)
+        )
     reductions = fti.rescale_(model)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     fti.seed_masters(optimizer, model)
