@@ -10,7 +10,7 @@ import types
 from types import MethodType
 
 import torch
-from te_kernels import by_blocks, decoded, encoded, product, scale_of
+from te_kernels import adam, by_blocks, decoded, encoded, product, scale_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -360,6 +360,17 @@ class FusedAdam(torch.optim.Optimizer):
             self._scales[param] = unscaled_state.abs().max() / (torch.finfo(self.dtype).max / 2)
             unscaled_state.mul_(1 / self._scales[param])
         held.copy_(unscaled_state)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                state = self.state[param]
+                master = state["master_param"]
+                moments = (state["exp_avg"], state["exp_avg_sq"])
+                adam(param.grad, master, *moments, group["lr"], 0.9, 0.999, 1e-8, group["step"], 1, 1, 0.0)
+                param.quantize_(master)
 
     def get_unscaled_state(self, param, state_name):
         held = self.state[param][state_name]

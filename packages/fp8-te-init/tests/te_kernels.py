@@ -38,6 +38,14 @@ def by_blocks(values, layout, power_of_2=True):
     return codes, torch.nn.functional.pad(inverse, pads).contiguous()
 
 
+def adam(gradient, parameter, first, second, lr, beta1, beta2, eps, step, mode, bias_correction, decay):
+    """One step of AdamW, in place, in the order of arguments of the real kernel."""
+    first.lerp_(gradient.float(), 1 - beta1)
+    second.lerp_(gradient.float().square(), 1 - beta2)
+    size = (second / (1 - beta2**step)).sqrt() + eps
+    parameter.sub_(lr * (first / (1 - beta1**step) / size + decay * parameter))
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from te_double import remove
-from te_kernels import by_blocks, decoded, encoded, product, scale_of
+from te_kernels import adam, by_blocks, decoded, encoded, product, scale_of
 from torch.overrides import TorchFunctionMode
 
 _loaded: dict[str, types.ModuleType] = {}
@@ -79,7 +79,7 @@ def _load():
     sys.modules["transformer_engine.common"].decode_cudnn_version = lambda number: (9, 0, 0)
     tex = Mocked("transformer_engine_torch")
     tex.DType, tex.quantize, tex.fp8_transpose, tex.create_empty_quantized_tensor = DType, quantize, transpose, empty
-    tex.multi_tensor_adam, tex.multi_tensor_adam_fp8 = adam, adam_fp8
+    tex.multi_tensor_adam, tex.multi_tensor_adam_fp8 = multi_adam, adam_fp8
     pydantic, dataclass = types.ModuleType("pydantic"), types.ModuleType("pydantic.dataclasses")
     dataclass.dataclass = dataclasses.dataclass
     pytorch = "transformer_engine.pytorch"
@@ -268,17 +268,14 @@ def empty(quantizer, shape, dtype, device, pin_memory):
     return quantize(torch.zeros(shape, dtype=dtype, device=device), quantizer.copy())
 
 
-def adam(chunk, noop, lists, lr, beta1, beta2, eps, step, mode, bias_correction, decay):
-    for gradient, parameter, first, second in zip(*lists, strict=True):
-        first.lerp_(gradient.float(), 1 - beta1)
-        second.lerp_(gradient.float().square(), 1 - beta2)
-        size = (second / (1 - beta2**step)).sqrt() + eps
-        parameter.sub_(lr * (first / (1 - beta1**step) / size + decay * parameter))
+def multi_adam(chunk, noop, lists, *options):
+    for tensors in zip(*lists, strict=True):
+        adam(*tensors, *options)
 
 
 def adam_fp8(chunk, noop, lists, *options):
     gradients, codes, firsts, seconds, masters, scales, amaxes, inverses = lists
-    adam(chunk, noop, [gradients, masters, firsts, seconds], *options[:-1])
+    multi_adam(chunk, noop, [gradients, masters, firsts, seconds], *options[:-1])
     for code, master, scale, amax, inverse in zip(codes, masters, scales, amaxes, inverses, strict=True):
         code.copy_(encoded(master, scale))
         amax.copy_(master.abs().max())

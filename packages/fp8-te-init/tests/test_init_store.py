@@ -277,6 +277,17 @@ def test_frozen_and_unowned_weights_are_released_with_the_others():
     assert kept(net) == 0
 
 
+@pytest.mark.parametrize("release", ["seed", "step"])
+def test_a_step_without_seeding_releases_what_it_did_not_train_too(release):
+    net = model(release=release)
+    net[0].weight.requires_grad_(False)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, net[2].parameters(), lr=0.1)
+    net(torch.randn(3, 24)).sum().backward()
+    assert kept(net) == 4 * (24 * 40 + 40 * 16)
+    optimizer.step()
+    assert kept(net) == 0
+
+
 def test_a_model_that_is_thrown_away_leaves_nothing_behind():
     net = model(release="forward")
     cell = weakref.ref(STORE.cell(net[0], "weight"))

@@ -161,6 +161,18 @@ def test_philox_makes_the_same_weights_for_every_number_of_ranks(run_ranks, worl
         assert reductions == (1 if order == "shard_first" and world_size > 1 else 0), "one for the whole model"
 
 
+def biases(rank, world_size):
+    return [layer.bias.full_tensor() for layer in meta_then_shard(world_size, "tensorwise", "cpu", torch.float32)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_biases_of_deferred_layers_are_those_of_an_unsharded_model(run_ranks, world_size):
+    torch.manual_seed(0)
+    reference = mlp()
+    for gathered in run_ranks(world_size, biases):
+        assert all(torch.equal(layer.bias, bias) for layer, bias in zip(reference, gathered, strict=True))
+
+
 def masters_of(rank, world_size, build, dtype):
     if build == "philox":
         with fti.primary_weights():

@@ -37,26 +37,25 @@ def whole_masters(model, optimizer):
     return [master.full_tensor() if hasattr(master, "full_tensor") else master for master in masters]
 
 
-def low_and_high(rank, world_size, recipe, dtype, reshard, steps):
+def low_and_high(rank, world_size, recipe, dtype, reshard):
     runs = []
     for gather in ("fp8", "high_precision"):
         model = shard(built(recipe, gather, dtype), world_size, reshard_after_forward=reshard)
         optimizer = optimizer_for(model)
-        runs.append((train(model, optimizer, rank, steps, dtype), whole_masters(model, optimizer), optimizer))
+        runs.append((train(model, optimizer, rank, STEPS, dtype), whole_masters(model, optimizer), optimizer))
     same = all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
     return runs[0][0], runs[1][0], same, runs[0][2].reductions
 
 
 @pytest.mark.matrix(
-    world_size=[1, 2, 3, 4], recipe=RECIPES, dtype=[torch.float32, torch.bfloat16], reshard=[True, False]
+    "each", world_size=[1, 2, 3, 4], recipe=RECIPES, dtype=[torch.float32, torch.bfloat16], reshard=[True, False]
 )
-def test_twenty_steps_equal_those_of_a_high_precision_gather(run_ranks, full, world_size, recipe, dtype, reshard):
-    steps = STEPS if full or recipe == "tensorwise" else 6
-    for low, high, same, reductions in run_ranks(world_size, low_and_high, recipe, dtype, reshard, steps):
+def test_twenty_steps_equal_those_of_a_high_precision_gather(run_ranks, world_size, recipe, dtype, reshard):
+    for low, high, same, reductions in run_ranks(world_size, low_and_high, recipe, dtype, reshard):
         assert low == high
         assert same
         assert low[-1] < low[0]
-        assert reductions == (steps if world_size > 1 else 0), "one for each step, whatever the number of weights"
+        assert reductions == (STEPS if world_size > 1 else 0), "one for each step, whatever the number of weights"
 
 
 def sharded_and_replicated(rank, world_size, recipe, widths):

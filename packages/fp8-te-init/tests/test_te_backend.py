@@ -333,6 +333,26 @@ def test_the_format_is_read_from_every_kind_of_enumeration(te):
     assert te_rows(weight).fmt.name == "e5m2"
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise_delayed", "tensorwise", "blockwise"])
+def test_the_fused_optimizer_trains_the_seeded_masters(te, recipe):
+    net = built(te, dtype=torch.float32, recipe=recipe)
+    starts = [torch.nn.Parameter(start.clone()) for start in exact(te, torch.float32)]
+    optimizer = te.FusedAdam(net.parameters(), lr=1e-2, master_weights=True)
+    reference = torch.optim.AdamW(starts, lr=1e-2, weight_decay=0.0)
+    fti.seed_masters(optimizer, net)
+    for _ in range(3):
+        (net(torch.randn(8, 24)) - 1).square().mean().backward()
+        for layer, twin in zip(net, starts, strict=True):
+            twin.grad = layer.weight.grad.clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    for layer, twin in zip(net, starts, strict=True):
+        master = optimizer.get_unscaled_state(layer.weight, "master_param")
+        torch.testing.assert_close(master, twin.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(te_rows(layer.weight).quantized(master), te_rows(layer.weight).codes())
+
+
 def test_scaled_masters_do_not_write_to_the_values_that_they_are_made_of(te):
     net = built(te, dtype=torch.float32)
     values = {f"{index}.weight": start for index, start in enumerate(exact(te, torch.float32))}
