@@ -3,8 +3,8 @@
 import torch
 
 FULL = 448.0
-BLOCKS = {"2d": (128, 128), "1d": (1, 128), "mx": (1, 32)}
-PADDING = {"2d": (1, 4), "1d": (1, 4), "mx": (128, 4)}
+BLOCKS = {"2d": (128, 128), "1d": (1, 128), "mx": (1, 32), "mx columns": (32, 1)}
+PADDING = {"2d": (1, 4), "1d": (1, 4), "mx": (128, 4), "mx columns": (4, 128)}
 
 
 def encoded(values, scale):
@@ -32,7 +32,7 @@ def by_blocks(values, layout, power_of_2=True):
     inverse = scale.reciprocal()
     if layout == "1d":
         inverse = inverse.t()
-    if layout == "mx":
+    if layout.startswith("mx"):
         inverse = (torch.frexp(inverse).exponent + 126).to(torch.uint8)
     pads = (0, -inverse.shape[1] % padding[1], 0, -inverse.shape[0] % padding[0])
     return codes, torch.nn.functional.pad(inverse, pads).contiguous()

@@ -233,9 +233,13 @@ def _amax(values):
 def _put_blocks(source, quantizer, target, *, is_mx):
     layout = "mx" if is_mx else f"{quantizer.block_scaling_dim}d"
     codes, inverse = by_blocks(source, layout, is_mx or quantizer.force_pow_2_scales)
+    columns = by_blocks(source, "mx columns") if is_mx and quantizer.columnwise_usage else (None, None)
     if target is not None:
         target._rowwise_data.copy_(codes)
         target._rowwise_scale_inv.copy_(inverse)
+        if columns[0] is not None:
+            target._columnwise_data.copy_(columns[0])
+            target._columnwise_scale_inv.copy_(columns[1])
         return target
     names = sys.modules[__name__]
     kind = names.MXFP8Tensor if is_mx else names.Float8BlockwiseQTensor
@@ -245,8 +249,8 @@ def _put_blocks(source, quantizer, target, *, is_mx):
         dtype=source.dtype,
         rowwise_data=codes,
         rowwise_scale_inv=inverse,
-        columnwise_data=None,
-        columnwise_scale_inv=None,
+        columnwise_data=columns[0],
+        columnwise_scale_inv=columns[1],
         fp8_dtype=quantizer.dtype,
         quantizer=quantizer,
         device=source.device,
@@ -255,9 +259,11 @@ def _put_blocks(source, quantizer, target, *, is_mx):
 
 
 def dequantize_mx(context, tensor, dtype):
-    wide = torch.exp2(tensor._rowwise_scale_inv.float() - 127).repeat_interleave(32, dim=1)
-    rows, columns = tensor._rowwise_data.shape
-    return decoded(tensor._rowwise_data, wide[:rows, :columns], dtype)
+    by_row = tensor._rowwise_data is not None
+    data = tensor._rowwise_data if by_row else tensor._columnwise_data
+    scales = tensor._rowwise_scale_inv if by_row else tensor._columnwise_scale_inv
+    wide = torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1 if by_row else 0)
+    return decoded(data, wide[: data.shape[0], : data.shape[1]], dtype)
 
 
 def transpose(codes, dtype=None, out=None):

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import sys
 import types
+import warnings
 
 import pytest
 import te_double
@@ -522,3 +523,35 @@ def test_shards_that_cut_blocks_are_refused_on_all_ranks(run_ranks, make, kind, 
     for name, message in run_ranks(2, with_te, "sharded_blocks", make, kind, (128, rows), "meta"):
         assert name == "Fp8UnsupportedError"
         assert f"in multiples of {unit}; this one has {rows} rows on 2 ranks" in message
+
+
+def trained_blocks(rank, world_size, te, kind, device):
+    """Three steps of a sharded model through the hooks of TransformerEngine's own tensors."""
+    sizes = (128, 256, 512)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # theirs: of views that FSDP2 makes and does not use
+        model = built(te, dtype=torch.float32, recipe=block_recipe(kind), sizes=sizes, device=device, backend="te")
+        shard(model, world_size)
+    if device == "meta":
+        for layer in model.to_empty(device="cpu"):
+            layer.reset_parameters()
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    fti.seed_masters(optimizer, model)
+    x = torch.randn(8, sizes[0], generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for _ in range(3):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "device"), [("2d", "meta"), ("mx", "meta"), ("mx", "cpu")])
+def test_block_scaled_weights_train_through_their_own_hooks(run_ranks, kind, device):
+    if why := te_sources.missing():
+        pytest.skip(why)
+    for losses in run_ranks(2, with_te, "trained_blocks", "te_sources", kind, device):
+        assert losses[2] < losses[1] < losses[0]
