@@ -1,15 +1,18 @@
 """Decides how fast the references cast on this machine: NumPy, PyTorch and JAX, eager and compiled.
 
-    python benchmarks/bench_casts.py [--rows 2048] [--columns 2048] [--seconds 0.5]
+    python benchmarks/bench_casts.py [--rows 2048] [--columns 2048] [--rounds 15]
 
-Writes benchmarks/results/casts.json: the shortest time of a cast, elements per second, and the ratio to NumPy
-in the same run. Ratios travel between machines better than times.
+Writes benchmarks/results/casts.json: the median time of a cast, elements per second, and how many times faster than
+NumPy it is: the median of the ratios of one round. In a round every implementation has its turn, in alternating order,
+so other load on the machine, which the result names, hits all of them.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -68,15 +71,17 @@ def _finish(jax: ModuleType, function: Callable[..., object], arguments: tuple[o
     jax.block_until_ready(function(*arguments))
 
 
-def best_seconds(function: Cast, seconds: float) -> float:
-    """Return the shortest time of a call: other load only adds. The first call, which may compile, is not counted."""
-    function()
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        start = time.perf_counter()
+def times(functions: dict[str, Cast], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every call in every round. The first calls, which may compile, are not counted."""
+    for function in functions.values():
         function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(rounds):
+        for name in list(functions) if i % 2 else list(reversed(functions)):
+            start = time.perf_counter()
+            functions[name]()
+            found[name].append(time.perf_counter() - start)
+    return found
 
 
 def main() -> None:
@@ -84,40 +89,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--columns", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long each cast is repeated")
+    parser.add_argument("--rounds", type=int, default=15, help="how often each cast is timed")
     options = parser.parse_args()
 
     x = np.random.default_rng(0).standard_normal((options.rows, options.columns), np.float32)
     scale = fp8_common.amax_to_scale(fp8_common.amax(x), "e4m3")
-    runs = [("numpy", name, cast) for name, cast in casts(fp8_common, x, scale).items()]
+    tasks = {name: {"numpy": cast} for name, cast in casts(fp8_common, x, scale).items()}
     frameworks = {"torch": torch_casts, "jax": jax_casts}
     found = [name for name in frameworks if importlib.util.find_spec(name)]
     for framework in found:
-        runs += frameworks[framework](x, scale)
+        for implementation, name, cast in frameworks[framework](x, scale):
+            tasks[name][implementation] = cast
 
-    rows, baseline = [], {}
-    for implementation, cast, function in runs:
-        seconds = best_seconds(function, options.seconds)
-        baseline.setdefault(cast, seconds)
-        row = {
-            "implementation": implementation,
-            "cast": cast,
-            "milliseconds": round(1e3 * seconds, 3),
-            "million_elements_per_second": round(x.size / seconds / 1e6, 1),
-            "times_numpy": round(baseline[cast] / seconds, 2),
-        }
-        rows.append(row)
-        print(f"{cast:24} {implementation:22} {row['milliseconds']:10.3f} ms {row['times_numpy']:8.2f} x numpy")
+    rows = []
+    for name, functions in tasks.items():
+        seconds = times(functions, options.rounds)
+        for implementation, own in seconds.items():
+            ratios = [numpy / other for numpy, other in zip(seconds["numpy"], own, strict=True)]
+            row = {
+                "implementation": implementation,
+                "cast": name,
+                "milliseconds": round(1e3 * statistics.median(own), 3),
+                "million_elements_per_second": round(x.size / statistics.median(own) / 1e6, 1),
+                "times_numpy": round(statistics.median(ratios), 2),
+            }
+            rows.append(row)
+            print(f"{name:24} {implementation:22} {row['milliseconds']:10.3f} ms {row['times_numpy']:8.2f} x numpy")
 
     machine = {
         "processor": platform.machine(),
         "system": platform.system(),
         "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
     }
     versions = {name: version(name) for name in ("numpy", *found)}
     RESULT.parent.mkdir(exist_ok=True)
-    report = {"schema": 1, "shape": x.shape, "machine": machine, "versions": versions, "casts": rows}
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    setting = {"schema": 2, "shape": x.shape, "rounds": options.rounds, "machine": machine, "versions": versions}
+    RESULT.write_text(json.dumps(setting | {"casts": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

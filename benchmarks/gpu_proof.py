@@ -1,83 +1,152 @@
 """Proves the kernels on a GPU with one command, `python benchmarks/gpu_proof.py`: bits first, then speed.
 
-    python benchmarks/gpu_proof.py [--only bits|speed] [--full] [arguments of fp8-bench]
+    python benchmarks/gpu_proof.py [--plan] [--only bits|speed] [--full] [--minutes 8.5] [--results FOLDER] [...]
 
-It needs torch, triton and pytest, and JAX for the launches from there; the packages need not be installed. It runs
-every GPU test, then `fp8-bench`, which saves after each kernel; the result is benchmarks/results/gpu-<name>.json, the
-figures go into docs/numerics/kernels.md, and the output says which promises hold. Where one command may not take long,
-run the two halves one after the other: `--only bits`, then `--only speed`.
+It needs torch, triton and pytest, and JAX for the launches from there; the packages need not be installed. `--plan`
+says what would run and what is missing, and runs nothing. Other arguments are those of fp8-bench. Every GPU test writes
+a line, `fp8-bench` saves after each task, and both are stopped in time, so a run that is cut short loses nothing. The
+result is gpu-<name>.json in benchmarks/results; the figures go into docs/numerics/kernels.md, and the output says which
+promises hold.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import render_kernels
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+NEEDED = ("torch", "triton", "pytest", "hypothesis", "numpy", "ml_dtypes")
+WELCOME = ("jax", "matplotlib", "xdist", "pytest_timeout", "torchao", "transformer_engine")
 BANDWIDTH_KERNELS = ("amax", "cast", "cast + transpose", "row-wise", "mx")
 SHARE_OF_COPY, SHARE_OF_BEST_PEER, FOREACH_SPEEDUP = 0.90, 0.95, 3.0
 PROMISED_FROM_BYTES = 64 << 20
+SHARE_OF_TESTS = 0.55
+"""Of the time for both halves."""
+PROCESSES = "4"
+"""The tests compile kernels and compute definitions on the CPU most of the time."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if the bits are right and every promise about speed holds."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=["bits", "speed"], help="run one half")
-    parser.add_argument("--full", action="store_true", help="every case of the tests, not a pairwise subset")
-    options, rest = parser.parse_known_args(arguments)
-    if options.only != "speed" and run(tests(full=options.full)):
-        print("The bits are wrong, or a test could not run: nothing was timed.")
-        return 1
+    """Return 0 if the bits are right, every promise about speed holds, and nothing was left out."""
+    options, rest = parser().parse_known_args(arguments)
+    folder, end = options.results, time.monotonic() + 60 * options.minutes
+    record, raw = folder / "gpu-tests.jsonl", folder / "gpu.json"
+    if options.plan:
+        return plan(tests(record, full=options.full), bench(raw, rest))
+    folder.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    if options.only != "speed":
+        record.unlink(missing_ok=True)
+        share = 1 if options.only else SHARE_OF_TESTS
+        wrong = run(tests(record, full=options.full), 60 * options.minutes * share)
+        print(f"GPU tests: {outcomes(record)}")
     if options.only == "bits":
-        return 0
-    raw = RESULTS / "gpu.json"
-    failed = run(bench(raw, rest))
+        return 1 if wrong else 0
+    raw.unlink(missing_ok=True)
+    left = end - time.monotonic()
+    failed = run(bench(raw, rest), left)
     if not raw.exists():
+        print("fp8-bench measured nothing.")
         return 1
-    result = json.loads(raw.read_text())
-    named = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}.json"
-    raw.rename(named)
-    render_kernels.render(named)
-    broken = promises_broken(result)
-    print(f"{named.relative_to(ROOT)}: copy {result['copy_gigabytes_per_second']:.0f} GB/s")
-    print("\n".join(broken) or "Every promise holds.")
-    return 1 if broken or failed else 0
+    result = json.loads(raw.read_text()) | {"tests": outcomes(record), "complete": not failed}
+    broken = finish(result, raw)
+    return 1 if wrong or failed or broken else 0
 
 
-def run(command: list[str]) -> int:
-    """Run a command with the packages' sources on the path; return its exit status."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; arguments that it does not know are those of fp8-bench."""
+    found = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    found.add_argument("--only", choices=["bits", "speed"], help="run one half")
+    found.add_argument("--full", action="store_true", help="every case of the tests, not a pairwise subset")
+    found.add_argument("--minutes", type=float, default=8.5, help="how long all of it may take")
+    found.add_argument("--results", type=Path, default=RESULTS, help="where the results go")
+    found.add_argument("--plan", action="store_true", help="say what would run and what is missing, run nothing")
+    return found
+
+
+def plan(*commands: list[str]) -> int:
+    """Print the commands and what this Python has and lacks; return 0 if nothing that is needed is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    print(f"python {sys.version.split()[0]}:", ", ".join(map(version, (*NEEDED, *WELCOME))))
+    for command in commands:
+        print(" ".join(command))
+    print(f"Missing: {', '.join(missing)}." if missing else "Nothing that is needed is missing.")
+    return 1 if missing else 0
+
+
+def version(module: str) -> str:
+    """Return a module's distribution and version, or that there is none."""
+    if importlib.util.find_spec(module) is None:
+        return f"no {module}"
+    names = metadata.packages_distributions().get(module, [module])
+    return f"{names[0]} {metadata.version(names[0])}"
+
+
+def run(command: list[str], seconds: float) -> int:
+    """Run a command with the packages' sources on the path; return its exit status, 124 if it took too long."""
     sources = [str(path) for path in (ROOT / "shared-kernels/src", *sorted(ROOT.glob("packages/*/src")))]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")])),
         # JAX would take most of the memory, which torch needs in the same process
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONUNBUFFERED": "1",
     }
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    try:
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=max(1, seconds)).returncode
+    except subprocess.TimeoutExpired:
+        print(f"Stopped after {seconds:.0f} s: {' '.join(command)}")
+        return 124
 
 
-def tests(*, full: bool) -> list[str]:
+def tests(record: Path, *, full: bool) -> list[str]:
     """Return the command of the GPU tests; warnings of other versions of the frameworks are no failures."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "shared-kernels/tests/gpu", "-q", "--durations=10"]
-    return [*command, "-o", "filterwarnings=default", "-o", "timeout=300", *(["--full"] if full else [])]
+    command += ["-o", "filterwarnings=default", "-o", "timeout=300", "-p", "no:cacheprovider"]
+    command += ["--record", str(record.absolute())]
+    command += ["-n", PROCESSES] if importlib.util.find_spec("xdist") else []
+    return [*command, *(["--full"] if full else [])]
 
 
 def bench(output: Path, rest: Sequence[str]) -> list[str]:
     """Return the command of the timing."""
     chosen = [] if "--dtype" in rest else ["--dtype", "bfloat16", "--dtype", "float32"]
-    return [sys.executable, "-m", "fp8_common.bench", "--output", str(output), *chosen, *rest]
+    return [sys.executable, "-m", "fp8_common.bench", "--output", str(output.absolute()), *chosen, *rest]
+
+
+def outcomes(record: Path) -> dict:
+    """Return how many GPU tests had which outcome, and the names of those that did not pass."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    counted = Counter(line["outcome"] for line in lines)
+    return {**counted, "not passed": [line["test"] for line in lines if line["outcome"] != "passed"]}
+
+
+def finish(result: dict, raw: Path) -> list[str]:
+    """Name the result after its GPU, say what it shows, put it into the documents; return the broken promises."""
+    named = raw.with_name(f"gpu-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}.json")
+    named.write_text(json.dumps(result, indent=1) + "\n")
+    raw.unlink()
+    broken = promises_broken(result)
+    print(f"{named}: copy {result['copy_gigabytes_per_second']:.0f} GB/s")
+    print("\n".join(broken) or "Every promise holds.")
+    render_kernels.render(named)
+    return broken
 
 
 def promises_broken(result: dict) -> list[str]:
     """Return what is promised about speed and the result does not show."""
-    broken = []
+    broken = [] if result.get("complete", True) else ["fp8-bench did not come to its end: some tasks are not measured"]
     for row in (row for row in result["rows"] if row["implementation"] == "ours"):
         label = f"{row['kernel']} {row['dtype']} {row['shape']}"
         peers = [r for r in result["rows"] if is_peer_of(r, row)]

@@ -117,7 +117,7 @@ def draw(result: dict, path: Path) -> None:
         axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))], [row["kernel"] for row in rows], rotation=20)
     axes.set(ylabel="GB/s of ideal bytes", title=result["device"])
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper right")  # "best" warns where the machine is slow
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)

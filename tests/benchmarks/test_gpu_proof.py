@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import time
 
 import gpu_proof
 import pytest
@@ -109,36 +111,94 @@ def test_every_measured_task_has_a_row_in_the_static_table():
     assert [n for names in render_kernels.STATIC_NAMES.values() for n in names if f"\n| {n} |" not in page] == []
 
 
-def test_wrong_bits_stop_the_proof_before_the_timing(monkeypatch, capsys):
-    commands = []
-    monkeypatch.setattr(gpu_proof, "run", lambda command: commands.append(command) or 1)
-    assert gpu_proof.main(["--full"]) == 1
-    assert len(commands) == 1
-    assert {"pytest", "--full"} <= set(commands[0])
-    assert "nothing was timed" in capsys.readouterr().out
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """The commands that the proof would run; those of the tests fail, those of the timing write a result."""
+    given, rendered = [], []
 
-
-def test_the_timing_alone_writes_the_named_result_and_renders_it(monkeypatch, tmp_path):
-    rendered, results = [], tmp_path / "benchmarks/results"
-    results.mkdir(parents=True)
-
-    def run(command):
-        assert command[command.index("--output") + 1] == str(results / "gpu.json")
-        assert command[-2:] == ["--kernel", "amax"]
-        (results / "gpu.json").write_text(json.dumps(synthetic()))
+    def run(command, seconds):
+        given.append((command, seconds))
+        if "pytest" in command:
+            line = {"test": "test_mx", "outcome": "failed", "seconds": 1.0}
+            (tmp_path / "gpu-tests.jsonl").write_text(json.dumps(line) + "\n")
+            return 1
+        (tmp_path / "gpu.json").write_text(json.dumps(synthetic()))
         return 0
 
-    monkeypatch.setattr(gpu_proof, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_proof, "RESULTS", results)
     monkeypatch.setattr(gpu_proof, "run", run)
     monkeypatch.setattr(render_kernels, "render", rendered.append)
-    assert gpu_proof.main(["--only", "speed", "--kernel", "amax"]) == 0
-    assert [path.name for path in rendered] == ["gpu-a-gpu-that-does-not-exist.json"]
-    assert rendered[0].exists()
+    yield given
+    assert [path.name for path in rendered] == ["gpu-a-gpu-that-does-not-exist.json"][: len(rendered)]
 
 
-def test_the_gpu_tests_are_found_by_the_command():
-    command = [*gpu_proof.tests(full=False), "--collect-only"]
+def test_wrong_bits_fail_the_proof_and_are_named_beside_the_timing(commands, tmp_path, capsys):
+    assert gpu_proof.main(["--full", "--minutes", "6", "--results", str(tmp_path)]) == 1
+    (tests, first), (_, second) = commands
+    assert {"pytest", "--full", str(tmp_path / "gpu-tests.jsonl")} <= set(tests)
+    assert first < 300
+    assert second <= 360
+    assert "test_mx" in capsys.readouterr().out
+    result = json.loads((tmp_path / "gpu-a-gpu-that-does-not-exist.json").read_text())
+    assert result["tests"] == {"failed": 1, "not passed": ["test_mx"]}
+
+
+def test_the_timing_alone_writes_the_named_result_and_renders_it(commands, tmp_path):
+    stale = tmp_path / "gpu.json"
+    stale.write_text("of another run")
+    assert gpu_proof.main(["--only", "speed", "--results", str(tmp_path), "--kernel", "amax"]) == 0
+    ((command, _),) = commands
+    assert command[command.index("--output") + 1] == str(stale)
+    assert command[-2:] == ["--kernel", "amax"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-a-gpu-that-does-not-exist.json"]
+
+
+def test_a_result_that_is_not_complete_keeps_no_promise():
+    (broken,) = gpu_proof.promises_broken(synthetic() | {"complete": False})
+    assert "did not come to its end" in broken
+
+
+def test_a_command_that_takes_too_long_is_stopped(capsys):
+    started = time.monotonic()
+    assert gpu_proof.run([sys.executable, "-c", "import time; time.sleep(600)"], 1) == 124
+    assert time.monotonic() - started < 300
+    assert "Stopped after 1 s" in capsys.readouterr().out
+
+
+def test_the_plan_names_the_commands_and_what_is_missing(monkeypatch, commands, capsys):
+    monkeypatch.setattr(gpu_proof, "NEEDED", ("torch", "pytest"))
+    assert gpu_proof.main(["--plan", "--kernel", "amax"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__.partition('+')[0]}" in out
+    assert "fp8_common.bench --output" in out
+    assert out.endswith("Nothing that is needed is missing.\n")
+    monkeypatch.setattr(gpu_proof, "NEEDED", ("torch", "no_such_module"))
+    assert gpu_proof.main(["--plan"]) == 1
+    assert "Missing: no_such_module." in capsys.readouterr().out
+    assert commands == []
+
+
+def test_every_result_of_a_test_is_written_down_at_once(tmp_path):
+    shutil.copy(ROOT / "shared-kernels/tests/gpu/conftest.py", tmp_path)
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.mark.skip(reason='no')\n"
+        "def test_left(): pass\n"
+        "def test_dies(): import os; os._exit(9)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider", "--record", "lines.jsonl"]
+    subprocess.run([*command, "test_some.py"], cwd=tmp_path, capture_output=True, check=False)
+    assert gpu_proof.outcomes(tmp_path / "lines.jsonl") == {
+        "passed": 1,
+        "failed": 1,
+        "skipped": 1,
+        "not passed": ["test_some.py::test_bad", "test_some.py::test_left"],
+    }
+
+
+def test_the_gpu_tests_are_found_by_the_command(tmp_path):
+    command = [*gpu_proof.tests(tmp_path / "lines", full=False), "-n", "0", "--collect-only"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 5), done.stdout[-2000:] + done.stderr[-2000:]
     if done.returncode == 0:
