@@ -115,7 +115,7 @@ def world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class SideBySide(nn.ModuleList):
+class SideBySide(nn.Sequential):
     """Layers that all read the input, so that each may have as many outputs as it likes; returns the last."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Training:
         """Build `layers` of (in, out) features, one after the other or all on the input; each is an FSDP group."""
         torch.manual_seed(0)
         stack = (nn.Linear(inner, outer, bias=False, device=DEVICE) for inner, outer in layers)
-        model = SideBySide(stack) if side_by_side else nn.Sequential(*stack)
+        model = (SideBySide if side_by_side else nn.Sequential)(*stack)
         contestant.convert(model)
         mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

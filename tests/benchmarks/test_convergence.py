@@ -31,7 +31,7 @@ def test_a_run_is_kept_and_not_repeated(name, tmp_path, capsys):
     assert convergence.run_all(path, [name], steps=2, minutes=60) == 0, capsys.readouterr().out
     (run,) = json.loads(path.read_text())["runs"].values()
     assert len(run["losses"]) == 2
-    assert 4 < run["val_loss"] < 7
+    assert 0 < run["val_loss"] < 1.1 * run["losses"][0]
     written = path.read_text()
     assert convergence.run_all(path, [name], steps=2, minutes=60) == 0
     assert path.read_text() == written

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
-from fp8_jax_owg.observation import observe, resolve
+from fp8_jax_owg.observation import observe, resolve, used_scale
 
 COLLECTION = "_overwrite_with_gradient"
 
@@ -52,7 +52,8 @@ def steps(uses, count, merge):
     found = [(jnp.float32([1.0]), jnp.zeros(8))]
     for number in range(count):
         scale, history = found[-1]
-        seen = [observe(jnp.float32(1 + (number * use) % 3), scale, history, "e4m3") for use in range(1, uses + 1)]
+        _, scale_inv = used_scale(scale, history, "e4m3")
+        seen = [observe(jnp.float32(1 + (number * use) % 3), scale_inv, history) for use in range(1, uses + 1)]
         if merge == "max":
             merged = [jnp.max(jnp.stack(leaves), 0) for leaves in zip(*seen, strict=True)]
         else:
