@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_common.torch import compat
 
@@ -20,6 +21,14 @@ def test_a_constant_is_marked_as_torch_marks_it():
     torch.compiler.assume_constant_result(theirs)
     compat.assume_constant_result(ours)
     assert vars(ours) == vars(theirs), "torch marks constants in another way now: change fp8_common/torch/compat.py."
+
+
+def test_fake_tensors_are_told_from_others():
+    x = torch.nn.Parameter(torch.ones(2))
+    with FakeTensorMode() as mode:
+        fakes = [torch.ones(2), mode.from_tensor(x)]
+    message = "torch makes fake tensors of another class now: change fp8_common/torch/compat.py."
+    assert [compat.is_fake(each) for each in (x, x.data, *fakes)] == [False, False, True, True], message
 
 
 def test_importing_does_not_import_the_compiler():

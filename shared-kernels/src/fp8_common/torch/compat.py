@@ -1,7 +1,10 @@
-"""The one place outside FSDP that knows a private name of torch: what tells the compiler that a result is constant."""
+"""The one place outside FSDP that knows private names of torch: constants for the compiler, fake tensors."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -16,3 +19,8 @@ def assume_constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Return whether `x` has a shape and a device but no data: nothing can be launched on it."""
+    return isinstance(x, FakeTensor)

@@ -45,10 +45,10 @@ def _(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: s
 @lru_cache(maxsize=64)
 def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
     """Return the float32 [T] numerators of the scales; sent to the device once."""
-    return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32).to(device)
+    return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
 def _are(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
     """Return bool [T]: which of `names` are `name`."""
-    return torch.tensor([other == name for other in names]).to(device)
+    return torch.tensor([other == name for other in names], device=device)

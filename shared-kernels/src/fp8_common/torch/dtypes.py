@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import torch
 
 from fp8_common.errors import Fp8Error
@@ -51,5 +52,6 @@ def as_codes(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 @cache
 def values_table(fmt: str | Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the 256 values of a format in `dtype` on `device`; exact in float32, and in bfloat16 but for E8M0's 0."""
-    table = torch.from_numpy(decode(torch.arange(256, dtype=torch.uint8).numpy(), get_format(fmt)))
+    # made by NumPy: a default device or a mode that is active now must not decide about what is kept
+    table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), get_format(fmt)))
     return table.to(dtype=dtype, device=device)

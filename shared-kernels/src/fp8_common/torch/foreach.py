@@ -120,8 +120,8 @@ def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device
         "numel_ptr": [size for _, size in rows],
         "out_ptrs_ptr": list(outputs),
     }
-    wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64).to(device)
-    narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32).to(device)
+    wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
+    narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
     tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
     tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
     addresses = [address for (address, size) in rows if size] + list(outputs)

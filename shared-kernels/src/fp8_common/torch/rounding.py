@@ -8,6 +8,7 @@ import torch
 
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_data_format, get_format
+from fp8_common.torch.compat import is_fake
 from fp8_common.torch.dtypes import as_codes, torch_dtype, values_table
 
 
@@ -48,7 +49,10 @@ def values(codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.fl
         dtype: float32 or bfloat16; both hold every data value exactly.
     """
     fmt = get_format(fmt)
-    index = as_codes(codes, fmt).reshape(-1).int()
+    codes = as_codes(codes, fmt)
+    if is_fake(codes):  # it does not mix with a table that is kept for real ones
+        return codes.view(torch_dtype(fmt)).to(dtype)
+    index = codes.reshape(-1).int()
     return torch.index_select(values_table(fmt, dtype, codes.device), 0, index).view(codes.shape)
 
 

@@ -21,6 +21,7 @@ from fp8_common.formats import Format, get_data_format
 from fp8_common.launch import LaunchPlan
 from fp8_common.policy import ScalePolicy
 from fp8_common.quantize import MX_BLOCK
+from fp8_common.torch.compat import is_fake
 from fp8_common.torch.dtypes import torch_dtype
 
 # The module; the package's attribute of this name becomes the public function.
@@ -28,13 +29,13 @@ _quantize = importlib.import_module("fp8_common.torch.quantize")
 
 
 def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolicy | None = None) -> bool:
-    """Return whether `x` goes to the kernels.
+    """Return whether `x` goes to the kernels; fake tensors, which FakeTensorMode makes, go to the references.
 
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
     """
     choice = backend()
-    if choice == "reference" or (fmt is not None and not launch.supports(fmt, policy)):
+    if choice == "reference" or is_fake(x) or (fmt is not None and not launch.supports(fmt, policy)):
         return False
     obstacle = _obstacle(x.device)
     if obstacle is not None and choice == "triton":

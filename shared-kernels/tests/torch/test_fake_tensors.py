@@ -1,0 +1,88 @@
+"""Fake tensors pass through every cast, and leave nothing behind for real ones; no default device does either."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8_common as f8
+from fp8_common.testing import assert_same_bits
+from fp8_common.torch import delayed_ops, dispatch, ops
+from fp8_common.torch.compat import is_fake
+from fp8_common.torch.dtypes import values_table
+
+ROWS, COLUMNS = 8, 128
+
+
+def given(device):
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32, device=device).view(ROWS, COLUMNS)
+
+
+def codes(device):
+    return torch.arange(ROWS, dtype=torch.uint8, device=device)
+
+
+def two(device):
+    return torch.full((), 2.0, device=device)
+
+
+def update(device):
+    some = torch.ones(2, device=device)
+    window, key = torch.ones(3, 2, device=device), ops.policy_key(f8.policy.te_delayed())
+    return delayed_ops.delayed_update(window, some, some, "e4m3,e5m2", key)
+
+
+CALLS = {
+    "amax": lambda d: dispatch.amax(given(d)),
+    "quantize": lambda d: dispatch.quantize(given(d), two(d), f8.E4M3),
+    "tensorwise": lambda d: dispatch.quantize_tensorwise(given(d), f8.E4M3, f8.CANONICAL),
+    "with amax": lambda d: dispatch.quantize_with_amax(given(d), two(d), f8.E4M3),
+    "rowwise": lambda d: dispatch.quantize_rowwise(given(d), f8.E5M2, f8.CANONICAL),
+    "blockwise": lambda d: dispatch.quantize_blockwise(given(d), f8.E4M3, (1, 128), f8.CANONICAL),
+    "folded": lambda d: dispatch.quantize_folded(given(d), given(d)[0], f8.E4M3, f8.CANONICAL),
+    "values": lambda d: dispatch.values(codes(d), f8.E4M3),
+    "values in bfloat16": lambda d: dispatch.values(codes(d), f8.E5M2, torch.bfloat16),
+    "dequantize": lambda d: dispatch.dequantize(codes(d), two(d), f8.E4M3, torch.float16),
+    "delayed update": update,
+}
+
+
+def outputs(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("tables", ["none yet", "kept"])
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name, tables):
+    for kept in (values_table, delayed_ops._are, delayed_ops._numerators):
+        kept.cache_clear()
+    want = None
+    if tables == "kept":
+        want = outputs(CALLS[name]("cpu"))
+    with FakeTensorMode():
+        fakes = outputs(CALLS[name]("cpu"))
+    real = outputs(CALLS[name]("cpu"))
+    for fake, found, before in zip(fakes, real, want or real, strict=True):
+        assert (fake.shape, fake.dtype, fake.device) == (found.shape, found.dtype, found.device)
+        assert is_fake(fake)
+        assert type(found) is torch.Tensor
+        assert_same_bits(found, before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_default_device_decides_nothing(name):
+    want = outputs(CALLS[name]("cpu"))
+    for kept in (values_table, delayed_ops._are, delayed_ops._numerators):
+        kept.cache_clear()
+    with torch.device("meta"):
+        found = outputs(CALLS[name]("cpu"))
+    for now, before in zip(found, want, strict=True):
+        assert now.device.type == "cpu"
+        assert_same_bits(now, before)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_nothing_is_launched_on_fake_tensors_of_a_gpu_that_may_not_be_there(monkeypatch, backend):
+    monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
+    with FakeTensorMode():
+        x = torch.empty(ROWS, device="cuda", dtype=torch.bfloat16)
+        assert dispatch.quantize(x, torch.empty((), device="cuda"), f8.E4M3).device.type == "cuda"
