@@ -152,9 +152,12 @@ def test_the_timing_alone_writes_the_named_result_and_renders_it(commands, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-a-gpu-that-does-not-exist.json"]
 
 
-def test_a_result_that_is_not_complete_keeps_no_promise():
-    (broken,) = gpu_proof.promises_broken(synthetic() | {"complete": False})
-    assert "did not come to its end" in broken
+def test_what_was_not_measured_or_failed_is_no_kept_promise():
+    result = synthetic() | {"failures": ["mx, float32, 64 MB: RuntimeError: x"], "left_out": ["1x128, float32, 64 MB"]}
+    assert gpu_proof.promises_broken(result) == [
+        "failed: mx, float32, 64 MB: RuntimeError: x",
+        "not measured in time: 1x128, float32, 64 MB",
+    ]
 
 
 def test_a_command_that_takes_too_long_is_stopped(capsys):
@@ -209,14 +212,14 @@ def test_the_gpu_tests_are_found_by_the_command(tmp_path):
 def test_the_benchmark_writes_after_every_task(monkeypatch, tmp_path):
     output = tmp_path / "deep" / "result.json"
 
-    def run(*, megabytes, dtypes, fmt, kernels, save):
-        assert (megabytes, dtypes, fmt, list(kernels)) == ([64, 256], ["float16"], "e4m3", ["cast"])
+    def run(*, megabytes, dtypes, fmt, kernels, minutes, save):
+        assert (megabytes, dtypes, fmt, list(kernels), minutes) == ([64, 256], ["float16"], "e4m3", ["cast"], 3)
         save("first")
         assert output.read_text() == "first\n"
         return "all"
 
     monkeypatch.setattr(bench, "run", run)
-    assert command.main(["--output", str(output), "--dtype", "float16", "--kernel", "cast"]) == 0
+    assert command.main(["--output", str(output), "--dtype", "float16", "--kernel", "cast", "--minutes", "3"]) == 0
     assert output.read_text() == "all\n"
 
 

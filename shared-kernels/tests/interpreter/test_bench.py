@@ -11,7 +11,7 @@ from fp8_common.torch import bench
 
 
 def test_every_task_runs_and_is_checked(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     monkeypatch.setattr(bench.bench_peers, "runs_for", lambda x, fmt: {"mx": {"broken": lambda: 1 / 0}})
     monkeypatch.setattr(bench, "COLUMNS", 256)
     monkeypatch.setattr(bench, "WARM_UP", 1)
@@ -23,7 +23,9 @@ def test_every_task_runs_and_is_checked(monkeypatch):
 
     x = bench.example(128 * 256 * 2, torch.bfloat16, torch.device("cpu"))
     measured = []
-    for kernel, (moved, runs, check) in bench.tasks(x, f8.E4M3).items():
+    tasks = bench.tasks(x, f8.E4M3)
+    assert tuple(tasks) == bench.KERNELS
+    for kernel, (moved, runs, check) in tasks.items():
         runs = runs | bench.copying(moved, x.device)
         measured += bench.compare(kernel, x, moved, runs, check, timer, rounds=1)
     monkeypatch.setattr(bench.bench_peers, "precompute", lambda weights, device: {})
@@ -48,3 +50,36 @@ def test_a_wrong_result_of_ours_is_an_error(monkeypatch):
     _, runs, check = bench.tasks(x, f8.E4M3)["mx"]
     with pytest.raises(AssertionError, match="mx:"):
         bench.compare("mx", x, 1, {"ours": runs["ours"]}, check, lambda run: 1.0, rounds=1)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Let the benchmark take the CPU for the GPU, and be quick about it."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a test")
+    monkeypatch.setattr(bench, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(bench, "cuda_timer", lambda: lambda run: 1.0)
+    monkeypatch.setattr(bench, "copy_ceiling", lambda timer: 100.0)
+    monkeypatch.setattr(bench, "COLUMNS", 128)
+    monkeypatch.setattr(bench, "WARM_UP", 1)
+    monkeypatch.setattr(bench, "example", lambda size, dtype, device: torch.ones(4, 128, dtype=dtype))
+
+
+def test_a_task_that_fails_does_not_stop_the_others(on_cpu, monkeypatch):
+    monkeypatch.setattr(bench.triton_backend, "quantize_rowwise", lambda *_: 1 / 0)
+    saved = []
+    text = bench.run(
+        megabytes=[1], dtypes=["float32"], fmt="e4m3", kernels=["cast", "row-wise", "mx"], save=saved.append
+    )
+    result = json.loads(text)
+    assert {row["kernel"] for row in result["rows"]} == {"cast", "mx"}
+    (failure,) = result["failures"]
+    assert failure == "row-wise, float32, 1 MB: ZeroDivisionError: division by zero"
+    assert [len(json.loads(each)["left_out"]) for each in saved] == [2, 1, 0]
+
+
+def test_nothing_begins_after_the_time_is_up(on_cpu):
+    text = bench.run(megabytes=[1, 2], dtypes=["float32"], fmt="e4m3", kernels=["cast", "mx"], minutes=0)
+    result = json.loads(text)
+    assert result["rows"] == []
+    assert result["left_out"] == [f"{kernel}, float32, {size} MB" for size in (1, 2) for kernel in ("cast", "mx")]

@@ -1,6 +1,7 @@
 """Decides the command `fp8-bench`: measured figures on a GPU, figures of the machine code anywhere."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fp8_common.torch.bench import run
 
         keep = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
-        kernels = options.kernel or ()
-        _write(
-            run(megabytes=options.megabytes, dtypes=dtypes, fmt=options.fmt, kernels=kernels, save=keep), options.output
-        )
+        chosen = {"megabytes": options.megabytes, "dtypes": dtypes, "fmt": options.fmt, "kernels": options.kernel or ()}
+        _write(run(**chosen, minutes=options.minutes, save=keep), options.output)
     except Fp8UnsupportedError as error:
         sys.stderr.write(f"fp8-bench: {error}\n")
         return 1
@@ -41,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fmt", default="e4m3", choices=["e4m3", "e5m2"], help="FP8 format")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256], help="sizes of the timed inputs")
     parser.add_argument("--kernel", action="append", help="time only this task, e.g. amax; all unless given")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing later than this")
     parser.add_argument("--output", type=Path, help="write to this file instead of standard output")
     return parser
 

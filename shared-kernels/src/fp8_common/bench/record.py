@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import logging
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
 
+logger = logging.getLogger(__name__)
 SCHEMA = 2
 COPY = "copy"
 """The implementation that only copies as many bytes as its task moves."""
@@ -81,6 +83,43 @@ def document(measurements: Iterable[Measurement], *, device: str, ceiling: float
 def render(result: dict[str, Any]) -> str:
     """Return a result document as JSON text."""
     return json.dumps(result, indent=1, allow_nan=False)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Log:
+    """A benchmark while it runs: what is known so far.
+
+    Attributes:
+        device: Name of the GPU.
+        ceiling: Bandwidth of a large copy, GB/s.
+        save: Takes the text after every task.
+        measurements: What was measured.
+        failures: What went wrong, by task.
+        left_out: Tasks that were not tried.
+    """
+
+    device: str
+    ceiling: float
+    save: Callable[[str], None]
+    measurements: list[Measurement] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    def attempt(self, label: str, measure: Callable[[], list[Measurement]]) -> None:
+        """Add what `measure` returns, or that it failed."""
+        self.left_out.remove(label)
+        logger.info("%s; %d more to come", label, len(self.left_out))
+        try:
+            self.measurements += measure()
+        except Exception as error:  # one wrong kernel must not cost the figures of the others
+            self.failures.append(f"{label}: {type(error).__name__}: {error}")
+            logger.exception("%s", label)
+        self.save(self.text())
+
+    def text(self) -> str:
+        """Return the result as JSON."""
+        result = document(self.measurements, device=self.device, ceiling=self.ceiling)
+        return render(result | {"failures": self.failures, "left_out": self.left_out})
 
 
 def versions() -> dict[str, str]:

@@ -6,14 +6,17 @@ definition before timing.
 """
 
 import logging
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 import fp8_common as f8
-from fp8_common.bench.record import COPY, Measurement, document, render
+from fp8_common.bench.record import COPY, Log, Measurement
 from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.formats import Format, get_format
 from fp8_common.policy import CANONICAL
@@ -30,6 +33,7 @@ WARM_UP = 5
 COLUMNS = 8192
 FLUSH_BYTES, FLUSHES = 512 << 20, 4
 """Longer than it takes to empty the cache: meanwhile Python enqueues what is timed, so that no gap is timed."""
+KERNELS = ("amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx")
 FOREACH_SHARDS = 200
 FOREACH = f"foreach amax, {FOREACH_SHARDS} shards"
 
@@ -43,44 +47,57 @@ def run(
     dtypes: Sequence[str],
     fmt: str,
     kernels: Sequence[str] = (),
+    minutes: float = math.inf,
     save: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Measure on the current GPU and return the result as JSON.
+
+    A task that fails is named under "failures" and does not stop the others; what is not measured yet is named under
+    "left_out".
 
     Args:
         megabytes: Sizes of the inputs.
         dtypes: Their dtypes.
         fmt: The FP8 format.
         kernels: Names of the tasks to measure; all if empty.
+        minutes: No task begins later than this.
         save: Takes the result so far after every task, so that a run that is cut short leaves one.
 
     Raises:
         Fp8UnsupportedError: There is no GPU, or it cannot run the kernels.
     """
+    device, end = gpu(), time.monotonic() + 60 * minutes
+    timer, form = cuda_timer(), get_format(fmt)
+    log = Log(device=torch.cuda.get_device_name(), ceiling=copy_ceiling(timer), save=save)
+    wanted = [kernel for kernel in (FOREACH, *KERNELS) if not kernels or kernel in kernels]
+    inputs = [(name, size) for name in dtypes for size in megabytes]
+    log.left_out = [kernel for kernel in wanted if kernel == FOREACH]
+    log.left_out += [_label(kernel, *at) for at in inputs for kernel in wanted if kernel != FOREACH]
+    if FOREACH in wanted:
+        log.attempt(FOREACH, lambda: compare_foreach(device, timer))
+    for name, size in inputs:
+        if time.monotonic() > end:
+            break
+        torch.compiler.reset()  # the same functions on another input: no recompilation, no dynamic shapes
+        x = example(size << 20, getattr(torch, name), device)
+        for kernel, (moved, runs, check) in tasks(x, form).items():
+            if kernel in wanted and time.monotonic() < end:
+                runs = runs | copying(moved, device)
+                log.attempt(_label(kernel, name, size), partial(compare, kernel, x, moved, runs, check, timer))
+    return log.text()
+
+
+def gpu() -> torch.device:
+    """Return the GPU that is timed.
+
+    Raises:
+        Fp8UnsupportedError: There is none, or it cannot run the kernels.
+    """
     if not torch.cuda.is_available() or not triton_backend.applies(torch.empty(1, device="cuda")):
         raise Fp8UnsupportedError(
             "Timing needs an NVIDIA GPU of compute capability 8.9 or newer. Use --static elsewhere."
         )
-    timer, form, device = cuda_timer(), get_format(fmt), torch.device("cuda")
-    ceiling = copy_ceiling(timer)
-    measurements: list[Measurement] = []
-    texts: list[str] = []
-
-    def keep(found: list[Measurement]) -> None:
-        measurements.extend(found)
-        texts.append(render(document(measurements, device=torch.cuda.get_device_name(), ceiling=ceiling)))
-        save(texts[-1])
-        logger.info("%s %s %s", found[0].kernel, found[0].dtype, found[0].shape)
-
-    if not kernels or FOREACH in kernels:
-        keep(compare_foreach(device, timer))
-    for name in dtypes:
-        for size in megabytes:
-            x = example(size << 20, getattr(torch, name), device)
-            for kernel, (moved, runs, check) in tasks(x, form).items():
-                if not kernels or kernel in kernels:
-                    keep(compare(kernel, x, moved, runs | copying(moved, device), check, timer))
-    return texts[-1] if texts else render(document([], device=torch.cuda.get_device_name(), ceiling=ceiling))
+    return torch.device("cuda")
 
 
 def copying(moved: int, device: torch.device) -> dict[str, Run]:
@@ -125,7 +142,7 @@ def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], 
     peers = bench_peers.runs_for(x, fmt)
     result = {}
     for name, run in ours.items():
-        runs = {"ours": run, "torch eager": eager[name], "torch.compile": torch.compile(eager[name])}
+        runs = {"ours": run, "torch eager": eager[name], "torch.compile": torch.compile(eager[name], dynamic=False)}
         result[name] = (
             n * size * read.get(name, 1) + written.get(name, n),
             runs | peers.get(name, {}),
@@ -204,6 +221,10 @@ def copy_ceiling(timer: Timer, size: int = 512 << 20, device: str = "cuda") -> f
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / statistics.median(timer(lambda: target.copy_(source)) for _ in range(ROUNDS)) / 1e9
+
+
+def _label(kernel: str, dtype: str, megabytes: int) -> str:
+    return f"{kernel}, {dtype}, {megabytes} MB"
 
 
 def _tensorwise(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,11 +52,11 @@ def _torchao_casts(x: torch.Tensor, fmt: Format) -> dict[str, Runs]:
     return {
         "tensorwise": {
             "torchao": lambda: cast(kinds.TENSORWISE, None),
-            "torchao compiled": torch.compile(lambda: cast(kinds.TENSORWISE, None)),
+            "torchao compiled": torch.compile(lambda: cast(kinds.TENSORWISE, None), dynamic=False),
         },
         "row-wise": {
             "torchao": lambda: cast(kinds.AXISWISE, -1),
-            "torchao compiled": torch.compile(lambda: cast(kinds.AXISWISE, -1)),
+            "torchao compiled": torch.compile(lambda: cast(kinds.AXISWISE, -1), dynamic=False),
         },
     }
 
@@ -73,7 +73,7 @@ def _torchao_blocks(x: torch.Tensor, fmt: Format) -> dict[str, Runs]:
 def _torchao_mx(x: torch.Tensor, fmt: Format) -> dict[str, Runs]:
     mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
     mode = importlib.import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode.RCEIL
-    return {"mx": {"torchao": torch.compile(lambda: mx.to_mx(x, torch_dtype(fmt), 32, mode))}}
+    return {"mx": {"torchao": torch.compile(lambda: mx.to_mx(x, torch_dtype(fmt), 32, mode), dynamic=False)}}
 
 
 def _transformer_engine(x: torch.Tensor, fmt: Format) -> dict[str, Runs]:
