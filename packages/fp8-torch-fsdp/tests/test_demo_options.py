@@ -1,6 +1,9 @@
 """What the demo refuses, it refuses at once: one sentence on stderr, exit code 2, nothing else."""
 
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,6 +85,24 @@ def test_options_reach_the_training_processes_unchanged():
     options = parse(["--checkpoint=ck", "--seeds=3", "--data=x"])
     assert Options.from_json(options.to_json()) == options
     assert Options.from_json(parse([]).to_json()) == parse([])
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_training_process_ends_without_finalizing_the_interpreter(tmp_path):
+    (tmp_path / "text").write_text("Some words to train on. " * 4000)
+    options = parse([f"--data={tmp_path / 'text'}"])
+    # torch's gloo threads can abort a process that finalizes; what runs at its very start is `atexit`
+    code = "import atexit, runpy; atexit.register(print, 'finalized'); "
+    code += "runpy.run_module('fp8_torch_fsdp.demo.train', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, options.to_json(), "digest of other data"]
+    silent, ours = os.pipe()  # as the demo gives it one: when it is closed, the process leaves
+    done = subprocess.run(command, stdin=silent, capture_output=True, text=True, check=False)
+    os.close(silent)
+    os.close(ours)
+    assert (done.returncode, done.stderr) == (2, "")
+    (event,) = map(json.loads, done.stdout.splitlines())
+    assert event["event"] == "refused"
+    assert "changed while the demo was starting" in event["message"]
 
 
 def test_a_folder_of_checkpoints_belongs_to_one_run(tmp_path):
