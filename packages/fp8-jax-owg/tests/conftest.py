@@ -1,4 +1,4 @@
-"""Decides that JAX sees eight CPU devices and that tests run in both modes."""
+"""Decides that JAX sees eight CPU devices, and in which of the two modes a test runs."""
 
 import os
 import socket
@@ -26,9 +26,25 @@ def devices():
     return found
 
 
+def pytest_collection_modifyitems(config, items):
+    """With --full, both modes of a test that takes one; else one of them, the modes in turns."""
+    if config.getoption("full"):
+        return
+    pairs = {}
+    for item in items:
+        mode = getattr(item, "callspec", None) and item.callspec.params.get("mode")
+        if mode in MODES:
+            pairs.setdefault(item.nodeid.replace(mode, ""), []).append(item)
+    # a test that was asked for in one mode has no other to leave out
+    left = [item for turn, pair in enumerate(pairs.values()) for item in pair if item is not pair[turn % len(pair)]]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
 @pytest.fixture(params=MODES)
 def mode(request):
-    """Run the test in both modes."""
+    """Run the test in the mode; see `pytest_collection_modifyitems`."""
     from fp8_jax_owg import use_mode
 
     with use_mode(request.param):

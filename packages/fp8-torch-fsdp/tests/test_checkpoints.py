@@ -169,7 +169,7 @@ def interrupt(rank, world_size, recipe, path):
     return refusal, different
 
 
-@pytest.mark.matrix(recipe=RECIPES, world_size=[1, 2, 3])
+@pytest.mark.matrix("each", recipe=RECIPES, world_size=[1, 2, 3])
 def test_a_resumed_run_continues_bit_for_bit(run_ranks, tmp_path, recipe, world_size):
     for refusal, different in run_ranks(world_size, interrupt, recipe, str(tmp_path / "checkpoint")):
         assert not different
