@@ -37,20 +37,18 @@ def run() -> dict[str, Any]:
     """Run every case; each prints a line as it ends."""
     import torch
 
-    from fp8_common.torch.ranks import RankPool
+    from fp8_common.torch.ranks import rank_pools
 
     rows = load_rows()
-    pools = {size: RankPool(size) for size in (1, 2)}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-    for name, scaling, backend in itertools.product(rows.ROWS, rows.RECIPES, rows.BACKENDS):
-        pool = pools[rows.ROWS[name].world_size]
-        found["rows"].append(pool.run(rows.run_row, name, scaling, backend, timeout=900.0)[0])
-        print(found["rows"][-1], flush=True)
+    with rank_pools() as run_ranks:
+        for name, scaling, backend in itertools.product(rows.ROWS, rows.RECIPES, rows.BACKENDS):
+            size = rows.ROWS[name].world_size
+            found["rows"].append(run_ranks(size, rows.run_row, name, scaling, backend, timeout=900.0)[0])
+            print(found["rows"][-1], flush=True)
     for scaling, backend, vocab, pad in itertools.product(rows.RECIPES, rows.BACKENDS, VOCABULARIES, (False, True)):
         found["projections"].append(rows.run_projection(scaling, backend, vocab, pad))
         print(found["projections"][-1], flush=True)
-    for pool in pools.values():
-        pool.close()
     return {
         "schema": 1,
         "torch": torch.__version__,

@@ -6,21 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_common.torch.ranks import RankPool
+from fp8_common.torch.ranks import rank_pools
 
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks(world_size, function, *args)` runs `function(rank, world_size, *args)` on every rank."""
-    pools: dict[int, RankPool] = {}
-
-    def run(world_size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-        pool = pools.setdefault(world_size, RankPool(world_size))
-        return pool.run(function, *args, **options)
-
-    yield run
-    for pool in pools.values():
-        pool.close()
+    with rank_pools() as run:
+        yield run
 
 
 @pytest.fixture(autouse=True, scope="session")

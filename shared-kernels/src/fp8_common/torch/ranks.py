@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ class RankPool:
                 if not replies[rank][0]:
                     deadline = min(deadline, time.monotonic() + 10.0)
         return replies
+
+
+@contextmanager
+def rank_pools() -> Iterator[Callable[..., list[Any]]]:
+    """Yield `run(world_size, function, *args, timeout=...)`: `RankPool.run` on one pool for each world size."""
+    pools: dict[int, RankPool] = {}
+
+    def run(world_size: int, function: Callable[..., Any], *args: object, timeout: float = 120.0) -> list[Any]:
+        return pools.setdefault(world_size, RankPool(world_size)).run(function, *args, timeout=timeout)
+
+    try:
+        yield run
+    finally:
+        for pool in pools.values():
+            pool.close()
 
 
 def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connection) -> None:
