@@ -27,8 +27,11 @@ def test_the_report_has_its_section_and_says_what_the_numbers_say(tmp_path):
     assert sources["replay"]["bytes_per_param"] < 1
     assert 0.02 < sources["dequantized"]["rel_rmse"] < sources["dither"]["rel_rmse"] < 0.05
     assert sources["cpu copy"]["val_loss"] == sources["replay"]["val_loss"] != sources["dequantized"]["val_loss"]
+    for figures in sources.values():
+        assert figures["val_loss"] < 6, "a model that knows nothing loses ln 256 = 5.5 nats per byte"
     for sentence in section["summary"]["verdict"]:
         assert sentence in done.stdout
+    assert "kB/step" not in done.stdout, "nothing travels here"
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
 
 

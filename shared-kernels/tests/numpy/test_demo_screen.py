@@ -31,6 +31,14 @@ def test_without_a_terminal_there_is_a_line_for_each_tenth():
     assert lines[-1] == "over"
 
 
+def test_where_nothing_travels_no_bytes_are_told():
+    stream = io.StringIO()
+    with Progress(stream) as progress:
+        progress.begin("replay", 1)
+        progress.step(1, loss=2.5, tokens_per_s=12.0)
+    assert stream.getvalue().split() == ["replay", "1/1", "loss", "2.500", "12", "tokens/s"]
+
+
 def test_a_resumed_run_does_not_repeat_its_first_tenths():
     assert len(show(io.StringIO(), done=20).splitlines()) == 6
 

@@ -45,9 +45,11 @@ class Progress:
         if self._bar:
             self._task = self._bar.add_task(label, total=steps, completed=done, figures="")
 
-    def step(self, done: int, *, loss: float, tokens_per_s: float, bytes_per_step: float) -> None:
-        """Show the figures after `done` steps of the run."""
-        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  {byte_count(bytes_per_step)}/step"
+    def step(self, done: int, *, loss: float, tokens_per_s: float, bytes_per_step: float | None = None) -> None:
+        """Show the figures after `done` steps of the run; `bytes_per_step` where something travels."""
+        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if bytes_per_step is not None:
+            figures += f"  {byte_count(bytes_per_step)}/step"
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, figures=figures)
         elif done * 10 // self._steps > self._told:

@@ -95,7 +95,7 @@ def train(run: str, corpus: Corpus, options: Any, progress: Progress) -> Record:
             record.amax_error = max(float(np.max(np.abs(a - b) / b)) for a, b in zip(found, wanted, strict=True))
         record.losses.append(float(value))
         speed = ROWS * LENGTH * (index + 1) / (time.perf_counter() - started)
-        progress.step(index + 1, loss=record.losses[-1], tokens_per_s=speed, bytes_per_step=0)
+        progress.step(index + 1, loss=record.losses[-1], tokens_per_s=speed)
     record.val_loss = held_out_loss(variables, corpus, schedule)
     return record
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 VOCABULARY = 256
+EMBEDDING_STD = 0.02  # as in GPT-2: the byte table also makes the logits, and with 1 the first loss would be 60 nats
 
 
 class Block(nn.Module):
@@ -41,6 +42,8 @@ class ByteModel(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, width)
         self.places = nn.Embedding(length, width)
+        for table in (self.bytes, self.places):
+            nn.init.normal_(table.weight, std=EMBEDDING_STD)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Decides how one run of the demo goes: build, seed from a source, train, validate."""
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def _train(
 ) -> list[float]:
     progress.begin(name, steps)
     losses = []
+    started = time.perf_counter()
     for step in range(steps):
         windows = corpus.batch(seed=seed, step=step, rank=0, rows=ROWS, length=LENGTH)
         loss = loss_of(model, torch.from_numpy(windows).long())
@@ -107,7 +109,8 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        progress.step(step + 1, loss=losses[-1], tokens_per_s=0.0, bytes_per_step=0.0)
+        speed = ROWS * LENGTH * (step + 1) / (time.perf_counter() - started)
+        progress.step(step + 1, loss=losses[-1], tokens_per_s=speed)
     return losses
 
 
