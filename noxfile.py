@@ -426,7 +426,7 @@ def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS,
     """Run what was named after `--`, else `paths`: first what shares the cores, then what starts its own processes.
 
     The latter in two streams, in the order of the files: one file's ranks compute while another's are being started.
-    Then the examples of the documents: in order, because the later ones go on where the earlier ones stopped.
+    Then the examples of the documents; those of one stay together, for the later go on where the earlier stopped.
     """
     if session.posargs:
         session.run("pytest", *options, *session.posargs)
@@ -435,7 +435,7 @@ def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS,
     for streams, which in ((ON_ALL_CORES, "not gpu and not distributed"), (IN_TWO_STREAMS, "distributed and not gpu")):
         session.run("pytest", *options, *streams, "-m", which, *paths, success_codes=[0, no_tests])
     if examples:
-        session.run("pytest", *options, *DOCUMENTS)
+        session.run("pytest", *options, *IN_TWO_STREAMS, *DOCUMENTS)
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
