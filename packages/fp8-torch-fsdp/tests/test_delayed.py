@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import fp8_common
@@ -144,6 +145,23 @@ def test_controller_synchronizes_after_the_step():
     controller.remove()
     train_step(model, torch.ones(8, 32) * 5, optimizer)
     assert model.fp8_input.history[0] == 7
+
+
+def test_a_compiled_optimizer_is_captured_once_whatever_else_comes_and_goes():
+    torch._dynamo.reset()
+    graphs, others = CompileCounter(), []
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(optimizer.step, backend=graphs)
+    for step in range(4):
+        model(torch.randn(8, 32)).sum().backward()
+        assert not model.fp8_input.late
+        compiled()
+        assert model.fp8_input.late, "the step is noticed"
+        others = [layer() for _ in range(3 - step)]
+        f8.sync_float8_amax_and_scale_history(model)
+        optimizer.zero_grad()
+        assert graphs.frame_count == 1, f"after {len(others)} others were alive"
 
 
 def test_state_survives_a_round_trip_and_a_plain_checkpoint_starts_anew():

@@ -248,7 +248,7 @@ def _watch_registrations() -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -60,7 +60,7 @@ class Float8Controller:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         # An optimizer's own hooks run before the global one that marks its weights as changed: too early.
         track_optimizer_steps()
-        self._handle = register_optimizer_step_post_hook(self._after_step)
+        self._handle = register_optimizer_step_post_hook(torch.compiler.disable(self._after_step))
         # `atexit` is a property, for which the stub leaves no slot
         weakref.finalize(optimizer, self._handle.remove).atexit = False  # pyrefly: ignore[missing-attribute]
 

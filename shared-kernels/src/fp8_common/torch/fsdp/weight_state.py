@@ -229,8 +229,9 @@ def track_optimizer_steps(cls: type | None = None) -> None:
 
 @cache
 def _register_hooks() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    # A compiled optimizer calls them between its graphs: traced, they would be guarded by what happens to be alive.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
