@@ -44,7 +44,7 @@ def count(full: bool) -> int:
 
 def count_amax(full: bool) -> int:
     """Return how many amax a scale rule is tried with; Triton's interpreter takes milliseconds for 32 of them."""
-    return 2**9 if INTERPRETS and not full else count(full)
+    return (2**12 if full else 2**9) if INTERPRETS else count(full)
 
 
 def numpy_dtype(name: str) -> np.dtype:
