@@ -9,9 +9,12 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+STREAMS = 2
 
 # Read when JAX is imported: a silent int32 -> float32 promotion in a test would hide one in the code.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
@@ -38,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers that plugins would register, where these plugins are missing."""
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout, which is not installed")
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): needs pytest-xdist, which is not installed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,6 +52,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         subset = each if "each" in marker.args else pairwise
         cases = itertools.product(*axes) if metafunc.config.getoption("full") else subset(axes)
         metafunc.parametrize(tuple(marker.kwargs), list(cases))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what one process runs in order where several share the tests (`--dist loadgroup`).
+
+    The examples of a document, for the later go on where the earlier stopped; and the distributed tests, in two
+    streams: each starts up to four processes of its own, so more at a time would only wait for each other.
+    """
+    streams: dict[Path, int] = {}
+    for item in items:
+        if item.path.suffix == ".md":
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        elif item.get_closest_marker("distributed"):
+            stream = streams.setdefault(item.path, len(streams) % STREAMS)
+            item.add_marker(pytest.mark.xdist_group(f"stream-{stream}"))
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,6 @@ INTERPRETED = [
     "tests/conformance/test_conformance.py",
 ]
 ON_ALL_CORES = ("-n", "auto")
-IN_TWO_STREAMS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 TESTS = ("shared-kernels/tests", "packages", "tests")
 DOCUMENTS = ("README.md", *(f"{place.partition('[')[0]}/README.md" for place in PACKAGES.values()), "docs")
 JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
@@ -423,19 +422,15 @@ def pip_settings() -> dict[str, str]:
 
 
 def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS, examples: bool = True) -> None:
-    """Run what was named after `--`, else `paths`: first what shares the cores, then what starts its own processes.
+    """Run what was named after `--`, else `paths` on all cores, and the examples of the documents.
 
-    The latter in two streams, in the order of the files: one file's ranks compute while another's are being started.
-    Then the examples of the documents; those of one stay together, for the later go on where the earlier stopped.
+    The root's conftest.py says which tests one process runs in order; these groups begin first, the largest ahead.
     """
     if session.posargs:
         session.run("pytest", *options, *session.posargs)
         return
-    no_tests = 5
-    for streams, which in ((ON_ALL_CORES, "not gpu and not distributed"), (IN_TWO_STREAMS, "distributed and not gpu")):
-        session.run("pytest", *options, *streams, "-m", which, *paths, success_codes=[0, no_tests])
-    if examples:
-        session.run("pytest", *options, *IN_TWO_STREAMS, *DOCUMENTS)
+    documents = DOCUMENTS if examples else ()
+    session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadgroup", "-m", "not gpu", *paths, *documents)
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
