@@ -84,12 +84,12 @@ class _GatheredProducts(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         started = [wire.place.start_gather(again(b, grad)) for b in buffers] if ctx.needs_input_grad[0] else []
         shared = _cast_once(layer, rows, ctx.record)
-        grad_x = average = None
+        grad_x = grad_part = averaging = None
         if ctx.needs_input_grad[1]:
-            average = wire.place.start_average(_grad_weight(layer, rows, saved, shared, ctx.part_dtype))
+            averaging = wire.place.start_average(_grad_weight(layer, rows, saved, shared, ctx.part_dtype))
         if ctx.needs_input_grad[0]:
             weight: Any = wire.operand([wire.place.finish(one) for one in started], kept, record=False)
             grad_x = _reshaped(_grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
-        if average is not None:
-            average = wire.place.finish_average(average, layer.out_features)
-        return grad_x, average, None, None
+        if averaging is not None:
+            grad_part = wire.place.finish_average(averaging, layer.out_features)
+        return grad_x, grad_part, None, None

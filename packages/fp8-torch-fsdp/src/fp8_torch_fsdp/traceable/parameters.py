@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8_torch_fsdp.traceable.ops import again
-from fp8_torch_fsdp.traceable.placement import Placement, local_of, pad
+from fp8_torch_fsdp.traceable.placement import Placement, Started, local_of, pad
 
 
 def gathered(parameter: torch.Tensor, place: Placement) -> torch.Tensor:
@@ -49,26 +49,26 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, part = ctx.saved_tensors
         place: Placement = ctx.place
-        grad_x = grad_part = started = None
+        grad_x = grad_part = started = averaging = None
         if ctx.needs_input_grad[0]:
             started = start_whole(place, again(part, grad), ctx.rows)
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
             grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])
-            grad_part = place.start_average(grad_weight.to(part.dtype))
+            averaging = place.start_average(grad_weight.to(part.dtype))
         if started is not None:
             grad_x = grad @ whole(place, started, ctx.rows).to(grad.dtype)
-        if grad_part is not None:
-            grad_part = place.finish_average(grad_part, ctx.rows)
+        if averaging is not None:
+            grad_part = place.finish_average(averaging, ctx.rows)
         return grad_x, grad_part, flat.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
-def start_whole(place: Placement, part: torch.Tensor, rows: int) -> torch.Tensor:
+def start_whole(place: Placement, part: torch.Tensor, rows: int) -> Started:
     """Start to gather a parameter of `rows`."""
     return place.start_gather(pad(part, place.padded_rows(rows)).contiguous())
 
 
-def whole(place: Placement, started: torch.Tensor, rows: int) -> torch.Tensor:
+def whole(place: Placement, started: Started, rows: int) -> torch.Tensor:
     """Return the gathered parameter without padding."""
     return place.finish(started)[:rows]
 

@@ -4,6 +4,7 @@ The mesh has one dimension, or two for HSDP: copies first, shards last.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +13,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_common.errors import Fp8Error
 from fp8_torch_fsdp import compat
+
+
+class Started(NamedTuple):
+    """A collective on its way.
+
+    Attributes:
+        result: What `Placement.finish` will return.
+        sent: What is sent. It must live until the end: gloo reads it in a thread of its own, and torch's tensors do not
+            bear that Python drops them meanwhile (https://github.com/pytorch/pytorch/issues/75529).
+    """
+
+    result: torch.Tensor
+    sent: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,24 +75,31 @@ class Placement:
         """Return the index of this rank's first row of `rows`."""
         return min(self.rank * self.padded_rows(rows), rows)
 
-    def start_gather(self, padded: torch.Tensor) -> torch.Tensor:
+    def start_gather(self, padded: torch.Tensor) -> Started:
         """Start to join contiguous parts [n, ...] of equal size; `finish` returns the whole [size * n, ...]."""
-        return padded if self.size == 1 else compat.start_all_gather(padded, self.size, self.group)
+        return Started(
+            padded if self.size == 1 else compat.start_all_gather(padded, self.size, self.group),
+            padded,
+        )
 
-    def finish(self, started: torch.Tensor) -> torch.Tensor:
+    def finish(self, started: Started) -> torch.Tensor:
         """Wait for what was started."""
-        return started if self.size == 1 else compat.wait(started)
+        return started.result if self.size == 1 else compat.wait(started.result)
 
-    def start_average(self, whole: torch.Tensor) -> torch.Tensor:
+    def start_average(self, whole: torch.Tensor) -> Started:
         """Start to average a gradient [rows, ...] over all ranks, of which each gets its padded rows."""
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
-        return padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group)
+        return Started(
+            padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group),
+            padded,
+        )
 
-    def finish_average(self, started: torch.Tensor, rows: int) -> torch.Tensor:
+    def finish_average(self, started: Started, rows: int) -> torch.Tensor:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
         part = self.finish(started)
         if self.copies_group is not None and self.copies > 1:
-            part = compat.wait(compat.start_all_reduce(part, self.copies_group))
+            summed = compat.start_all_reduce(part, self.copies_group)
+            part = compat.wait(summed)
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
 
 
