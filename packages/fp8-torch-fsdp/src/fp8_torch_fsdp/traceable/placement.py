@@ -98,8 +98,7 @@ class Placement:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
         part = self.finish(started)
         if self.copies_group is not None and self.copies > 1:
-            summed = compat.start_all_reduce(part, self.copies_group)
-            part = compat.wait(summed)
+            part = compat.wait(compat.start_all_reduce(part, self.copies_group))
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
 
 
