@@ -55,16 +55,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what one process runs in order where several share the tests (`--dist loadgroup`).
+    """Divide the distributed tests among two streams, each for one process (`--dist loadgroup`).
 
-    The examples of a document, for the later go on where the earlier stopped; and the distributed tests, in two
-    streams: each starts up to four processes of its own, so more at a time would only wait for each other.
+    Each test starts up to four processes of its own, so more at a time would only wait for each other.
     """
     streams: dict[Path, int] = {}
     for item in items:
-        if item.path.suffix == ".md":
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif item.get_closest_marker("distributed"):
+        if item.get_closest_marker("distributed"):
             stream = streams.setdefault(item.path, len(streams) % STREAMS)
             item.add_marker(pytest.mark.xdist_group(f"stream-{stream}"))
 

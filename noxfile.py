@@ -424,14 +424,15 @@ def pip_settings() -> dict[str, str]:
 def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS, examples: bool = True) -> None:
     """Run what was named after `--`, else `paths` on all cores, and then the examples of the documents.
 
-    The root's conftest.py says what one process runs in order; these groups begin first, the largest ahead.
+    The root's conftest.py says which tests one process runs; these groups begin first, the largest ahead.
     """
     if session.posargs:
         session.run("pytest", *options, *session.posargs)
         return
-    # apart: the examples choose how many devices JAX sees, which a process can do once
-    for chosen in (paths, DOCUMENTS) if examples else (paths,):
-        session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadgroup", "-m", "not gpu", *chosen)
+    session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadgroup", "-m", "not gpu", *paths)
+    if examples:
+        # apart: they choose how many devices JAX sees, which a process can do once; and file by file, in order
+        session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadfile", *DOCUMENTS)
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
