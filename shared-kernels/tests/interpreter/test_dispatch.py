@@ -1,6 +1,7 @@
 """Operators take the kernels where they apply, and the shards of an FSDP group share launches."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import fused_ops, ops, triton_backend
 from fp8_common.torch.fsdp.launches import cast_together, refresh_keys
+from fp8_common.torch.fsdp.member import Member
 from fp8_common.torch.fsdp.weight_state import WeightState
 
 POLICY = ops.policy_key(f8.CANONICAL)
@@ -100,16 +102,15 @@ class Tensorwise:
         return (codes.view(torch.uint8).reshape(-1),), state.agreed_scale
 
 
-@dataclasses.dataclass(eq=False)
-class Member:
-    shard: torch.Tensor
-    state: WeightState
-    may_be_stale: bool = True
+def member_of(shard):
+    """A member whose parameter is known to FSDP2 only by its shard and by where that is."""
+    local = SimpleNamespace(_data=shard, _state=WeightState(strategy=Tensorwise()))
+    return Member(param=SimpleNamespace(local=local, device=shard.device))
 
 
 def test_a_group_of_shards_takes_two_launches(launched):
     shards = [torch.randn(n) for n in (0, 3, 1000, 16400, 77)]
-    members = [Member(shard, WeightState(strategy=Tensorwise())) for shard in shards]
+    members = [member_of(shard) for shard in shards]
     refresh_keys(members)
     assert launched == ["foreach_amax"]
     for member in members:
