@@ -8,7 +8,7 @@ combination under `pytest --full`, else a small subset in which any two values o
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether the whole matrix of cases was asked for."""
     return request.config.getoption("full")
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`run_ranks(world_size, function, *args)` runs `function(rank, world_size, *args)` on every rank.
+
+    The tests of all packages share one pool of processes for each world size.
+    """
+    from fp8_common.torch.ranks import rank_pools
+
+    with rank_pools() as run:
+        yield run
 
 
 def each(axes: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:

@@ -238,7 +238,7 @@ def select_pyenv_interpreter(version: str) -> str:
 def py312(session: nox.Session) -> None:
     """Run the JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
     install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
-    session.run("pytest", *JAX_TESTS, *session.posargs)
+    run_tests(session, paths=JAX_TESTS, examples=False)
 
 
 @nox.session

@@ -1,19 +1,7 @@
-"""Decides how the tests of this package get their ranks, and that no test leaves global state behind."""
-
-from collections.abc import Callable, Iterator
-from typing import Any
+"""Decides that no test leaves global state behind."""
 
 import pytest
 import torch
-
-from fp8_common.torch.ranks import rank_pools
-
-
-@pytest.fixture(scope="session")
-def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks(world_size, function, *args)` runs `function(rank, world_size, *args)` on every rank."""
-    with rank_pools() as run:
-        yield run
 
 
 @pytest.fixture(autouse=True, scope="session")

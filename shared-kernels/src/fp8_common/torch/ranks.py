@@ -1,7 +1,7 @@
 """Decides how tests run several ranks on one machine: processes over gloo that stay alive between calls.
 
-Starting a process that imports torch takes seconds; a pool pays for it once. A call that fails or takes too long
-costs the pool its processes, never the caller its patience.
+A process that imports torch takes seconds to start. One process pays for that, all ranks are forked from it, and a
+pool keeps its ranks. A call that fails or takes too long costs the pool its processes, never the caller its patience.
 """
 
 import datetime
@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# What tests of several ranks import anyway; nothing here starts a thread, so that forking is safe.
+PRELOADED = ["fp8_common.torch.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"]
 
 
 class RankError(AssertionError):
@@ -75,12 +78,12 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        rank_process = _process_type()
         store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False).name  # noqa: SIM115 gloo outlives us
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            ours, theirs = multiprocessing.Pipe()
             arguments = (rank, self.world_size, store, self.collective_timeout, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = rank_process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -117,6 +120,14 @@ def rank_pools() -> Iterator[Callable[..., list[Any]]]:
     finally:
         for pool in pools.values():
             pool.close()
+
+
+def _process_type() -> type[multiprocessing.process.BaseProcess]:
+    """Return how ranks start: forked from a process that has imported torch, where the system can fork."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn").Process
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return multiprocessing.get_context("forkserver").Process
 
 
 def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connection) -> None:
