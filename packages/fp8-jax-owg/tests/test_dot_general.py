@@ -137,7 +137,8 @@ def test_a_scale_is_computed_once_and_not_for_every_element(scaling):
         )
 
     program = jax.jit(step).lower(x, x, meta).compile().as_text()
-    fused = [part for part in program.split("\n}") if "fused_computation" in part and "[48,48]" in part]
+    parts = [part.strip() for part in program.split("\n}")]
+    fused = [part for part in parts if part.startswith("%fused_computation") and "[48,48]" in part]
     assert len(fused) >= 4
     for part in fused:
         scalars = [line for line in part.splitlines() if re.search(r"= \w+\[1?\]\S* (?!parameter|constant)", line)]
