@@ -18,6 +18,10 @@ STREAMS = 2
 
 # Read when JAX is imported: a silent int32 -> float32 promotion in a test would hide one in the code.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+# Half of what JAX compiles in tests, another test has compiled before, often in the other process.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".pytest_cache/jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Only the session that installs every package also runs the examples in the documents.
 if importlib.util.find_spec("sybil") and importlib.util.find_spec("torch"):
@@ -54,6 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(tuple(marker.kwargs), list(cases))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Divide the distributed tests among two streams, each for one process (`--dist loadgroup`).
 

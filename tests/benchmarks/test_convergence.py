@@ -26,7 +26,9 @@ def test_seeds_come_one_after_the_other():
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["fp8-torch-fsdp/rowwise/0", "fp8-jax-owg/delayed/0", "fp8-te-init/dither/0"])
-def test_a_run_is_kept_and_not_repeated(name, tmp_path, capsys):
+def test_a_run_is_kept_and_not_repeated(name, tmp_path, capsys, full):
+    if not full and name.startswith("fp8-jax-owg"):
+        pytest.skip("twenty seconds of compiling: run it with --full")
     path = tmp_path / "result.json"
     assert convergence.run_all(path, [name], steps=2, minutes=60) == 0, capsys.readouterr().out
     (run,) = json.loads(path.read_text())["runs"].values()

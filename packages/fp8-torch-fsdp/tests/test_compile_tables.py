@@ -117,7 +117,9 @@ def test_default_weights_compile_without_fsdp():
 
 
 @pytest.mark.parametrize("backend", rows.BACKENDS)
-def test_compiled_layers_refuse_delayed_scales_that_nobody_synchronized(backend):
+def test_compiled_layers_refuse_delayed_scales_that_nobody_synchronized(backend, full):
+    if backend == "inductor" and not full:
+        pytest.skip("the check is in the graph whatever compiles it: run it with --full")
     model = rows.build("none", "delayed")
     rows.compiled(model, rows.ROWS["block"], backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
