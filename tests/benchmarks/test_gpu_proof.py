@@ -190,7 +190,8 @@ def test_every_result_of_a_test_is_written_down_at_once(tmp_path):
         "def test_left(): pass\n"
         "def test_dies(): import os; os._exit(9)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider", "--record", "lines.jsonl"]
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--record", "lines.jsonl"]
     subprocess.run([*command, "test_some.py"], cwd=tmp_path, capture_output=True, check=False)
     assert gpu_proof.outcomes(tmp_path / "lines.jsonl") == {
         "passed": 1,
