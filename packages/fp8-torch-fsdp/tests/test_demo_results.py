@@ -2,6 +2,7 @@
 
 import pytest
 
+from fp8_torch_fsdp import Float8LinearConfig
 from fp8_torch_fsdp.demo.checkpointing import Record
 from fp8_torch_fsdp.demo.launch import TrainingFailedError
 from fp8_torch_fsdp.demo.results import run_figures, spread, summarize
@@ -28,8 +29,8 @@ def figures(*records, ranks=2):
     return run_figures(records, ranks=ranks, tokens_per_step=100)
 
 
-def words(bf16, fp8, ranks=2, device="cpu"):
-    return summarize({"bf16": bf16, "fp8": fp8}, ranks=ranks, device=device, recipe="tensorwise")
+def words(bf16, fp8, ranks=2, device="cpu", recipe="tensorwise"):
+    return summarize({"bf16": bf16, "fp8": fp8}, ranks=ranks, device=device, recipe=recipe)
 
 
 def test_the_first_step_is_apart_and_counted_steps_are_not_timed():
@@ -110,3 +111,12 @@ def test_one_process_makes_no_claim_about_bytes():
     verdict = words(run, run, ranks=1).verdict
     assert verdict[0] == "One process, so nothing travelled; the same loss."
     assert "--ranks 2" in verdict[1]
+
+
+def test_the_report_lists_the_recipes_and_each_can_be_asked_for():
+    listed = words(figures(record()), figures(record()), recipe="rowwise").verdict[-1]
+    assert listed.startswith("The recipe was rowwise; ")
+    names = listed.rpartition(": ")[2].rstrip(".").split(", ")
+    assert names == ["tensorwise", "tensorwise_delayed", "rowwise_with_gw_hp", "blockwise"]
+    for name in names:
+        Float8LinearConfig.from_recipe_name(name)

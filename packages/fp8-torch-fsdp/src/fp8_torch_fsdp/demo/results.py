@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8_common.demo.progress import byte_count
 from fp8_common.demo.report import Summary
+from fp8_common.recipe import RECIPES
 from fp8_torch_fsdp.demo.checkpointing import Record
 from fp8_torch_fsdp.demo.launch import TrainingFailedError
 
@@ -102,6 +103,7 @@ def summarize(runs: Mapping[str, Run], *, ranks: int, device: str, recipe: str) 
         _about_loss(bf16, fp8, difference),
         _about_work(fp8),
         _about_time(bf16, fp8, device),
+        _about_recipes(recipe),
     ]
     columns = ["", "bf16", f"FP8 ({recipe})", "FP8 / bf16"]
     return Summary(title="PyTorch FSDP2: bf16 and FP8 all-gather", columns=columns, rows=rows, verdict=verdict)
@@ -177,3 +179,8 @@ def _about_time(bf16: Run, fp8: Run, device: str) -> str:
 
 def _times(count: float) -> str:
     return "once" if count == 1 else f"{count:g} times"
+
+
+def _about_recipes(recipe: str) -> str:
+    others = [name for name in RECIPES if name not in (recipe, "mx")]  # there are no MX products here
+    return f"The recipe was {recipe}; --recipe trains with another one: {', '.join(others)}."
