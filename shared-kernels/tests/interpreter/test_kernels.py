@@ -42,6 +42,10 @@ def planted(shape, dtype, fmt):
         rows = np.arange(min(special.size, flat.size // 40)) * 37
         flat[rows] = special[: rows.size]
         flat[-40:] = special[-40:]
+    elif 1 < flat.size < 10:
+        flat[:] = np.resize(
+            [1.0625, np.nan, -np.inf, -0.0, ml_dtypes.finfo(x.dtype).smallest_subnormal, np.inf, -3e-3], flat.size
+        )
     return flat.reshape(shape)
 
 
