@@ -154,9 +154,10 @@ class SyncPlan:
                 member.param.group.reshard()
 
     def _link(self) -> None:
-        """Tell states, new ones too (after an assigning load), where they belong."""
+        """Tell states that do not know it yet, new ones after an assigning load, where they belong."""
         for member in self.members:
-            member.link(weakref.ref(self))
+            if member.state.plan() is not self:
+                member.link(weakref.ref(self))
 
 
 def _refuse_partial_resharding(members: list[Member]) -> None:
