@@ -1,5 +1,6 @@
 """Checkpoints are plain, lose no bit whatever reads them, and are whole or refused."""
 
+import fractions
 import itertools
 import shutil
 import subprocess
@@ -378,6 +379,19 @@ def test_metadata_cut_off_at_any_byte_is_refused(run_ranks, tmp_path):
             f8.verify_checkpoint(checkpoint)
     (checkpoint / ".metadata").write_bytes(content)
     f8.verify_checkpoint(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_pickled_object_among_the_values_is_not_made(tmp_path):
+    state = {"weight": torch.ones(3), "note": fractions.Fraction(1, 3)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"):
+        f8.load_checkpoint({"weight": torch.zeros(3), "note": None}, tmp_path, no_dist=True)
+    f8.load_checkpoint(loaded := {"weight": torch.zeros(3)}, tmp_path, no_dist=True)
+    assert torch.equal(loaded["weight"], state["weight"])
+    trusted = {"weight": torch.zeros(3), "note": None}
+    f8.load_checkpoint(trusted, tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
+    assert trusted["note"] == state["note"]
 
 
 def fail_to_save(rank, world_size, path):

@@ -1,6 +1,9 @@
 """The report: each demo adds its section to what is there, and the words and the picture come from the numbers."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ import pytest
 from fp8_common import Fp8Error
 from fp8_common.demo import plot, report
 
+FULL = Path("/dev/full")
+"""A device of Linux that refuses every byte as a full disk does."""
 SUMMARY = report.Summary(
     title="A part", columns=["", "bf16", "FP8"], rows=[["loss", "2.1", "2.2"]], verdict=["Short.", "Long."]
 )
@@ -74,6 +79,38 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Fp8Error, match=r"cannot be written to .* give --out a folder that can be"):
         report.open_folder(tmp_path / "file" / "report")
+
+
+def test_a_disk_that_fills_up_is_a_sentence_and_keeps_the_report_that_was_there(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the picture needs the extra [demo]")
+    report.write(tmp_path, merged())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    whole = Path.write_bytes
+
+    def write_half(path, content):
+        whole(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(Fp8Error, match=r"cannot be written to .*No space left on device\); make room there"):
+        report.write(tmp_path, merged(name="jax_owg"))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.skipif(not FULL.exists(), reason=f"this system has no {FULL}")
+def test_a_device_that_is_full_is_a_sentence(tmp_path):
+    (tmp_path / f".{report.REPORT}.part").symlink_to(FULL)
+    with pytest.raises(Fp8Error, match="No space left on device"):
+        report.write(tmp_path, merged())
+
+
+def test_a_read_only_disk_is_a_sentence(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(report.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(Fp8Error, match=r"cannot be written to .*Read-only file system\); give --out a folder"):
+        report.open_folder(tmp_path)
 
 
 def test_the_readme_holds_picture_table_and_verdict():

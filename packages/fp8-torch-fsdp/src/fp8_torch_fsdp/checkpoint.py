@@ -4,16 +4,29 @@
 half of the weights are already overwritten. These functions look first, and write so that a cut is visible.
 """
 
-import pickle
+import io
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fp8_common.errors import Fp8Error
+from fp8_common.torch.checkpoint import read_metadata
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Loads tensors and plain Python values, and refuses pickled objects of any other kind."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Look at a value that is no tensor before torch unpickles it, whatever it is."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
@@ -41,13 +54,14 @@ def load_checkpoint(state: dict[str, Any], path: str | Path, **options: Any) -> 
     Args:
         state: What `torch.distributed.checkpoint.load` fills.
         path: The folder of a checkpoint.
-        **options: Further arguments of `torch.distributed.checkpoint.load`.
+        **options: Further arguments of `torch.distributed.checkpoint.load`. Without a `planner`, values that are no
+            tensors must be plain: a pickled object of another kind is refused.
 
     Raises:
         Fp8Error: The checkpoint is missing, cut off or damaged; nothing was loaded. Every rank sees the same files.
     """
     verify_checkpoint(path)
-    dcp.load(state, checkpoint_id=path, **options)
+    dcp.load(state, checkpoint_id=path, **({"planner": PlainLoadPlanner()} | options))
 
 
 def verify_checkpoint(path: str | Path) -> None:
@@ -57,16 +71,8 @@ def verify_checkpoint(path: str | Path) -> None:
         Fp8Error: Saying what is missing.
     """
     folder = Path(path)
-    if not (folder / ".metadata").is_file():
-        raise Fp8Error(f"{folder} holds no whole checkpoint: .metadata is missing. Was saving interrupted?")
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except (EOFError, pickle.UnpicklingError, ValueError, AttributeError, KeyError) as error:
-        raise Fp8Error(
-            f"{folder / '.metadata'} is damaged ({type(error).__name__}). Use another checkpoint."
-        ) from error
     needed: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
+    for place in (read_metadata(folder).storage_data or {}).values():
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
     for name, size in sorted(needed.items()):
         file = folder / name

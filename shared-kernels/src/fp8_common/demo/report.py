@@ -95,10 +95,20 @@ def merge(
 
 
 def write(folder: Path, report: Report) -> None:
-    """Write report.json, loss.png and README.md; each appears whole or not at all."""
-    _replace(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode())
-    _replace(folder / PICTURE, plot.draw(report))
-    _replace(folder / README, readme(report).encode())
+    """Write report.json, loss.png and README.md; each appears whole or not at all.
+
+    Raises:
+        Fp8Error: The disk is full, or the folder cannot be written to any more; files that were there are whole.
+    """
+    try:
+        _replace(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode())
+        _replace(folder / PICTURE, plot.draw(report))
+        _replace(folder / README, readme(report).encode())
+    except OSError as error:
+        raise Fp8Error(
+            f"The report cannot be written to {str(folder)!r} ({error.strerror}); make room there, or give --out "
+            "another folder."
+        ) from error
 
 
 def readme(report: Report) -> str:
@@ -142,5 +152,8 @@ def plain_table(words: Mapping[str, Any]) -> str:
 
 def _replace(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(content)
-    beside.replace(path)
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

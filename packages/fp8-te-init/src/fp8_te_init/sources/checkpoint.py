@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
 from fp8_common.errors import Fp8Error
+from fp8_common.torch.checkpoint import read_metadata
 from fp8_te_init.compat import local_of
 from fp8_te_init.sources.base import QuantizedRows, Rows, Source
 
@@ -52,13 +52,13 @@ def reader_of(checkpoint: Checkpoint, prefix: str = "") -> Callable[[str], Calla
         prefix: What stands before the names of the model's parameters in the checkpoint.
 
     Raises:
-        Fp8Error: There is no such file or folder.
+        Fp8Error: There is no such file or folder, or the folder's index is damaged.
     """
     if isinstance(checkpoint, Mapping):
         return lambda name: _from_mapping(checkpoint, prefix + name)
     path = Path(checkpoint)
     if path.is_dir():
-        known = FileSystemReader(path).read_metadata().state_dict_metadata
+        known = read_metadata(path).state_dict_metadata
         return lambda name: _from_folder(path, known, prefix + name)
     if not path.is_file():
         raise Fp8Error(f"There is no checkpoint {str(path)!r}: give a file of torch.save or a folder of DCP.")
