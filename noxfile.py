@@ -67,7 +67,7 @@ INTERPRETED = [
 ON_ALL_CORES = ("-n", "auto")
 TESTS = ("shared-kernels/tests", "packages", "tests")
 DOCUMENTS = ("README.md", *(f"{place.partition('[')[0]}/README.md" for place in PACKAGES.values()), "docs")
-JAX_TESTS = ["shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
+ON_PYTHON_3_12 = ["shared-kernels/tests/numpy", "shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
 # ---------------------------------------------------------------- what runs by default
@@ -236,15 +236,15 @@ def select_pyenv_interpreter(version: str) -> str:
 
 @nox.session(python=select_pyenv_interpreter("3.12"))
 def py312(session: nox.Session) -> None:
-    """Run the JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
+    """Run the NumPy and JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
     install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
-    run_tests(session, paths=JAX_TESTS, examples=False)
+    run_tests(session, paths=ON_PYTHON_3_12, examples=False)
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Make mistakes on purpose, one at a time in a copy: the tests must find each (names after -- choose)."""
-    install(session, *PACKAGES, groups=["test", "peers"])
+    install(session, "fp8-common[torch,jax,triton,demo,testing]", *list(PACKAGES)[1:], groups=["test", "peers"])
     session.run("python", "tests/mutants/run.py", *session.posargs)
 
 

@@ -4,13 +4,17 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One mistake: in `file`, `right` (which stands there exactly once) becomes `wrong`; then `tests` must fail."""
+    """One mistake: in `file`, `right` (which stands there exactly once) becomes `wrong`; then `tests` must fail.
+
+    Where it is in a kernel, Triton interprets in the process of the tests (`interpreted`).
+    """
 
     mistake: str
     file: str
     right: str
     wrong: str
     tests: str
+    interpreted: bool = False
 
 
 NUMPY = "shared-kernels/src/fp8_common"
@@ -24,6 +28,10 @@ OWG_TESTS = "packages/fp8-jax-owg/tests"
 TE = "packages/fp8-te-init/src/fp8_te_init"
 TE_TESTS = "packages/fp8-te-init/tests"
 CONFORMANCE = "tests/conformance/test_conformance.py"
+KERNELS = f"{NUMPY}/kernels"
+KERNELS_COLUMN = f"{CONFORMANCE} -k Triton-interpreter"
+TE_FORMULAS = "tests/conformance/te_formulas.py"
+TE_FORMULAS_COLUMN = "tests/conformance/test_te_formulas.py"
 
 MUTANTS = [
     # ---- fp8-common, the definition
@@ -95,14 +103,14 @@ MUTANTS = [
         f"{TORCH}/scaling.py",
         "return torch.div(torch.full_like(x, numerator), x)",
         "return numerator / x",
-        CONFORMANCE,
+        f"{CONFORMANCE} -k torch-eager",
     ),
     Mutant(
         "power of two by logarithm",
         f"{TORCH}/scaling.py",
         "(scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)",
         "torch.exp2(torch.floor(torch.log2(scale)))",
-        CONFORMANCE,
+        f"{CONFORMANCE} -k torch.compile",
     ),
     Mutant(
         "float maximum over rows",
@@ -131,14 +139,14 @@ MUTANTS = [
         f"{JAX}/rounding.py",
         "sign = (bits >> 24) & jnp.int32(0x80)",
         "sign = jnp.int32(0) * bits",
-        CONFORMANCE,
+        f"{CONFORMANCE} -k jax-eager",
     ),
     Mutant(
         "the limit of the scale is gone",
         f"{JAX}/scaling.py",
         "scale = jnp.clip(scale, np.float32(policy.lower), np.float32(policy.upper))",
         "scale = jnp.maximum(scale, np.float32(policy.lower))",
-        CONFORMANCE,
+        f"{CONFORMANCE} -k jax-jit",
     ),
     Mutant(
         "a zero amax replaces the scale",
@@ -153,6 +161,92 @@ MUTANTS = [
         "jnp.concatenate([from_bits(key)[None], jnp.roll(window, -1, axis=0)[1:]])",
         "jnp.concatenate([jnp.roll(window, -1, axis=0)[:-1], from_bits(key)[None]])",
         CONFORMANCE,
+    ),
+    # ---- fp8-common in Triton
+    Mutant(
+        "the key of a kernel keeps the sign",
+        f"{KERNELS}/device.py",
+        "return x.to(tl.int32, bitcast=True) & KEY_MASK",
+        "return x.to(tl.int32, bitcast=True)",
+        KERNELS_COLUMN,
+        interpreted=True,
+    ),
+    Mutant(
+        "a kernel makes a scale of an infinite amax",
+        f"{KERNELS}/device.py",
+        "return tl.where(key >= INF_KEY, prev if",
+        "return tl.where(key > INF_KEY, prev if",
+        KERNELS_COLUMN,
+        interpreted=True,
+    ),
+    Mutant(
+        "a kernel clears too much of a scale",
+        f"{KERNELS}/device.py",
+        "bits = bits & INF_KEY",
+        "bits = bits & 0x7F000000",
+        KERNELS_COLUMN,
+        interpreted=True,
+    ),
+    Mutant(
+        "blocks of a row overlap",
+        f"{KERNELS}/blockwise.py",
+        "c = block * 128 + tl.arange(0, 128)[None, :]",
+        "c = block * 127 + tl.arange(0, 128)[None, :]",
+        KERNELS_COLUMN,
+        interpreted=True,
+    ),
+    Mutant(
+        "a kernel rounds MX exponents up one too often",
+        f"{KERNELS}/device.py",
+        "((key & MANTISSA) > (MAX_KEY & 0x7FFFFF))",
+        "((key & MANTISSA) >= (MAX_KEY & 0x7FFFFF))",
+        KERNELS_COLUMN,
+        interpreted=True,
+    ),
+    Mutant(
+        "a kernel's window drops the oldest amax too early",
+        f"{KERNELS}/delayed.py",
+        "source = tl.where(slot == L - 1, 0, slot + 1)",
+        "source = tl.where(slot >= L - 2, 0, slot + 1)",
+        KERNELS_COLUMN,
+        interpreted=True,
+    ),
+    Mutant(
+        "a kernel draws its random words in another order",
+        f"{KERNELS}/stochastic.py",
+        "tl.join(tl.join(w0, w2), tl.join(w1, w3))",
+        "tl.join(tl.join(w0, w1), tl.join(w2, w3))",
+        "shared-kernels/tests/interpreter/test_kernels.py -k stochastic",
+        interpreted=True,
+    ),
+    # ---- TransformerEngine's formulas, and the presets that must equal them
+    Mutant(
+        "the formula forgets the margin",
+        TE_FORMULAS,
+        "scale = (MAX[fmt] / amax) / np.float32(2.0**margin)",
+        "scale = MAX[fmt] / amax",
+        TE_FORMULAS_COLUMN,
+    ),
+    Mutant(
+        "the formula's window rolls the other way",
+        TE_FORMULAS,
+        "rolled = np.roll(history, -1, axis=0)",
+        "rolled = np.roll(history, 1, axis=0)",
+        TE_FORMULAS_COLUMN,
+    ),
+    Mutant(
+        "the formula truncates MX exponents",
+        TE_FORMULAS,
+        "np.where(np.isinf(amax), 254, exponent + up)",
+        "np.where(np.isinf(amax), 254, exponent)",
+        TE_FORMULAS_COLUMN,
+    ),
+    Mutant(
+        "TransformerEngine's delayed scaling gets our limit",
+        f"{NUMPY}/policy.py",
+        "history=history, algo=algo, upper=FLOAT32_MAX)",
+        "history=history, algo=algo)",
+        TE_FORMULAS_COLUMN,
     ),
     # ---- fp8-torch-fsdp and the wire
     Mutant(

@@ -5,6 +5,7 @@ that no longer stands where the list says, and tests that fail without any mutan
 """
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -27,14 +28,16 @@ def copy_to(folder: Path) -> None:
         shutil.copy2(path, target)
 
 
-def passes(folder: Path, tests: str) -> bool:
-    """Return whether tests pass in a copy.
+def passes(folder: Path, tests: str, interpreted: bool) -> bool:
+    """Return whether tests pass in a copy; with `interpreted`, Triton interprets there.
 
     Raises:
         RuntimeError: There was nothing to run, or pytest could not run it.
     """
     sources = [str(folder / package.source.parent.relative_to(ROOT)) for package in packages().values()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "PYTHONDONTWRITEBYTECODE": "1"}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1, 2):
@@ -54,7 +57,7 @@ def survives(folder: Path, mutant: Mutant) -> bool:
         raise LookupError(f"{mutant.file} holds {text.count(mutant.right)} times: {mutant.right!r}. Update mutants.py.")
     try:
         file.write_text(text.replace(mutant.right, mutant.wrong))
-        return passes(folder, mutant.tests)
+        return passes(folder, mutant.tests, mutant.interpreted)
     finally:
         file.write_text(text)
 
@@ -65,11 +68,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help="run only mutants whose mistake or file contains one of these")
     wanted = parser.parse_args().parts
     chosen = [m for m in MUTANTS if not wanted or any(part in f"{m.mistake} {m.file}" for part in wanted)]
+    if any(mutant.interpreted for mutant in chosen) and importlib.util.find_spec("triton") is None:
+        sys.exit("Mistakes in kernels need triton, which is not installed here: use session `mutants`.")
     survivors = []
     with tempfile.TemporaryDirectory() as name:
         copy_to(Path(name))
-        for tests in sorted({mutant.tests for mutant in chosen}):
-            if not passes(Path(name), tests):
+        for tests, interpreted in sorted({(mutant.tests, mutant.interpreted) for mutant in chosen}):
+            if not passes(Path(name), tests, interpreted):
                 sys.exit(f"pytest {tests} fails without any mutant: mend that first.")
         for mutant in chosen:
             start = time.monotonic()

@@ -1,7 +1,7 @@
 """Decides that the list of mistakes fits the sources; that each is found is what session `mutants` checks."""
 
 import pytest
-from mutants import MUTANTS
+from mutants import CONFORMANCE, MUTANTS, TE_FORMULAS_COLUMN
 from repository import ROOT, packages
 
 
@@ -18,6 +18,23 @@ def test_every_mistake_has_a_name_of_its_own():
 def test_the_list_covers_every_package():
     files = " ".join(mutant.file for mutant in MUTANTS)
     assert [name for name, package in packages().items() if f"{package.folder.relative_to(ROOT)}/" not in files] == []
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *(f"{CONFORMANCE} -k {one}" for one in ("torch-eager", "torch.compile", "jax-eager", "jax-jit")),
+        f"{CONFORMANCE} -k Triton-interpreter",
+        TE_FORMULAS_COLUMN,
+    ],
+)
+def test_every_column_of_the_matrix_must_find_a_mistake_by_itself(tests):
+    assert any(mutant.tests == tests for mutant in MUTANTS)
+
+
+def test_triton_interprets_where_a_kernel_is_wrong():
+    wrong = {mutant.mistake for mutant in MUTANTS if "/kernels/" in mutant.file}
+    assert wrong == {mutant.mistake for mutant in MUTANTS if mutant.interpreted}
 
 
 def test_the_documents_list_every_mistake():
