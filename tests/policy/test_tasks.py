@@ -78,10 +78,45 @@ def test_ci_runs_the_command_of_the_readme():
     assert (ROOT / ".ci/run").stat().st_mode & 0o111, "CI and people start .ci/run directly: make it executable."
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.stem)
-def test_workflows_use_pinned_actions_and_existing_sessions(path):
-    text = path.read_text()
+WORKFLOWS = {path.stem: path.read_text() for path in sorted(ROOT.glob(".github/workflows/*.yml"))}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflows_use_pinned_actions_and_existing_sessions(name):
+    text = WORKFLOWS[name]
     actions = re.findall(r"uses: (\S+)", text)
     assert [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
-    named = re.findall(r"nox -s (\w+)", text) + re.findall(r"session: \[(.*)\]", text)
-    assert {name.strip() for names in named for name in names.split(",")} <= SESSIONS.keys()
+    named = re.findall(r"nox -s ([\w-]+)", text) + re.findall(r"session: \[(.*)\]", text)
+    sessions = {name.strip().replace("-", "_") for names in named for name in names.split(",")}
+    assert sessions <= SESSIONS.keys()
+
+
+def test_ci_runs_the_default_the_oldest_and_the_newest():
+    assert WORKFLOWS.keys() == {"ci", "docs", "gpu", "release"}
+    sessions = set(re.split(r"[\s,]+", ", ".join(re.findall(r"session: \[(.*)\]", WORKFLOWS["ci"]))))
+    assert {"oldest", "py312", "golden", "full", "mutants", "newcomer", "release-check"} <= sessions
+    assert "- run: .ci/run\n" in WORKFLOWS["ci"]
+
+
+def test_a_release_is_checked_against_its_tag_and_published_without_a_secret():
+    build, publish = WORKFLOWS["release"].split("\n  publish:\n")
+    steps = [
+        'check_changelog.py "$GITHUB_REF_NAME"',
+        "- run: .ci/run\n",
+        "nox -s release-check",
+        "uses: actions/upload-artifact@",
+    ]
+    places = [build.find(step) for step in steps]
+    assert -1 not in places
+    assert places == sorted(places), "what is uploaded must be what was checked"
+    assert "needs: build" in publish
+    assert "id-token: write" in publish
+    assert "id-token" not in build, "only the job that publishes gets the credential"
+    assert "pypa/gh-action-pypi-publish@" in publish
+    assert "secrets." not in build + publish
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflows_may_only_read_unless_a_job_says_otherwise(name):
+    assert "\npermissions:\n  contents: read\n\n" in WORKFLOWS[name]
+    assert WORKFLOWS[name].count("uses: actions/checkout@") == WORKFLOWS[name].count("persist-credentials: false")

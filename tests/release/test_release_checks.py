@@ -3,6 +3,7 @@
 import io
 import tarfile
 import zipfile
+from contextlib import nullcontext
 
 import check_changelog
 import check_wheels
@@ -10,7 +11,8 @@ import pytest
 from repository import packages
 
 COMMON = packages()["fp8-common"]
-STEM = "fp8_common-" + COMMON.config["project"]["version"]
+VERSION = COMMON.config["project"]["version"]
+STEM = f"fp8_common-{VERSION}"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,23 @@ STEM = "fp8_common-" + COMMON.config["project"]["version"]
 def test_the_changelog_must_be_dated(text, found):
     wrong = check_changelog.complaint("1.2.3", text)
     assert wrong is None if found is None else found in wrong
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "said"),
+    [
+        (f"v{VERSION}", f"## [{VERSION}] - 2026-01-31\n", None),
+        ("v99.0.0", f"## [{VERSION}] - 2026-01-31\n", "The tag v99.0.0 is not the version"),
+        (f"v{VERSION}", f"## [{VERSION}] - unreleased\n", "Write the date"),
+        (None, f"## [{VERSION}] - unreleased\n", None),
+        (None, "## [99.0.0] - 2026-01-31\n", "begins with 99.0.0"),
+    ],
+)
+def test_a_tag_must_be_the_version_and_dated(tag, text, said, tmp_path, monkeypatch):
+    (tmp_path / "CHANGELOG.md").write_text(text)
+    monkeypatch.setattr(check_changelog, "ROOT", tmp_path)
+    with nullcontext() if said is None else pytest.raises(SystemExit, match=said):
+        check_changelog.main(tag)
 
 
 def write(dist, extra=(), without=(), size=0):
