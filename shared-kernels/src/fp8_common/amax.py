@@ -53,6 +53,7 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
     """
     axes = tuple(axis) if isinstance(axis, Sequence) else axis
     keys = float_key(as_float32(x))
+    # `initial` is what an empty tensor has.
     return key_to_float(np.max(keys, axis=axes, keepdims=keepdims, initial=0))
 
 

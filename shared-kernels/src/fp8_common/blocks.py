@@ -38,6 +38,7 @@ def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
         return block_amax(x[None], (1, block[1]))[0]
     rows, columns = block
     padding = [(0, 0)] * (x.ndim - 2) + [(0, grid[-2] * rows - x.shape[-2]), (0, grid[-1] * columns - x.shape[-1])]
+    # Zeros do not change an amax.
     split = np.pad(x, padding).reshape(*grid[:-1], rows, grid[-1], columns)
     return amax(split, axis=(-3, -1))
 

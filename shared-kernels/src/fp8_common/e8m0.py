@@ -34,6 +34,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     """
     fmt = get_data_format(fmt)
     check_mode(mode)
+    # 64 bits: "even" adds to the key, which may be that of a NaN already.
     key = float_key(as_float32(amax, "amax")).astype(np.int64)
     code = _rceil(key, fmt) if mode == "rceil" else _round_exponent(key, fmt, mode) - fmt.max_exponent
     return np.where(key >= INF_KEY, E8M0.nan_code, np.maximum(code, 0)).astype(np.uint8)
@@ -62,6 +63,7 @@ def e8m0_to_scale_inv(codes: ArrayLike) -> NDArray[np.float32]:
 
 def _round_exponent(key: NDArray[np.int64], fmt: Format, mode: MxMode) -> NDArray[np.int64]:
     if mode == "even":
+        # Half a step of the format's mantissa: where it carries, amax would round up to the next power of two.
         key = key + (1 << (22 - fmt.mantissa_bits))
     return (key >> 23) + ((key & MANTISSA) != 0 if mode == "ceil" else 0)
 
@@ -70,4 +72,5 @@ def _rceil(key: NDArray[np.int64], fmt: Format) -> NDArray[np.int64]:
     """Compare mantissas instead of dividing: amax <= fmt.max * 2^k exactly when its mantissa is not the larger."""
     limit = int(np.float32(fmt.max).view(np.int32))
     exponent = (key >> 23) - ((limit >> 23) - 127)
+    # amax / max is above 2^(difference of the exponents) exactly if amax's mantissa is above max's.
     return np.where(key >> 23 == 0, 0, exponent + ((key & MANTISSA) > (limit & MANTISSA)))

@@ -33,7 +33,9 @@ def update_history(
     window, observed = as_float32(history, "history"), as_float32(amax, "amax")
     check_history(window.shape, observed.shape, algo)
     rolled = np.roll(window, -1, axis=0)
+    # Through the key: an observation of -0 or with a sign counts as its magnitude.
     rolled[0] = key_to_float(float_key(observed))
+    # The whole window stays, unrolled: one bad step must not push out a good observation.
     updated = np.where(float_key(observed) >= INF_KEY, window, rolled)
     return updated, reduce_history(updated, algo)
 

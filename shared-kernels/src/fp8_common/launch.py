@@ -101,6 +101,7 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
     elif policy.formula == "divide_then_margin":
         factor = 2.0**-policy.margin
     else:
+        # DeepGEMM's formula answers for zero, infinity and NaN by itself, whatever the policy's fields say.
         zero, nonfinite = "eps", "propagate"
     keys = (_key(policy.eps), _key(policy.lower), _key(policy.upper))
     return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
@@ -108,6 +109,7 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
 
 def amax_plan(n: int, dtype: str) -> LaunchPlan:
     """Plan the int32 key of max |x| of `n` elements."""
+    # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
     block, iters = 4096, 4 if n >= 1 << 22 else 1
     return LaunchPlan(
         kernel="amax",
@@ -146,6 +148,7 @@ def cast_transpose_plan(
 ) -> LaunchPlan:
     """Plan y = fp8(x * scale) and its transpose for x [m, n]; policy and `with_amax` as in `cast_plan`."""
     packed = m % 4 == 0
+    # Four adjacent rows are packed into words, see `fp8_common.kernels.transpose`.
     bm, bn = (128, 64) if packed else (64, 64)
     return LaunchPlan(
         kernel="cast_transpose",

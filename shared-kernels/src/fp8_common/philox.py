@@ -39,6 +39,7 @@ def philox(counter: tuple[NDArray[np.uint64], ...], seed: int) -> tuple[NDArray[
     c0, c1, c2, c3 = counter
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
     for _ in range(ROUNDS):
+        # Words are kept in uint64, so that a product has room for its high half.
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = (second >> np.uint64(32)) ^ c1 ^ k0, second & WORD
         c2, c3 = (first >> np.uint64(32)) ^ c3 ^ k1, first & WORD

@@ -62,6 +62,7 @@ def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -
         )
     grid, exponent = _to_grid(np.abs(value), fmt)
     below = np.floor(grid)
+    # An odd multiple of 2^-24 is never 0, so a fraction of 0 never moves; and 24 bits are exact in float32 elsewhere.
     threshold = ((bits >> 9).astype(np.float64) * 2 + 1) * 2.0**-24
     return _assemble(value, below + (threshold < grid - below), exponent, fmt)
 
@@ -100,7 +101,9 @@ def _as_float64(x: ArrayLike) -> NDArray[np.float64]:
 
 def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Scale each magnitude so that the grid of its binade is the integers; return it with its exponent."""
+    # Infinity and NaN have no binade; `_assemble` gives them their codes.
     finite = np.where(np.isfinite(magnitude), magnitude, 0.0)
+    # frexp reads the exponent from the bits; a logarithm would round, and be one too high just below powers of two.
     exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
     exponent = np.where(finite > 0, exponent, fmt.min_exponent).astype(np.int64)
     return np.ldexp(finite, fmt.mantissa_bits - exponent), exponent
@@ -111,6 +114,7 @@ def _assemble(
 ) -> NDArray[np.uint8]:
     """Put exponent, rounded mantissa, sign and special values together; a carry flows into the exponent."""
     code = ((exponent + fmt.bias - 1) << fmt.mantissa_bits) + steps.astype(np.int64)
+    # Saturate after rounding: what rounds up past the largest value ends here, too.
     code = np.where(np.isinf(value), fmt.max_code, np.minimum(code, fmt.max_code))
     sign = np.signbit(value).astype(np.int64) << 7
     if fmt.fnuz:

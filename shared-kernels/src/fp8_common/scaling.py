@@ -77,12 +77,14 @@ def _at_least_eps(amax: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.
 def _quotient(amax: NDArray[np.float32], fmt: Format, policy: ScalePolicy) -> NDArray[np.float32]:
     if policy.formula == "divide_then_margin":
         return np.float32(fmt.max) / amax * np.float32(2.0**-policy.margin)
+    # The margin goes into the numerator, which stays exact; the quotient may be at an end of the range already.
     return np.float32(fmt.max * 2.0**-policy.margin) / amax
 
 
 def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float32]:
     scale = np.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
     if policy.power_of_2:
+        # exp2(floor(log2(scale))) would round up just below powers of two.
         scale = (scale.view(np.int32) & np.int32(EXPONENT_MASK)).view(np.float32)
     return scale
 
@@ -91,6 +93,7 @@ def _replace_unusable(
     scale: NDArray[np.float32], key: NDArray[np.int32], policy: ScalePolicy, prev: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """Put the policy's answer where amax is zero, infinite or NaN."""
+    # Decided on the bits of amax: the limits have made ordinary numbers of the scales of zero and infinity.
     replacement = {"previous": prev, "one": np.float32(1)}
     if policy.zero != "eps":
         scale = np.where(key == 0, replacement[policy.zero], scale)
@@ -104,5 +107,6 @@ def _replace_unusable(
 def _power_of_2_above(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Round up to a power of two in [2^-126, 2^127], exactly; infinity and NaN stay."""
     bits = x.view(np.int32) & np.int32(KEY_MASK)
+    # Field 0 would be subnormal, field 255 infinity.
     exponent = np.clip((bits >> 23) + ((bits & 0x7FFFFF) != 0), 1, 254)
     return np.where(np.isfinite(x), (exponent << 23).astype(np.int32).view(np.float32), x)

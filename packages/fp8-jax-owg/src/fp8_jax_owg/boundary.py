@@ -104,6 +104,7 @@ def gate(tree: Tree, valid: Any) -> Tree:
         tree: Leaves float32 [...] or shared.
         valid: Boolean scalar, traced or not. Under `vmap` it may differ for each example.
     """
+    # Under vmap the flag may be mapped while the state is not; `like` then combines in the backward.
     flag = jnp.asarray(valid, jnp.bool_)
     return jax.tree.map(lambda x: _gate(x, flag), read(tree))
 
@@ -172,6 +173,7 @@ def like(observed: jax.Array, value: jax.Array) -> jax.Array:
         observed: float32 [...]: decoded observations.
         value: The state it is for; only how it is mapped matters.
     """
+    # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types tell.
     reduced = _over_examples(observed, value)
     missing = tuple(sorted(compat.varying_axes(reduced) - compat.varying_axes(value)))
     return wire.from_ordered(lax.pmax(wire.to_ordered(reduced), missing)) if missing else reduced
@@ -278,6 +280,7 @@ def _over_examples(observed: jax.Array, value: jax.Array) -> jax.Array:
 @_over_examples.def_vmap
 def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> tuple[jax.Array, bool]:
     observed_differs, value_differs = batched
+    # A state that all examples share has one next value: their maximum. JAX would add up.
     if observed_differs and not value_differs:
         return _over_examples(wire.maximum_over(observed, 0), value), False
     return _over_examples(observed, value), observed_differs

@@ -57,6 +57,7 @@ def resize_history(history: jax.Array, length: int) -> jax.Array:
         history: float32 [..., L]; slot 0 is the newest, the last slot the one before, slot 1 the oldest.
         length: The new L, at least 1.
     """
+    # Slot 0 is the newest, the last slot the second newest: it is in between that slots come and go.
     kept = min(history.shape[-1], length) - 1
     zeros = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
     older = history[..., history.shape[-1] - kept :] if kept else history[..., :0]

@@ -121,6 +121,7 @@ def find_collectives(compiled: Any) -> list[Collective]:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     found = []
     for match in _COLLECTIVE.finditer(text):
+        # An asynchronous gather has a tuple as result, its operand in it: the largest array is what arrives.
         for dtype in dict.fromkeys(dtype for dtype, _ in _SHAPE.findall(match["result"])):
             sizes = [_elements(dims) for name, dims in _SHAPE.findall(match["result"]) if name == dtype]
             found.append(Collective(kind=match["kind"], dtype=dtype, elements=max(sizes)))
@@ -156,6 +157,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """Yield every equation of a jaxpr and of those inside it."""
     for equation in jaxpr.eqns:
         yield equation
+        # Loops and calls keep their programs among the parameters, conditions a tuple of them.
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 yield from _equations(getattr(inner, "jaxpr", inner))

@@ -43,6 +43,7 @@ class Contraction(NamedTuple):
         rhs = [letter or next(letters) for letter in rhs]
         batch = [lhs[i] for i in lhs_batch]
         kept = [letter for letter in lhs if letter not in rhs] + [letter for letter in rhs if letter not in lhs]
+        # The order of `lax.dot_general`: batch, what is left of lhs, what is left of rhs.
         return cls("".join(lhs), "".join(rhs), "".join(batch + kept))
 
     @property
@@ -101,6 +102,7 @@ class Contraction(NamedTuple):
     def align(self, x: jax.Array, letters: str) -> jax.Array:
         """Return something with the dimensions of an operand (summed ones of length 1), shaped to scale the result."""
         kept = "".join(letter for letter in letters if letter not in self.summed)
+        # Along what is summed over there is one scale, so these dimensions have size 1.
         x = x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter in kept])
         ordered = [letter for letter in self.out if letter in kept]
         x = jnp.transpose(x, _places(kept, ordered))

@@ -202,6 +202,7 @@ def _product_bwd(
     product: Product, residuals: tuple[Any, State], g: jax.Array
 ) -> tuple[jax.Array, jax.Array | Fp8Param, State]:
     (a, b), state = residuals
+    # Marks the gradient as well: differentiating the backward is what a second derivative does.
     g = first_order_only(g)
     if keeps_operands(product.scaling):
         return *_gradients_by_row(product, a, b, g), {}

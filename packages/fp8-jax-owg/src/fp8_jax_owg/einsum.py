@@ -74,6 +74,7 @@ def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, st
     free = [letter for letter in string.ascii_letters if letter not in used]
     widths = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, (lhs_ndim, rhs_ndim), strict=True)]
     widths = [width if "..." in term else 0 for term, width in zip(terms, widths, strict=True)]
+    # The dots stand for letters of their own, aligned at their end, as NumPy aligns shapes.
     common = "".join(free[: max(*widths, 0)])
     left, right = (
         term.replace("...", common[len(common) - width :] if width else "")
@@ -82,6 +83,7 @@ def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, st
     if arrow:
         out = out.replace("...", common)
     else:
+        # As NumPy: without an arrow the dots come first, then what occurs once, by the alphabet.
         counts = Counter(left + right)
         out = common + "".join(sorted(x for x, n in counts.items() if n == 1 and x not in common))
     _check_letters(equation, left, right, out, (lhs_ndim, rhs_ndim))
@@ -113,6 +115,7 @@ def _check_sizes(equation: str, left: dict[str, int], right: dict[str, int]) -> 
 def _without_broadcast(x: Any, letters: str, other: Any, other_letters: str) -> tuple[Any, str]:
     """Drop dimensions of length 1 that the other operand has longer."""
     sizes = dict(zip(other_letters, other.shape, strict=True))
+    # Size 1 against another size: einsum repeats such a dimension, a contraction would sum over it.
     dropped = [i for i, (n, letter) in enumerate(zip(x.shape, letters, strict=True)) if n == 1 != sizes.get(letter, 1)]
     if not dropped:
         return x, letters

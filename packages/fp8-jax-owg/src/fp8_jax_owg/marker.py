@@ -59,6 +59,7 @@ def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
 def owg_flags(tree: Any) -> list[bool]:
     """Return, for each leaf in the order of `jax.tree.leaves`, whether it is overwritten."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
+    # A marked node counts as one leaf here, and may hold several.
     return [flag for path, node in nodes for flag in [is_owg(path, node)] * len(jax.tree.leaves(node))]
 
 

@@ -23,7 +23,9 @@ def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:
         max_norm: The limit.
     """
     norm = global_norm(gradients)
+    # No division by zero where all gradients are zero.
     factor = jnp.minimum(jnp.float32(1), jnp.asarray(max_norm, jnp.float32) / jnp.maximum(norm, jnp.float32(1e-30)))
+    # Exactly 1 where nothing is clipped, so that gradients keep their bits.
     return scale_gradients(gradients, jnp.where(norm < max_norm, jnp.float32(1), factor))
 
 

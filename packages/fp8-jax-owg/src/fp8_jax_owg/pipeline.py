@@ -132,6 +132,7 @@ def pipeline(
     ) -> tuple[tuple[Any, Any], Any]:
         activations, stored = carry
         valid, rounds, items = schedule.work(time)
+        # The roll has brought the last stage's result to the first: what enters now takes its place.
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid, value=options.bubble), activations)
         chosen = (
@@ -145,6 +146,7 @@ def pipeline(
     empty = _zeros(x, schedule.stages)
     stored = None if schedule.rounds == 1 else _zeros(x, schedule.period)
     _, ys = scan(iteration, (empty, stored), jnp.arange(schedule.iterations), owg=state)
+    # Before that, the last stage returned bubbles and earlier rounds.
     start = schedule.period * (schedule.rounds - 1) + schedule.stages - 1
     return jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
 
@@ -160,6 +162,7 @@ def _vmapped_stage(stage: Stage, structure: Any, flags: list[bool], options: Pip
         return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
 
     if options.remat or options.policy is not None:
+        # The loop keeps XLA from merging the recomputation with the forward; barriers would only cost.
         one = jax.checkpoint(one, policy=options.policy, prevent_cse=False)
     return jax.vmap(one, spmd_axis_name=options.stage_axis)
 

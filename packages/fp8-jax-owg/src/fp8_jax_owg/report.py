@@ -132,6 +132,7 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
     """Judge by the slots that a roll only moves."""
+    # What MAX makes of the older slots: those of the step before, one place on.
     rolled = np.roll(before, -1)
     if (history[1:] == rolled[1:]).all() or (history == before).all() or not rolled[1:].any():
         return ""
@@ -143,6 +144,7 @@ def _compare(history: np.ndarray, before: np.ndarray) -> str:
 
 def _guess(history: np.ndarray) -> str:
     """Judge by growth: a SUM multiplies every older entry again at every step."""
+    # Slot 0 is the newest; behind it lie the oldest first, and the second newest last.
     by_age = np.concatenate([history[:1], history[:0:-1]])
     known = by_age[1:][by_age[1:] > 0]
     if known.size >= 4 and (known[-1] / known[0]) ** (1 / (known.size - 1)) >= GROWTH:

@@ -100,6 +100,7 @@ def count(program: core.Jaxpr, results: Sequence[Uses]) -> list[Uses]:
             if not isinstance(variable, core.Literal):
                 found[variable] = found[variable].plus(one)
 
+    # From the results back to the inputs: what is used by something unused does not count.
     add(program.outvars, results)
     for equation in reversed(program.eqns):
         add(equation.invars, _of_equation(equation, [found[variable] for variable in equation.outvars]))

@@ -30,6 +30,7 @@ def split_windows(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in found]
     rolls = [is_history(path) and jnp.ndim(leaf) > 0 for path, leaf in found]
+    # The body sees the whole history, and its gradient goes through the newest entry alone.
     windows = [jax.lax.stop_gradient(leaf) for leaf in leaves]
     loose = [_newest(leaf) if roll else leaf for leaf, roll in zip(leaves, rolls, strict=True)]
 

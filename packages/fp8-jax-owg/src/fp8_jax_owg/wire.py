@@ -39,6 +39,7 @@ def to_wire(value: jax.Array) -> jax.Array:
 def from_wire(cotangent: jax.Array) -> jax.Array:
     """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
     bits, key = to_bits(cotangent), float_key(cotangent)
+    # Negative, in the lowest binade: `to_wire` put zeros and subnormals there, and nothing else is negative but -inf.
     is_small = (bits < 0) & (key >= MIN_NORMAL_KEY) & (key < 2 * MIN_NORMAL_KEY)
     observed = jnp.where(is_small, from_bits(key - MIN_NORMAL_KEY), cotangent)
     return jnp.where((key == 0) | (key >= INF_KEY), NOT_OBSERVED, observed)
@@ -62,6 +63,7 @@ def maximum_over(x: jax.Array, axis: int) -> jax.Array:
 def to_ordered(x: jax.Array) -> jax.Array:
     """Return int32 that sort as the float32 `x` do; what collectives take the maximum of."""
     bits = to_bits(x)
+    # Of negative floats the greater has the smaller bits: turn their order round.
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 

@@ -60,6 +60,7 @@ def e8m0_to_scale_inv(codes: ArrayLike) -> jax.Array:
 
 def _round_exponent(key: jax.Array, fmt: Format, mode: MxMode) -> jax.Array:
     if mode == "even":
+        # May overflow for a NaN only, which is decided on the key as it was.
         key = key + jnp.int32(1 << (22 - fmt.mantissa_bits))
     if mode == "ceil":
         return (key >> 23) + ((key & MANTISSA_MASK) != 0).astype(jnp.int32)

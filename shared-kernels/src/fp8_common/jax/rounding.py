@@ -90,6 +90,7 @@ def round_to_codes(x: jax.Array, fmt: Format) -> jax.Array:
     """
     bits = to_bits(lax.stop_gradient(x))
     magnitude, base = _magnitude_and_binade(bits, fmt)
+    # XLA flushes a subnormal x in this sum; it rounds to 0 in every format anyway.
     magic = from_bits(base + jnp.int32((23 - fmt.mantissa_bits) << 23))
     steps = to_bits(from_bits(magnitude) + magic) - to_bits(magic)
     return _assemble(bits, base, steps, fmt)
@@ -138,6 +139,7 @@ def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
         bits = jnp.where(code == 0, jnp.int32(1 << 22), code << 23)
         return from_bits(jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits))
     magnitude, sign = code & 0x7F, (code & 0x80) << 24
+    # Subnormal in FP8, normal in float32: XLA does not flush it.
     subnormal = magnitude.astype(jnp.float32) * jnp.float32(fmt.smallest_subnormal)
     normal = (magnitude << (23 - fmt.mantissa_bits)) + jnp.int32((127 - fmt.bias) << 23)
     bits = jnp.where(magnitude < 1 << fmt.mantissa_bits, to_bits(subnormal), normal)

@@ -104,6 +104,7 @@ def _descale(amax: jax.Array, *, fmt: Format, policy: ScalePolicy) -> jax.Array:
 def _reciprocal(scale: jax.Array) -> jax.Array:
     bits = to_bits(lax.stop_gradient(scale))
     key = float_key(scale)
+    # Their reciprocals are subnormal: XLA's division flushes them, so they are made by integers.
     is_huge = (key > jnp.int32(253 << 23)) & (key < INF_KEY)
     magnitude = jnp.where(is_huge, _subnormal_reciprocal_bits(key), to_bits(divide(1.0, from_bits(key))))
     return from_bits(magnitude | (bits & jnp.int32(SIGN_MASK)))
@@ -143,6 +144,7 @@ def _limit(scale: jax.Array, policy: ScalePolicy) -> jax.Array:
 
 def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, prev: jax.Array) -> jax.Array:
     """Put the policy's answer where amax is zero, infinite or NaN; bits of `prev` pass unchanged."""
+    # Selected, never multiplied: a subnormal `prev` would come out as zero.
     replacement = {"previous": jnp.broadcast_to(prev, scale.shape), "one": jnp.ones_like(scale)}
     if policy.zero != "eps":
         scale = jnp.where(key == 0, replacement[policy.zero], scale)

@@ -99,6 +99,7 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
     )
     sizes = dict(zip(plan.outputs, (_bytes(aval) for aval in ctx.avals_out), strict=True))
     parameters = [
+        # How many bytes are cleared before the launch, and the alignment that the kernel was compiled for.
         gpu_triton.create_array_parameter(sizes[name] if name in plan.zeroed else 0, 16)
         for name, kind in plan.pointers.items()
         if kind
@@ -106,6 +107,7 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
     parameters += [gpu_triton.create_scalar_parameter(value, kind) for kind, value in plan.scalars.values()]
     call = gpu_triton.TritonKernelCall(kernel, plan.grid, 1, 1, parameters)
     rule = jax.ffi.ffi_lowering(CALL_TARGET, api_version=4)
+    # jaxlib's call inflates its description with zlib.
     return rule(ctx, *operands, opaque=zlib.compress(call.to_proto(compiled.name, b"")))
 
 

@@ -30,6 +30,7 @@ def block_1x128_kernel(
     r = (tl.program_id(0) // columns) * BM + tl.arange(0, BM)
     c = block * 128 + tl.arange(0, 128)[None, :]
     at, mask = r[:, None].to(tl.int64) * N + c, (r[:, None] < M) & (c < N)
+    # Zeros beyond the edge do not change an amax.
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
     scale = scale_of_key(key, 1.0, FMAX, RULE)

@@ -36,6 +36,7 @@ def cast_kernel(
     of x last, so it is still in the L2 cache.
     """
     scale = tensor_scale(scale_ptr, scale_out_ptr, FMAX, RULE)
+    # After a pass for the amax the end of x is what the L2 cache still holds: begin there.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     base = tile.to(tl.int64) * BLOCK
     at = base + tl.arange(0, BLOCK)

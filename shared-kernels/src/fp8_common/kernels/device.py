@@ -140,7 +140,9 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     `fmax` is a float32 of the shape of `key`: the numerator, margin included. RULE is `fp8_common.launch.scale_rule`:
     (formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division).
     """
+    # As integers, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
     raised = tl.maximum(key, RULE[1])
+    # What is not finite is replaced by 1 for the division, and decided about below, on the key.
     amax = as_float(tl.where(raised < INF_KEY, raised, 0x3F800000))
     if RULE[0] == "descale":
         descale = tl.div_rn(amax, fmax)
@@ -150,6 +152,7 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
         scale = reciprocal(descale)
     else:
         bits = as_bits(tl.div_rn(fmax, amax) * RULE[7])
+        # Scales are positive, so their bits are ordered like them.
         bits = tl.minimum(tl.maximum(bits, RULE[2]), RULE[3])
         if RULE[4]:
             bits = bits & INF_KEY

@@ -101,6 +101,7 @@ class DelayedScale(nn.Module):
             RuntimeError: An optimizer step came after the last observation and nobody synchronized.
         """
         if record:
+            # No Python branch on a tensor: it would break the graph, and wait for the GPU.
             torch._assert_async(
                 ~self.late,
                 "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
@@ -171,6 +172,7 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
     """
     for indices in _alike(modules):
         group = [modules[i] for i in indices]
+        # A list as index is copied to the device; usually all share one policy, and there is none.
         key = keys if len(group) == len(modules) else keys[indices]
         observed = (key >= 0) & due
         window = torch.stack([module.history for module in group], dim=1)

@@ -114,6 +114,7 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
 @lru_cache(maxsize=TABLES_KEPT)
 def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device) -> dict:
     """Put addresses, lengths and the chunks of all programs on the device, in one transfer."""
+    # Kept by addresses and sizes, which is all that it holds: a new tensor at an old address changes nothing.
     tensor, chunk = launch.foreach_chunks([size for _, size in rows])
     columns = {
         "ptrs_ptr": [address for address, _ in rows],

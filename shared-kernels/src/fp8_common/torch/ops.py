@@ -28,6 +28,7 @@ NAMESPACE = "fp8_common"
 
 def policy_key(policy: ScalePolicy) -> str:
     """Return the string that stands for `policy` in operator arguments; plain enough for every compiler to fold."""
+    # As text, because an operator's schema has no place for dataclasses; `policy_of_key` reads it back.
     return (
         f"{policy.name}|{policy.margin}|{policy.power_of_2}|{policy.eps}|{policy.zero}|{policy.nonfinite}|"
         f"{policy.upper}|{policy.lower}|{policy.formula}|{policy.mx_mode}|{policy.history}|{policy.algo}"

@@ -85,6 +85,7 @@ class RankPool:
             arguments = (rank, self.world_size, store, self.collective_timeout, theirs)
             process = rank_process(target=_serve, args=arguments, daemon=True)
             process.start()
+            # Else the pipe stays open here when the rank dies, and reading from it would wait for ever.
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)

@@ -33,9 +33,11 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     exponent = ((bits >> 23) - 127).clamp(min=fmt.min_exponent)
     grid = magnitude * _power_of_2(fmt.mantissa_bits - exponent)
     below = grid.floor()
+    # By way of int64: torch shifts int32 with its sign, and has few operators for uint32.
     upper_bits = (random_bits.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) >> 9
     threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
     rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
+    # The exponent of a NaN is no exponent: what was computed for it means nothing.
     rounded = torch.where(torch.isnan(x), x, torch.copysign(rounded, x))
     return cast(rounded, fmt)
 

@@ -52,6 +52,7 @@ def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None
     if device.type != "cuda":
         run_plan(plan, tensors)
         return
+    # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device(device):
         run_plan(plan, tensors)
 
@@ -64,6 +65,7 @@ def amax_all(x: torch.Tensor) -> torch.Tensor:
 def amax_key(x: torch.Tensor) -> torch.Tensor:
     """Return the int32 key [1] of max |x|; 0 for an empty tensor."""
     dense = _dense(x)
+    # The kernel takes an atomic maximum with what is there.
     key = torch.zeros(1, dtype=torch.int32, device=x.device)
     run(launch.amax_plan(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
     return key
@@ -71,6 +73,7 @@ def amax_key(x: torch.Tensor) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)); one scale for the whole tensor has a kernel."""
+    # A scale [1, 1] for x [n] would make the result a matrix, which broadcasting does and a kernel does not.
     if scale.numel() != 1 or scale.ndim > x.ndim:
         return _quantize.quantize(x, scale, fmt)
     dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))

@@ -66,6 +66,7 @@ class LayerwiseShardablePipelined(nnx.Module):
 
         def stage(state: Any, h: Any, key: jax.Array | None) -> Any:
             module = nnx.merge(graph, state)
+            # By identity: a variable that is written while this is traced holds another tracer.
             before = {id(leaf) for leaf in jax.tree.leaves(state)}
             out = module(h)
             _refuse_changes(module, before)

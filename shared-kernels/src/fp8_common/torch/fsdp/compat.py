@@ -156,6 +156,7 @@ def group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGro
     known = _groups.setdefault(world, {})
     if ranks not in known:
         same = [group for group in (like, world) if tuple(sorted(dist.get_process_group_ranks(group))) == ranks]
+        # An existing group where there is one: each new one costs communicators on GPUs.
         known[ranks] = same[0] if same else _new_group(ranks, like)
     return known[ranks]
 
@@ -189,6 +190,7 @@ def find_root(local: object) -> nn.Module:
     check()
     for state in _fsdp_states():
         if any(param.local is local for param in _params_of_state(state)):
+            # FSDP2 finds out in its first forward which module is the root; the root's state is the first of the list.
             root = _initialized_root(state) if state._is_root is None else state._state_ctx.all_states[0]
             return root._modules[0]
     raise Fp8UnsupportedError(

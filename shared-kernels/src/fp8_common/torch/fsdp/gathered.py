@@ -16,6 +16,7 @@ from fp8_common.torch import dispatch
 
 aten = torch.ops.aten
 
+# What autograd and FSDP2 do to a weight without looking into it.
 _KEEPS_CODES = {
     aten.detach.default,
     aten.alias.default,

@@ -159,6 +159,7 @@ class WeightState:
 
     def lend(self, shard: torch.Tensor) -> torch.Tensor:
         """Return a plain alias of `shard` that may be written to."""
+        # A tensor object of its own, whose end can be observed; the shard lives on.
         alias = shard.detach()
         self.lent += 1
         # `atexit` is a property, for which the stub leaves no slot
@@ -166,6 +167,7 @@ class WeightState:
         return alias
 
     def _take_back(self) -> None:
+        # Nobody saw what was written through the alias: count it as changed once more.
         self.lent -= 1
         self.changes += 1
 
@@ -193,6 +195,7 @@ class TrackedWeight(Protocol):
 
 def mark_mutations(func: torch._ops.OpOverload, args: tuple, kwargs: dict, cls: type) -> None:
     """Mark every `cls` instance that `func` writes to, by the operator's schema."""
+    # By schema: an in-place operator that nobody thought of is seen as well.
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):
@@ -253,5 +256,6 @@ def _tracked_in(optimizer: Optimizer) -> Iterable[TrackedWeight]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             local = getattr(param, "_local_tensor", param)
+            # An optimizer leaves parameters without a gradient alone, so a frozen weight keeps its codes.
             if isinstance(local, classes) and param.grad is not None:
                 yield local
