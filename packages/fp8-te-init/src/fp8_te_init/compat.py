@@ -6,7 +6,7 @@ Written for torch 2.11 to 2.13. FSDP2's private parts are read by `fp8_common.to
 import torch
 from torch.distributed.tensor import DTensor
 
-PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec")}
+PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
 """Private attributes that this file reads; a test looks for each."""
 
 
@@ -22,6 +22,11 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how many in-place writes torch counted on a tensor; what this package writes to codes is not counted."""
+    return tensor._version
 
 
 def float32_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,9 @@ class PrimaryFloat8Linear(nn.Linear):
         primary = primary_of(self.weight)
         return None if primary is None else primary.state.history
 
+    @torch.compiler.disable(reason="FP8 primary weights change their scales outside of compiled code.")
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return input @ weight.T + bias.
+        """Return input @ weight.T + bias. `torch.compile` leaves it as it is, and compiles what is around it.
 
         Args:
             input: [..., in_features], float32, bfloat16 or float16.
@@ -77,7 +78,7 @@ class PrimaryFloat8Linear(nn.Linear):
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
                 "the module that fully_shard was applied to, and leave tensor-parallel layers out."
             )
-        if torch.is_autocast_enabled(input.device.type):
+        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         output = linear(input, self.weight, self.config)
         return output if self.bias is None else output + self.bias.to(output.dtype)

@@ -4,6 +4,8 @@ Any optimizer class of torch works: it sees the masters, and the plain parameter
 like their parameters, so that `torch.distributed.checkpoint` saves and reshards them like any optimizer state.
 """
 
+import itertools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +16,12 @@ from fp8_common.errors import Fp8Error
 from fp8_common.torch.fsdp.compat import reshard_gathered
 from fp8_te_init.agree import Agreement, agree_on
 from fp8_te_init.backends import requantizable
-from fp8_te_init.compat import float32_like, local_of
+from fp8_te_init.compat import float32_like, local_of, version_of
+from fp8_te_init.errors import StaleInitError
 from fp8_te_init.shards import group_of
+from fp8_te_init.store import cell_of
+
+logger = logging.getLogger(__name__)
 
 MASTER = "master_param"
 """Name of the master in the state of its parameter, as in TransformerEngine's FusedAdam."""
@@ -25,7 +31,8 @@ class MasterOptimizer(Optimizer):
     """An optimizer with float32 masters of FP8 (and other low-precision) parameters.
 
     Masters start from what is kept for a parameter, else from its rounded values; `seed_masters` does the same, checks
-    it, and drops what was kept. A step issues one all-reduce, whatever the number of FP8 weights.
+    it, and drops what was kept. A step issues one all-reduce, whatever the number of FP8 weights. A parameter that
+    something else wrote to (a loaded checkpoint) keeps what was written: its master starts anew from that.
 
     Args:
         optimizer_cls: An optimizer class of torch, or one that takes the same arguments.
@@ -46,12 +53,18 @@ class MasterOptimizer(Optimizer):
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
         self.reductions = 0
         super().__init__(params, {})
         self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of: masters too, which no other optimizer has."""
+        own = ("inner", "reductions", "_masters", "_versions")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, as any optimizer does."""
@@ -79,16 +92,18 @@ class MasterOptimizer(Optimizer):
 
         Returns:
             What `closure` returned.
+
+        Raises:
+            Fp8Error: An FP8 weight that was frozen when it came here, and so has no master, has a gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for parameter, master in self._masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+        self._take_writes()
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
-        self.inner.step()
+        if closure is None:
+            self._hand_over()
+            loss = self.inner.step()
+        else:
+            loss = self.inner.step(self._evaluation_of(closure))
         for master in self._masters.values():
             master.grad = None
         self.write_back(step=True)
@@ -112,6 +127,60 @@ class MasterOptimizer(Optimizer):
             written.append(local_of(parameter))
         self.reductions += agree_on(agreements, step=step)
         reshard_gathered(written)
+        for parameter in self._masters:
+            self.note(parameter)
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Take a parameter and its master as they are now: what is written to the parameter alone, later, counts."""
+        self._versions[parameter] = version_of(parameter), version_of(self._masters[parameter])
+
+    def _take_writes(self) -> None:
+        """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
+        taken = 0
+        for parameter, master in self._masters.items():
+            own, (written, mastered) = local_of(master), self._versions[parameter]
+            if written == version_of(parameter) or mastered != version_of(master) or _is_rounded_from(parameter, own):
+                continue
+            own.copy_(_start_values(parameter).view(own.shape))
+            taken += 1
+        if taken:
+            logger.warning(
+                "%d parameters were written to since their masters were made (a loaded checkpoint, an edit): the "
+                "masters start anew from what was written. Change masters and call write_back to keep their precision.",
+                taken,
+            )
+
+    def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure for the inner optimizer; where that moves masters between calls (LBFGS), weights follow."""
+        calls = itertools.count()
+
+        def evaluate() -> Any:
+            if next(calls):
+                self.write_back(step=False)
+            with torch.enable_grad():
+                loss = closure()
+            self._hand_over()
+            return loss
+
+        return evaluate
+
+    def _hand_over(self) -> None:
+        """Give the masters the gradients of their parameters."""
+        self._refuse_thawed()
+        for parameter, master in self._masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+
+    def _refuse_thawed(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter in self._masters:
+                    continue
+                if requantizable(parameter) is not None:
+                    raise Fp8Error(
+                        f"An FP8 weight of shape {tuple(parameter.shape)} was frozen when this MasterOptimizer took "
+                        "it, so it has no master, and it has a gradient now. Make the optimizer after unfreezing, or "
+                        "leave frozen parameters out and give them to add_param_group then."
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
@@ -140,6 +209,8 @@ class MasterOptimizer(Optimizer):
             ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
             for parameter, index in zip(ours["params"], theirs["params"], strict=True):
                 self._load_one(parameter, dict(state_dict["state"].get(index, {})))
+                if parameter in self._masters:
+                    self.note(parameter)
         self._publish()
 
     def _load_one(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -175,6 +246,7 @@ class MasterOptimizer(Optimizer):
             master = self._masters.get(parameter)
             if master is None and parameter.requires_grad and _needs_master(parameter):
                 master = self._masters[parameter] = _start(parameter)
+                self.note(parameter)
             params.append(parameter if master is None else master)
         return {**group, "params": params}
 
@@ -186,15 +258,36 @@ def _needs_master(parameter: torch.Tensor) -> bool:
 @torch.no_grad()
 def _start(parameter: Any) -> torch.Tensor:
     """Return a master that starts from what is kept for a parameter, else from the values that it has."""
+    values = _start_values(parameter, strict=True)
+    return float32_like(parameter, values.to(device=local_of(parameter).device, dtype=torch.float32, copy=True))
+
+
+def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:
+    """Return the best values of the rows held here of a parameter.
+
+    Args:
+        parameter: FP8 or not.
+        strict: Raise if what is kept is stale, instead of taking the rounded values.
+    """
     weight = requantizable(parameter)
     if weight is None:
-        return float32_like(parameter, local_of(parameter).detach().float().clone())
-    kept = weight.pending()
-    if kept is None:
-        get = getattr(parameter, "get_high_precision_init_val", None)
-        kept = None if get is None else get()
-    values = weight.values() if kept is None else kept
-    return float32_like(parameter, values.to(device=weight.device, dtype=torch.float32, copy=True))
+        return local_of(parameter).detach()
+    kept, cell = weight.pending(), cell_of(parameter)
+    if kept is None and cell is not None:
+        try:
+            kept = cell.values(weight)
+        except StaleInitError:
+            if strict:
+                raise
+    return weight.values() if kept is None else kept
+
+
+def _is_rounded_from(parameter: Any, master: torch.Tensor) -> bool:
+    """Return whether a parameter holds exactly what its master is rounded to."""
+    weight = requantizable(parameter)
+    if weight is None:
+        return torch.equal(master.to(parameter.dtype), local_of(parameter))
+    return torch.equal(weight.quantized(master), weight.codes())
 
 
 def _own(value: Any, device: torch.device, name: str) -> Any:

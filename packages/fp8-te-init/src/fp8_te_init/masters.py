@@ -1,5 +1,7 @@
 """Decides where an optimizer keeps the float32 master of a parameter, for every kind of optimizer that has some."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +24,16 @@ class TensorMaster:
 
     Args:
         tensor: The master, plain or distributed.
+        told: Called after a write.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._local = local_of(tensor)
+    def __init__(self, tensor: torch.Tensor, told: Callable[[], None] = lambda: None) -> None:
+        self._local, self._told = local_of(tensor), told
 
     def set(self, values: torch.Tensor) -> None:
         """Copy the values."""
         self._local.copy_(values.reshape(self._local.shape))
+        self._told()
 
 
 class ScaledMaster:
@@ -71,7 +75,7 @@ def find_master(optimizer: Optimizer, parameter: Any) -> Master | None:
     """
     if isinstance(optimizer, MasterOptimizer):
         master = optimizer.master_of(parameter)
-        return None if master is None else TensorMaster(master)
+        return None if master is None else TensorMaster(master, partial(optimizer.note, parameter))
     owned = any(own is parameter for group in optimizer.param_groups for own in group["params"])
     if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):
         return ScaledMaster(optimizer, parameter)

@@ -45,7 +45,7 @@ class SeedReport:
 
 @torch.no_grad()
 def seed_masters(
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
     strict: bool = True,
     source_order: Sequence[MasterSource] = ("copy", "checkpoint", "dequant"),
@@ -61,7 +61,8 @@ def seed_masters(
 
     Args:
         optimizer: A `MasterOptimizer`; TransformerEngine's FusedAdam with masters; or an optimizer of float32 masters
-            that the parameters name as `main_param` (Megatron) or its state as "master_param".
+            that the parameters name as `main_param` (Megatron) or its state as "master_param". All of them, if the
+            weights of `model` are shared out among several.
         model: The model.
         strict: Only exact sources: "copy" (what is kept) and "checkpoint". False goes on through `source_order`.
         source_order: What to take, in this order. "dequant" takes the rounded values; "dither" spreads them over their
@@ -84,15 +85,18 @@ def seed_masters(
     order = [source for source in source_order if not strict or source in EXACT]
     find = reader_of(checkpoint, prefix) if checkpoint is not None else lambda name: None
     weights = fp8_weights(model)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if strict:
         _refuse_dequantized(model)
     sources: dict[str, MasterSource] = {}
     problems: dict[int, Exception] = {}
     for index, named in enumerate(weights):
         try:
-            master = _master_for(optimizer, named, strict)
-            if master is not None:
-                values, sources[named.name] = _values(named, order, find(named.name), seed)
+            masters = [master for one in optimizers if (master := _master_for(one, named, strict)) is not None]
+            if not masters:
+                continue
+            values, sources[named.name] = _values(named, order, find(named.name), seed)
+            for master in masters:
                 master.set(values)
         except (MissingInitError, StaleInitError) as error:
             problems[index] = error
@@ -136,8 +140,8 @@ def _values(named: NamedWeight, order: Sequence[MasterSource], read: Any, seed: 
             return values, source
     raise MissingInitError(
         f"{named.name} has no source of high-precision values left ({', '.join(order)} were tried). Build the model "
-        'with primary_weights(preserve="cpu") and seed before the first step, give checkpoint=..., or use strict=False '
-        "to start from rounded values."
+        'with primary_weights(preserve="cpu") and seed before the first step (all optimizers in one call), give '
+        "checkpoint=..., or use strict=False to start from rounded values."
     )
 
 

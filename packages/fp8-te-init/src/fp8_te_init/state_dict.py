@@ -65,25 +65,39 @@ def _take_back(
         return
     loaded = getattr(state_dict[key], "_local_tensor", state_dict[key])
     is_codes = loaded.dtype in (torch.uint8, *FLOAT8_DTYPES)
-    if is_codes and not isinstance(loaded, PrimaryFloat8Weight) and scale is None:
-        error_msgs.append(
-            f"{key} holds FP8 codes, but {key}{SCALE} is missing: codes mean nothing without their scales. Load both."
-        )
-        return
-    if scale is not None and scale.shape != primary.scale.shape:
-        error_msgs.append(
-            f"{key}{SCALE} has shape {tuple(scale.shape)}, and this weight needs {tuple(primary.scale.shape)}: it was "
-            "saved under another recipe. Convert the model with that one."
-        )
+    problem = _problem(key, primary, loaded, scale)
+    if problem is not None:
+        error_msgs.append(problem)
+        state_dict[key] = getattr(module, name)  # the weight stays as it was
         return
     if local_metadata.get("assign_to_params_buffers"):
-        state_dict[key] = _with_local(state_dict[key], _assigned(primary, loaded, scale, is_codes))
-    elif is_codes and scale is not None:
+        state_dict[key] = _with_local(state_dict[key], _assigned(primary, loaded, scale, history, is_codes))
+    elif is_codes and scale is not None and loaded.shape == primary.shape:  # torch tells of other shapes
         primary.state.take_scale(scale, history)
 
 
+def _problem(key: str, primary: PrimaryFloat8Weight, loaded: torch.Tensor, scale: torch.Tensor | None) -> str | None:
+    """Return why a tensor of a checkpoint cannot be loaded; None if it can."""
+    is_codes = loaded.dtype in (torch.uint8, *FLOAT8_DTYPES)
+    if is_codes and scale is None:
+        return (
+            f"{key} holds FP8 codes, but {key}{SCALE} is missing: codes mean nothing without their scales. Load both."
+        )
+    another = "it was saved under another recipe. Convert the model with that one."
+    if scale is not None and scale.shape != primary.scale.shape:
+        shapes = f"{tuple(scale.shape)}, and this weight needs {tuple(primary.scale.shape)}"
+        return f"{key}{SCALE} has shape {shapes}: {another}"
+    if loaded.dtype in FLOAT8_DTYPES and loaded.dtype != primary.codes.dtype:
+        return f"{key} holds {loaded.dtype} codes, and this weight {primary.codes.dtype}: {another}"
+    return None
+
+
 def _assigned(
-    primary: PrimaryFloat8Weight, loaded: torch.Tensor, scale: torch.Tensor | None, is_codes: bool
+    primary: PrimaryFloat8Weight,
+    loaded: torch.Tensor,
+    scale: torch.Tensor | None,
+    history: torch.Tensor | None,
+    is_codes: bool,
 ) -> PrimaryFloat8Weight:
     """Return a primary weight around tensors that become the parameter as they are, or made from plain values."""
     state = primary.state
@@ -91,7 +105,8 @@ def _assigned(
         return loaded
     if is_codes:
         fresh = state.around(loaded.view(torch.uint8))
-        fresh.scale = fresh.scale if scale is None else scale
+        if scale is not None:
+            fresh.take_scale(scale, history)
         return PrimaryFloat8Weight(fresh.codes, fresh, primary.dtype)
     fresh = state.around(torch.zeros(loaded.shape, dtype=torch.uint8, device=loaded.device))
     weight = PrimaryFloat8Weight(fresh.codes, fresh, loaded.dtype)

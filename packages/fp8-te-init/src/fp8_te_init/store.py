@@ -49,7 +49,9 @@ class InitStore:
     def cell(self, module: nn.Module, name: str) -> InitCell | None:
         """Return what is kept for a parameter, brought up to date with the parameter that is there now."""
         self.reconcile(module, name)
-        return self._cells.get(module, {}).get(name)
+        cell = self._cells.get(module, {}).get(name)
+        # a weight that is tied to a layer's is kept under that layer alone
+        return cell_of(module._parameters.get(name)) if cell is None else cell
 
     def values(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """Return the high-precision values [n, columns] of this rank's rows; None if none are kept.

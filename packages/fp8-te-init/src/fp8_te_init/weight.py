@@ -126,7 +126,8 @@ class PrimaryFloat8Weight(torch.Tensor):
         state = self._state
         fields = (state.cast, state.codes, state.scale, state.full_shape, state.first_row, state.sharded, state.gather)
         view = (tuple(self.shape), self._codes.stride(), self._codes.storage_offset() - state.codes.storage_offset())
-        return _rebuild, (fields, state.history, view, self.dtype)
+        trained = self.requires_grad if isinstance(self, nn.Parameter) else None
+        return _rebuild, (fields, state.history, view, self.dtype, trained)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """Copy codes and scales. A module that is copied brings its kept values along."""
@@ -307,7 +308,9 @@ def _tape_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict, weight: Pri
     return Tape.record(cell.tape, func, args[1:], kwargs, device=weight.device, rows=rows)
 
 
-def _rebuild(fields: tuple, history: torch.Tensor | None, view: tuple, dtype: torch.dtype) -> PrimaryFloat8Weight:
+def _rebuild(
+    fields: tuple, history: torch.Tensor | None, view: tuple, dtype: torch.dtype, trained: bool | None
+) -> torch.Tensor:
     cast, codes, scale, full_shape, first_row, sharded, gather = fields
     state = PrimaryState(
         cast=cast,
@@ -321,4 +324,5 @@ def _rebuild(fields: tuple, history: torch.Tensor | None, view: tuple, dtype: to
     )
     shape, stride, offset = view
     flat = codes.as_strided(shape, stride, codes.storage_offset() + offset) if math.prod(shape) else codes[:0]
-    return PrimaryFloat8Weight(flat, state, dtype)
+    weight = PrimaryFloat8Weight(flat, state, dtype)
+    return weight if trained is None else nn.Parameter(weight, requires_grad=trained)
