@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; the rows stand in their own module
 
@@ -151,15 +152,17 @@ def test_compiled_parts_refuse_a_stale_scale(run_ranks):
         assert "stale" in message
 
 
-def other_recipes(rank, world_size, recipe):
+def other_recipes(rank, world_size, recipe, copies=1, vocab=rows.VOCAB):
     torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (copies, world_size // copies) if copies > 1 else (world_size,))
     twins = []
     for _ in range(2):
         torch.manual_seed(0)
-        twins.append(f8.fully_shard_traceable(f8.convert_to_float8_training(rows.Model(blocks=1), recipe=recipe)))
+        model = f8.convert_to_float8_training(rows.Model(vocab=vocab, blocks=1), recipe=recipe)
+        twins.append(f8.fully_shard_traceable(model, mesh=mesh))
     recorder = rows.Recorder("aot_eager")
     call = torch.compile(twins[1], backend=recorder, fullgraph=True)
-    losses = rows.loss_of(twins[0], rank, 0), rows.loss_of(call, rank, 0)
+    losses = rows.loss_of(twins[0], rank, 0, vocab), rows.loss_of(call, rank, 0, vocab)
     for loss in losses:
         loss.backward()
     gradients = [[p.grad.to_local() for p in model.parameters()] for model in twins]
@@ -170,6 +173,14 @@ def other_recipes(rank, world_size, recipe):
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_other_recipes_are_captured_whole(run_ranks, recipe):
     assert run_ranks(2, other_recipes, recipe, timeout=300.0) == [(1, True, True)] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "copies"), [(2, 1), (4, 2)])
+def test_uneven_shards_and_hsdp_are_captured_whole(run_ranks, world_size, copies):
+    """63 rows of embedding and output projection on two shards, alone and in two copies."""
+    results = run_ranks(world_size, other_recipes, "tensorwise", copies, 63, timeout=300.0)
+    assert results == [(1, True, True)] * world_size
 
 
 def merged_gathers(rank, world_size):

@@ -127,6 +127,29 @@ def test_state_dict_is_plain_and_loads_without_this_package(tmp_path):
     assert isinstance(other.weight, f8.ShardedFloat8Weight)
 
 
+def test_pickling_a_model_says_what_to_save(tmp_path):
+    with pytest.raises(Fp8Error, match=r"state_dict\(\)"):
+        torch.save(layer(), tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_second_derivative_is_an_error(recipe):
+    """Casts have no derivative of their own: without the error it would silently lack parts."""
+    low = f8.convert_to_float8_training(nn.Linear(16, 8), recipe=recipe)
+    x = torch.randn(4, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(low(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_what_there_is_nothing_to_convert_of_is_named():
+    with pytest.raises(Fp8Error, match=r"0 has no weight yet: run the model once"):
+        f8.convert_to_float8_training(nn.Sequential(nn.LazyLinear(8)))
+    done = f8.convert_to_float8_training(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(Fp8Error, match="1 are FP8 layers already"):
+        f8.convert_to_float8_training(done)
+
+
 def test_deepcopy_is_independent():
     low = layer()
     twin = copy.deepcopy(low)

@@ -155,6 +155,11 @@ def test_configurations_without_a_product_are_refused(changes, message):
         dataclasses.replace(f8.Float8LinearConfig(), **changes)
 
 
+def test_a_recipe_of_another_package_is_refused_by_its_name():
+    with pytest.raises(Fp8Error, match=r"Recipe 'mx': input cannot be cast with dynamic mx scaling"):
+        f8.convert_to_float8_training(nn.Linear(32, 32), recipe="mx")
+
+
 def test_communication_only_keeps_layers_and_rounds_weights():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 16), nn.Bilinear(16, 16, 4))

@@ -1,5 +1,6 @@
 """The traceable mode has FSDP2's numbers, parameters and state dicts, and says so where it cannot do something."""
 
+import copy
 import itertools
 
 import pytest
@@ -26,6 +27,13 @@ STATIC = f8.Float8LinearConfig(
     weight=f8.CastConfig(scaling="static", static_scale=256.0),
     grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
 )
+
+
+class Named(nn.Linear):
+    """A user's subclass."""
+
+    def what(self):
+        return f"{self.in_features} to {self.out_features}"
 
 
 class Layer(nn.Module):
@@ -260,6 +268,25 @@ def test_tied_weights_share_shard_and_scale(run_ranks):
     assert run_ranks(2, tied) == [(True, True, True)] * 2
 
 
+def subclasses(rank, world_size):
+    model = f8.fully_shard_traceable(f8.convert_to_float8_training(nn.Sequential(Named(6, 4), nn.Linear(4, 2))))
+    model(torch.randn(3, 6)).sum().backward()
+    try:
+        copy.deepcopy(model)
+    except Fp8Error as error:
+        return model[0].what(), isinstance(model[0], Named), model[0].weight.grad is not None, str(error)
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_layers_stay_instances_of_their_class_and_a_sharded_model_refuses_copies(run_ranks):
+    for what, same_class, trains, message in run_ranks(2, subclasses):
+        assert what == "6 to 4"
+        assert same_class
+        assert trains
+        assert "before it is sharded" in message
+
+
 def stale(rank, world_size, change):
     model = f8.fully_shard_traceable(build("even", "tensorwise"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -297,12 +324,14 @@ def refusals(rank, world_size):
     scalar.register_parameter("gain", nn.Parameter(torch.ones(())))
     only_communication = nn.Sequential(nn.Linear(16, 16))
     f8.enable_float8_all_gather(only_communication)
+    attention = nn.ModuleDict({"attend": nn.MultiheadAttention(16, 2)})
     cube = init_device_mesh("cpu", (1, 1, world_size))
     for call in (
         lambda: f8.fully_shard_traceable(twice),
         lambda: f8.fully_shard_traceable(scalar),
         lambda: f8.fully_shard_traceable(only_communication),
         lambda: f8.fully_shard_traceable(build(), mesh=cube),
+        lambda: f8.fully_shard_traceable(attention),
     ):
         try:
             call()
@@ -315,11 +344,12 @@ def refusals(rank, world_size):
 
 @pytest.mark.distributed
 def test_refusals_say_what_to_do_on_all_ranks(run_ranks):
-    for twice, scalar, communication, mesh in run_ranks(2, refusals):
+    for twice, scalar, communication, mesh, attention in run_ranks(2, refusals):
         assert "distributed already" in twice
         assert "without dimensions" in scalar
         assert "use fully_shard" in communication
         assert "one dimension, or of two" in mesh
+        assert "attend is an nn.MultiheadAttention" in attention
 
 
 def test_the_second_gather_takes_a_copy_that_depends_on_the_gradient():

@@ -185,7 +185,10 @@ class Float8LinearConfig:
             "input_for_grad_weight": recipe.input_for_grad_weight,
             "grad_output_for_grad_weight": recipe.grad_output_for_grad_weight,
         }
-        return cls(**{**fields, **changes})
+        try:
+            return cls(**{**fields, **changes})
+        except Fp8Error as error:
+            raise Fp8Error(f"Recipe {name!r}: {error}") from None
 
 
 _GRANULARITIES = {

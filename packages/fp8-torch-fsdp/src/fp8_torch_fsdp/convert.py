@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fp8_common.errors import Fp8Error
 from fp8_torch_fsdp.config import Float8LinearConfig
@@ -40,7 +41,9 @@ def convert_to_float8_training(
     config = _choose(config, recipe)
     chosen, left = _select(model, module_filter_fn)
     if not chosen:
-        raise Fp8Error(f"No nn.Linear layer to convert.{_why_left(left)} Check module_filter_fn and the model.")
+        done = sum(isinstance(module, Float8Linear) for module in model.modules())
+        why = f" {done} are FP8 layers already." if done else _why_left(left)
+        raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
     replacements: dict[nn.Module, Float8Linear] = {
         module: Float8Linear.from_linear(module, config) for module in chosen
     }
@@ -91,6 +94,8 @@ def _select(model: nn.Module, keep: ModuleFilter | None) -> tuple[list[nn.Linear
             refused.append(name)
         elif type(module).forward is not nn.Linear.forward:
             left[name] = f"{type(module).__name__} has its own forward"
+        elif isinstance(module.weight, UninitializedParameter):
+            raise Fp8Error(f"{name or 'The layer'} has no weight yet: run the model once to make its lazy layers real.")
         else:
             chosen.append(module)
     if refused:

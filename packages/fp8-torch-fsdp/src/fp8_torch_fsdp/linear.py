@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.delayed import DelayedScale
-from fp8_common.torch.device import should_emulate
 from fp8_common.torch.dispatch import reciprocal
 from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_common.torch.operands import Operand, cast_folded, cast_operand
-from fp8_common.torch.product import multiply
+from fp8_torch_fsdp import products
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
@@ -167,96 +167,25 @@ class _Float8Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Float8Linear, record: bool) -> torch.Tensor:
-        config = layer.config
         rows = x.reshape(-1, x.shape[-1])
-        x_operand = layer.cast("input", rows, config.input, record=record)
+        x_operand = layer.cast("input", rows, layer.config.input, record=record)
         w_operand = layer.weight_operand(weight, record=record)
         # The weight is saved as it is, not as codes: FSDP2 may free and refill it before the backward.
-        saved = (x_operand.codes, x_operand.scale_inv) if _keeps_codes(config) else (rows,)
-        ctx.save_for_backward(weight, *saved)
+        ctx.save_for_backward(weight, *products.kept_of_input(layer.config, rows, x_operand))
         ctx.layer, ctx.record, ctx.shape, ctx.dtype = layer, record, x.shape, x.dtype
-        output = multiply(
-            x_operand,
-            w_operand,
-            out_dtype=x.dtype,
-            emulate=should_emulate(x.device, config),
-            use_fast_accum=config.gemms.fast_accum_output,
-            pad_inner_dim=config.pad_inner_dim,
-        )
-        return _reshaped(output, (*x.shape[:-1], output.shape[-1]))
+        return products.output(layer, x_operand, w_operand, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
         layer: Float8Linear = ctx.layer
         rows = grad.reshape(-1, grad.shape[-1])
-        shared = _cast_once(layer, rows, ctx.record)
+        shared = products.cast_once(layer, rows, ctx.record)
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(layer, rows, weight, shared).to(ctx.dtype)
-            grad_input = _reshaped(grad_input, ctx.shape)
+            grad_input = products.grad_input(layer, rows, weight, shared).to(ctx.dtype)
+            grad_input = products.reshaped(grad_input, ctx.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = _grad_weight(layer, rows, saved, shared, weight.dtype)
+            grad_weight = products.grad_weight(layer, rows, saved, shared, weight.dtype)
         return grad_input, grad_weight, None, None
-
-
-def _keeps_codes(config: Float8LinearConfig) -> bool:
-    """Whether the codes of the forward serve for the weight's gradient: one scale, whatever is contracted."""
-    return config.grad_weight_casts[1] == config.input and config.input.granularity == "tensorwise"
-
-
-def _cast_once(layer: Float8Linear, grad: torch.Tensor, record: bool) -> Operand | None:
-    """Cast the gradient once for both products, where its one scale serves both."""
-    config = layer.config
-    if config.grad_output.granularity != "tensorwise" or config.folds_weight_scales:
-        return None
-    return layer.cast("grad_output", grad, config.grad_output, record=record)
-
-
-def _grad_input(layer: Float8Linear, grad: torch.Tensor, weight: torch.Tensor, shared: Operand | None) -> torch.Tensor:
-    """Dx = dy w [M, K]; row scales of the weight are folded into dy before its cast."""
-    config = layer.config
-    w = layer.weight_operand(weight, record=False)
-    if config.folds_weight_scales:
-        grad_operand = layer.cast_folded(grad, w.scale_inv.reshape(-1))
-        w = Operand(w.codes.t(), torch.ones_like(w.scale_inv[0, 0]), w.fmt)
-    else:
-        grad_operand = shared or layer.cast("grad_output", grad, config.grad_output, record=False)
-        w = w.transposed()
-    return multiply(
-        grad_operand,
-        w,
-        out_dtype=grad.dtype,
-        emulate=should_emulate(grad.device, config),
-        use_fast_accum=config.gemms.fast_accum_grad_input,
-        pad_inner_dim=config.pad_inner_dim,
-    )
-
-
-def _grad_weight(
-    layer: Float8Linear, grad: torch.Tensor, saved: list[torch.Tensor], shared: Operand | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
-    config = layer.config
-    grad_cast, input_cast = config.grad_weight_casts
-    if not input_cast.enabled:
-        return (grad.t() @ saved[0].to(grad.dtype)).to(dtype)
-    if len(saved) == 2:
-        x = Operand(saved[0], saved[1], config.input.fp8_format).transposed()
-    else:
-        x = cast_operand(saved[0].t(), input_cast)
-    same = shared is not None and grad_cast == config.grad_output
-    g = shared.transposed() if same else cast_operand(grad.t(), grad_cast)
-    return multiply(
-        g,
-        x,
-        out_dtype=dtype,
-        emulate=should_emulate(grad.device, config),
-        use_fast_accum=config.gemms.fast_accum_grad_weight,
-        pad_inner_dim=config.pad_inner_dim,
-    )
-
-
-def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
-    return torch.ops.aten._unsafe_view.default(matrix, shape)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch.fsdp import (
     WeightState,
@@ -92,6 +93,16 @@ class ShardedFloat8Weight(torch.Tensor):
             twin.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = twin
         return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: what is remembered about a weight belongs to this process.
+
+        Raises:
+            Fp8Error: Always.
+        """
+        raise Fp8Error(
+            "FP8 weights cannot be pickled with their model. Save model.state_dict(): it holds plain tensors."
+        )
 
     @property
     def strategy(self) -> Strategy:

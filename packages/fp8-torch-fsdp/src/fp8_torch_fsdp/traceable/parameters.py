@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from fp8_torch_fsdp.traceable.ops import again
 from fp8_torch_fsdp.traceable.placement import Placement, Started, local_of, pad
@@ -29,6 +30,7 @@ class _Gather(torch.autograd.Function):
         return whole(place, start_whole(place, part, rows), rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.place.finish_average(ctx.place.start_average(grad), ctx.rows), None, None
 
@@ -46,6 +48,7 @@ class _GatheredLinear(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, part = ctx.saved_tensors
         place: Placement = ctx.place

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8_common.errors import Fp8Error
 from fp8_common.torch import delayed
 from fp8_common.torch.fsdp import WeightState, track_optimizer_steps
 from fp8_torch_fsdp.traceable.placement import local_of
@@ -35,6 +36,13 @@ class TraceablePlan:
         self._explicit = False
         track_optimizer_steps()
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
+
+    def __deepcopy__(self, memo: dict) -> "TraceablePlan":
+        """Refuse, as FSDP2 does: a copy would share its scales with the first model."""
+        raise Fp8Error(
+            "A model under fully_shard_traceable cannot be copied. Copy it before it is sharded, or load its state "
+            "dict into another one."
+        )
 
     def synchronize_now(self, *, roll: bool) -> None:
         """Synchronize on request, after a step."""

@@ -1,5 +1,6 @@
 """Decides what `fully_shard_traceable` does to a model: shard every parameter, make every layer gather its own."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
 
     Raises:
         Fp8Error: A parameter that is distributed already, has no dimensions, or belongs to
-            `enable_float8_all_gather`; or a mesh of three dimensions. All ranks see the same model and raise alike.
+            `enable_float8_all_gather`; an `nn.MultiheadAttention`, whose layers are not called; or a mesh of three
+            dimensions. All ranks see the same model and raise alike.
         Fp8UnsupportedError: This torch lacks an operator.
     """
     compat.check()
@@ -73,7 +75,7 @@ class _Layout:
         module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
         if isinstance(module, Float8Linear):
             layer: Any = module
-            layer.__class__ = TraceableFloat8Linear
+            layer.__class__ = _traceable_class(type(module))
             layer.wire = self._wire(layer, f"{prefix}.weight".lstrip("."), in_fp8)
         elif parameters:
             gather_in_forward(module, list(parameters), self._place)
@@ -105,7 +107,22 @@ class _Layout:
         return state
 
 
+@cache
+def _traceable_class(original: type[Float8Linear]) -> type[Float8Linear]:
+    """Return a class that is also an `original`, for what users' subclasses add to nn.Linear."""
+    if original is Float8Linear:
+        return TraceableFloat8Linear
+    return type(original.__name__, (TraceableFloat8Linear, original), {"__module__": original.__module__})
+
+
 def _refuse_unsuitable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            raise Fp8Error(
+                f"{name or 'The model'} is an nn.MultiheadAttention, which reads the weight of its output projection "
+                "without calling that layer: nothing would gather it. Use fully_shard, or an attention that calls its "
+                "linear layers."
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise Fp8Error(
