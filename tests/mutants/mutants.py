@@ -441,6 +441,13 @@ MUTANTS = [
         f"{TE_TESTS}/test_sources.py",
     ),
     Mutant(
+        "masters undo what was loaded",
+        f"{TE}/master.py",
+        "            own.copy_(_start_values(parameter).view(own.shape))\n",
+        "",
+        f"{TE_TESTS}/test_user_ways.py",
+    ),
+    Mutant(
         "what was freed stays in the heap",
         f"{TE}/pages.py",
         "    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)\n",

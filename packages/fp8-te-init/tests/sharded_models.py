@@ -35,8 +35,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(model, optimizer, rank, steps, dtype=torch.float32) -> list[float]:
+    return train_on(model, optimizer, batches(rank, steps, dtype))
+
+
+def train_on(model, optimizer, inputs) -> list[float]:
     losses = []
-    for x in batches(rank, steps, dtype):
+    for x in inputs:
         loss = loss_of(model, x)
         loss.backward()
         optimizer.step()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from sharded_models import WIDTHS, batches, loss_of, mlp, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8_te_init as fti
@@ -80,8 +81,9 @@ def test_the_shares_make_up_the_whole_start_and_nobody_keeps_more(
             (-(-layer.weight.shape[0] // world_size) + 1) * layer.weight.shape[1] * layer.weight.element_size()
             for layer in reference
         )
-        if preserve == "cpu":
-            assert kept <= bound, "a share, and a row for the rounding"
+        if preserve in ("cpu", "residual"):
+            coded = preserve == "residual" and dtype == torch.bfloat16
+            assert kept <= (0.8 if coded else 1) * bound, "a share, and a row for the rounding"
         if preserve == "replay":
             assert kept <= len(reference) * 5056, "a generator's state, whatever the size"
 
@@ -335,3 +337,108 @@ def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dro
         assert "0.weight" in message
         assert told in message
     assert all(kept > 0 for _, kept in results)
+
+
+# ---------------------------------------------------------------- two-dimensional meshes, and groups
+
+
+def on_a_grid(rank, world_size):
+    """Two replicas, each sharded over two ranks (HSDP)."""
+    torch.manual_seed(0)
+    with fti.primary_weights():
+        model = mlp()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model[:-1]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    report = fti.seed_masters(optimizer, model)
+    starts = [optimizer.master_of(layer.weight).full_tensor() for layer in model]
+    fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02), seed=7)
+    drawn = [layer.weight.full_tensor() + 0 for layer in model]
+    fti.seed_masters(optimizer, model, strict=False)
+    for x in batches(rank, 2):
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [optimizer.master_of(layer.weight).full_tensor() for layer in model]
+    return starts, set(report.sources.values()), drawn, masters, optimizer.reductions
+
+
+def test_replicas_of_sharded_models_start_and_stay_alike(run_ranks):
+    torch.manual_seed(0)
+    reference = mlp()
+    with fti.primary_weights():
+        whole = mlp()
+    fti.philox_init_model_(whole, lambda name, p: fti.Normal(std=0.02), seed=7)
+    results = run_ranks(4, on_a_grid)
+    for starts, sources, drawn, masters, reductions in results:
+        assert sources == {"copy"}
+        assert all(torch.equal(start, layer.weight) for start, layer in zip(starts, reference, strict=True))
+        assert all(torch.equal(a, layer.weight.dequantize()) for a, layer in zip(drawn, whole, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(masters, results[0][3], strict=True))
+        assert reductions == 2, "one for each step"
+
+
+def over_two_groups(rank, world_size):
+    """Weights that a grid of 2 x 2 ranks shares out without DTensors: the scale is that of all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    torch.manual_seed(rank)
+    with fti.primary_weights():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    amax = [layer.weight.get_high_precision_init_val().abs().max().item() for layer in model]
+    reductions = fti.rescale_(model, groups=[mesh.get_group("tp"), mesh.get_group("dp")])
+    return amax, [layer.weight_quant_scale.item() for layer in model], reductions
+
+
+def test_rescale_agrees_over_all_groups_that_it_is_given(run_ranks):
+    results = run_ranks(4, over_two_groups)
+    for layer in range(3):
+        wanted = torch.tensor(448.0) / torch.tensor(max(amax[layer] for amax, *_ in results))
+        assert {scales[layer] for _, scales, _ in results} == {wanted.item()}
+    assert {reductions for *_, reductions in results} == {2}, "one for each group"
+
+
+def owned_by_others(rank, world_size):
+    """A replicated model whose weights are shared out among the ranks' optimizers; one is frozen, two are tied."""
+    torch.manual_seed(0)
+    with fti.primary_weights():
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
+        model[4].weight = model[3].weight
+    model[0].weight.requires_grad_(False)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, [model[1 + rank].weight], lr=0.1)
+    before = fti.memory_report(model).copies
+    sources = fti.seed_masters(optimizer, model).sources
+    return before, sources, fti.memory_report(model).copies
+
+
+def test_no_rank_keeps_copies_of_what_it_does_not_own(run_ranks):
+    for rank, (before, sources, after) in enumerate(run_ranks(3, owned_by_others)):
+        assert before == 4 * 4 * 24 * 24
+        assert sources == {f"{1 + rank}.weight": "copy"}
+        assert after == 0
+
+
+def loaded_after_seeding(rank, world_size):
+    model = eager_then_shard(world_size, "tensorwise", "cpu", torch.float32)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.0)
+    fti.seed_masters(optimizer, model)
+    torch.manual_seed(5)
+    own = model.state_dict()
+    state = {
+        name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
+        for name, value in mlp().state_dict().items()
+    }
+    model.load_state_dict(state)
+    loss_of(model, next(batches(rank, 1))).backward()
+    optimizer.step()
+    return [optimizer.master_of(layer.weight).full_tensor() for layer in model], optimizer.reductions
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trap_a_checkpoint_that_is_loaded_after_seeding_is_not_undone_on_any_rank(run_ranks, world_size):
+    torch.manual_seed(5)
+    loaded = fti.convert_linear(mlp())
+    for masters, reductions in run_ranks(world_size, loaded_after_seeding):
+        assert all(torch.equal(a, layer.weight.dequantize()) for a, layer in zip(masters, loaded, strict=True))
+        assert reductions == 1

@@ -58,6 +58,20 @@ def test_residuals_keep_all_bfloat16_patterns_in_range(scale):
     assert torch.equal(got.view(torch.int16), start.view(torch.int16))
 
 
+def test_residuals_keep_every_bfloat16_pattern_up_to_the_maximum_among_ordinary_values():
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    patterns = patterns[patterns.abs() <= 1.0]
+    assert patterns.numel() == 2 * (127 * 128 + 1), "zeros and subnormal ones too"
+    module = nn.Linear(512, 800, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.normal_(0, 0.2).clamp_(-1, 1).view(-1)[: patterns.numel()] = patterns
+    start = module.weight.detach().clone()
+    fti.convert_linear(module, preserve="residual")
+    assert isinstance(source(module), ResidualSource)
+    got = module.weight.get_high_precision_init_val()
+    assert torch.equal(got.view(torch.int16), start.view(torch.int16))
+
+
 def test_residuals_take_one_byte_and_are_exact():
     module = layer("residual", shape=(256, 256))
     assert source(module).nbytes <= 1.1 * 256 * 256

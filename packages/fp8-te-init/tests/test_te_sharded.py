@@ -8,7 +8,7 @@ import pytest
 import te_double
 import te_sources
 import torch
-from sharded_models import shard
+from sharded_models import shard, train_on
 from te_models import block_recipe, built, te_free
 from torch import nn
 
@@ -54,13 +54,7 @@ def gathered(rank, world_size, te, init):
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     fti.seed_masters(optimizer, model)
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(rank))
-    losses = []
-    for _ in range(3):
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_on(model, optimizer, [x] * 3)
     scales = [layer.weight._local_tensor._scale_inv.item() for layer in model]
     return starts, scales, losses, (reductions, optimizer.reductions)
 
@@ -168,14 +162,7 @@ def trained_blocks(rank, world_size, te, kind, device):
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     fti.seed_masters(optimizer, model)
     x = torch.randn(8, sizes[0], generator=torch.Generator().manual_seed(rank))
-    losses = []
-    for _ in range(3):
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_on(model, optimizer, [x] * 3)
 
 
 @pytest.mark.distributed
