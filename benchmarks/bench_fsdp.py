@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp
@@ -210,11 +211,12 @@ class Training:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind."""
+    """Counts collectives by kind, and the bytes that this rank puts into them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, nn.Parameter) for kind in types):
@@ -223,6 +225,9 @@ class Collectives(TorchDispatchMode):
             name = func._schema.name.rpartition("::")[2]
             kinds = [kind for kind in ("gather", "reduce_scatter", "reduce") if kind in name.replace("allre", "re")]
             self.counts.update(kinds[:1])
+            # of input and output, a gather's input and a reduce-scatter's output are one rank's part
+            parts = [t.nbytes for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            self.sent.update({kind: min(parts) for kind in kinds[:1]})
         return func(*args, **(kwargs or {}))
 
 
@@ -277,14 +282,18 @@ def world_study(sizes: list[int], rounds: int, layers: int = 8, rows: int = 8, c
             times = alternate(trainings, rounds, Training.gather_all)
             for training in trainings:
                 name = training.contestant.name
+                casts = fp8_torch_fsdp.cast_count(training.model)
                 with Collectives() as counted:
                     training.gather_all()
+                casts = fp8_torch_fsdp.cast_count(training.model) - casts
                 found.append(
                     {
                         "world": size,
                         "implementation": name,
                         "hook_seconds_per_weight": times[name]["hook_seconds"] / layers,
                         "collectives": dict(sorted(counted.counts.items())),
+                        "bytes": dict(sorted(counted.sent.items())),
+                        "casts": casts if name == "ours" else None,
                         "state_bytes": state_bytes(training.model),
                     }
                 )

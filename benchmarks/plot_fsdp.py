@@ -11,13 +11,14 @@ def summary(result: dict) -> str:
         hook = (f"{1e6 * hooks[name]:.0f} µs", f"{hooks[name] / hooks['ours']:.2f}x") if name in hooks else ("-", "-")
         step = (f"{1e3 * steps[name]:.0f} ms", f"{steps[name] / steps['ours']:.2f}x")
         lines.append(f"| {' | '.join((name, *hook, *step))} |")
-    lines += ["", "| ranks | implementation | hooks for each weight | collectives of a gather of all | state |"]
-    lines.append("|---|---|---|---|---|")
+    lines += ["", "| ranks | implementation | hooks for each weight | a gather of all: collectives | casts | state |"]
+    lines.append("|---|---|---|---|---|---|")
     for row in result["worlds"]:
-        counts = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
+        counts = ", ".join(f"{count} {kind} ({row['bytes'][kind]} bytes)" for kind, count in row["collectives"].items())
+        casts = "-" if row["casts"] is None else row["casts"]
         state = f"{row['state_bytes']} bytes" if row["state_bytes"] else "-"
         hook = f"{1e6 * row['hook_seconds_per_weight']:.0f} µs" if row["hook_seconds_per_weight"] else "-"
-        lines.append(f"| {row['world']} | {row['implementation']} | {hook} | {counts} | {state} |")
+        lines.append(f"| {row['world']} | {row['implementation']} | {hook} | {counts} | {casts} | {state} |")
     return "\n".join(lines)
 
 

@@ -33,6 +33,15 @@ def test_work_of_a_rank_does_not_grow_with_the_world(worlds):
     assert small >= LAYERS * ROWS * COLUMNS, "the codes of every shard"
 
 
+def test_casts_and_bytes_are_counted(worlds):
+    assert of(worlds, "ours", "casts") == [LAYERS] * 2, "one cast for each weight"
+    for sent in of(worlds, "ours", "bytes"):
+        assert sent["gather"] >= LAYERS * ROWS * COLUMNS, "one byte for each element"
+        assert sent["gather"] < 1.1 * LAYERS * ROWS * COLUMNS
+        assert sent["reduce"] < 100
+    assert [sent["gather"] for sent in of(worlds, "bf16", "bytes")] == [2 * LAYERS * ROWS * COLUMNS] * 2
+
+
 def test_hooks_of_every_contestant_are_timed(worlds):
     assert all(seconds > 0 for seconds in of(worlds, "ours", "hook_seconds_per_weight"))
     assert all(count["gather"] == LAYERS for count in of(worlds, "bf16", "collectives"))
