@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand in their own module
+
+from whole_states import unlike, whole
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
@@ -72,16 +78,6 @@ def train(model, rank, steps=STEPS, before_step=None):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def whole(model):
-    f8.sync_float8_amax_and_scale_history(model)
-    state = model.state_dict()
-    return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
-
-
-def unlike(a, b):
-    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 def parity(rank, mesh, recipe="tensorwise", before_step=None, change=None, **options):

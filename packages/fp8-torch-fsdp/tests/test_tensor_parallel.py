@@ -1,5 +1,8 @@
 """Tensor parallelism: one scale over both meshes, FP8 on every gather, and the same numbers with and without FSDP2."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand in their own module
+
+from whole_states import unlike, whole
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
@@ -114,16 +121,6 @@ def train(model, mesh, plan, steps=3, after_step=None):
             after_step(model)
         losses.append(loss.item())
     return losses
-
-
-def whole(model):
-    f8.sync_float8_amax_and_scale_history(model)
-    state = model.state_dict()
-    return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
-
-
-def unlike(a, b):
-    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 # ---------------------------------------------------------------- what the gather changes: nothing
