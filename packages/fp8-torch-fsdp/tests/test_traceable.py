@@ -274,17 +274,19 @@ def subclasses(rank, world_size):
     try:
         copy.deepcopy(model)
     except Fp8Error as error:
-        return model[0].what(), isinstance(model[0], Named), model[0].weight.grad is not None, str(error)
+        wires = [weight.wire for weight in f8.float8_all_gather_report(model).weights]
+        return model[0].what(), isinstance(model[0], Named), model[0].weight.grad is not None, str(error), wires
     return "no error"
 
 
 @pytest.mark.distributed
 def test_layers_stay_instances_of_their_class_and_a_sharded_model_refuses_copies(run_ranks):
-    for what, same_class, trains, message in run_ranks(2, subclasses):
+    for what, same_class, trains, message, wires in run_ranks(2, subclasses):
         assert what == "6 to 4"
         assert same_class
         assert trains
         assert "before it is sharded" in message
+        assert wires == ["float8_e4m3fn", "bfloat16"] * 2, "the report knows what the layers gather"
 
 
 def stale(rank, world_size, change):

@@ -9,7 +9,10 @@ from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 
 
 def cast_count(model: nn.Module) -> int:
-    """Return how often FP8 weights under `model` were cast for the all-gather on this rank, in total."""
+    """Return how often FP8 weights under `model` were cast for the all-gather on this rank, in total.
+
+    Casts inside of `fully_shard_traceable` are part of graphs and not counted.
+    """
     return sum(weight._state.casts for _, weight in sharded_weights(model))
 
 

@@ -9,6 +9,7 @@ from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.strategies import ShardwiseStrategy, Strategy
+from fp8_torch_fsdp.traceable.wires import Float8Wire
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +81,13 @@ def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype =
 def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, reference: torch.dtype) -> WeightReport:
     local = getattr(parameter, "_local_tensor", parameter)
     plain_bytes = parameter.numel() * reference.itemsize
-    if isinstance(local, ShardedFloat8Weight):
-        cast = local.strategy.cast
-        wire_bytes = parameter.numel() + _scale_bytes(parameter, local.strategy)
-        scope = " for each shard" * isinstance(local.strategy, ShardwiseStrategy)
+    strategy = _strategy_of(local, owner)
+    if strategy is not None:
+        cast = strategy.cast
+        wire_bytes = parameter.numel() + _scale_bytes(parameter, strategy)
+        scope = " for each shard" * isinstance(strategy, ShardwiseStrategy)
         wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}{scope}"
-        if local.strategy.decode:
+        if strategy.decode:
             why += ", for high-precision layers"
     else:
         wire, wire_bytes, why = str(reference).removeprefix("torch."), plain_bytes, _why_not(parameter, local, owner)
@@ -97,6 +99,14 @@ def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, referenc
         saved_bytes=plain_bytes - wire_bytes,
         why=why,
     )
+
+
+def _strategy_of(local: torch.Tensor, owner: nn.Module | None) -> Strategy | None:
+    """Return how a weight travels in FP8: as its tensor says, or its layer under `fully_shard_traceable`."""
+    if isinstance(local, ShardedFloat8Weight):
+        return local.strategy
+    wire = getattr(owner, "wire", None)
+    return wire.strategy if isinstance(wire, Float8Wire) else None
 
 
 def _scale_bytes(parameter: torch.Tensor, strategy: Strategy) -> int:
