@@ -76,6 +76,21 @@ def test_low_precision_parameters_that_are_loaded_are_not_undone_either():
     assert torch.equal(net[0].bias, loaded[0].bias)
 
 
+@pytest.mark.parametrize("init", ["reset", "philox"])
+def test_a_model_may_be_initialized_under_its_optimizer(init):
+    net = model(preserve="none")
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.0)
+    if init == "reset":
+        for layer in net[::2]:
+            layer.reset_parameters()
+    else:
+        fti.philox_init_model_(net, lambda name, p: fti.Normal(std=0.5), seed=1)
+    expected = net[0].weight.dequantize()
+    loss_of(net).backward()
+    optimizer.step()
+    assert torch.equal(net[0].weight.dequantize(), expected)
+
+
 def test_masters_keep_their_bits_where_nothing_was_written_or_they_were_set_by_hand(caplog):
     net = model()
     optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.0)
@@ -198,6 +213,33 @@ def test_a_head_that_is_tied_to_an_embedding_is_seeded_whichever_comes_first(fir
     assert set(fti.seed_masters(optimizer, net).sources.values()) == {"copy"}
     assert torch.equal(optimizer.master_of(head.weight), start)
     assert fti.memory_report(net).copies == 0
+
+
+def test_a_model_with_a_tied_embedding_is_saved_as_plain_tensors():
+    def tied():
+        with fti.primary_weights():
+            embedding, head = nn.Embedding(50, 24), nn.Linear(24, 50, bias=False)
+            embedding.weight = head.weight
+            embedding.weight = head.weight
+        return nn.Sequential(embedding, head)
+
+    net, other, file = tied(), tied(), io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert {value.dtype for value in state.values()} == {torch.float8_e4m3fn, torch.float32}
+    other.load_state_dict(state)
+    assert torch.equal(other[0].weight.dequantize(), net[1].weight.dequantize())
+
+
+def test_a_layer_from_elsewhere_keeps_the_values_that_it_is_given():
+    layer, values, loaded = nn.Linear(24, 40), nn.Parameter(torch.randn(40, 24)), plain(5)[0]
+    with fti.primary_weights():
+        layer.weight = values
+        assert layer.weight is values
+        layer.load_state_dict(loaded.state_dict(), assign=True)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, loaded.weight)
 
 
 def test_compiled_models_compute_with_the_codes_of_now():

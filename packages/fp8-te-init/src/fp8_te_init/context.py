@@ -21,8 +21,9 @@ from fp8_te_init.linear import PrimaryFloat8Linear
 from fp8_te_init.pages import give_back
 from fp8_te_init.release import Release, ReleaseGroup
 from fp8_te_init.sources import Preserve
+from fp8_te_init.state_dict import keep_scales_in_state_dicts
 from fp8_te_init.store import STORE, cell_of
-from fp8_te_init.weight import PrimaryFloat8Weight
+from fp8_te_init.weight import PrimaryFloat8Weight, primary_of
 
 Backend = Literal["auto", "te", "native"]
 
@@ -113,6 +114,10 @@ def fp8_model_init(
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
     """Put an FP8 weight in the place of a linear layer's, or take over the copy of TransformerEngine's."""
     building = _current.get()
+    if primary_of(parameter) is not None:
+        if not isinstance(module, PrimaryFloat8Linear):
+            keep_scales_in_state_dicts(module, name)  # an embedding that is tied to a layer
+        return None
     if building is not None and te_kind(local_of(parameter)) is not None:
         if cell_of(parameter) is not None:
             return None
@@ -124,6 +129,8 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
         STORE.register(module, name, parameter, InitCell(building.preserve, building.group))
         return None
     if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
+        return None
+    if name in module._parameters:  # not under construction: somebody gives an existing layer other values
         return None
     if parameter.dtype not in INPUT_DTYPES:
         return None

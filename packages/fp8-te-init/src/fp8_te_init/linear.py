@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common.errors import Fp8Error
@@ -98,6 +99,7 @@ class PrimaryFloat8Linear(nn.Linear):
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         _draw_uniform(primary, bound)
+        increment_version(self.weight)  # a MasterOptimizer that is there already sees that it was written to
         if self.bias is not None:
             _draw_rows(self.bias, bound)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from fp8_te_init.agree import Agreement, agree_on
 from fp8_te_init.backends import requantizable
@@ -67,6 +68,7 @@ def _prepare(param: torch.Tensor, init: Distribution, seed: int, name: str) -> A
     rows = Rows(place[0], place[0] + place[1]) if weight is None else weight.rows
     source = PhiloxSource(init, seed=seed, name=name, columns=columns, dtype=param.dtype, rows=rows)
     values = source.values()
+    increment_version(param)  # a MasterOptimizer that is there already sees that it was written to
     if weight is None:
         local_of(param).copy_(values.view(rows.count, *param.shape[1:]))
         return None

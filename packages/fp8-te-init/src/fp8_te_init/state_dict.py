@@ -25,6 +25,9 @@ SCALE, HISTORY = "_quant_scale", "_amax_history"
 
 def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
     """Make `module.state_dict()` hold plain codes and scales of the parameter `name`, and take them back."""
+    known = (hook for hook in module._state_dict_hooks.values() if isinstance(hook, partial))
+    if any(hook.func is _unwrap and hook.args == (name,) for hook in known):
+        return
     module._register_state_dict_hook(partial(_unwrap, name))
     module._register_load_state_dict_pre_hook(partial(_take_back, name), with_module=True)
 
