@@ -97,6 +97,7 @@ def test_masters_keep_their_bits_where_nothing_was_written_or_they_were_set_by_h
     by_hand = torch.randn(40, 24)
     with torch.no_grad():
         optimizer.master_of(net[0].weight).copy_(by_hand)
+        net[0].weight.copy_(net[0].weight.dequantize())
         net[2].weight.copy_(net[2].weight.dequantize())  # an exponential average that is put in and taken out again
     for _ in range(2):
         loss_of(net).backward()
