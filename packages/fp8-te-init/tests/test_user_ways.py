@@ -316,3 +316,12 @@ def test_what_cannot_be_loaded_leaves_the_weight_as_it_was(assign):
             layer.load_state_dict(checkpoint, assign=assign)
         assert isinstance(layer.weight, fti.PrimaryFloat8Weight)
         assert torch.equal(layer.weight.dequantize(), before)
+
+
+def test_an_optimizer_that_was_made_before_the_conversion_does_not_step():
+    net = plain()
+    early = torch.optim.SGD(net.parameters(), lr=1.0)
+    fti.convert_linear(net)
+    loss_of(net).backward()
+    with pytest.raises(Fp8Error, match=r"holds 2 of 4 .*convert_linear replaced them"):
+        early.step()

@@ -184,6 +184,30 @@ def test_the_same_layer_in_two_places_is_converted_once():
     assert isinstance(model["a"], f8.Float8Linear)
 
 
+@pytest.mark.parametrize("replace", [f8.convert_to_float8_training, f8.enable_float8_all_gather, f8.unconvert])
+def test_an_optimizer_that_was_made_too_early_does_not_step(replace):
+    model = nn.Sequential(nn.Linear(32, 32))
+    if replace is f8.unconvert:
+        f8.convert_to_float8_training(model)
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    replace(model)
+    model(torch.ones(4, 32)).sum().backward()
+    with pytest.raises(Fp8Error, match=rf"holds 1 of 2 .*{replace.__name__} replaced them.*Make the optimizer afterw"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_a_replaced_weight_may_still_learn_in_another_model():
+    kept = nn.Linear(32, 32)
+    other = nn.Sequential(nn.Linear(32, 32))
+    other[0].weight = kept.weight
+    f8.convert_to_float8_training(other)
+    before = kept.weight.detach().clone()
+    kept(torch.ones(4, 32)).sum().backward()
+    torch.optim.SGD(kept.parameters(), lr=1.0).step()
+    assert not torch.equal(kept.weight, before)
+
+
 def test_filter_chooses_by_layer_and_name():
     model = nn.ModuleDict({"body": nn.Linear(16, 16), "head": nn.Linear(16, 8)})
     f8.convert_to_float8_training(model, module_filter_fn=lambda module, name: name != "head")

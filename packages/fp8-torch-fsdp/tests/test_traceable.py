@@ -321,7 +321,9 @@ def test_a_part_called_with_a_stale_scale_raises(run_ranks, change):
 
 def refusals(rank, world_size):
     messages = []
-    twice = f8.fully_shard_traceable(build())
+    twice = build()
+    early = torch.optim.SGD(twice.parameters(), lr=1.0)
+    f8.fully_shard_traceable(twice)
     scalar = nn.Sequential(nn.Linear(16, 16))
     scalar.register_parameter("gain", nn.Parameter(torch.ones(())))
     only_communication = nn.Sequential(nn.Linear(16, 16))
@@ -334,6 +336,7 @@ def refusals(rank, world_size):
         lambda: f8.fully_shard_traceable(only_communication),
         lambda: f8.fully_shard_traceable(build(), mesh=cube),
         lambda: f8.fully_shard_traceable(attention),
+        early.step,
     ):
         try:
             call()
@@ -346,12 +349,13 @@ def refusals(rank, world_size):
 
 @pytest.mark.distributed
 def test_refusals_say_what_to_do_on_all_ranks(run_ranks):
-    for twice, scalar, communication, mesh, attention in run_ranks(2, refusals):
+    for twice, scalar, communication, mesh, attention, early in run_ranks(2, refusals):
         assert "distributed already" in twice
         assert "without dimensions" in scalar
         assert "use fully_shard" in communication
         assert "one dimension, or of two" in mesh
         assert "attend is an nn.MultiheadAttention" in attention
+        assert "fully_shard_traceable replaced them" in early
 
 
 def test_the_second_gather_takes_a_copy_that_depends_on_the_gradient():

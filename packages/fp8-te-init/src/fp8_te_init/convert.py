@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import Recipe
 from fp8_common.torch.dtypes import INPUT_DTYPES
+from fp8_common.torch.replaced import mark_replaced
 from fp8_te_init.cell import InitCell, keeper
 from fp8_te_init.choices import check_choice, resolve_config
 from fp8_te_init.config import PrimaryConfig
@@ -61,6 +62,7 @@ def convert_linear(
         plain = layer.weight
         if id(plain) not in made:
             made[id(plain)] = _quantized(plain, config, InitCell(preserve, group))
+            mark_replaced(plain, "convert_linear")
         parameter, cell = made[id(plain)]
         PrimaryFloat8Linear.adopt(layer, config)
         layer._parameters["weight"] = parameter

@@ -7,6 +7,7 @@ from torch import nn
 
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
+from fp8_common.torch.replaced import mark_replaced
 from fp8_torch_fsdp.config import CastConfig
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
 from fp8_torch_fsdp.state_dict import keep_state_dicts_plain
@@ -47,6 +48,7 @@ def enable_float8_all_gather(
                 continue
             if id(parameter) not in wrapped:
                 wrapped[id(parameter)] = _wrap(parameter, strategy, f"{prefix}.{name}".lstrip("."))
+                mark_replaced(parameter, "enable_float8_all_gather")
             module._parameters[name] = wrapped[id(parameter)]
             keep_state_dicts_plain(module, name)
             names.append(f"{prefix}.{name}".lstrip("."))

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8_common.errors import Fp8Error
+from fp8_common.torch.replaced import mark_replaced
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.filters import ModuleFilter
 from fp8_torch_fsdp.linear import Float8Linear
@@ -135,6 +136,7 @@ def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear],
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
         wrapped = _wrapped(layers[0], config)
+        mark_replaced(layers[0].weight, "convert_to_float8_training")
         for layer in layers:
             layer._parameters["weight"] = wrapped
             layer.fp8_weight, layer.strategy = layers[0].fp8_weight, layers[0].strategy
@@ -161,5 +163,6 @@ def _plain_linear(layer: Float8Linear) -> nn.Linear:
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     weight = layer.weight.plain if isinstance(layer.weight, ShardedFloat8Weight) else layer.weight.data
     plain.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+    mark_replaced(layer.weight, "unconvert")
     plain.bias = layer.bias
     return plain.train(layer.training)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common.errors import Fp8Error
 from fp8_common.torch.fsdp import WeightState
+from fp8_common.torch.replaced import mark_replaced
 from fp8_torch_fsdp import compat
 from fp8_torch_fsdp.linear import Float8Linear
 from fp8_torch_fsdp.sharded import ShardedFloat8Weight
@@ -85,6 +86,7 @@ class _Layout:
             plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
             # the original stays alive, so that no other parameter gets its id
             self._made[id(parameter)] = (parameter, sharded(parameter, plain, self._mesh))
+            mark_replaced(parameter, "fully_shard_traceable")
         return self._made[id(parameter)][1]
 
     def _wire(self, layer: Float8Linear, name: str, in_fp8: bool) -> Wire:
