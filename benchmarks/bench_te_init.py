@@ -27,7 +27,7 @@ SIDE = 2048
 SEEDS = 5
 STEPS = 60
 MEMORY_SIDE, MEMORY_LAYERS = 4096, 12  # 201 million weights
-SOURCES = ("none", "cpu", "residual", "replay")
+SOURCES = ("none", "cpu", "pinned", "residual", "replay", "philox")
 
 
 def distance(values: torch.Tensor, sigma: float) -> float:
@@ -141,16 +141,30 @@ def band(values: list[float]) -> dict[str, float]:
     return {"mean": mean, "half_width_95": 2.776 * spread / math.sqrt(len(values))}
 
 
+def built(**options: str) -> nn.Sequential:
+    """Return the model whose memory is measured."""
+    with fti.primary_weights(release="manual", **options):
+        layers = [nn.Linear(MEMORY_SIDE, MEMORY_SIDE, bias=False, dtype=torch.bfloat16) for _ in range(MEMORY_LAYERS)]
+    return nn.Sequential(*layers)
+
+
+def drawn_by_philox() -> nn.Sequential:
+    """Return the same model, made without values and drawn from a counter."""
+    with torch.device("meta"):
+        model = built()
+    model.to_empty(device="cpu")
+    fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02), seed=0)
+    return model
+
+
 def build_and_measure(source: str) -> None:
     """Print the memory of this process for one model; run in a process of its own."""
     torch.set_num_threads(1)
     before = host_rss()
-    with fti.primary_weights(preserve=source, release="manual"):
-        layers = [nn.Linear(MEMORY_SIDE, MEMORY_SIDE, bias=False, dtype=torch.bfloat16) for _ in range(MEMORY_LAYERS)]
-    model = nn.Sequential(*layers)
+    model = drawn_by_philox() if source == "philox" else built(preserve=source)
     after = host_rss()
     report = fti.memory_report(model)
-    for layer in layers:
+    for layer in model:
         layer.weight.clear_high_precision_init_val()
     print(
         json.dumps(

@@ -268,7 +268,7 @@ MUTANTS = [
         f"{TORCH}/fsdp/sync.py",
         "        if names:\n            raise Fp8StaleError(",
         "        if names and False:\n            raise Fp8StaleError(",
-        f"{FSDP_TESTS}/test_faults.py",
+        f"{FSDP_TESTS}/test_freshness.py -k edit_on_one_rank",
     ),
     Mutant(
         "a lent alias is forgotten",

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 from fp8_te_init.agree import Agreement, agree_on
 from fp8_te_init.backends import requantizable
 from fp8_te_init.compat import local_of
+from fp8_te_init.pages import give_back
 from fp8_te_init.parameters import named_parameters
 from fp8_te_init.shards import group_of, place_of
 from fp8_te_init.sources import Rows
@@ -52,12 +53,16 @@ def philox_init_model_(
     Returns:
         `model`.
     """
-    agreements = []
+    shared = []
     for name, _, _, parameter in named_parameters(model):
         distribution = init(name, parameter)
-        if distribution is not None:
-            agreements.append(_prepare(parameter, distribution, seed, name))
-    agree_on([agreement for agreement in agreements if agreement is not None], step=False)
+        agreement = None if distribution is None else _prepare(parameter, distribution, seed, name)
+        if agreement is not None and agreement.group is None:
+            agree_on([agreement], step=False)  # nobody to ask: the values need not wait for those of other weights
+        elif agreement is not None:
+            shared.append(agreement)
+    agree_on(shared, step=False)
+    give_back()
     return model
 
 
