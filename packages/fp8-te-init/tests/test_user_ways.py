@@ -76,6 +76,22 @@ def test_low_precision_parameters_that_are_loaded_are_not_undone_either():
     assert torch.equal(net[0].bias, loaded[0].bias)
 
 
+@pytest.mark.parametrize("edit", ["values", "codes", "in place"])
+def test_an_edit_that_torch_does_not_count_is_not_undone(edit, caplog):
+    net = model()
+    optimizer = seeded(net)
+    weight = net[0].weight.data
+    if edit == "in place":
+        weight.mul_(0.5).add_(0.25)
+    else:
+        weight.copy_(plain(5)[0].weight if edit == "values" else fti.convert_linear(plain(5))[0].weight)
+    expected = net[0].weight.dequantize()
+    loss_of(net).backward()
+    optimizer.step()
+    assert "1 parameters were written to" in caplog.text
+    assert torch.equal(net[0].weight.dequantize(), expected)
+
+
 @pytest.mark.parametrize("init", ["reset", "philox"])
 def test_a_model_may_be_initialized_under_its_optimizer(init):
     net = model(preserve="none")

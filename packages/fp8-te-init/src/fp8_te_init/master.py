@@ -20,6 +20,7 @@ from fp8_te_init.compat import float32_like, local_of, version_of
 from fp8_te_init.errors import StaleInitError
 from fp8_te_init.shards import group_of
 from fp8_te_init.store import cell_of
+from fp8_te_init.weight import primary_of
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +133,14 @@ class MasterOptimizer(Optimizer):
 
     def note(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now: what is written to the parameter alone, later, counts."""
-        self._versions[parameter] = version_of(parameter), version_of(self._masters[parameter])
+        self._versions[parameter] = _writes_to(parameter), version_of(self._masters[parameter])
 
     def _take_writes(self) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
         taken = 0
         for parameter, master in self._masters.items():
             own, (written, mastered) = local_of(master), self._versions[parameter]
-            if written == version_of(parameter) or mastered != version_of(master) or _is_rounded_from(parameter, own):
+            if written == _writes_to(parameter) or mastered != version_of(master) or _is_rounded_from(parameter, own):
                 continue
             own.copy_(_start_values(parameter).view(own.shape))
             taken += 1
@@ -280,6 +281,12 @@ def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:
             if strict:
                 raise
     return weight.values() if kept is None else kept
+
+
+def _writes_to(parameter: torch.Tensor) -> int:
+    """Return how many writes to a parameter were seen so far, whoever counted them."""
+    weight = primary_of(parameter)
+    return version_of(parameter) + (0 if weight is None else weight.state.writes)
 
 
 def _is_rounded_from(parameter: Any, master: torch.Tensor) -> bool:

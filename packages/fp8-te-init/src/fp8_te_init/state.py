@@ -41,6 +41,7 @@ class PrimaryState:
         held: The values of such a write, [rows, columns], where nothing else keeps them.
         cell: What keeps the high-precision values.
         travels: Whether it was found that FSDP2 can gather it.
+        writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
     """
 
     cast: CastRecipe
@@ -55,6 +56,7 @@ class PrimaryState:
     held: torch.Tensor | None = None
     cell: "InitCell | None" = None
     travels: bool = False
+    writes: int = 0
 
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":

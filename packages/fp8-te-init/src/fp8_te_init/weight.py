@@ -217,6 +217,7 @@ def _is_codes(source: object) -> bool:
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
     """Take over codes, and from another primary weight also scales and the place of its rows."""
+    target._state.writes += 1
     if not isinstance(source, PrimaryFloat8Weight):
         target._codes.copy_(source.view(torch.uint8))
         return target
@@ -278,6 +279,7 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     result = func(*plain_args, **plain_kwargs)
     for key, weight in written.items():
         state = weight._state
+        state.writes += 1
         state.write(values[key], keeper(state.cell, weight.quantized_rows, tape))
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
 

@@ -6,7 +6,6 @@ Without this it would step without an error and train nothing, because the old p
 from functools import cache
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fp8_common.errors import Fp8Error
@@ -14,7 +13,7 @@ from fp8_common.errors import Fp8Error
 _MARK = "_fp8_replaced_by"
 
 
-def mark_replaced(parameter: nn.Parameter, by: str) -> None:
+def mark_replaced(parameter: torch.Tensor, by: str) -> None:
     """Remember that a model has another parameter in place of this one.
 
     Args:
