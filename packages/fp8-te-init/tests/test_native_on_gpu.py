@@ -1,0 +1,81 @@
+"""FP8 primary weights of plain layers on a GPU: the codes of the CPU, page-locked copies, masters that train."""
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_te_init as fti
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
+
+
+def plain(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 384, bias=False), nn.GELU(), nn.Linear(384, 128, bias=False)).to(dtype)
+
+
+def on_device(**options):
+    return fti.convert_linear(plain().to(DEVICE), **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_and_scales_are_those_of_the_cpu(recipe):
+    here, there = fti.convert_linear(plain(), recipe=recipe), on_device(recipe=recipe)
+    for layer, twin in zip(here[::2], there[::2], strict=True):
+        assert torch.equal(layer.weight.codes.view(torch.uint8), twin.weight.codes.view(torch.uint8).cpu())
+        assert torch.equal(layer.weight.scale, twin.weight.scale.cpu())
+
+
+@pytest.mark.parametrize("preserve", ["cpu", "pinned", "residual"])
+def test_what_is_kept_is_on_the_host_and_exact(preserve):
+    model = on_device(preserve=preserve, release="manual")
+    for layer, source in zip(model[::2], plain()[::2], strict=True):
+        kept = layer.weight.get_high_precision_init_val()
+        assert kept.device.type == "cpu"
+        assert torch.equal(kept, source.weight)
+        assert kept.is_pinned() == (preserve == "pinned")
+        layer.weight.clear_high_precision_init_val()
+        assert layer.weight.get_high_precision_init_val() is None
+
+
+def test_values_that_are_drawn_in_place_can_be_drawn_again():
+    """`replay` repeats the generator of the device."""
+    with torch.device(DEVICE), fti.primary_weights(preserve="replay", release="manual"):
+        torch.manual_seed(3)
+        layer = nn.Linear(64, 96, bias=False)
+    with torch.device(DEVICE):
+        torch.manual_seed(3)
+        expected = nn.Linear(64, 96, bias=False).weight
+    assert torch.equal(layer.weight.get_high_precision_init_val().to(DEVICE), expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_start_from_the_copy_and_codes_follow_them(recipe):
+    model = on_device(recipe=recipe)
+    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    fti.seed_masters(optimizer, model)
+    for layer, source in zip(model[::2], plain()[::2], strict=True):
+        assert torch.equal(optimizer.master_of(layer.weight).cpu(), source.weight.float())
+    x = torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(5):
+        loss = (model(x).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for layer in model[::2]:
+        weight, master = layer.weight, optimizer.master_of(layer.weight)
+        assert torch.equal(weight.quantized_rows.quantized(master), weight.codes.view(torch.uint8))
+
+
+def test_philox_draws_the_weights_of_the_cpu():
+    models = fti.convert_linear(plain()), on_device()
+    for model in models:
+        fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02), seed=7)
+    here, there = (model[0].weight.codes.view(torch.uint8) for model in models)
+    assert torch.equal(here, there.cpu())
