@@ -171,7 +171,7 @@ def kept_after_release(make):
     before, copies = host_rss(), []
     for _ in range(100):
         copies.append(make(values))
-        small.append(torch.ones(300))  # what a model goes on using, between them
+        small.append(torch.ones(20_000))  # what a model goes on using, between them
     held = host_rss() - before
     copies.clear()
     return (host_rss() - before) / held
