@@ -74,6 +74,8 @@ def prepared(implementation: Implementation) -> Callable[[list[np.ndarray]], lis
     ids=lambda one: one.name.replace(" ", "-"),
 )
 def test_same_bits_as_numpy_on_any_bits(implementation: Implementation, full: bool) -> None:
+    if implementation.name == "torch.compile" and not full:
+        pytest.skip("half a minute of compiling: run it with --full")
     run = prepared(implementation)
 
     # the first example compiles
