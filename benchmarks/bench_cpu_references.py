@@ -19,10 +19,12 @@ import torch
 import fp8_common as f8
 from fp8_common import jax as f8j
 from fp8_common import torch as f8t
+from fp8_common._machine import processor_name
 from fp8_common.bench.record import Measurement, document, render
-from fp8_common.machine import processor_name
-from fp8_common.policy import flax
-from fp8_common.torch import bench_peers, fused_ops, ops
+from fp8_common.presets import flax
+from fp8_common.torch import _bench_peers as bench_peers
+from fp8_common.torch import _fused_ops as fused_ops
+from fp8_common.torch import _ops as ops
 
 ROUNDS = 31
 SHAPE = (2048, 2048)

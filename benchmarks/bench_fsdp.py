@@ -33,10 +33,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp
+from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
-from fp8_common.machine import processor_name
-from fp8_common.torch.fsdp.sync import SyncPlan
-from fp8_torch_fsdp.sharded import ShardedFloat8Weight
+from fp8_common.torch._fsdp.sync import SyncPlan
+from fp8_torch_fsdp import ShardedFloat8Weight
 
 ROOT = Path(__file__).parents[1]
 clock = time.thread_time
@@ -303,7 +303,7 @@ def world_study(sizes: list[int], rounds: int, layers: int = 8, rows: int = 8, c
 def state_bytes(model: nn.Module) -> int:
     """Return what ours remembers about its weights on this rank, besides the weights."""
     total = 0
-    for _, weight in fp8_torch_fsdp.counters.sharded_weights(model):
+    for _, weight in fp8_torch_fsdp._counters.sharded_weights(model):
         state = weight._state
         wire = () if state.wire is None else (*state.wire[0], state.wire[1])
         total += sum(t.nbytes for t in (state.keys, state.agreed, state.scale, *wire) if t is not None)

@@ -23,7 +23,7 @@ from flax import linen as nn
 from flax.linen import fp8_ops
 
 import fp8_jax_owg as owg
-from fp8_common.machine import processor_name, usable_cores
+from fp8_common._machine import processor_name, usable_cores
 from fp8_jax_owg.linen import Fp8DotGeneralOp
 
 RESULT = Path(__file__).parent / "results" / "jax-owg.json"

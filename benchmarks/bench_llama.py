@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn import functional
 
 import fp8_torch_fsdp as f8
+from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
-from fp8_common.machine import processor_name
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common.machine import processor_name, usable_cores
-from fp8_te_init.parameters import fp8_weights
-from fp8_te_init.report import host_rss
-from fp8_te_init.sources.dither import dithered
+from fp8_common._machine import processor_name, usable_cores
+from fp8_te_init._parameters import fp8_weights
+from fp8_te_init._report import host_rss
+from fp8_te_init._sources.dither import dithered
 
 RESULT = Path(__file__).parent / "results" / "te_init.json"
 SIGMAS = (0.02, 0.00144)

@@ -37,7 +37,7 @@ def run() -> dict[str, Any]:
     """Run every case; each prints a line as it ends."""
     import torch
 
-    from fp8_common.torch.ranks import rank_pools
+    from fp8_common.torch._ranks import rank_pools
 
     rows = load_rows()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}

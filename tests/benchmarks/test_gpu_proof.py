@@ -19,7 +19,8 @@ import fp8_common as f8
 from fp8_common.bench import command
 from fp8_common.bench.record import Measurement, document, render
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import bench, bench_peers
+from fp8_common.torch import _bench as bench
+from fp8_common.torch import _bench_peers as bench_peers
 
 SIZE = 8192 * 8192
 PEERS = {"ours": 1.0, "copy": 0.95, "torch eager": 8.0, "torch.compile": 1.1}

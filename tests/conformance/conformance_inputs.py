@@ -7,8 +7,8 @@ import numpy as np
 from conformance_implementations import INTERPRETS
 from numpy.typing import DTypeLike, NDArray
 
-from fp8_common import DATA_FORMATS, Format, get_format
-from fp8_common.policy import CANONICAL, POWER_OF_2, PRESETS, SCALE_MAX, SCALE_MIN, ScalePolicy
+from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
+from fp8_common._policy import SCALE_MAX, SCALE_MIN
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
 
 SEED = 20260801

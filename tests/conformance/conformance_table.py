@@ -27,8 +27,8 @@ from conformance_inputs import (
 from numpy.typing import NDArray
 
 from fp8_common import CANONICAL, DATA_FORMATS, E8M0, PRESETS, Format
-from fp8_common.policy import HISTORY_ALGOS, MX_MODES
-from fp8_common.quantize import MX_BLOCK
+from fp8_common._policy import HISTORY_ALGOS, MX_MODES
+from fp8_common._quantize import MX_BLOCK
 from fp8_common.testing import adversarial_amax, all_codes
 
 

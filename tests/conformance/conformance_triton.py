@@ -6,10 +6,10 @@ Only what a kernel computes counts: a call that `fp8_common.torch` hands to its 
 import torch
 from conformance_implementations import NotDefinedError
 
-from fp8_common import CANONICAL, launch
-from fp8_common.quantize import Quantized
-from fp8_common.torch import triton_backend
-from fp8_common.torch.dtypes import torch_dtype
+from fp8_common import CANONICAL, Quantized
+from fp8_common import _launch as launch
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import torch_dtype
 
 
 def need(condition, fmt, policy=None):

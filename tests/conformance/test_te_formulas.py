@@ -6,7 +6,7 @@ import te_formulas as te
 from conformance_inputs import DTYPES, any_bits, array, count, numpy_dtype, values
 
 import fp8_common as f8
-from fp8_common.policy import te_current, te_delayed
+from fp8_common.presets import te_current, te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
 
 PREVIOUS = np.float32(3.5)

@@ -24,7 +24,7 @@ def test_only_one_file_reads_the_environment():
         f"{path}:{read}"
         for package in packages().values()
         for path, tree in sources(package)
-        if path != "fp8_common/env.py"
+        if path != "fp8_common/_env.py"
         for read in reads(tree)
     ]
     assert found == []
@@ -33,6 +33,6 @@ def test_only_one_file_reads_the_environment():
 def test_there_are_at_most_three_variables():
     files = [path for package in packages().values() for path in package.source.rglob("*.py")]
     names = {name for path in files for name in OURS.findall(path.read_text())}
-    declared = set(OURS.findall((packages()["fp8-common"].source / "env.py").read_text()))
+    declared = set(OURS.findall((packages()["fp8-common"].source / "_env.py").read_text()))
     assert names <= declared
     assert len(declared) <= 3

@@ -16,7 +16,7 @@ ALLOWED = {
     "fp8_common": {"numpy", "ml_dtypes"},
     "fp8_common/torch": {"numpy", "ml_dtypes", "torch"},
     "fp8_common/jax": {"numpy", "ml_dtypes", "jax"},
-    "fp8_common/kernels": {"triton"},
+    "fp8_common/_kernels": {"triton"},
     "fp8_common/testing": {"numpy", "ml_dtypes", "hypothesis", "pytest"},
     "fp8_common/demo": {"numpy", "matplotlib", "rich"},
     "fp8_torch_fsdp": {"numpy", "torch", "fp8_common"},
@@ -34,7 +34,7 @@ ALLOWED = {
 def light_modules() -> list[str]:
     """Return the modules of fp8_common that need no framework."""
     names = (path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path, _ in sources(COMMON))
-    heavy = ("fp8_common.torch", "fp8_common.jax", "fp8_common.kernels")
+    heavy = ("fp8_common.torch", "fp8_common.jax", "fp8_common._kernels")
     return [name for name in names if not name.startswith(heavy) and not name.endswith("__main__")]
 
 

@@ -8,8 +8,9 @@ from jax import lax
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import boundary, wire
-from fp8_jax_owg.dtype import fp32_max_grad
+from fp8_jax_owg import _boundary as boundary
+from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import fp32_max_grad
 
 SEEN = np.float32([1, 5, 3, 2])
 NOT_OBSERVED = float("-inf")

@@ -7,7 +7,7 @@ import pytest
 
 import fp8_common
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_common.testing.inputs import adversarial
+from fp8_common.testing import adversarial
 from fp8_jax_owg import (
     CurrentScaling,
     DelayedScaling,
@@ -20,7 +20,7 @@ from fp8_jax_owg import (
     out_dq,
     out_qdq,
 )
-from fp8_jax_owg.conv import CONV_TENSORS
+from fp8_jax_owg._conv import CONV_TENSORS
 from fp8_jax_owg.observation import resolve
 
 SCALE, HISTORY = jnp.ones(1), jnp.float32([3, 0.5, 0])

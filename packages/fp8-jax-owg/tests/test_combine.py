@@ -7,7 +7,7 @@ import pytest
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg.marker import COLLECTION
+from fp8_jax_owg._marker import COLLECTION
 
 NOTHING = -np.inf
 

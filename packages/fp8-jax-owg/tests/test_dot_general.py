@@ -10,7 +10,7 @@ import pytest
 import fp8_common
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg import CurrentScaling, DelayedScaling, assert_fp8_dots, fp8_dot_general, init_meta
-from fp8_jax_owg.contraction import Contraction
+from fp8_jax_owg._contraction import Contraction
 from fp8_jax_owg.observation import resolve
 
 SHAPES = {

@@ -8,9 +8,10 @@ import pytest
 from flax import linen as nn
 
 import fp8_jax_owg as owg
-from fp8_jax_owg import DelayedScaling, dtype, fp8_dot_general, init_meta
+from fp8_jax_owg import DelayedScaling, fp8_dot_general, init_meta
+from fp8_jax_owg import _dtype as dtype
+from fp8_jax_owg import _mode as modes
 from fp8_jax_owg import linen as owg_linen
-from fp8_jax_owg import mode as modes
 
 SCALING = DelayedScaling(amax_history_length=3)
 MATMUL = (((1,), (0,)), ((), ()))

@@ -9,8 +9,9 @@ import pytest
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg import compat, dtype
-from fp8_jax_owg import mode as modes
+from fp8_jax_owg import _compat as compat
+from fp8_jax_owg import _dtype as dtype
+from fp8_jax_owg import _mode as modes
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def sum_rule(dtype, x, y):
 
 
 def test_this_jax_has_what_the_extended_dtype_needs():
-    assert compat.PROBLEM is None, f"{compat.PROBLEM}. Adapt fp8_jax_owg/compat.py to this JAX."
+    assert compat.PROBLEM is None, f"{compat.PROBLEM}. Adapt fp8_jax_owg/_compat.py to this JAX."
     assert modes.find_problem() is None, "JAX changed extended dtypes. Adapt compat.py and dtype.py."
     assert owg.get_mode() == "extended"
 

@@ -7,7 +7,7 @@ import pytest
 
 import fp8_common
 from fp8_common import Fp8Error, ScalePolicy
-from fp8_jax_owg import wire
+from fp8_jax_owg import _wire as wire
 from fp8_jax_owg.observation import not_observed, observe, observed_amax, resolve, used_scale
 
 LENGTH = 4

@@ -8,7 +8,7 @@ import pytest
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg.marker import COLLECTION
+from fp8_jax_owg._marker import COLLECTION
 from fp8_jax_owg.optax import MultiSteps, bypass_owg
 
 NEXT = np.float32([1e-11, 1e30, 1e-40, 0])

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import DelayedScaling, wire
+from fp8_jax_owg import DelayedScaling
+from fp8_jax_owg import _wire as wire
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg.pipeline import Schedule, pipeline
 from fp8_jax_owg.praxis import mask_from_hparams

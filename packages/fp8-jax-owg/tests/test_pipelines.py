@@ -10,10 +10,11 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
-from fp8_jax_owg import DelayedScaling, wire
+from fp8_jax_owg import DelayedScaling
+from fp8_jax_owg import _wire as wire
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
-from fp8_jax_owg.marker import map_leaves
+from fp8_jax_owg._marker import map_leaves
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
 
 SCALING = DelayedScaling(amax_history_length=3)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_te_init.pages import private_copy, private_empty
-from fp8_te_init.report import host_rss
-from fp8_te_init.store import STORE
+from fp8_te_init._pages import private_copy, private_empty
+from fp8_te_init._report import host_rss
+from fp8_te_init._store import STORE
 
 
 def model(preserve="cpu", release="seed", dtype=torch.float32, **options) -> nn.Sequential:

@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_te_init.store import STORE
+from fp8_te_init._store import STORE
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}),

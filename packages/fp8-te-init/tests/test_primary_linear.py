@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error
-from fp8_common.recipe import CastRecipe, Recipe, get_recipe
+from fp8_common import CastRecipe, Fp8Error, Recipe, get_recipe
 from fp8_common.torch import amax, amax_to_scale, dequantize, quantize, quantize_blockwise, quantize_rowwise
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]

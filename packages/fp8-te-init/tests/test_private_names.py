@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fp8_te_init.compat import PRIVATE_NAMES, dtensor_like, float32_like, local_of
+from fp8_te_init._compat import PRIVATE_NAMES, dtensor_like, float32_like, local_of
 
 
 def test_private_names_exist_and_rewrapping_keeps_the_place():
@@ -13,7 +13,7 @@ def test_private_names_exist_and_rewrapping_keeps_the_place():
     try:
         tensor = distribute_tensor(torch.ones(4, 3, dtype=torch.bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])
         missing = [name for name in PRIVATE_NAMES["DTensor"] if not hasattr(tensor, name)]
-        assert missing == [], f"torch {torch.__version__} has no DTensor.{missing}: adapt fp8_te_init/compat.py"
+        assert missing == [], f"torch {torch.__version__} has no DTensor.{missing}: adapt fp8_te_init/_compat.py"
         codes = dtensor_like(tensor, torch.ones(4, 3, dtype=torch.float8_e4m3fn))
         assert (codes.dtype, codes.placements, codes.shape) == (torch.float8_e4m3fn, (Shard(0),), (4, 3))
         assert float32_like(tensor, torch.ones(4, 3)).dtype == torch.float32

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_te_init.store import STORE
+from fp8_te_init._store import STORE
 
 pytestmark = pytest.mark.distributed
 

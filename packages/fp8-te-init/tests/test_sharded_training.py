@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error
-from fp8_common.recipe import get_recipe
+from fp8_common import Fp8Error, get_recipe
 
 pytestmark = pytest.mark.distributed
 

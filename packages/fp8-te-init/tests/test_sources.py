@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common import decode
-from fp8_common.errors import Fp8Error
-from fp8_common.philox import random_bits
-from fp8_te_init.native_rows import NativeRows
-from fp8_te_init.parameters import fp8_weights
-from fp8_te_init.sources import ReplaySource, ResidualSource, Rows
-from fp8_te_init.sources.dither import dithered
-from fp8_te_init.sources.philox import PhiloxSource, key_of, uniforms
-from fp8_te_init.sources.residual import from_ordinal, ordinal
-from fp8_te_init.store import STORE
+from fp8_common import Fp8Error, decode
+from fp8_common._philox import random_bits
+from fp8_te_init._native_rows import NativeRows
+from fp8_te_init._parameters import fp8_weights
+from fp8_te_init._sources import ReplaySource, ResidualSource, Rows
+from fp8_te_init._sources.dither import dithered
+from fp8_te_init._sources.philox import PhiloxSource, key_of, uniforms
+from fp8_te_init._sources.residual import from_ordinal, ordinal
+from fp8_te_init._store import STORE
 
 
 def layer(preserve, dtype=torch.bfloat16, shape=(64, 48), recipe="tensorwise") -> nn.Linear:
@@ -190,7 +189,7 @@ def test_philox_known_answers():
 @pytest.mark.parametrize("init", [fti.Normal(std=0.5), fti.Uniform(low=-2, high=1), fti.TruncatedNormal(std=0.5)])
 @pytest.mark.parametrize("shape", [(7, 3), (64, 48), (1, 1), (5, 4)])
 def test_philox_rows_do_not_depend_on_which_others_are_made(init, shape, monkeypatch):
-    monkeypatch.setattr("fp8_te_init.sources.philox.CHUNK", 8)
+    monkeypatch.setattr("fp8_te_init._sources.philox.CHUNK", 8)
     options = {"seed": 11, "name": "layer.weight", "columns": shape[1], "dtype": torch.float32}
     whole = PhiloxSource(init, rows=Rows(0, shape[0]), **options)
     for start in range(shape[0]):
@@ -264,7 +263,7 @@ def test_a_checkpoint_that_is_not_there_is_named():
 def test_dither_changes_no_code(recipe, std, fmt, zeros):
     import dataclasses
 
-    from fp8_common.recipe import get_recipe
+    from fp8_common import get_recipe
 
     base = get_recipe(recipe)
     weight = dataclasses.replace(base.weight, format=fmt)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_te_init.backends.te_rows import NEEDED, PER_TENSOR, te_kind, te_rows
+from fp8_te_init._backends.te_rows import NEEDED, PER_TENSOR, te_kind, te_rows
 
 te = pytest.importorskip(
     "transformer_engine.pytorch",

@@ -14,7 +14,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8UnsupportedError
-from fp8_te_init.backends.te_rows import BLOCKS, MX, te_kind
+from fp8_te_init._backends.te_rows import BLOCKS, MX, te_kind
 
 MAKES = ["te_double", "te_sources"][: 1 if te_sources.missing() else 2]
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8_te_init as fti
-from fp8_common.formats import get_format
-from fp8_common.torch.quantize import dequantize, quantize
-from fp8_te_init.store import STORE
+from fp8_common import get_format
+from fp8_common.torch._quantize import dequantize, quantize
+from fp8_te_init._store import STORE
 
 
 def model(**options) -> nn.Sequential:
@@ -159,8 +159,8 @@ def test_the_formula_taken_literally_replaces_the_weights():
 
 PAGES = """
 import ctypes, json, sys, torch
-from fp8_te_init.pages import private_copy
-from fp8_te_init.report import host_rss
+from fp8_te_init._pages import private_copy
+from fp8_te_init._report import host_rss
 
 torch.set_num_threads(1)
 values, small = torch.ones(250_000), []  # 1 MB: freed once, such blocks come from the heap from then on
@@ -194,7 +194,7 @@ WHOLE_MODEL = """
 import json, sys, torch
 from torch import nn
 import fp8_te_init as fti
-from fp8_te_init.report import host_rss
+from fp8_te_init._report import host_rss
 
 
 

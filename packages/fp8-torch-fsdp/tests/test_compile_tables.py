@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder;
 import compile_rows as rows
 
 import fp8_torch_fsdp as f8
-from fp8_common.errors import Fp8Error
-from fp8_common.torch import product
-from fp8_torch_fsdp.traceable import linear
+from fp8_common import Fp8Error
+from fp8_common.torch import _product as product
+from fp8_torch_fsdp._traceable import linear
 
 ROOT = Path(__file__).parents[3]
 VOCABULARIES = (32, 2256, 2257)

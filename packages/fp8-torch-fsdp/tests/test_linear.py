@@ -9,8 +9,8 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from fp8_common import E4M3, E5M2, Fp8Error, Fp8UnsupportedError
 from fp8_common import torch as f8t
-from fp8_common.torch.operands import cast_operand
-from fp8_common.torch.product import multiply
+from fp8_common.torch._operands import cast_operand
+from fp8_common.torch._product import multiply
 
 
 def sqnr(reference: torch.Tensor, value: torch.Tensor) -> float:
@@ -276,7 +276,7 @@ def test_a_layer_moves_to_another_device_and_back():
 
 
 def test_plugin_describes_itself():
-    from fp8_common.machine import detect
+    from fp8_common._machine import detect
     from fp8_torch_fsdp._plugin import describe
 
     info = describe(detect())

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch.operands import cast_operand
+from fp8_common.torch._operands import cast_operand
 
 
 class OperatorCounter(TorchDispatchMode):

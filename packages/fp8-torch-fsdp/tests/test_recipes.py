@@ -14,7 +14,7 @@ from fp8_common import E4M3 as F4
 from fp8_common import POWER_OF_2 as POLICY
 from fp8_common import Fp8Error
 from fp8_common import torch as f8t
-from fp8_common.torch.quantize import dequantize, quantize_rowwise
+from fp8_common.torch._quantize import dequantize, quantize_rowwise
 
 # measured SQNR in dB of output, gradient of the input and gradient of the weight (256 x 256 x 192, Gaussian)
 MEASURED = {

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_torch_fsdp import compat
-from fp8_torch_fsdp.traceable.ops import again
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_torch_fsdp import _compat as compat
+from fp8_torch_fsdp._traceable.ops import again
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static", "shardwise")
 WIDTHS = {"even": (24, 48, 12), "uneven": (24, 7, 40), "empty_rank": (24, 2, 40), "blocks": (24, 200, 150)}

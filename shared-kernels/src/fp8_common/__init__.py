@@ -4,13 +4,13 @@
 Importing this package loads neither torch nor jax nor triton.
 """
 
-from fp8_common.amax import amax
-from fp8_common.e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
-from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
-from fp8_common.formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
-from fp8_common.history import update_history
-from fp8_common.policy import CANONICAL, POWER_OF_2, PRESETS, ScalePolicy
-from fp8_common.quantize import (
+from fp8_common._amax import amax
+from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
+from fp8_common._errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
+from fp8_common._formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
+from fp8_common._history import update_history
+from fp8_common._policy import CANONICAL, POWER_OF_2, ScalePolicy
+from fp8_common._quantize import (
     Quantized,
     dequantize,
     dequantize_blockwise,
@@ -21,10 +21,11 @@ from fp8_common.quantize import (
     quantize_rowwise,
     quantize_stochastic,
 )
-from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
-from fp8_common.rounding import decode, encode, encode_stochastic
-from fp8_common.rules import Decision, Rule, Rules
-from fp8_common.scaling import amax_to_scale, amax_to_scale_inv, reciprocal
+from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
+from fp8_common._rounding import decode, encode, encode_stochastic
+from fp8_common._rules import Decision, Rule, Rules
+from fp8_common._scaling import amax_to_scale, amax_to_scale_inv, reciprocal
+from fp8_common.presets import PRESETS
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "encode_stochastic",
     "get_format",
     "get_recipe",
+    "presets",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",

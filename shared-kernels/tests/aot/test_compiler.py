@@ -11,8 +11,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from fp8_common.kernels import KERNELS, get_kernel
-from fp8_common.kernels.compiler import compile_plan, constants
+from fp8_common._kernels import KERNELS, get_kernel
+from fp8_common._kernels.compiler import compile_plan, constants
 from fp8_common.testing import aot
 
 CASES = {case.name: case for case in aot.cases()}

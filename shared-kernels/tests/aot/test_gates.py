@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import fp8_common.kernels
+import fp8_common._kernels
 from fp8_common.testing import aot
 
 NAMES = [case.name for case in aot.cases()]
-SOURCES = Path(fp8_common.kernels.__file__).parent
+SOURCES = Path(fp8_common._kernels.__file__).parent
 
 # kernel, case, source text, what stands in its place, what the gates must say, compute capability
 MUTATIONS = {
@@ -52,7 +52,7 @@ def mutant(folder, name, kernel, old, new):
     texts = {path.name: path.read_text() for path in SOURCES.glob("*.py")}
     assert any(old in text for text in texts.values()), f"No kernel contains {old!r} any more."
     for file, text in texts.items():
-        (folder / file).write_text(text.replace(old, new).replace("fp8_common.kernels", name))
+        (folder / file).write_text(text.replace(old, new).replace("fp8_common._kernels", name))
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

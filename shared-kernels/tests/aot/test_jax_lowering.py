@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fp8_common import launch
-from fp8_common.kernels.compiler import compile_plan
-from fp8_common.policy import CANONICAL
+from fp8_common import CANONICAL
+from fp8_common import _launch as launch
+from fp8_common._kernels.compiler import compile_plan
 from fp8_common.testing import aot
 
 if importlib.util.find_spec("jax") is None or not any(
@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common import jax as jax_fp8
-from fp8_common.jax import kernels, triton_bridge
+from fp8_common.jax import _kernels as kernels
+from fp8_common.jax import _triton_bridge as triton_bridge
 
 SCALE = np.float32(3)
 SHAPE = (256, 512)

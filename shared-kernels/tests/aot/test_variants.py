@@ -5,8 +5,9 @@ Accesses are narrow there by nature, and a few bytes may be spilled; every gate 
 
 import pytest
 
-from fp8_common import launch
-from fp8_common.policy import CANONICAL, POWER_OF_2, deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common import CANONICAL, POWER_OF_2
+from fp8_common import _launch as launch
+from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import aot
 
 KINDS = [("bfloat16", "e4m3"), ("float16", "e5m2"), ("float32", "e4m3")]

@@ -23,9 +23,10 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     import torch
 
     import fp8_common as f8
-    from fp8_common.policy import te_delayed
+    from fp8_common.presets import te_delayed
     from fp8_common.testing import adversarial, all_bfloat16, all_float16, assert_same_bits
-    from fp8_common.torch import foreach, triton_backend
+    from fp8_common.torch import _foreach as foreach
+    from fp8_common.torch import _triton_backend as triton_backend
 
     cases = load_cases()
     globals().update({name: test for name, test in vars(cases).items() if name.startswith("test_")})
@@ -118,7 +119,7 @@ if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
         import jax.numpy as jnp
 
         import fp8_common as f8
-        from fp8_common.jax import kernels
+        from fp8_common.jax import _kernels as kernels
         from fp8_common.testing import assert_same_bits
 
         if not any(device.platform == "gpu" for device in jax.devices()):

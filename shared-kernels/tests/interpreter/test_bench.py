@@ -7,7 +7,7 @@ import torch
 
 import fp8_common as f8
 from fp8_common.bench.record import document, render
-from fp8_common.torch import bench
+from fp8_common.torch import _bench as bench
 
 
 def test_every_task_runs_and_is_checked(monkeypatch):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common.philox import random_bits
-from fp8_common.policy import deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common._philox import random_bits
+from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial, adversarial_amax, all_bfloat16, all_float16, assert_same_bits
-from fp8_common.torch import foreach, triton_backend
+from fp8_common.torch import _foreach as foreach
+from fp8_common.torch import _triton_backend as triton_backend
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMATS = ["e4m3", "e5m2"]

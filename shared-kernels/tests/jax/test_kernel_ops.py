@@ -12,7 +12,9 @@ import pytest
 
 import fp8_common as f8
 from fp8_common import jax as f8j
-from fp8_common.jax import kernel_ops, kernels, triton_bridge
+from fp8_common.jax import _kernel_ops as kernel_ops
+from fp8_common.jax import _kernels as kernels
+from fp8_common.jax import _triton_bridge as triton_bridge
 from fp8_common.testing import assert_same_bits
 
 X = np.random.default_rng(7).normal(size=(8, 256)).astype(np.float32)

@@ -6,10 +6,13 @@ import sys
 
 import pytest
 
-from fp8_common import FORMATS, __version__, cli, cli_doctor, cli_explain
-from fp8_common.hardware import Device, Path
-from fp8_common.machine import Machine
-from fp8_common.plugins import PluginInfo, PluginReport
+from fp8_common import FORMATS, __version__
+from fp8_common import _cli as cli
+from fp8_common import _cli_doctor as cli_doctor
+from fp8_common import _cli_explain as cli_explain
+from fp8_common._hardware import Device, Path
+from fp8_common._machine import Machine
+from fp8_common._plugins import PluginInfo, PluginReport
 
 MACHINE = Machine(
     system="Linux x86_64",
@@ -248,7 +251,7 @@ def test_the_module_runs_with_numpy_only():
     code = (
         "import sys\n"
         "for name in ('torch', 'jax', 'triton', 'flax'): sys.modules[name] = None\n"
-        "from fp8_common.cli import main\n"
+        "from fp8_common._cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     for arguments in (["formats"], ["explain", "-0x1p-3"], ["doctor"]):

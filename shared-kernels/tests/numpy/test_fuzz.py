@@ -8,11 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fp8_common import Fp8Error
-from fp8_common.cli import main
-from fp8_common.policy import ScalePolicy
-from fp8_common.recipe import RECIPES, CastRecipe, Recipe
-from fp8_common.rules import Rules
+from fp8_common import RECIPES, CastRecipe, Fp8Error, Recipe, Rules, ScalePolicy
+from fp8_common._cli import main
 
 # what is nearly right is refused in more places than noise
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

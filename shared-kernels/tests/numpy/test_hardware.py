@@ -2,8 +2,9 @@
 
 import pytest
 
-from fp8_common import Fp8Error, Fp8UnsupportedError, env
-from fp8_common.hardware import (
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common import _env as env
+from fp8_common._hardware import (
     Device,
     cast_path,
     check_products,
@@ -12,7 +13,7 @@ from fp8_common.hardware import (
     product_paths,
     wire_path,
 )
-from fp8_common.recipe import GRANULARITIES
+from fp8_common._recipe import GRANULARITIES
 
 CPU = Device(kind="cpu", name="a processor")
 OCP, FNUZ = ("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8_common import Fp8Error, amax_to_scale, update_history
-from fp8_common.policy import te_delayed
+from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fp8_common import Fp8Error
-from fp8_common.torch.checkpoint import read_metadata
+from fp8_common.torch._checkpoint import read_metadata
 
 STATE = {
     "model": {"weight": torch.ones(4, 3, dtype=torch.bfloat16), "codes": torch.zeros(5, dtype=torch.float8_e4m3fn)},
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def test_a_whole_index_is_read_as_torch_reads_it(folder):
     ours, theirs = read_metadata(folder), dcp.FileSystemReader(folder).read_metadata()
-    message = "torch keeps something else in the index now: change fp8_common/torch/checkpoint.py."
+    message = "torch keeps something else in the index now: change fp8_common/torch/_checkpoint.py."
     assert ours.state_dict_metadata == theirs.state_dict_metadata, message
     assert ours.storage_data == theirs.storage_data, message
     assert ours.planner_data == theirs.planner_data, message

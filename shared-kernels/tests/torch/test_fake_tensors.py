@@ -6,9 +6,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import delayed_ops, dispatch, ops
-from fp8_common.torch.compat import is_fake
-from fp8_common.torch.dtypes import values_table
+from fp8_common.torch import _delayed_ops as delayed_ops
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch import _ops as ops
+from fp8_common.torch._compat import is_fake
+from fp8_common.torch._dtypes import values_table
 
 ROWS, COLUMNS = 8, 128
 
@@ -27,7 +29,7 @@ def two(device):
 
 def update(device):
     some = torch.ones(2, device=device)
-    window, key = torch.ones(3, 2, device=device), ops.policy_key(f8.policy.te_delayed())
+    window, key = torch.ones(3, 2, device=device), ops.policy_key(f8.presets.te_delayed())
     return delayed_ops.delayed_update(window, some, some, "e4m3,e5m2", key)
 
 

@@ -5,12 +5,12 @@ import inspect
 import pytest
 import torch
 
-from fp8_common.torch.fsdp import WeightState, compat, pad_rows, refill, unpad
-from fp8_common.torch.ranks import RankError, RankPool
+from fp8_common.torch._fsdp import WeightState, compat, pad_rows, refill, unpad
+from fp8_common.torch._ranks import RankError, RankPool
 
 
 def test_this_torch_has_the_private_names():
-    """If this fails, FSDP2 changed: fp8_common/torch/fsdp/compat.py is the one file to adapt."""
+    """If this fails, FSDP2 changed: fp8_common/torch/_fsdp/compat.py is the one file to adapt."""
     compat.check()
     for owner, names in compat.PRIVATE_NAMES.items():
         source = inspect.getsource(inspect.getmodule(getattr(compat, owner)))

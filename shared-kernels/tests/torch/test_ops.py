@@ -9,10 +9,14 @@ from torch.library import opcheck
 
 import fp8_common as f8
 from fp8_common import torch as f8t
-from fp8_common.policy import te_delayed
+from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial, assert_same_bits
 from fp8_common.testing.arrays import as_numpy
-from fp8_common.torch import delayed_ops, dispatch, foreach, fused_ops, ops
+from fp8_common.torch import _delayed_ops as delayed_ops
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch import _foreach as foreach
+from fp8_common.torch import _fused_ops as fused_ops
+from fp8_common.torch import _ops as ops
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)

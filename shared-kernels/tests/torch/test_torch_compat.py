@@ -6,7 +6,7 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_common.torch import compat
+from fp8_common.torch import _compat as compat
 
 
 def ours() -> int:
@@ -20,19 +20,19 @@ def theirs() -> int:
 def test_a_constant_is_marked_as_torch_marks_it():
     torch.compiler.assume_constant_result(theirs)
     compat.assume_constant_result(ours)
-    assert vars(ours) == vars(theirs), "torch marks constants in another way now: change fp8_common/torch/compat.py."
+    assert vars(ours) == vars(theirs), "torch marks constants in another way now: change fp8_common/torch/_compat.py."
 
 
 def test_fake_tensors_are_told_from_others():
     x = torch.nn.Parameter(torch.ones(2))
     with FakeTensorMode() as mode:
         fakes = [torch.ones(2), mode.from_tensor(x)]
-    message = "torch makes fake tensors of another class now: change fp8_common/torch/compat.py."
+    message = "torch makes fake tensors of another class now: change fp8_common/torch/_compat.py."
     assert [compat.is_fake(each) for each in (x, x.data, *fakes)] == [False, False, True, True], message
 
 
 def test_importing_does_not_import_the_compiler():
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
-    code += "; import fp8_common.torch, fp8_common.torch.device, fp8_common.torch.fsdp"
+    code += "; import fp8_common.torch, fp8_common.torch._device, fp8_common.torch._fsdp"
     code += "; assert before or 'torch._dynamo' not in sys.modules, 'Something imports Dynamo: half a second lost'"
     subprocess.run([sys.executable, "-c", code], check=True)

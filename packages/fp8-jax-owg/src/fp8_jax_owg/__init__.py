@@ -4,11 +4,11 @@ Scale and amax history of delayed scaling are parameters whose gradient is their
 autodiff adds these up; here they are combined by MAX: in scans, under vmap, over devices, over micro-batches.
 """
 
+from fp8_common._plugins import check_version
 from fp8_common.jax import dequantize, quantize
-from fp8_common.plugins import check_version
-from fp8_jax_owg.boundary import fan_out, gate, read, replicated, scan, share
-from fp8_jax_owg.casts import in_q, in_qdq, out_dq, out_qdq
-from fp8_jax_owg.checks import (
+from fp8_jax_owg._boundary import fan_out, gate, read, replicated, scan, share
+from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
+from fp8_jax_owg._checks import (
     Collective,
     Dot,
     assert_fp8_collectives,
@@ -16,7 +16,7 @@ from fp8_jax_owg.checks import (
     find_collectives,
     find_dots,
 )
-from fp8_jax_owg.combine import (
+from fp8_jax_owg._combine import (
     accumulate,
     apply_updates,
     init_accumulator,
@@ -24,20 +24,20 @@ from fp8_jax_owg.combine import (
     psum,
     where_step_valid,
 )
-from fp8_jax_owg.conv import fp8_conv_general_dilated
-from fp8_jax_owg.dot import fp8_dot_general
-from fp8_jax_owg.dtype import fm32, fp32_max_grad
-from fp8_jax_owg.einsum import fp8_einsum
-from fp8_jax_owg.gather import fp8_all_gather
-from fp8_jax_owg.marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
-from fp8_jax_owg.meta import init_meta
-from fp8_jax_owg.mode import get_mode, use_mode
-from fp8_jax_owg.norms import clip_by_global_norm, global_norm, scale_gradients
-from fp8_jax_owg.parameter import Fp8Param
-from fp8_jax_owg.ragged import fp8_ragged_dot
-from fp8_jax_owg.report import OwgReport, TensorReport, report
-from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
-from fp8_jax_owg.transforms import cast_params, grad, value_and_grad
+from fp8_jax_owg._conv import fp8_conv_general_dilated
+from fp8_jax_owg._dot import fp8_dot_general
+from fp8_jax_owg._dtype import fm32, fp32_max_grad
+from fp8_jax_owg._einsum import fp8_einsum
+from fp8_jax_owg._gather import fp8_all_gather
+from fp8_jax_owg._marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
+from fp8_jax_owg._meta import init_meta
+from fp8_jax_owg._mode import get_mode, use_mode
+from fp8_jax_owg._norms import clip_by_global_norm, global_norm, scale_gradients
+from fp8_jax_owg._parameter import Fp8Param
+from fp8_jax_owg._ragged import fp8_ragged_dot
+from fp8_jax_owg._report import OwgReport, TensorReport, report
+from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling
+from fp8_jax_owg._transforms import cast_params, grad, value_and_grad
 
 __version__ = "0.1.0"
 check_version("fp8-jax-owg", __version__)

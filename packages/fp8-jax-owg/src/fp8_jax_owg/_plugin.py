@@ -1,8 +1,8 @@
 """Decides what `fp8 doctor` says about this plugin."""
 
-from fp8_common.hardware import product_path
-from fp8_common.machine import Machine
-from fp8_common.plugins import PluginInfo
+from fp8_common._hardware import product_path
+from fp8_common._machine import Machine
+from fp8_common._plugins import PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:

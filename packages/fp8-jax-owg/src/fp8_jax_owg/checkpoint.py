@@ -11,9 +11,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fp8_common.errors import Fp8Error
-from fp8_common.jax.scaling import reciprocal
-from fp8_jax_owg.marker import owg_flags
+from fp8_common import Fp8Error
+from fp8_common.jax import reciprocal
+from fp8_jax_owg._marker import owg_flags
 
 ScaleConvention = Literal["dequantize", "quantize"]
 CONVENTIONS: tuple[ScaleConvention, ...] = typing.get_args(ScaleConvention)

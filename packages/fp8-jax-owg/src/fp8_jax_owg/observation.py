@@ -12,21 +12,19 @@ combine them, and gradients of several micro-batches that start from the same st
 history rolls once per optimizer step, provided that the state is overwritten once per optimizer step, which
 `fp8_jax_owg.optax.MultiSteps` and the train states see to.
 
-An amax that is infinite or NaN records nothing. Gradients are encoded as `fp8_jax_owg.wire` describes.
+An amax that is infinite or NaN records nothing. Gradients are encoded as `fp8_jax_owg._wire` describes.
 """
 
 import jax
 import jax.numpy as jnp
 
-from fp8_common.amax import INF_KEY
-from fp8_common.formats import Format
-from fp8_common.jax.amax import amax
-from fp8_common.jax.arrays import float_key, from_bits, to_bits
-from fp8_common.jax.history import reduce_history, update_history
-from fp8_common.jax.scaling import amax_to_scale, reciprocal
-from fp8_common.policy import CANONICAL, ScalePolicy
-from fp8_jax_owg import wire
-from fp8_jax_owg.boundary import check_float32, like
+from fp8_common import CANONICAL, Format, ScalePolicy
+from fp8_common._amax import INF_KEY
+from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
+from fp8_common.jax._arrays import float_key, from_bits, to_bits
+from fp8_common.jax._history import reduce_history
+from fp8_jax_owg import _wire as wire
+from fp8_jax_owg._boundary import check_float32, like
 
 
 def used_scale(

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8_common.errors import Fp8Error
-from fp8_jax_owg.boundary import gate, scan
-from fp8_jax_owg.dtype import is_shared
-from fp8_jax_owg.marker import owg_flags
-from fp8_jax_owg.meshes import refuse_explicit_axes
-from fp8_jax_owg.window import SUFFIX, is_history
+from fp8_common import Fp8Error
+from fp8_jax_owg._boundary import gate, scan
+from fp8_jax_owg._dtype import is_shared
+from fp8_jax_owg._marker import owg_flags
+from fp8_jax_owg._meshes import refuse_explicit_axes
+from fp8_jax_owg._window import SUFFIX, is_history
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
 """`stage(variables, activations, key)` returns activations of the same shapes."""

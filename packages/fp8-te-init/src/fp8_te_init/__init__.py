@@ -8,20 +8,20 @@ The weights of linear layers hold FP8 codes and nothing else; the values before 
 masters and are dropped then.
 """
 
-from fp8_common.plugins import check_version
-from fp8_te_init.config import PrimaryConfig
-from fp8_te_init.context import fp8_model_init, primary_weights
-from fp8_te_init.convert import convert_linear
-from fp8_te_init.errors import MissingInitError, StaleInitError
-from fp8_te_init.export import export_fp32_state_dict
-from fp8_te_init.linear import PrimaryFloat8Linear
-from fp8_te_init.master import MasterOptimizer
-from fp8_te_init.philox_init import philox_init_, philox_init_model_
-from fp8_te_init.report import MemoryReport, memory_report
-from fp8_te_init.rescale import rescale_
-from fp8_te_init.seed import SeedReport, seed_masters
-from fp8_te_init.sources.philox import Normal, TruncatedNormal, Uniform
-from fp8_te_init.weight import PrimaryFloat8Weight
+from fp8_common._plugins import check_version
+from fp8_te_init._config import PrimaryConfig
+from fp8_te_init._context import fp8_model_init, primary_weights
+from fp8_te_init._convert import convert_linear
+from fp8_te_init._errors import MissingInitError, StaleInitError
+from fp8_te_init._export import export_fp32_state_dict
+from fp8_te_init._linear import PrimaryFloat8Linear
+from fp8_te_init._master import MasterOptimizer
+from fp8_te_init._philox_init import philox_init_, philox_init_model_
+from fp8_te_init._report import MemoryReport, memory_report
+from fp8_te_init._rescale import rescale_
+from fp8_te_init._seed import SeedReport, seed_masters
+from fp8_te_init._sources.philox import Normal, TruncatedNormal, Uniform
+from fp8_te_init._weight import PrimaryFloat8Weight
 
 __version__ = "0.1.0"
 check_version("fp8-te-init", __version__)

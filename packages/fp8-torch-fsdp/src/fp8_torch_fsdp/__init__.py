@@ -6,35 +6,35 @@
 Nothing else changes in a training loop: scales are synchronized with one all-reduce per step, automatically.
 """
 
-from fp8_common.plugins import check_version
-from fp8_common.torch.fsdp.gathered import GatheredFloat8Weight
-from fp8_torch_fsdp.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
-from fp8_torch_fsdp.communication import enable_float8_all_gather
-from fp8_torch_fsdp.config import (
+from fp8_common._plugins import check_version
+from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_torch_fsdp._checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from fp8_torch_fsdp._communication import enable_float8_all_gather
+from fp8_torch_fsdp._config import (
     AllGatherConfig,
     CastConfig,
     DelayedScalingConfig,
     Float8LinearConfig,
     GemmConfig,
 )
-from fp8_torch_fsdp.convert import convert_to_float8_training, unconvert
-from fp8_torch_fsdp.counters import amax_reduction_count, cast_count
-from fp8_torch_fsdp.filters import auto_filter_for_recipe
-from fp8_torch_fsdp.linear import Float8Linear
-from fp8_torch_fsdp.monitor import Float8Monitor
-from fp8_torch_fsdp.report import AllGatherReport, WeightReport, float8_all_gather_report
-from fp8_torch_fsdp.sharded import ShardedFloat8Weight
-from fp8_torch_fsdp.synchronize import (
+from fp8_torch_fsdp._convert import convert_to_float8_training, unconvert
+from fp8_torch_fsdp._counters import amax_reduction_count, cast_count
+from fp8_torch_fsdp._filters import auto_filter_for_recipe
+from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._monitor import Float8Monitor
+from fp8_torch_fsdp._report import AllGatherReport, WeightReport, float8_all_gather_report
+from fp8_torch_fsdp._sharded import ShardedFloat8Weight
+from fp8_torch_fsdp._synchronize import (
     Float8Controller,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
-from fp8_torch_fsdp.tensor_parallel import (
+from fp8_torch_fsdp._tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from fp8_torch_fsdp.traceable import fully_shard_traceable
+from fp8_torch_fsdp._traceable import fully_shard_traceable
 
 __version__ = "0.1.0"
 check_version("fp8-torch-fsdp", __version__)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch import triton_backend
+from fp8_common.torch import _triton_backend as triton_backend
 
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward. The gradient of
 # a weight contracts columns, which the references cast on CPU.

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp8_common._errors import Fp8UnsupportedError
 from fp8_common.bench import static
-from fp8_common.errors import Fp8UnsupportedError
 
 ARCHITECTURES = (89, 90, 100)
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = static.report(options.arch or list(ARCHITECTURES), dtypes[0], options.fmt)
             _write(text, options.output)
             return 0
-        from fp8_common.torch.bench import run
+        from fp8_common.torch._bench import run
 
         keep = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
         chosen = {"megabytes": options.megabytes, "dtypes": dtypes, "fmt": options.fmt, "kernels": options.kernel or ()}

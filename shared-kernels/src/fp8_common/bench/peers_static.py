@@ -41,7 +41,7 @@ def torchao_rows(capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
     except ImportError as error:
         logger.info("torchao is left out of the report: %s", error)
         return
-    from fp8_common.kernels.compiler import compile_function
+    from fp8_common._kernels.compiler import compile_function
 
     for name, function, integers, constants, elements in KERNELS:
         types = POINTERS | dict.fromkeys(integers, "i32")

@@ -77,6 +77,6 @@ def _peer_row(name: str, capability: int, figures: dict[str, Any]) -> str:
 
 
 def _version() -> str:
-    from fp8_common.kernels.compiler import triton_version
+    from fp8_common._kernels.compiler import triton_version
 
     return triton_version()

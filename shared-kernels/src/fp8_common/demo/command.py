@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 
 REFUSED = 2
 

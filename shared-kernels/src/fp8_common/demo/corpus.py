@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8_common.errors import Fp8Error
+from fp8_common._errors import Fp8Error
 
 STDLIB = "python-stdlib"
 LEAST_BYTES = 1 << 16

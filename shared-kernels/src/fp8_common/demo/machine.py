@@ -3,7 +3,7 @@
 import os
 import platform
 
-from fp8_common.machine import processor_name, usable_cores
+from fp8_common._machine import processor_name, usable_cores
 
 
 def machine_facts() -> dict[str, str | int | float]:

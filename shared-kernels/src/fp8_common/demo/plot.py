@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8_common.errors import Fp8Error
+from fp8_common._errors import Fp8Error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

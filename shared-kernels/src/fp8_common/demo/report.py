@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8_common._errors import Fp8Error
 from fp8_common.demo import plot
-from fp8_common.errors import Fp8Error
 
 SCHEMA = 1
 REPORT, PICTURE, README = "report.json", "loss.png", "README.md"

@@ -9,13 +9,13 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from fp8_common import launch
-from fp8_common.launch import LaunchPlan
-from fp8_common.policy import CANONICAL
+from fp8_common import _launch as launch
+from fp8_common._launch import LaunchPlan
+from fp8_common._policy import CANONICAL
 from fp8_common.testing.sass import Sass, disassemble
 
 if TYPE_CHECKING:
-    from fp8_common.kernels.compiler import Compiled
+    from fp8_common._kernels.compiler import Compiled
 
 ARCHITECTURES = (89, 90, 100)
 INSTRUCTIONS_PER_BYTE = {
@@ -255,7 +255,7 @@ def _back_cases(dtype: str, fmt: str) -> list[Case]:
 
 def measure(case: Case, capability: int, **changes: Any) -> Figures:
     """Compile a case and count; `changes` go to `compile_plan` (another kernel, compiler options)."""
-    from fp8_common.kernels.compiler import compile_plan
+    from fp8_common._kernels.compiler import compile_plan
 
     compiled = compile_plan(case.plan, capability, **changes)
     sass = disassemble(compiled.cubin)

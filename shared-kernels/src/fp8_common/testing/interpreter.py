@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common.errors import Fp8UnsupportedError
-from fp8_common.rounding import encode
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._rounding import encode
 from fp8_common.testing import ptx_machine
 
 NUMPY_DTYPES = {
@@ -34,7 +34,7 @@ def exact_interpreter() -> Iterator[None]:
     Raises:
         Fp8UnsupportedError: Triton does not interpret in this process.
     """
-    from fp8_common.kernels.interpreter import replaced
+    from fp8_common._kernels.interpreter import replaced
 
     with replaced(convert_exactly, assemble), np.errstate(all="ignore"):
         yield

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common.errors import Fp8UnsupportedError
-from fp8_common.rounding import encode
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._rounding import encode
 
 Word = NDArray[np.uint32]
 _INSTRUCTION = re.compile(r"(?P<name>[a-z][\w.]*)\s+(?P<operands>[^;]+);")

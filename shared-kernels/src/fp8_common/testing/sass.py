@@ -98,7 +98,7 @@ def _instructions(opcodes: Counter[str]) -> int:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    from fp8_common.kernels.compiler import tools
+    from fp8_common._kernels.compiler import tools
 
     done = subprocess.run([tools() / tool, *arguments], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common.blocks import Block, check_block
-from fp8_common.e8m0 import check_mode
-from fp8_common.errors import Fp8Error
-from fp8_common.formats import Format, get_data_format, get_format
-from fp8_common.history import check_history
-from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
-from fp8_common.quantize import Quantized
-from fp8_common.torch import ops
-from fp8_common.torch.dtypes import INPUT_DTYPES, as_codes, torch_dtype
-from fp8_common.torch.rounding import cast_stochastic
-from fp8_common.torch.rounding import encode as _encode
-from fp8_common.torch.scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
+from fp8_common._blocks import Block, check_block
+from fp8_common._e8m0 import check_mode
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format, get_data_format, get_format
+from fp8_common._history import check_history
+from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
+from fp8_common._quantize import Quantized
+from fp8_common.torch import _ops as ops
+from fp8_common.torch._dtypes import INPUT_DTYPES, as_codes, torch_dtype
+from fp8_common.torch._rounding import cast_stochastic
+from fp8_common.torch._rounding import encode as _encode
+from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
 __all__ = [
     "amax",

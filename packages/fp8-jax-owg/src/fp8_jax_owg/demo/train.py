@@ -15,12 +15,12 @@ import optax
 
 from fp8_common.demo.corpus import Corpus
 from fp8_common.demo.progress import Progress
+from fp8_jax_owg._transforms import value_and_grad
 from fp8_jax_owg.demo import model
 from fp8_jax_owg.demo.model import Variables
 from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT
 from fp8_jax_owg.observation import resolve
 from fp8_jax_owg.pipeline import Schedule
-from fp8_jax_owg.transforms import value_and_grad
 
 RUNS = ("f32", "FP8-MAX", "FP8-SUM")
 ROWS, LENGTH, HELD_OUT_BATCHES = 8, 64, 16

@@ -1,16 +1,16 @@
 """FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and layers."""
 
-from fp8_jax_owg.linen.boxes import OwgBox, owg_init
-from fp8_jax_owg.linen.dense import Fp8Dense
-from fp8_jax_owg.linen.operations import (
+from fp8_jax_owg.linen._boxes import OwgBox, owg_init
+from fp8_jax_owg.linen._dense import Fp8Dense
+from fp8_jax_owg.linen._operations import (
     Fp8ConvGeneralDilatedOp,
     Fp8DirectDotGeneralOp,
     Fp8DotGeneralOp,
     Fp8Einsum,
 )
-from fp8_jax_owg.linen.pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
-from fp8_jax_owg.linen.train_state import TrainState
-from fp8_jax_owg.linen.variables import OVERWRITE_WITH_GRADIENT
+from fp8_jax_owg.linen._pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
+from fp8_jax_owg.linen._train_state import TrainState
+from fp8_jax_owg.linen._variables import OVERWRITE_WITH_GRADIENT
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",

@@ -1,12 +1,12 @@
 """FP8 for Flax NNX: a Variable type for overwrite-with-gradient state, layers, and the conversion of models."""
 
-from fp8_jax_owg.nnx.convert import convert_to_fp8
-from fp8_jax_owg.nnx.layers import Fp8Einsum, Fp8Linear
-from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
-from fp8_jax_owg.nnx.optimizer import Optimizer
-from fp8_jax_owg.nnx.pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
-from fp8_jax_owg.nnx.transforms import grad, value_and_grad
-from fp8_jax_owg.nnx.variables import OverwriteWithGradient
+from fp8_jax_owg.nnx._convert import convert_to_fp8
+from fp8_jax_owg.nnx._layers import Fp8Einsum, Fp8Linear
+from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
+from fp8_jax_owg.nnx._optimizer import Optimizer
+from fp8_jax_owg.nnx._pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
+from fp8_jax_owg.nnx._transforms import grad, value_and_grad
+from fp8_jax_owg.nnx._variables import OverwriteWithGradient
 
 __all__ = [
     "CircularLayerwiseShardablePipelined",

@@ -9,12 +9,12 @@ from torch import nn
 
 from fp8_common.demo.corpus import Corpus
 from fp8_common.demo.progress import Progress
-from fp8_te_init.context import primary_weights
+from fp8_te_init._context import primary_weights
+from fp8_te_init._master import MasterOptimizer
+from fp8_te_init._report import memory_report
+from fp8_te_init._seed import MasterSource, seed_masters
+from fp8_te_init._sources import Preserve
 from fp8_te_init.demo.model import ByteModel, loss_of
-from fp8_te_init.master import MasterOptimizer
-from fp8_te_init.report import memory_report
-from fp8_te_init.seed import MasterSource, seed_masters
-from fp8_te_init.sources import Preserve
 
 LENGTH, ROWS, WIDTH, LAYERS, HELD_OUT = 64, 16, 64, 2, 8
 

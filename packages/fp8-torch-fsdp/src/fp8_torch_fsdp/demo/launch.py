@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import IO, Any
 
-from fp8_common.errors import Fp8Error
-from fp8_common.machine import usable_cores
+from fp8_common import Fp8Error
+from fp8_common._machine import usable_cores
 from fp8_torch_fsdp.demo.options import Options
 
 LOG = "training.log"

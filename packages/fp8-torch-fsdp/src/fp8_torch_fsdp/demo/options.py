@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 
 import torch
 
+from fp8_common import Fp8Error
+from fp8_common._machine import usable_cores
 from fp8_common.demo.command import Parser, positive
-from fp8_common.errors import Fp8Error
-from fp8_common.machine import usable_cores
 from fp8_torch_fsdp import demo
 
 STEPS, RANKS, DIM, LAYERS = 160, 2, 256, 3

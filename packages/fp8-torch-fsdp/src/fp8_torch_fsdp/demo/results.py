@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from fp8_common import RECIPES
 from fp8_common.demo.progress import byte_count
 from fp8_common.demo.report import Summary
-from fp8_common.recipe import RECIPES
 from fp8_torch_fsdp.demo.checkpointing import Record
 from fp8_torch_fsdp.demo.launch import TrainingFailedError
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.demo.corpus import Corpus, load_corpus
-from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp.demo.checkpointing import Checkpoints, Record, state_digest
 from fp8_torch_fsdp.demo.counting import LINEAR, CollectiveCounter, Counts, label_gathers
 from fp8_torch_fsdp.demo.model import ByteModel, loss_of

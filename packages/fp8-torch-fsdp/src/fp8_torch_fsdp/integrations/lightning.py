@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8_common.errors import Fp8UnsupportedError
-from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.convert import convert_to_float8_training
-from fp8_torch_fsdp.filters import ModuleFilter
-from fp8_torch_fsdp.linear import Float8Linear
-from fp8_torch_fsdp.synchronize import sync_float8_amax_and_scale_history
+from fp8_common import Fp8UnsupportedError
+from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._convert import convert_to_float8_training
+from fp8_torch_fsdp._filters import ModuleFilter
+from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._synchronize import sync_float8_amax_and_scale_history
 
 try:
     from lightning.pytorch.plugins.precision import Precision

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.convert import convert_to_float8_training
-from fp8_torch_fsdp.filters import auto_filter_for_recipe
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._convert import convert_to_float8_training
+from fp8_torch_fsdp._filters import auto_filter_for_recipe
 
 try:
     from torchtitan.components.quantization import QuantizationConverter

@@ -1,0 +1,67 @@
+"""Decides how private APIs of JAX are reached. No other file of this package imports `jax._src`.
+
+JAX documents neither how to define an extended dtype nor how eager gradients of one are added. Where something
+here is missing, `PROBLEM` says what, importing still works, and `fp8_jax_owg._mode` chooses the public way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+PROBLEM: str | None = None
+"""What this JAX lacks; None if everything was found."""
+
+try:
+    from jax._src import ad_util, core, dtypes, earray
+    from jax._src.interpreters import pxla
+
+    ExtendedDType: type = dtypes.ExtendedDType
+    _REQUIRED = (ad_util.raw_jaxval_adders, core.physical_aval, earray.EArray, pxla.global_result_handlers)
+except (ImportError, AttributeError) as error:
+    PROBLEM = f"jax {jax.__version__} has moved a private name: {error}"
+    ExtendedDType = object
+
+
+def scalar_aval(dtype: Any) -> Any:
+    """Return the abstract value of a scalar, as rules of extended dtypes must."""
+    return core.ShapedArray((), dtype)
+
+
+def result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
+    """Return what wraps buffers of an extended dtype into an array; the layout is that of the physical dtype.
+
+    Args:
+        aval: Abstract value of the result.
+        sharding: Its sharding, which the physical array shares.
+        committed: Whether the array is pinned to its devices.
+    """
+    physical = core.physical_aval(aval)
+    handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
+    if hasattr(handler, "wrap"):
+        return handler.wrap(lambda array: earray.EArray(aval, array))
+    return lambda buffers: earray.EArray(aval, handler(buffers))
+
+
+def enable_eager_addition() -> None:
+    """Let eager code accumulate cotangents of extended dtypes: by the rule of their dtype, as compiled code does."""
+
+    def add(x: Any, y: Any) -> Any:
+        dtype = x.dtype
+        # compiled, because eager operations on extended arrays are few
+        return jax.jit(lambda a, b: dtype._rules.add(dtype, a, b))(x, y)
+
+    ad_util.raw_jaxval_adders.setdefault(earray.EArray, add)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Return the mesh axes along which `x` may differ; empty outside `shard_map(..., check_vma=True)`."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "mat", None)
+    return frozenset(getattr(aval, "vma", ())) if manual is None else frozenset(manual.varying)
+
+
+def name_of_rule(equation: Any) -> str:
+    """Return the name of the function that a `custom_vjp_call` in a traced program calls."""
+    program = equation.params["call_jaxpr"]
+    return str(getattr(program, "jaxpr", program).debug_info.func_name)

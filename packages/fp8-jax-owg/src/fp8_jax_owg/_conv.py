@@ -1,0 +1,130 @@
+"""Decides how a convolution runs in FP8: forward with FP8 operands, backward in bfloat16.
+
+XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the output
+gradient is not cast to FP8 and has no state; the operands of the backward pass are the FP8 values of the forward one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_common import Fp8Error
+from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
+from fp8_jax_owg._dot import Precision, as_operand, match_scaling
+from fp8_jax_owg._first_order import first_order_only
+from fp8_jax_owg._meta import Meta
+from fp8_jax_owg._scaling import Scaling, Tensor
+
+CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
+"""The tensors of a convolution that are cast, and so have state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Conv:
+    """What is static about a convolution; `options` are those of `lax.conv_general_dilated`."""
+
+    scaling: Scaling
+    dtype: np.dtype
+    operand_dtypes: tuple[np.dtype, np.dtype]
+    options: tuple[tuple[str, Any], ...]
+
+    def apply(self, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+        """Convolve two arrays of one dtype."""
+        return lax.conv_general_dilated(lhs, rhs, preferred_element_type=dtype, **dict(self.options))
+
+
+def fp8_conv_general_dilated(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    meta: Meta | None = None,
+    scaling: Scaling | None = None,
+) -> jax.Array:
+    """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward.
+
+    Args:
+        lhs: float16, bfloat16 or float32: the activations.
+        rhs: float16, bfloat16 or float32: the kernel.
+        window_strides: As in `lax.conv_general_dilated`, like all up to `precision`.
+        padding: "SAME", "VALID", ... or a pair for each spatial dimension.
+        lhs_dilation: Dilation of the activations.
+        rhs_dilation: Dilation of the kernel.
+        dimension_numbers: Which dimension is which.
+        feature_group_count: Number of feature groups.
+        batch_group_count: Number of batch groups.
+        precision: Of the products.
+        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        meta: The leaves of `init_meta(scaling, CONV_TENSORS)`, for delayed scaling; None for current scaling.
+        scaling: As in `fp8_dot_general`; scales per row are not supported here.
+
+    Returns:
+        The shape of `lax.conv_general_dilated`.
+
+    Raises:
+        Fp8Error: Unsupported dtypes, or `meta` and `scaling` do not belong together.
+        Fp8UnsupportedError: A second derivative was asked for.
+    """
+    a, b = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    scaling, state = match_scaling(meta, scaling, CONV_TENSORS)
+    if keeps_operands(scaling):
+        raise Fp8Error('A convolution has one scale per tensor: use CurrentScaling(granularity="tensor").')
+    options = {
+        "window_strides": tuple(window_strides),
+        "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
+        "lhs_dilation": lhs_dilation and tuple(lhs_dilation),
+        "rhs_dilation": rhs_dilation and tuple(rhs_dilation),
+        "dimension_numbers": dimension_numbers,
+        "feature_group_count": feature_group_count,
+        "batch_group_count": batch_group_count,
+        "precision": precision,
+    }
+    dtype = np.dtype(a.dtype if preferred_element_type is None else preferred_element_type)
+    how = _Conv(scaling=scaling, dtype=dtype, operand_dtypes=(a.dtype, b.dtype), options=tuple(options.items()))
+    return _convolve(how, a, b, state)
+
+
+Residuals = tuple[Operand, Operand, State]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve(how: _Conv, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.Array:
+    return _convolve_fwd(how, lhs, rhs, state)[0]
+
+
+def _convolve_fwd(how: _Conv, lhs: jax.Array, rhs: jax.Array, state: State) -> tuple[jax.Array, Residuals]:
+    a = cast(first_order_only(lhs), "input", state, how.scaling)
+    b = cast(first_order_only(rhs), "kernel", state, how.scaling)
+    product = how.apply(a.data, b.data, jnp.float32)
+    return (product * (a.scale_inv * b.scale_inv)).astype(how.dtype), (a, b, state)
+
+
+def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array, State]:
+    a, b, state = residuals
+    # The codes as bfloat16, which holds every E4M3 value: their scales multiply the results, in float32.
+    _, transposed = jax.vjp(how.apply, a.data.astype(jnp.bfloat16), b.data.astype(jnp.bfloat16))
+    d_lhs, d_rhs = transposed(first_order_only(g).astype(jnp.bfloat16))
+    of_lhs, of_rhs = how.operand_dtypes
+    return (
+        (d_lhs.astype(jnp.float32) * b.scale_inv).astype(of_lhs),
+        (d_rhs.astype(jnp.float32) * a.scale_inv).astype(of_rhs),
+        next_state(state, {"input": a.seen, "kernel": b.seen}),
+    )
+
+
+_convolve.defvjp(_convolve_fwd, _convolve_bwd)

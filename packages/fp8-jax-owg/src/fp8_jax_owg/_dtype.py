@@ -1,0 +1,97 @@
+"""Decides the dtype `fp32_max_grad`: float32 whose cotangents are combined by MAX, with -inf as their zero.
+
+It is an extended dtype of JAX: for XLA it is float32, autodiff asks it how to add. It never leaves a traced
+function: `fp8_jax_owg.share` makes it and `read` turns it back.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8_jax_owg import _compat as compat
+from fp8_jax_owg import _wire as wire
+
+
+class max_grad(jax.dtypes.extended):
+    """The scalar type, for `jax.dtypes.issubdtype`."""
+
+
+class MaxGradRules:
+    """What JAX asks about the dtype."""
+
+    allow_conversion = True
+
+    @staticmethod
+    def convert_from(dtype: Any, other: Any) -> bool:
+        """Whether `dtype` converts to the plain dtype `other`."""
+        return dtype.float_dtype == other
+
+    @staticmethod
+    def convert_to(other: Any, dtype: Any) -> bool:
+        """Whether the plain dtype `other` converts to `dtype`."""
+        return dtype.float_dtype == other
+
+    @staticmethod
+    def physical_element_aval(dtype: Any) -> Any:
+        """What one element is for XLA."""
+        return compat.scalar_aval(dtype.float_dtype)
+
+    @staticmethod
+    def tangent_dtype(dtype: Any) -> Any:
+        """The dtype of tangents and cotangents: the same, so that they meet by MAX."""
+        return dtype
+
+    @staticmethod
+    def add(dtype: Any, x: Any, y: Any) -> Any:
+        """How autodiff combines two cotangents."""
+        # The conversion is free: for XLA both dtypes are float32.
+        plain = (lax.convert_element_type(one, dtype.float_dtype) for one in (x, y))
+        return lax.convert_element_type(wire.maximum(*plain), dtype)
+
+    @staticmethod
+    def zero(dtype: Any) -> Any:
+        """The cotangent of what was not used: -inf."""
+        return lax.convert_element_type(wire.NOT_OBSERVED, dtype)
+
+    @staticmethod
+    def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
+        """An array of one value."""
+        plain = lax.full(shape, lax.convert_element_type(value, dtype.float_dtype), dtype.float_dtype)
+        return lax.convert_element_type(plain, dtype)
+
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
+        """How results of compiled functions become arrays."""
+        return compat.result_handler(aval, sharding, committed)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxGradDType(compat.ExtendedDType):
+    """The dtype object; `fp32_max_grad` is the only instance that is used."""
+
+    float_dtype: Any
+    _rules: type = MaxGradRules
+    type: type = max_grad
+
+    def __repr__(self) -> str:
+        return "fp32_max_grad"
+
+    name = property(__repr__)
+
+
+fp32_max_grad = MaxGradDType(jnp.dtype("float32"))
+"""float32 whose cotangents are combined by MAX; "not used" is -inf."""
+fm32 = fp32_max_grad
+"""The short name that flax and praxis use."""
+
+if compat.PROBLEM is None:
+    compat.enable_eager_addition()
+
+
+def is_shared(x: Any) -> bool:
+    """Whether `x` is an array of `fp32_max_grad`."""
+    return getattr(x, "dtype", None) == fp32_max_grad

@@ -1,0 +1,137 @@
+"""Decides how `einsum` of two operands becomes one FP8 product: what touches one operand alone comes first."""
+
+import string
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_common import Fp8Error
+from fp8_jax_owg._contraction import Contraction
+from fp8_jax_owg._dot import Kernel, Precision, as_kernel, as_operand, fp8_contract
+from fp8_jax_owg._meta import Meta
+from fp8_jax_owg._parameter import Fp8Param
+from fp8_jax_owg._scaling import Scaling
+
+
+def fp8_einsum(
+    equation: str,
+    lhs: ArrayLike,
+    rhs: ArrayLike | Fp8Param,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    meta: Meta | None = None,
+    scaling: Scaling | None = None,
+) -> jax.Array:
+    """`jnp.einsum` of two operands, as `fp8_dot_general` computes it.
+
+    Diagonals (`ii,ij->j`) and sums over dimensions of one operand (`ij,k->k`) are taken before the cast, in the
+    operand's own precision.
+
+    Args:
+        equation: Two operands in letters and `...`, with or without `->`.
+        lhs: float16, bfloat16 or float32: the activations.
+        rhs: float16, bfloat16 or float32: the kernel.
+        precision: As in `fp8_dot_general`.
+        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        meta: As in `fp8_dot_general`.
+        scaling: As in `fp8_dot_general`.
+
+    Returns:
+        The shape of `jnp.einsum`.
+
+    Raises:
+        Fp8Error: The equation does not describe two operands or does not fit their shapes, or as in
+            `fp8_dot_general`.
+    """
+    a, b = as_operand(lhs, "lhs"), as_kernel(rhs)
+    left, right, out = parse_equation(equation, a.ndim, b.ndim)
+    _check_sizes(equation, dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True)))
+    a, left, b, right = *_without_broadcast(a, left, b, right), *_without_broadcast(b, right, a, left)
+    a, left = _own_part(a, left, right + out)
+    b, right = _own_part(b, right, left + out)
+    how = Contraction(left, right, out)
+    return fp8_contract(a, b, how, precision, preferred_element_type, meta=meta, scaling=scaling)
+
+
+def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+    """Return the letters of both operands and of the result, `...` and a missing `->` written out.
+
+    Raises:
+        Fp8Error: The equation cannot be read or does not fit the numbers of dimensions.
+    """
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        raise Fp8Error(
+            f"fp8_einsum multiplies two operands, got {len(terms)} in {equation!r}. "
+            "Multiply more one after another, each with its own meta."
+        )
+    used = set(equation)
+    free = [letter for letter in string.ascii_letters if letter not in used]
+    widths = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, (lhs_ndim, rhs_ndim), strict=True)]
+    widths = [width if "..." in term else 0 for term, width in zip(terms, widths, strict=True)]
+    # The dots stand for letters of their own, aligned at their end, as NumPy aligns shapes.
+    common = "".join(free[: max(*widths, 0)])
+    left, right = (
+        term.replace("...", common[len(common) - width :] if width else "")
+        for term, width in zip(terms, widths, strict=True)
+    )
+    if arrow:
+        out = out.replace("...", common)
+    else:
+        # As NumPy: without an arrow the dots come first, then what occurs once, by the alphabet.
+        counts = Counter(left + right)
+        out = common + "".join(sorted(x for x, n in counts.items() if n == 1 and x not in common))
+    _check_letters(equation, left, right, out, (lhs_ndim, rhs_ndim))
+    return left, right, out
+
+
+def _check_letters(equation: str, left: str, right: str, out: str, ndims: tuple[int, int]) -> None:
+    bad = [x for x in left + right + out if x not in string.ascii_letters]
+    if bad or len(set(out)) != len(out) or not set(out) <= set(left + right):
+        raise Fp8Error(
+            f"{equation!r} is no equation of einsum: use letters and one '...' for each operand, and after '->' "
+            "each of them at most once."
+        )
+    if (len(left), len(right)) != ndims:
+        raise Fp8Error(
+            f"{equation!r} describes operands of {len(left)} and {len(right)} dimensions, "
+            f"got {ndims[0]} and {ndims[1]}."
+        )
+
+
+def _check_sizes(equation: str, left: dict[str, int], right: dict[str, int]) -> None:
+    for letter in left.keys() & right.keys():
+        if left[letter] != right[letter] and 1 not in (left[letter], right[letter]):
+            raise Fp8Error(
+                f"In {equation!r} the dimension {letter!r} has size {left[letter]} in lhs and {right[letter]} in rhs."
+            )
+
+
+def _without_broadcast(x: Any, letters: str, other: Any, other_letters: str) -> tuple[Any, str]:
+    """Drop dimensions of length 1 that the other operand has longer."""
+    sizes = dict(zip(other_letters, other.shape, strict=True))
+    # Size 1 against another size: einsum repeats such a dimension, a contraction would sum over it.
+    dropped = [i for i, (n, letter) in enumerate(zip(x.shape, letters, strict=True)) if n == 1 != sizes.get(letter, 1)]
+    if not dropped:
+        return x, letters
+    return jnp.squeeze(_uncast(x), dropped), "".join(letter for i, letter in enumerate(letters) if i not in dropped)
+
+
+def _own_part(x: Any, letters: str, wanted: str) -> tuple[Any, str]:
+    """Take diagonals of one operand, and sum over what neither the other operand nor the result has."""
+    kept = "".join(dict.fromkeys(letter for letter in letters if letter in wanted))
+    return (x, letters) if kept == letters else (jnp.einsum(f"{letters}->{kept}", _uncast(x)), kept)
+
+
+def _uncast(x: Kernel) -> jax.Array:
+    if isinstance(x, Fp8Param):
+        raise Fp8Error(
+            "A gathered kernel is cast already: fp8_einsum cannot sum or take the diagonal of its dimensions, nor "
+            "broadcast them. Write the equation without."
+        )
+    return x

@@ -1,0 +1,23 @@
+"""Decides what a second derivative of an FP8 product is: an error, because a cast has no derivative to take twice."""
+
+import jax
+
+from fp8_common import Fp8UnsupportedError
+
+
+@jax.custom_jvp
+def first_order_only(x: jax.Array) -> jax.Array:
+    """Return `x`; differentiating through it raises.
+
+    It stands in the forward and backward rules of the products. Those rules run without being differentiated, unless
+    someone differentiates a gradient, and would then get zeros that look like a result.
+    """
+    return x
+
+
+@first_order_only.defjvp
+def _refuse(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    raise Fp8UnsupportedError(
+        "An FP8 product has first derivatives only, and a gradient of its gradient was asked for. "
+        "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."
+    )

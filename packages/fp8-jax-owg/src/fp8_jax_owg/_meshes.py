@@ -1,0 +1,42 @@
+"""Decides what meshes with explicit axes mean here: products carry their shardings, the rest asks for automatic ones.
+
+On such a mesh (`jax.sharding.AxisType.Explicit`) the sharding of an array is part of its type. JAX then wants to be
+told how the result of a product is sharded that sums over a sharded dimension, as both gradients of a layer do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fp8_common import Fp8UnsupportedError
+
+
+def explicit_sharding(like: jax.Array, order: Sequence[int]) -> NamedSharding | None:
+    """Return the sharding of an array with its dimensions in another order; None unless its mesh has explicit axes."""
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in order)))
+
+
+def refuse_explicit_axes(what: str, tree: Any) -> None:
+    """Raise if an array is sharded over an explicit axis.
+
+    Args:
+        what: What does not run with such arrays.
+        tree: Arrays.
+
+    Raises:
+        Fp8UnsupportedError: One is, with the remedy.
+    """
+    for leaf in jax.tree.leaves(tree):
+        sharding = jax.typeof(leaf).sharding
+        axes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        names = [name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,))]
+        if explicit := [name for name in names if axes.get(name) is AxisType.Explicit]:
+            raise Fp8UnsupportedError(
+                f"{what} cannot run on arrays that are sharded over explicit mesh axes, got {', '.join(explicit)}. "
+                "Wrap the function in jax.sharding.auto_axes, or make the mesh with AxisType.Auto."
+            )

@@ -1,0 +1,39 @@
+"""Decides what counts for the norm of a gradient: parameters; next values of overwritten leaves do not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8_jax_owg._marker import map_leaves, split
+
+
+def global_norm(gradients: Any) -> jax.Array:
+    """Return the L2 norm over the gradients of all parameters, float32 []."""
+    leaves = jax.tree.leaves(split(gradients)[0])
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
+    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+
+
+def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:
+    """Return the gradients of parameters scaled down to a norm of at most `max_norm`; overwritten leaves stay.
+
+    Args:
+        gradients: From `value_and_grad`.
+        max_norm: The limit.
+    """
+    norm = global_norm(gradients)
+    # No division by zero where all gradients are zero.
+    factor = jnp.minimum(jnp.float32(1), jnp.asarray(max_norm, jnp.float32) / jnp.maximum(norm, jnp.float32(1e-30)))
+    # Exactly 1 where nothing is clipped, so that gradients keep their bits.
+    return scale_gradients(gradients, jnp.where(norm < max_norm, jnp.float32(1), factor))
+
+
+def scale_gradients(gradients: Any, factor: Any) -> Any:
+    """Return the gradients of parameters times `factor`, for loss scaling and averages; overwritten leaves stay.
+
+    Args:
+        gradients: From `value_and_grad` or `accumulate`.
+        factor: A number or a scalar array.
+    """
+    return map_leaves(lambda g: g * jnp.asarray(factor, g.dtype), lambda g: g, gradients)

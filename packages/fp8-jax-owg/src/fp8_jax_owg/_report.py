@@ -1,0 +1,162 @@
+"""Decides what a user can read about the state of delayed scaling, and how a SUM where MAX belongs betrays itself."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8_common._formats import get_data_format
+from fp8_jax_owg._marker import owg_flags
+
+SCALE, HISTORY = "_scale", "_amax_history"
+GROWTH = 1.9
+"""Mean growth per step that no training shows over a whole window, and a SUM of two or more uses does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorReport:
+    """The state of one tensor of one product (of one stage or expert, where states are stacked).
+
+    Attributes:
+        name: Place in the tree, with the index of stacked states.
+        scale: Dequantization scale of the last step.
+        amax: The newest amax.
+        window: The greatest amax of the window.
+        headroom: How many powers of two the newest amax may grow before values saturate; negative if they did.
+        saturated: Whether values saturated in the last step.
+        observed: Whether anything was ever recorded.
+        stale: Whether nothing was recorded since `previous`; None without it.
+        suspicion: What looks wrong; empty if nothing does.
+    """
+
+    name: str
+    scale: float
+    amax: float
+    window: float
+    headroom: float
+    saturated: bool
+    observed: bool
+    stale: bool | None
+    suspicion: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OwgReport:
+    """The state of a model; `str()` makes a table."""
+
+    tensors: tuple[TensorReport, ...]
+
+    @property
+    def suspicious(self) -> tuple[TensorReport, ...]:
+        """The tensors that look wrong."""
+        return tuple(tensor for tensor in self.tensors if tensor.suspicion)
+
+    def __str__(self) -> str:
+        """Return a table with one line for each tensor."""
+        width = max([len(tensor.name) for tensor in self.tensors], default=4)
+        lines = [f"{'name':{width}}  {'scale':>10}  {'amax':>10}  {'window':>10}  {'headroom':>8}  remarks"]
+        lines += [
+            f"{t.name:{width}}  {t.scale:10.3g}  {t.amax:10.3g}  {t.window:10.3g}  {t.headroom:8.1f}  {_remarks(t)}"
+            for t in self.tensors
+        ]
+        return "\n".join(lines)
+
+
+def report(variables: Any, previous: Any = None) -> OwgReport:
+    """Describe every scale and amax history of a tree.
+
+    Args:
+        variables: Variables, a state of NNX, or any tree with leaves `<tensor>_scale` and `<tensor>_amax_history`.
+        previous: The same before the last step; with it, staleness is known, and a SUM is certain, not guessed.
+
+    Returns:
+        One entry per tensor, in the order of the tree.
+    """
+    before = {} if previous is None else dict(_pairs(previous))
+    entries = (_entry(name, pair, before.get(name)) for name, pair in _pairs(variables))
+    return OwgReport(tensors=tuple(entries))
+
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def _pairs(tree: Any) -> Iterator[tuple[str, Pair]]:
+    """Yield name, scale [1] and history [L] of every tensor, stacked ones one by one."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found = {_name(path): np.asarray(leaf) for (path, leaf), flag in zip(leaves, owg_flags(tree), strict=True) if flag}
+    for name, history in found.items():
+        scale = found.get(name.removesuffix(HISTORY) + SCALE)
+        if not name.endswith(HISTORY) or scale is None:
+            continue
+        for index in np.ndindex(history.shape[:-1]):
+            label = name.removesuffix(HISTORY) + (str(list(index)) if index else "")
+            yield label, (scale[index], history[index])
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+    return "/".join(str(key) for key in keys if key != "value")
+
+
+def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
+    scale, history = float(pair[0].reshape(-1)[0]), pair[1]
+    amax, window = float(history[0]), float(history.max())
+    limit = get_data_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
+    headroom = math.log2(limit / amax) if amax > 0 and 0 < limit < math.inf and math.isfinite(amax) else math.inf
+    return TensorReport(
+        name=name,
+        scale=scale,
+        amax=amax,
+        window=window,
+        headroom=headroom,
+        saturated=headroom < 0,
+        observed=bool(history.any()) or scale != 1,
+        stale=None if before is None else bool((before[1] == history).all() and (before[0] == pair[0]).all()),
+        suspicion=_suspicion(pair, before),
+    )
+
+
+def _suspicion(pair: Pair, before: Pair | None) -> str:
+    scale, history = pair
+    if not (np.isfinite(history).all() and np.isfinite(scale).all()):
+        return "not finite: a SUM that ran away, or a checkpoint from elsewhere; repair it with checkpoint.upgrade"
+    if not (scale > 0).all():
+        return "a scale of zero or less: the gradient of an unused layer was taken for its next value"
+    if before is not None:
+        return _compare(history, before[1])
+    return _guess(history)
+
+
+def _compare(history: np.ndarray, before: np.ndarray) -> str:
+    """Judge by the slots that a roll only moves."""
+    # What MAX makes of the older slots: those of the step before, one place on.
+    rolled = np.roll(before, -1)
+    if (history[1:] == rolled[1:]).all() or (history == before).all() or not rolled[1:].any():
+        return ""
+    with np.errstate(all="ignore"):
+        factors = np.unique((history[1:] / rolled[1:])[rolled[1:] > 0].round(3))
+    times = f"{factors[0]:g} times" if factors.size == 1 else "not"
+    return f"older amax are {times} what they were: gradients were combined by SUM instead of MAX, or rolled twice"
+
+
+def _guess(history: np.ndarray) -> str:
+    """Judge by growth: a SUM multiplies every older entry again at every step."""
+    # Slot 0 is the newest; behind it lie the oldest first, and the second newest last.
+    by_age = np.concatenate([history[:1], history[:0:-1]])
+    known = by_age[1:][by_age[1:] > 0]
+    if known.size >= 4 and (known[-1] / known[0]) ** (1 / (known.size - 1)) >= GROWTH:
+        return "older amax grow with their age: gradients seem to be combined by SUM instead of MAX"
+    return ""
+
+
+def _remarks(tensor: TensorReport) -> str:
+    remarks = [
+        "" if tensor.observed else "never observed",
+        "saturated" if tensor.saturated else "",
+        "stale" if tensor.stale else "",
+        tensor.suspicion,
+    ]
+    return ", ".join(filter(None, remarks))

@@ -1,0 +1,139 @@
+"""Decides how a loss is differentiated: ordinary gradients for parameters, next values for overwritten leaves.
+
+Leaves are shared at the top of the loss, once. So a layer that is called several times, under whatever transform,
+combines what it observes by MAX. What was not observed keeps its value, element by element.
+"""
+
+import functools
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from fp8_common import Fp8Error
+from fp8_jax_owg import _wire as wire
+from fp8_jax_owg._boundary import check_float32, share
+from fp8_jax_owg._marker import map_leaves, owg_flags
+from fp8_jax_owg._mode import get_mode
+from fp8_jax_owg._uses import check_single_uses
+from fp8_jax_owg.observation import resolve
+
+Unobserved = Literal["old", "-inf"]
+UNOBSERVED: tuple[Unobserved, ...] = typing.get_args(Unobserved)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    unobserved: Unobserved = "old",
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that computes `fun` and its gradient, which holds next values where leaves are overwritten.
+
+    Args:
+        fun: The loss, as for `jax.value_and_grad`. In mode "fan_out" it is traced once more, to see that no leaf is
+            used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`.
+        argnums: Which arguments to differentiate.
+        has_aux: Whether `fun` returns (loss, anything).
+        unobserved: What the gradient holds where nothing was observed: the old value ("old"), which any optimizer
+            state may take over, or "-inf", which `accumulate`, `pmean` and `apply_updates` understand. Take the
+            latter if gradients of several micro-batches or devices are combined, and layers may be skipped.
+
+    Raises:
+        Fp8Error: `unobserved` is unknown, an overwritten leaf is not float32, or in mode "fan_out" one is used twice.
+    """
+    if unobserved not in UNOBSERVED:
+        raise Fp8Error(f"unobserved must be one of {', '.join(UNOBSERVED)}, got {unobserved!r}.")
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def shared_fun(*args: Any, **kwargs: Any) -> Any:
+        converted = list(args)
+        for number in numbers:
+            converted[number] = enter(args[number])
+        return fun(*converted, **kwargs)
+
+    differentiate = jax.value_and_grad(shared_fun, argnums, has_aux)
+    finish = resolve if unobserved == "old" else lambda _, gradient: wire.from_wire(gradient)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if get_mode() == "fan_out":
+            _check_uses(lambda *args: fun(*args, **kwargs), args, numbers)
+        value, gradients = differentiate(*args, **kwargs)
+        trees = [args[number] for number in numbers]
+        found = [gradients] if isinstance(argnums, int) else list(gradients)
+        finished = [
+            map_leaves(lambda _, g: g, finish, tree, gradient) for tree, gradient in zip(trees, found, strict=True)
+        ]
+        return value, finished[0] if isinstance(argnums, int) else tuple(finished)
+
+    return run
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    unobserved: Unobserved = "old",
+) -> Callable[..., Any]:
+    """Return a function that computes the gradient of `fun`; arguments and errors are those of `value_and_grad`.
+
+    With `has_aux` it returns (gradient, aux).
+    """
+    both = value_and_grad(fun, argnums, has_aux, unobserved=unobserved)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return run
+
+
+def enter(tree: Any) -> Any:
+    """Return the tree with overwritten leaves shared, where the mode allows it; others stay.
+
+    Raises:
+        Fp8Error: An overwritten leaf is not float32.
+    """
+    convert = share if get_mode() == "extended" else check_float32
+    return map_leaves(lambda x: x, convert, tree)
+
+
+def _check_uses(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Raise if `fun` uses an overwritten leaf of the differentiated arguments twice."""
+    trees = {number: jax.tree_util.tree_flatten_with_path(args[number]) for number in numbers}
+    marked = {number: owg_flags(args[number]) for number in numbers}
+    found = [item for n in numbers for item, flag in zip(trees[n][0], marked[n], strict=True) if flag]
+
+    def loss(leaves: list[Any]) -> Any:
+        values, converted = iter(leaves), list(args)
+        for number, (items, structure) in trees.items():
+            new = [next(values) if flag else leaf for (_, leaf), flag in zip(items, marked[number], strict=True)]
+            converted[number] = structure.unflatten(new)
+        out = fun(*converted)
+        return out[0] if isinstance(out, tuple) else out
+
+    if found:
+        names = [jax.tree_util.keystr(path) or "that is differentiated" for path, _ in found]
+        check_single_uses(loss, [check_float32(leaf) for _, leaf in found], names)
+
+
+def cast_params(tree: Any, dtype: Any) -> Any:
+    """Return the tree with floating-point parameters in `dtype`; overwritten leaves and others stay as they are.
+
+    Args:
+        tree: Variables, parameters or gradients.
+        dtype: A floating-point dtype, e.g. `jnp.bfloat16`.
+    """
+
+    def cast(x: Any) -> Any:
+        is_float = jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.floating)
+        return jnp.asarray(x, dtype) if is_float else x
+
+    return map_leaves(cast, lambda x: x, tree)

@@ -1,0 +1,56 @@
+"""Decides what layers in FP8 are in NNX: flax's own, with another product."""
+
+from typing import Any
+
+from flax import nnx
+
+from fp8_jax_owg._scaling import Scaling
+from fp8_jax_owg.nnx._operations import Fp8DotGeneralOp, Fp8EinsumOp
+
+
+class Fp8Linear(nnx.Linear):
+    """`nnx.Linear` whose product runs in FP8; parameters, names and other settings are flax's.
+
+    Args:
+        in_features: Size of the last dimension of inputs.
+        out_features: Size of the last dimension of outputs.
+        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()`.
+        rngs: For the kernel's initializer.
+        **settings: The other arguments of `nnx.Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        scaling: Scaling | None = None,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, dot_general=Fp8DotGeneralOp(scaling), rngs=rngs, **settings)
+
+
+class Fp8Einsum(nnx.Einsum):
+    """`nnx.Einsum` whose product runs in FP8; parameters, names and other settings are flax's.
+
+    Args:
+        einsum_str: The equation of input and kernel.
+        kernel_shape: Shape of the kernel.
+        bias_shape: Shape of the bias; None for none.
+        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()`.
+        rngs: For the kernel's initializer.
+        **settings: The other arguments of `nnx.Einsum`.
+    """
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: tuple[int, ...],
+        bias_shape: tuple[int, ...] | None = None,
+        *,
+        scaling: Scaling | None = None,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=Fp8EinsumOp(scaling), rngs=rngs, **settings)

@@ -1,0 +1,112 @@
+"""Decides how NNX modules become a pipeline: copies of a stage with stacked variables.
+
+Which variables are overwritten with their gradient, their type tells: `OverwriteWithGradient`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fp8_common import Fp8UnsupportedError
+from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline
+
+
+class LayerwiseShardablePipelined(nnx.Module):
+    """Runs microbatches through `num_stages` copies of a module, each with variables of its own.
+
+    The result equals running each microbatch through one copy after the other. A stage that changes variables when it
+    is called (batch statistics, counters of random numbers, sown values) is refused: microbatches of several stages
+    run at once, in an order of their own.
+
+    Attributes:
+        stages: The module, with variables [num_stages, ...], or [circular_repeat, num_stages, ...].
+    """
+
+    def __init__(
+        self,
+        make_stage: Callable[[nnx.Rngs], nnx.Module],
+        num_stages: int,
+        num_microbatches: int,
+        *,
+        rngs: nnx.Rngs,
+        circular_repeat: int = 1,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        """Make the stages.
+
+        Args:
+            make_stage: Returns one stage; called with activations, it returns activations of the same shapes.
+            num_stages: Number of stages.
+            num_microbatches: Number of microbatches.
+            rngs: For the initializers; every stage draws its own.
+            circular_repeat: How often a microbatch goes through all stages, with other variables in each round.
+            options: How stages run.
+
+        Raises:
+            Fp8Error: A number is below 1.
+        """
+        self.schedule = Schedule(stages=num_stages, microbatches=num_microbatches, rounds=circular_repeat)
+        self.options = options or PipelineOptions()
+        make = _stack(make_stage, num_stages)
+        self.stages = (_stack(make, circular_repeat) if circular_repeat > 1 else make)(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        """Return what the last stage returns.
+
+        Args:
+            x: Activations, a tree with leaves [num_microbatches, ...].
+
+        Raises:
+            Fp8Error: The leading length is another.
+            Fp8UnsupportedError: The stage changes variables.
+        """
+        graph, state = nnx.split(self.stages)
+
+        def stage(state: Any, h: Any, key: jax.Array | None) -> Any:
+            module = nnx.merge(graph, state)
+            # By identity: a variable that is written while this is traced holds another tracer.
+            before = {id(leaf) for leaf in jax.tree.leaves(state)}
+            out = module(h)
+            _refuse_changes(module, before)
+            return out
+
+        return pipeline(stage, state, x, self.schedule, self.options)
+
+
+class CircularLayerwiseShardablePipelined(LayerwiseShardablePipelined):
+    """A pipeline that every microbatch goes through `circular_repeat` times; the argument is required here."""
+
+    def __init__(
+        self,
+        make_stage: Callable[[nnx.Rngs], nnx.Module],
+        num_stages: int,
+        num_microbatches: int,
+        circular_repeat: int,
+        *,
+        rngs: nnx.Rngs,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        """Make the stages; arguments are those of `LayerwiseShardablePipelined`."""
+        super().__init__(
+            make_stage, num_stages, num_microbatches, rngs=rngs, circular_repeat=circular_repeat, options=options
+        )
+
+
+def _refuse_changes(module: nnx.Module, before: set[int]) -> None:
+    """Raise if variables of a module hold other values than before it was called, told by their identities."""
+    after = jax.tree_util.tree_leaves_with_path(nnx.state(module))
+    changed = [jax.tree_util.keystr(path) for path, leaf in after if id(leaf) not in before]
+    if changed:
+        raise Fp8UnsupportedError(
+            f"A pipeline does not keep what its stages change when called, here {', '.join(changed)}. Move the "
+            "layer out of the stage, use one without state of its own (nnx.LayerNorm), or make it deterministic."
+        )
+
+
+def _stack(make: Callable[[nnx.Rngs], nnx.Module], size: int) -> Callable[[nnx.Rngs], nnx.Module]:
+    def stacked(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(size))
+
+    return stacked

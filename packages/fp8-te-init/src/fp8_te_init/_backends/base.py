@@ -1,0 +1,33 @@
+"""Decides what the rest of the package can do with an FP8 weight of any make."""
+
+from typing import Protocol
+
+import torch
+
+from fp8_te_init._sources.base import QuantizedRows
+
+
+class Requantizable(QuantizedRows, Protocol):
+    """FP8 rows that can also be given new values."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+
+    def pending(self) -> torch.Tensor | None:
+        """Return values [n, columns] that were written and wait for a scale that the ranks agree on."""
+
+    def keys(self, values: torch.Tensor) -> torch.Tensor:
+        """Return int32 keys [k] of the amax of values [n, columns]; MAX combines them over ranks."""
+
+    def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
+        """Quantize values [n, columns] with scales from the agreed `keys`.
+
+        Args:
+            values: float16, bfloat16 or float32, on the device of the codes.
+            keys: int32 [k], combined over ranks.
+            step: Whether an optimizer step made the values.
+        """
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes held here, by kind: "codes", "scales", "transposes"."""

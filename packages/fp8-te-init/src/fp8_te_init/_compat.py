@@ -1,0 +1,34 @@
+"""The one place that touches private parts of torch.distributed.tensor, and what this package relies on there.
+
+Written for torch 2.11 to 2.13. FSDP2's private parts are read by `fp8_common.torch._fsdp.compat` alone.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
+"""Private attributes that this file reads; a test looks for each."""
+
+
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with the mesh, placements and shape of `tensor` and other local data, without a copy."""
+    spec = tensor._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=tensor.requires_grad and local.is_floating_point())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how many in-place writes torch counted on a tensor; what this package writes to codes is not counted."""
+    return tensor._version
+
+
+def float32_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return float32 `local` distributed like `parameter`, or itself if that is not distributed."""
+    return dtensor_like(parameter, local).requires_grad_(False) if isinstance(parameter, DTensor) else local

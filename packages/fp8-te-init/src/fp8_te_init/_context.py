@@ -1,0 +1,144 @@
+"""Decides which layers are built with FP8 primary weights: those constructed inside a `with primary_weights(...)`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fp8_common import Recipe
+from fp8_common.torch._dtypes import INPUT_DTYPES
+from fp8_te_init._backends.te_context import adopt, is_deferred, te_context
+from fp8_te_init._backends.te_rows import te_kind
+from fp8_te_init._cell import InitCell
+from fp8_te_init._choices import check_choice, is_for_te_alone, resolve_config
+from fp8_te_init._compat import local_of
+from fp8_te_init._config import PrimaryConfig
+from fp8_te_init._linear import PrimaryFloat8Linear
+from fp8_te_init._pages import give_back
+from fp8_te_init._release import Release, ReleaseGroup
+from fp8_te_init._sources import Preserve
+from fp8_te_init._state_dict import keep_scales_in_state_dicts
+from fp8_te_init._store import STORE, cell_of
+from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
+
+Backend = Literal["auto", "te", "native"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Building:
+    """What applies to layers that are being built; None of it where FP8 is switched off."""
+
+    config: PrimaryConfig | None
+    preserve: Preserve
+    group: ReleaseGroup
+
+
+_current: ContextVar[_Building | None] = ContextVar("fp8_primary_weights", default=None)
+_installed: ContextVar[bool] = ContextVar("fp8_primary_weights_hook", default=False)
+
+
+@contextlib.contextmanager
+def primary_weights(
+    recipe: "str | Recipe | Any | None" = None,
+    preserve: Preserve = "cpu",
+    release: Release = "seed",
+    backend: Backend = "auto",
+    *,
+    enabled: bool = True,
+    config: PrimaryConfig | None = None,
+) -> Iterator[None]:
+    """Build layers with FP8 primary weights that remember the values before rounding.
+
+    Applies to `nn.Linear` (not to subclasses), and to modules of TransformerEngine where it is installed. On the meta
+    device nothing is allocated; `reset_parameters` after `to_empty` initializes, also after `fully_shard`.
+
+    Args:
+        recipe: How weights (and operands) are cast: a name, a `Recipe`, or a recipe object of TransformerEngine.
+        preserve: How the values before rounding are kept for FP32 masters: "cpu" copies this rank's rows to the host,
+            "pinned" to page-locked memory; "residual" keeps one byte per element of bfloat16 weights, exactly;
+            "replay" keeps nothing per element and repeats the initialisation; "none" forgets them.
+        release: When they are dropped: "seed" with `seed_masters`, at the latest after the first optimizer step;
+            "step" after that; "forward" after the first forward; "manual" when they are cleared.
+        backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both; with its
+            MX and NVFP4 recipes "auto" is for its modules alone too.
+        enabled: False switches FP8 off inside, also inside another such block.
+        config: All choices of the native layers at once, instead of a recipe.
+
+    Raises:
+        Fp8Error: Unknown choices.
+        Fp8UnsupportedError: backend="te" and TransformerEngine cannot be used here.
+    """
+    check_choice("preserve", preserve, Preserve)
+    check_choice("release", release, Release)
+    check_choice("backend", backend, Backend)
+    native = enabled and backend != "te" and not (backend == "auto" and is_for_te_alone(recipe))
+    building = _Building(
+        config=resolve_config(recipe, config) if native else None, preserve=preserve, group=ReleaseGroup(release)
+    )
+    te = te_context(backend, recipe, enabled=enabled, preserve=preserve != "none")
+    token = _current.set(building)
+    hook: Any = _on_registration  # the stub says that such hooks return nothing
+    handle = None if _installed.get() else register_module_parameter_registration_hook(hook)
+    installed = _installed.set(True)
+    try:
+        with te:
+            yield
+    finally:
+        _current.reset(token)
+        _installed.reset(installed)
+        if handle is not None:
+            handle.remove()
+            give_back()  # what encoding left in the heap
+
+
+@contextlib.contextmanager
+def fp8_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """Build layers with FP8 primary weights, with the signature and the meaning of TransformerEngine's context manager.
+
+    Args:
+        enabled: False switches FP8 off inside.
+        recipe: A recipe object of TransformerEngine, or what `primary_weights` takes.
+        preserve_high_precision_init_val: Keep the values before rounding on the host until they are cleared.
+    """
+    preserve: Preserve = "cpu" if preserve_high_precision_init_val else "none"
+    with primary_weights(recipe, preserve, release="manual", enabled=enabled):
+        yield
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    """Put an FP8 weight in the place of a linear layer's, or take over the copy of TransformerEngine's."""
+    building = _current.get()
+    if primary_of(parameter) is not None:
+        if not isinstance(module, PrimaryFloat8Linear):
+            keep_scales_in_state_dicts(module, name)  # an embedding that is tied to a layer
+        return None
+    if building is not None and te_kind(local_of(parameter)) is not None:
+        if cell_of(parameter) is not None:
+            return None
+        cell = InitCell(building.preserve, building.group)
+        if adopt(module, name, parameter, cell):
+            STORE.register(module, name, parameter, cell)
+        return None
+    if building is not None and is_deferred(module, parameter):
+        STORE.register(module, name, parameter, InitCell(building.preserve, building.group))
+        return None
+    if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
+        return None
+    if name in module._parameters:  # not under construction: somebody gives an existing layer other values
+        return None
+    if parameter.dtype not in INPUT_DTYPES:
+        return None
+    config = building.config
+    weight = PrimaryFloat8Weight.empty(
+        parameter.shape, config.weight, dtype=parameter.dtype, device=parameter.device, gather=config.gather
+    )
+    replaced = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    PrimaryFloat8Linear.adopt(module, config)
+    STORE.register(module, name, replaced, InitCell(building.preserve, building.group))
+    return replaced

@@ -1,0 +1,59 @@
+"""Decides how a model leaves FP8: a float32 state dict under the usual names, from the masters where there are some."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp8_te_init._backends import requantizable
+from fp8_te_init._compat import float32_like
+from fp8_te_init._master import MASTER, MasterOptimizer
+from fp8_te_init._parameters import named_parameters
+from fp8_te_init._state_dict import HISTORY, SCALE
+
+
+@torch.no_grad()
+def export_fp32_state_dict(
+    model: nn.Module, optimizer: Optimizer | None = None, *, full_tensors: bool = False
+) -> dict[str, Any]:
+    """Return the state dict of the model that has no FP8 weights, all floating-point tensors in float32.
+
+    Args:
+        model: Any module. All ranks call it if it is sharded.
+        optimizer: Its optimizer; masters are exported where it has some, dequantized weights elsewhere.
+        full_tensors: Gather distributed tensors; otherwise they stay distributed, for `torch.distributed.checkpoint`.
+
+    Returns:
+        Tensors that share nothing with the model.
+    """
+    exported: dict[str, Any] = {}
+    values: dict[int, Any] = {}
+    for _, _, _, parameter in named_parameters(model):
+        weight = requantizable(parameter)
+        if weight is not None:
+            master = _master(optimizer, parameter)
+            own = float32_like(parameter, weight.values().clone()) if master is None else master.clone()
+            values[id(parameter)] = own
+    named = model.named_parameters(remove_duplicate=False)
+    weights = {name: values[id(parameter)] for name, parameter in named if id(parameter) in values}
+    for name, value in model.state_dict(keep_vars=True).items():
+        owner = name.removesuffix(SCALE).removesuffix(HISTORY)
+        if owner != name and owner in weights:
+            continue
+        if name not in weights and isinstance(value, torch.Tensor):
+            value = value.detach().clone()
+            value = value.float() if value.is_floating_point() else value
+        exported[name] = weights.get(name, value)
+    if full_tensors:
+        exported = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in exported.items()}
+    return exported
+
+
+def _master(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(optimizer, MasterOptimizer):
+        return optimizer.master_of(parameter)
+    state = {} if optimizer is None or parameter not in optimizer.state else optimizer.state[parameter]
+    master = state.get(MASTER)
+    return master if isinstance(master, torch.Tensor) and master.dtype == torch.float32 else None

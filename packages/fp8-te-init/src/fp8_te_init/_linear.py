@@ -1,0 +1,162 @@
+"""Decides what a linear layer with an FP8 primary weight is; it stays the module that it was, under another class."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from fp8_common import Fp8Error
+from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_te_init._cell import keeper
+from fp8_te_init._compat import dtensor_like
+from fp8_te_init._config import PrimaryConfig
+from fp8_te_init._products import linear
+from fp8_te_init._shards import place_of
+from fp8_te_init._state_dict import keep_scales_in_state_dicts
+from fp8_te_init._store import STORE
+from fp8_te_init._tape import Tape
+from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
+
+aten = torch.ops.aten
+
+
+class PrimaryFloat8Linear(nn.Linear):
+    """A linear layer whose weight parameter holds FP8 codes and nothing else.
+
+    Made by `convert_linear`, or inside `primary_weights`. The bias stays in high precision. `state_dict()` holds the
+    codes as a plain float8 tensor under "weight" and the scales into FP8 under "weight_quant_scale".
+
+    Attributes:
+        config: How to cast and multiply.
+    """
+
+    config: PrimaryConfig
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, config: PrimaryConfig) -> "PrimaryFloat8Linear":
+        """Make `module` itself a PrimaryFloat8Linear; its weight is replaced by the caller."""
+        module.__class__ = cls
+        adopted: Any = module
+        adopted.config = config
+        keep_scales_in_state_dicts(adopted)
+        return adopted
+
+    @property
+    def weight_quant_scale(self) -> torch.Tensor | None:
+        """float32 scales of the whole weight, into FP8; None where the weight is a plain one."""
+        if isinstance(self.weight, GatheredFloat8Weight):
+            return self.weight.scale
+        primary = primary_of(self.weight)
+        return None if primary is None else primary.scale
+
+    @property
+    def weight_amax_history(self) -> torch.Tensor | None:
+        """float32 [window] of delayed scaling, newest first; None without it."""
+        primary = primary_of(self.weight)
+        return None if primary is None else primary.state.history
+
+    @torch.compiler.disable(reason="FP8 primary weights change their scales outside of compiled code.")
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return input @ weight.T + bias. `torch.compile` leaves it as it is, and compiles what is around it.
+
+        Args:
+            input: [..., in_features], float32, bfloat16 or float16.
+
+        Returns:
+            [..., out_features] in the dtype of `input` (the autocast dtype under autocast).
+
+        Raises:
+            Fp8Error: The last dimension is not `in_features`, or the weight is distributed and not gathered.
+        """
+        if input.shape[-1] != self.in_features:
+            raise Fp8Error(f"This layer expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
+        if isinstance(self.weight, DTensor):
+            raise Fp8Error(
+                "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
+                "the module that fully_shard was applied to, and leave tensor-parallel layers out."
+            )
+        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        output = linear(input, self.weight, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize as `nn.Linear` does. A sharded layer draws the whole weight and takes its rows.
+
+        So the same state of the global generator on all ranks gives the same weight for every number of ranks, and
+        the one that an unsharded layer would have got.
+        """
+        primary = primary_of(self.weight)
+        if primary is None:
+            super().reset_parameters()
+            return
+        if primary.is_meta:
+            return
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        _draw_uniform(primary, bound)
+        increment_version(self.weight)  # a MasterOptimizer that is there already sees that it was written to
+        if self.bias is not None:
+            _draw_rows(self.bias, bound)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
+        """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
+        super()._apply(lambda tensor: _moved(tensor, fn), recurse)
+        # an autograd graph that is still alive keeps the old tensor from dying, which would say the same
+        STORE.reconcile(self, "weight")
+        return self
+
+    def extra_repr(self) -> str:
+        """Show what differs from `nn.Linear`."""
+        cast = self.config.weight
+        return f"{super().extra_repr()}, primary={cast.scaling} {cast.granularity} {cast.format}"
+
+
+def _draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:
+    state = primary.state
+    device = state.codes.device
+    rows = (0, state.full_shape[0])
+    tape = Tape.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
+    whole = torch.empty(state.full_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
+    state.write_drawn(whole, keeper(state.cell, primary.quantized_rows, tape))
+
+
+def _draw_rows(bias: nn.Parameter, bound: float) -> None:
+    local = getattr(bias, "_local_tensor", bias)
+    whole = torch.empty(bias.shape, dtype=bias.dtype, device=local.device).uniform_(-bound, bound)
+    if local is bias:
+        local.copy_(whole)
+        return
+    first, rows = place_of(bias)
+    local.copy_(whole[first : first + rows])
+
+
+def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply what `nn.Module._apply` applies, without letting a cast turn codes into plain values."""
+    primary = primary_of(tensor)
+    if primary is None:
+        return fn(tensor)
+    wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    if tensor.is_meta and not wanted.is_meta:
+        moved = torch.empty_like(tensor, device=wanted.device)
+    elif wanted.device != tensor.device:
+        moved = tensor.to(wanted.device)
+    else:
+        moved = tensor
+    if wanted.dtype == tensor.dtype:
+        return moved
+    return _standing_for(moved, wanted.dtype)
+
+
+def _standing_for(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    primary = primary_of(tensor)
+    if primary is None:
+        return tensor.to(dtype)
+    local = primary.standing_for(dtype)
+    if not isinstance(tensor, DTensor):
+        return local
+    return dtensor_like(tensor, local)

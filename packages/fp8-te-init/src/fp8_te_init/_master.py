@@ -1,0 +1,304 @@
+"""Decides how an optimizer trains FP8 weights: on float32 masters of this rank's rows, quantized again after the step.
+
+Any optimizer class of torch works: it sees the masters, and the plain parameters as they are. Masters are distributed
+like their parameters, so that `torch.distributed.checkpoint` saves and reshards them like any optimizer state.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fp8_common import Fp8Error
+from fp8_common.torch._fsdp.compat import reshard_gathered
+from fp8_te_init._agree import Agreement, agree_on
+from fp8_te_init._backends import requantizable
+from fp8_te_init._compat import float32_like, local_of, version_of
+from fp8_te_init._errors import StaleInitError
+from fp8_te_init._shards import group_of
+from fp8_te_init._store import cell_of
+from fp8_te_init._weight import primary_of
+
+logger = logging.getLogger(__name__)
+
+MASTER = "master_param"
+"""Name of the master in the state of its parameter, as in TransformerEngine's FusedAdam."""
+
+
+class MasterOptimizer(Optimizer):
+    """An optimizer with float32 masters of FP8 (and other low-precision) parameters.
+
+    Masters start from what is kept for a parameter, else from its rounded values; `seed_masters` does the same, checks
+    it, and drops what was kept. A step issues one all-reduce, whatever the number of FP8 weights. A parameter that
+    something else wrote to (a loaded checkpoint) keeps what was written: its master starts anew from that.
+
+    Args:
+        optimizer_cls: An optimizer class of torch, or one that takes the same arguments.
+        params: Parameters or groups, as any optimizer takes them.
+        **options: Arguments of `optimizer_cls`.
+
+    Attributes:
+        inner: The optimizer that trains the masters.
+        reductions: All-reduces issued so far on this rank.
+
+    Raises:
+        Fp8Error: `optimizer_cls` is no optimizer class.
+    """
+
+    def __init__(
+        self, optimizer_cls: type[Optimizer], params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None:
+        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+            raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
+        self.reductions = 0
+        super().__init__(params, {})
+        self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
+        self.defaults = self.inner.defaults
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of: masters too, which no other optimizer has."""
+        own = ("inner", "reductions", "_masters", "_versions")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters, as any optimizer does."""
+        super().add_param_group(param_group)
+        inner = getattr(self, "inner", None)
+        if inner is not None:
+            inner.add_param_group(self._with_masters(self.param_groups[-1]))
+            theirs = inner.param_groups[-1]
+            self.param_groups[-1].update({key: value for key, value in theirs.items() if key != "params"})
+
+    def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none."""
+        return self._masters.get(parameter)
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return every master."""
+        return list(self._masters.values())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
+        """Make a step with the masters, then quantize: one all-reduce for all FP8 weights. All ranks call it.
+
+        Args:
+            closure: Computes the loss again, as any optimizer takes it.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            Fp8Error: An FP8 weight that was frozen when it came here, and so has no master, has a gradient.
+        """
+        self._take_writes()
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs.update({key: value for key, value in ours.items() if key != "params"})
+        if closure is None:
+            self._hand_over()
+            loss = self.inner.step()
+        else:
+            loss = self.inner.step(self._evaluation_of(closure))
+        for master in self._masters.values():
+            master.grad = None
+        self.write_back(step=True)
+        self._publish()
+        return loss
+
+    @torch.no_grad()
+    def write_back(self, *, step: bool) -> None:
+        """Quantize every master into its FP8 weight, and round it into other parameters.
+
+        Args:
+            step: Whether an optimizer step made the masters; delayed scaling then records it.
+        """
+        agreements, written = [], []
+        for parameter, master in self._masters.items():
+            weight = requantizable(parameter)
+            if weight is None:
+                local_of(parameter).copy_(local_of(master))
+                continue
+            agreements.append(Agreement(weight=weight, values=local_of(master), group=group_of(parameter)))
+            written.append(local_of(parameter))
+        self.reductions += agree_on(agreements, step=step)
+        reshard_gathered(written)
+        for parameter in self._masters:
+            self.note(parameter)
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Take a parameter and its master as they are now: what is written to the parameter alone, later, counts."""
+        self._versions[parameter] = _writes_to(parameter), version_of(self._masters[parameter])
+
+    def _take_writes(self) -> None:
+        """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
+        taken = 0
+        for parameter, master in self._masters.items():
+            own, (written, mastered) = local_of(master), self._versions[parameter]
+            if written == _writes_to(parameter) or mastered != version_of(master) or _is_rounded_from(parameter, own):
+                continue
+            own.copy_(_start_values(parameter).view(own.shape))
+            taken += 1
+        if taken:
+            logger.warning(
+                "%d parameters were written to since their masters were made (a loaded checkpoint, an edit): the "
+                "masters start anew from what was written. Change masters and call write_back to keep their precision.",
+                taken,
+            )
+
+    def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure for the inner optimizer; where that moves masters between calls (LBFGS), weights follow."""
+        calls = itertools.count()
+
+        def evaluate() -> Any:
+            if next(calls):
+                self.write_back(step=False)
+            with torch.enable_grad():
+                loss = closure()
+            self._hand_over()
+            return loss
+
+        return evaluate
+
+    def _hand_over(self) -> None:
+        """Give the masters the gradients of their parameters."""
+        self._refuse_thawed()
+        for parameter, master in self._masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+
+    def _refuse_thawed(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter in self._masters:
+                    continue
+                if requantizable(parameter) is not None:
+                    raise Fp8Error(
+                        f"An FP8 weight of shape {tuple(parameter.shape)} was frozen when this MasterOptimizer took "
+                        "it, so it has no master, and it has a gradient now. Make the optimizer after unfreezing, or "
+                        "leave frozen parameters out and give them to add_param_group then."
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
+        self._publish(always=True)
+        try:
+            return super().state_dict()
+        finally:
+            self._publish()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or what `torch.distributed.checkpoint` made of it. Values keep their dtype.
+
+        The FP8 weights are not touched: they have their own place in the checkpoint of the model.
+
+        Raises:
+            Fp8Error: The parameter groups are others, or a master is missing.
+        """
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise Fp8Error(
+                f"The checkpoint has parameter groups of {[len(group['params']) for group in groups]} parameters, this "
+                f"optimizer of {[len(group['params']) for group in self.param_groups]}. Build it as it was saved."
+            )
+        for ours, theirs in zip(self.param_groups, groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+            for parameter, index in zip(ours["params"], theirs["params"], strict=True):
+                self._load_one(parameter, dict(state_dict["state"].get(index, {})))
+                if parameter in self._masters:
+                    self.note(parameter)
+        self._publish()
+
+    def _load_one(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        master = self._masters.get(parameter)
+        if master is not None:
+            if MASTER not in state:
+                raise Fp8Error(
+                    f"The checkpoint has no master for a parameter of shape {tuple(parameter.shape)}: it was saved by "
+                    "an optimizer without masters. Seed new ones with seed_masters instead."
+                )
+            master.copy_(state.pop(MASTER))
+        key = parameter if master is None else master
+        if state:
+            device = local_of(key).device
+            self.inner.state[key] = {name: _own(value, device, name) for name, value in state.items()}
+
+    def _publish(self, *, always: bool = False) -> None:
+        """Show the inner optimizer's state under the parameters; empty before the first step, as it is elsewhere."""
+        self.state.clear()
+        if not self.inner.state and not always:
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                master = self._masters.get(parameter)
+                own = self.inner.state.get(parameter if master is None else master, {})
+                if own or master is not None:
+                    self.state[parameter] = dict(own) if master is None else {MASTER: master, **own}
+
+    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter group for the inner optimizer."""
+        params = []
+        for parameter in group["params"]:
+            master = self._masters.get(parameter)
+            if master is None and parameter.requires_grad and _needs_master(parameter):
+                master = self._masters[parameter] = _start(parameter)
+                self.note(parameter)
+            params.append(parameter if master is None else master)
+        return {**group, "params": params}
+
+
+def _needs_master(parameter: torch.Tensor) -> bool:
+    return requantizable(parameter) is not None or parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def _start(parameter: Any) -> torch.Tensor:
+    """Return a master that starts from what is kept for a parameter, else from the values that it has."""
+    values = _start_values(parameter, strict=True)
+    return float32_like(parameter, values.to(device=local_of(parameter).device, dtype=torch.float32, copy=True))
+
+
+def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:
+    """Return the best values of the rows held here of a parameter.
+
+    Args:
+        parameter: FP8 or not.
+        strict: Raise if what is kept is stale, instead of taking the rounded values.
+    """
+    weight = requantizable(parameter)
+    if weight is None:
+        return local_of(parameter).detach()
+    kept, cell = weight.pending(), cell_of(parameter)
+    if kept is None and cell is not None:
+        try:
+            kept = cell.values(weight)
+        except StaleInitError:
+            if strict:
+                raise
+    return weight.values() if kept is None else kept
+
+
+def _writes_to(parameter: torch.Tensor) -> int:
+    """Return how many writes to a parameter were seen so far, whoever counted them."""
+    weight = primary_of(parameter)
+    return version_of(parameter) + (0 if weight is None else weight.state.writes)
+
+
+def _is_rounded_from(parameter: Any, master: torch.Tensor) -> bool:
+    """Return whether a parameter holds exactly what its master is rounded to."""
+    weight = requantizable(parameter)
+    if weight is None:
+        return torch.equal(master.to(parameter.dtype), local_of(parameter))
+    return torch.equal(weight.quantized(master), weight.codes())
+
+
+def _own(value: Any, device: torch.device, name: str) -> Any:
+    """Return a value of a loaded state that shares nothing with the checkpoint; step counts stay on their device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if name == "step" else value.to(device).clone()

@@ -1,0 +1,201 @@
+"""Decides what is known about the storage of one primary weight: codes, scales, and which rows of the weight it holds.
+
+All tensors that alias the storage share one `PrimaryState`. Scales are replaced, never written: a copy may share them.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fp8_common import CastRecipe
+from fp8_common._blocks import Block
+from fp8_common.torch import torch_dtype
+from fp8_common.torch._amax import key_to_float
+from fp8_common.torch._quantize import dequantize, quantize
+from fp8_common.torch._rounding import values as decoded_values
+from fp8_common.torch._scaling import divide, scale_from_amax
+from fp8_te_init._config import GatherFormat
+from fp8_te_init._grids import amax_keys, block_of, grid_shape, scale_of_rows
+
+if TYPE_CHECKING:
+    from fp8_te_init._cell import InitCell
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
+class PrimaryState:
+    """One storage of FP8 codes.
+
+    Attributes:
+        cast: How the weight is cast.
+        codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end.
+        scale: float32 scales of the whole weight, into FP8; the shape that `grids.grid_shape` gives.
+        full_shape: [rows, columns] of the whole weight.
+        first_row: Index of the first row held here.
+        sharded: Whether other ranks may hold other rows, so that scales have to be agreed on.
+        gather: What FSDP2 sends.
+        history: float32 [window] of delayed scaling, newest first; None otherwise.
+        unagreed: Whether values were written here whose scale the ranks have not agreed on yet.
+        held: The values of such a write, [rows, columns], where nothing else keeps them.
+        cell: What keeps the high-precision values.
+        travels: Whether it was found that FSDP2 can gather it.
+        writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
+    """
+
+    cast: CastRecipe
+    codes: torch.Tensor
+    scale: torch.Tensor
+    full_shape: torch.Size
+    first_row: int = 0
+    sharded: bool = False
+    gather: GatherFormat = "fp8"
+    history: torch.Tensor | None = None
+    unagreed: bool = False
+    held: torch.Tensor | None = None
+    cell: "InitCell | None" = None
+    travels: bool = False
+    writes: int = 0
+
+    @classmethod
+    def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
+        """Return the state of a whole weight of zeros."""
+        return cls(
+            cast=cast,
+            codes=torch.zeros(shape, dtype=torch.uint8, device=device),
+            scale=torch.ones(grid_shape(cast, shape), device=device),
+            full_shape=shape,
+            gather=gather,
+            history=torch.zeros(cast.policy.history, device=device) if cast.scaling == "delayed" else None,
+        )
+
+    def around(self, codes: torch.Tensor, *, sharded: bool | None = None) -> "PrimaryState":
+        """Return the state of other storage for the same weight: it keeps no high-precision values."""
+        scale, history = self.scale, self.history
+        if scale.device != codes.device:
+            make = torch.empty_like if scale.is_meta else torch.Tensor.to
+            scale = make(scale, device=codes.device)
+            history = None if history is None else make(history, device=codes.device)
+        return dataclasses.replace(
+            self,
+            codes=codes,
+            scale=scale,
+            history=history,
+            sharded=self.sharded if sharded is None else sharded,
+            unagreed=False,
+            held=None,
+            cell=None,
+            travels=False,
+        )
+
+    def __deepcopy__(self, memo: dict) -> "PrimaryState":
+        """Copy codes and scales; the module that is copied brings its high-precision values itself."""
+        twin = self.around(self.codes.clone())
+        twin.scale, twin.unagreed, twin.held = self.scale.clone(), self.unagreed, copy.deepcopy(self.held, memo)
+        memo[id(self)] = twin
+        return twin
+
+    @property
+    def block(self) -> Block | None:
+        """The block of each scale, where scales do not broadcast."""
+        return block_of(self.cast)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the weight that are held here, without padding."""
+        return max(0, min(self.codes.shape[0], self.full_shape[0] - self.first_row))
+
+    @property
+    def own_codes(self) -> torch.Tensor:
+        """uint8 [n, columns], the rows of the weight that are held here, without padding."""
+        return self.codes[: self.rows]
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dequantized storage [rows, columns], padding included."""
+        scale = self._row_scales(self.codes.shape[0])
+        return dequantize(self.codes.view(torch_dtype(self.cast.format)), scale, self.cast.fp8_format, dtype)
+
+    def own_values(self) -> torch.Tensor:
+        """Return float32 [n, columns], dequantized, without padding."""
+        raw = decoded_values(self.own_codes.view(torch_dtype(self.cast.format)), self.cast.fp8_format)
+        return raw * self.own_scale_inv()
+
+    def own_scale_inv(self) -> torch.Tensor:
+        """Return float32 scales back from FP8 that broadcast to [n, columns]."""
+        return divide(1.0, self._row_scales(self.rows))
+
+    def quantized(self, values: torch.Tensor) -> torch.Tensor:
+        """Return uint8 codes of values [n, columns] of the rows held here, with the present scales."""
+        return quantize(values, self._row_scales(values.shape[0]), self.cast.fp8_format).view(torch.uint8)
+
+    def _row_scales(self, rows: int) -> torch.Tensor:
+        return scale_of_rows(self.scale, self.cast, self.full_shape, self.first_row, rows)
+
+    def keys(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the int32 keys [k] of values [n, columns] that MAX combines over ranks."""
+        return amax_keys(values, self.cast, self.full_shape, self.first_row)
+
+    def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
+        """Quantize values [n, columns] of the rows held here with scales from the agreed `keys`.
+
+        Args:
+            values: float16, bfloat16 or float32.
+            keys: int32 [k], combined over ranks.
+            step: Whether an optimizer made the values: delayed scaling then uses the scale of earlier steps and
+                records this one; otherwise the weight starts anew.
+        """
+        amax = key_to_float(keys).reshape(self.scale.shape)
+        if self.history is not None:
+            amax = self._recorded(amax, step=step)
+        # an amax that says nothing leaves a delayed scale as it was, and a current one is 1
+        previous = None if self.history is None else self.scale
+        self.scale = scale_from_amax(amax, self.cast.fp8_format, self.cast.policy, prev=previous)
+        self.codes[: self.rows] = self.quantized(values)
+        self.unagreed, self.held = False, None
+
+    def _recorded(self, amax: torch.Tensor, *, step: bool) -> torch.Tensor:
+        """Record an amax and return the one that the scale of now is made from."""
+        if self.history is None:
+            return amax
+        policy = self.cast.policy
+        known = self.history.amax() if policy.algo == "max" else self.history[0]
+        history = self.history.roll(1) if step else torch.zeros_like(self.history)
+        history[0] = torch.where(torch.isfinite(amax), amax, history[0])
+        self.history = history
+        return known if step else amax
+
+    def take_scale(self, scale: torch.Tensor, history: torch.Tensor | None = None) -> None:
+        """Use scales from elsewhere (a checkpoint): the codes that belong to them are put in place by the caller."""
+        self.scale = scale.to(self.codes.device, copy=True)
+        if self.history is not None:
+            self.history = torch.zeros_like(self.history) if history is None else history.to(self.codes.device).clone()
+        self.unagreed, self.held = False, None
+
+    def write_drawn(self, whole: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
+        """Take over the rows held here of a whole weight [rows, columns] that every rank has drawn."""
+        own = whole[self.first_row : self.first_row + self.rows]
+        # the amax needs no reduction if the ranks drew the same weight; whether they did is found at the next gather
+        self.store(own, amax_keys(whole, self.cast, self.full_shape, 0), step=False)
+        self._wait_for_agreement(own, keep)
+
+    def write(self, values: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None" = None) -> None:
+        """Take over new values [rows, columns] of the storage.
+
+        A whole weight is quantized with its own scale. Where other ranks hold rows, the scale is this rank's guess
+        until the ranks agree (`agree.agree_on`, at the next gather at the latest).
+
+        Args:
+            values: Padding included.
+            keep: Called with the values [n, columns] instead of holding them here.
+        """
+        own = values[: self.rows]
+        self.store(own, self.keys(own), step=False)
+        self._wait_for_agreement(own, keep)
+
+    def _wait_for_agreement(self, own: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
+        if self.sharded:
+            self.unagreed = True
+            self.held = own.clone() if keep is None else None
+        if keep is not None:
+            keep(own)

@@ -1,0 +1,121 @@
+"""Decides what checkpoints see of a primary weight: plain float8 codes, and float32 scales beside them.
+
+Both can be loaded with `weights_only=True` and without this package. Kept high-precision values are never part of it.
+A checkpoint of the unconverted model can be loaded too: its values are quantized, and kept as the new start.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_common.torch._dtypes import FLOAT8_DTYPES
+from fp8_te_init._agree import Agreement, agree_on
+from fp8_te_init._cell import keeper
+from fp8_te_init._compat import dtensor_like
+from fp8_te_init._shards import group_of
+from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
+from fp8_te_init._wire import waiting_values
+
+SCALE, HISTORY = "_quant_scale", "_amax_history"
+"""What the name of a weight is followed by in the names of its scales and of the history of delayed scaling."""
+
+
+def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
+    """Make `module.state_dict()` hold plain codes and scales of the parameter `name`, and take them back."""
+    known = (hook for hook in module._state_dict_hooks.values() if isinstance(hook, partial))
+    if any(hook.func is _unwrap and hook.args == (name,) for hook in known):
+        return
+    module._register_state_dict_hook(partial(_unwrap, name))
+    module._register_load_state_dict_pre_hook(partial(_take_back, name), with_module=True)
+
+
+def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    primary = primary_of(state_dict.get(f"{prefix}{name}"))
+    if primary is None:
+        return
+    state, key = primary.state, f"{prefix}{name}"
+    if state.unagreed:
+        # a checkpoint of codes with this rank's guess of a scale could be read by nobody
+        agree_on(
+            [Agreement(weight=primary.quantized_rows, values=waiting_values(primary), group=group_of(state_dict[key]))],
+            step=False,
+        )
+    state_dict[key] = _with_local(state_dict[key], primary.codes)
+    state_dict[f"{key}{SCALE}"] = state.scale
+    if state.history is not None:
+        state_dict[f"{key}{HISTORY}"] = state.history
+
+
+def _take_back(
+    name: str,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load the scales, and wrap what `load_state_dict(assign=True)` is about to put in the weight's place."""
+    primary = primary_of(getattr(module, name))
+    key = f"{prefix}{name}"
+    scale, history = state_dict.pop(f"{key}{SCALE}", None), state_dict.pop(f"{key}{HISTORY}", None)
+    if primary is None or key not in state_dict:
+        return
+    loaded = getattr(state_dict[key], "_local_tensor", state_dict[key])
+    is_codes = loaded.dtype in (torch.uint8, *FLOAT8_DTYPES)
+    problem = _problem(key, primary, loaded, scale)
+    if problem is not None:
+        error_msgs.append(problem)
+        state_dict[key] = getattr(module, name)  # the weight stays as it was
+        return
+    if local_metadata.get("assign_to_params_buffers"):
+        state_dict[key] = _with_local(state_dict[key], _assigned(primary, loaded, scale, history, is_codes))
+    elif is_codes and scale is not None and loaded.shape == primary.shape:  # torch tells of other shapes
+        primary.state.take_scale(scale, history)
+
+
+def _problem(key: str, primary: PrimaryFloat8Weight, loaded: torch.Tensor, scale: torch.Tensor | None) -> str | None:
+    """Return why a tensor of a checkpoint cannot be loaded; None if it can."""
+    is_codes = loaded.dtype in (torch.uint8, *FLOAT8_DTYPES)
+    if is_codes and scale is None:
+        return (
+            f"{key} holds FP8 codes, but {key}{SCALE} is missing: codes mean nothing without their scales. Load both."
+        )
+    another = "it was saved under another recipe. Convert the model with that one."
+    if scale is not None and scale.shape != primary.scale.shape:
+        shapes = f"{tuple(scale.shape)}, and this weight needs {tuple(primary.scale.shape)}"
+        return f"{key}{SCALE} has shape {shapes}: {another}"
+    if loaded.dtype in FLOAT8_DTYPES and loaded.dtype != primary.codes.dtype:
+        return f"{key} holds {loaded.dtype} codes, and this weight {primary.codes.dtype}: {another}"
+    return None
+
+
+def _assigned(
+    primary: PrimaryFloat8Weight,
+    loaded: torch.Tensor,
+    scale: torch.Tensor | None,
+    history: torch.Tensor | None,
+    is_codes: bool,
+) -> PrimaryFloat8Weight:
+    """Return a primary weight around tensors that become the parameter as they are, or made from plain values."""
+    state = primary.state
+    if isinstance(loaded, PrimaryFloat8Weight):
+        return loaded
+    if is_codes:
+        fresh = state.around(loaded.view(torch.uint8))
+        if scale is not None:
+            fresh.take_scale(scale, history)
+        return PrimaryFloat8Weight(fresh.codes, fresh, primary.dtype)
+    fresh = state.around(torch.zeros(loaded.shape, dtype=torch.uint8, device=loaded.device))
+    weight = PrimaryFloat8Weight(fresh.codes, fresh, loaded.dtype)
+    fresh.write(loaded, keeper(state.cell, weight.quantized_rows))
+    return weight
+
+
+def _with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local

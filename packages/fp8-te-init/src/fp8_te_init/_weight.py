@@ -1,0 +1,330 @@
+"""Decides what an FP8 primary weight is: a tensor of a high-precision dtype that holds codes and scales, nothing else.
+
+Reading it in any operator gives the dequantized values; views alias the codes. Writing to it means: take the kept
+high-precision values (dequantize where there are none), apply the operator to them, quantize again. So every
+initialisation function works on it, and what it makes is kept exactly. FSDP2 gathers the codes.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from fp8_common import CastRecipe, Fp8StaleError
+from fp8_common.torch import torch_dtype
+from fp8_common.torch._dtypes import FLOAT8_DTYPES
+from fp8_common.torch._fsdp import is_view, refill
+from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch._quantize import expand_blocks, quantize
+from fp8_te_init import _wire as wire
+from fp8_te_init._cell import keeper
+from fp8_te_init._config import GatherFormat
+from fp8_te_init._native_rows import NativeRows
+from fp8_te_init._state import PrimaryState
+from fp8_te_init._tape import Tape
+
+aten = torch.ops.aten
+
+_CODES = (torch.uint8, *FLOAT8_DTYPES)
+_COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default}
+
+
+class PrimaryFloat8Weight(torch.Tensor):
+    """A weight [rows, columns], or this rank's rows of it, as FP8 codes; reports the dtype it stands for.
+
+    Args:
+        codes: uint8 view of `state.codes`.
+        state: What is known about the storage.
+        dtype: float32, bfloat16 or float16: the dtype of its gradient and of the values it was made from.
+    """
+
+    _codes: torch.Tensor
+    _state: PrimaryState
+
+    @staticmethod
+    def __new__(cls: type, codes: torch.Tensor, state: PrimaryState, dtype: torch.dtype) -> "PrimaryFloat8Weight":
+        """Wrap `codes` without copying them."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            codes.size(),
+            strides=codes.stride(),
+            storage_offset=codes.storage_offset(),
+            dtype=dtype,
+            device=codes.device,
+        )
+        self._codes, self._state = codes, state
+        return self
+
+    @classmethod
+    def empty(
+        cls,
+        shape: torch.Size,
+        cast: CastRecipe,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: GatherFormat = "fp8",
+    ) -> "PrimaryFloat8Weight":
+        """Return a whole weight of zeros."""
+        state = PrimaryState.empty(shape, cast, gather, device)
+        return cls(state.codes, state, dtype)
+
+    @property
+    def state(self) -> PrimaryState:
+        """What is known about the storage."""
+        return self._state
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes in the format's dtype, sharing storage; to read."""
+        return self._codes.view(torch_dtype(self._state.cast.format))
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 scales of the whole weight, into FP8."""
+        return self._state.scale
+
+    @property
+    def quantized_rows(self) -> NativeRows:
+        """The rows held here, as sources of high-precision values see them."""
+        return NativeRows(self._state, self.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of what its storage holds, in its own shape."""
+        own = self._state.codes
+        return self._codes.ndim == 2 and self._codes.data_ptr() == own.data_ptr() and self._covers_rows()
+
+    def _covers_rows(self) -> bool:
+        return self._codes.shape[0] in (self._state.rows, self._state.codes.shape[0])
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
+        return self._geometry(self._state.values(self.dtype))
+
+    def _geometry(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor of the storage's shape that this view shows."""
+        if self._codes.shape == whole.shape:
+            return whole
+        offset = self._codes.storage_offset() - self._state.codes.storage_offset()
+        return whole.contiguous().as_strided(self._codes.shape, self._codes.stride(), offset)
+
+    def standing_for(self, dtype: torch.dtype) -> "PrimaryFloat8Weight":
+        """Return the same codes with another dtype of values and gradient."""
+        return PrimaryFloat8Weight(self._codes, self._state, dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show shape and format."""
+        return f"PrimaryFloat8Weight(shape={tuple(self.shape)}, {self._state.cast.format}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle codes and scales; kept high-precision values stay behind."""
+        state = self._state
+        fields = (state.cast, state.codes, state.scale, state.full_shape, state.first_row, state.sharded, state.gather)
+        view = (tuple(self.shape), self._codes.stride(), self._codes.storage_offset() - state.codes.storage_offset())
+        trained = self.requires_grad if isinstance(self, nn.Parameter) else None
+        return _rebuild, (fields, state.history, view, self.dtype, trained)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """Copy codes and scales. A module that is copied brings its kept values along."""
+        state = self._state.__deepcopy__(memo)
+        twin: torch.Tensor = PrimaryFloat8Weight(self._geometry(state.codes), state, self.dtype)
+        if isinstance(self, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=self.requires_grad)
+        memo[id(self)] = twin
+        return twin
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        """Expose the codes to the compiler; the state is identity-compared metadata."""
+        return ["_codes"], (self._state, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
+    ) -> "PrimaryFloat8Weight":
+        """Rebuild from `__tensor_flatten__`."""
+        return PrimaryFloat8Weight(inner["_codes"], *context)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Views and copies keep codes, writes quantize again, everything else sees dequantized values."""
+        kwargs = kwargs or {}
+        if func is aten.copy_.default and isinstance(args[0], cls) and _is_codes(args[1]):
+            return _copy_codes(args[0], args[1])
+        if func._schema.is_mutable and any(True for _ in _written(func, args, kwargs)):
+            return _write(func, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, cls):
+            if is_view(func):
+                result = func(first._codes, *args[1:], **kwargs)
+                return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state, first.dtype), result)
+            copied = _copied(first, func, args[1:], kwargs)
+            if copied is not None:
+                return copied
+        args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return the uint8 buffer of this shard, and what `fsdp_post_all_gather` needs besides."""
+        return wire.send(self, mesh), (self._state.scale, self._state)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: tuple,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
+        scale, state = metadata
+        target: Any = None if out is None else getattr(out, "_local_tensor", out)
+        if target is not None and state.gather == "fp8":
+            refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
+            return None
+        codes = wire.receive(all_gather_outputs[0], state, scale)
+        if target is not None:
+            refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
+            refill(target.scale, scale)
+            return None
+        gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.block)
+        return gathered, () if state.gather == "fp8" else (codes,)
+
+
+def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
+    """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, PrimaryFloat8Weight) else None
+
+
+def requantized(gathered: torch.Tensor, scale: torch.Tensor, state: PrimaryState) -> torch.Tensor:
+    """Return float8 codes of dequantized float32 values: exactly those that the values were made of."""
+    wide = scale if state.block is None else expand_blocks(scale, state.block, gathered.shape)
+    return quantize(gathered, wide, state.cast.fp8_format)
+
+
+def _is_codes(source: object) -> bool:
+    return isinstance(source, PrimaryFloat8Weight) or (isinstance(source, torch.Tensor) and source.dtype in _CODES)
+
+
+def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
+    """Take over codes, and from another primary weight also scales and the place of its rows."""
+    target._state.writes += 1
+    if not isinstance(source, PrimaryFloat8Weight):
+        target._codes.copy_(source.view(torch.uint8))
+        return target
+    mine, other = target._state, source._state
+    if mine.cast != other.cast or mine.full_shape != other.full_shape:
+        return _write(aten.copy_.default, (target, source.dequantize()), {})
+    target._codes.copy_(source._codes)
+    mine.scale, mine.history = other.scale, other.history
+    if mine is not other and target._codes.ndim == 2:
+        row = (source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
+        mine.first_row, mine.unagreed = other.first_row + row, other.unagreed
+        mine.held = None if other.held is None else other.held[row : row + mine.rows].clone()
+    return target
+
+
+def _copied(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
+    """Return the result of an operator that makes another primary weight; None if it makes a plain tensor."""
+    state, device_only = weight._state, {k: v for k, v in kwargs.items() if k != "dtype"}
+    asked = kwargs.get("dtype")
+    if func is aten.new_zeros.default:
+        size = torch.Size(rest[0])
+        if asked not in (None, weight.dtype) or len(size) != 2 or size[1] != state.full_shape[1]:
+            return None
+        fresh = state.around(func(weight._codes, size, *rest[1:], **device_only), sharded=True)
+        fresh.first_row = state.full_shape[0]  # no row of the weight yet: `copy_` says which come here
+        return PrimaryFloat8Weight(fresh.codes, fresh, weight.dtype)
+    moves = func is aten._to_copy.default and asked in (None, weight.dtype)
+    if not (moves or func in _COPIES) or not weight.is_whole or asked not in (None, weight.dtype):
+        return None
+    fresh = state.around(func(state.codes, *rest, **device_only))  # the padding comes along
+    if func is not aten.empty_like.default:
+        fresh.unagreed = state.unagreed
+        fresh.held = None if state.held is None else state.held.to(fresh.codes.device, copy=True)
+    return PrimaryFloat8Weight(weight._geometry(fresh.codes), fresh, weight.dtype)
+
+
+def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator[PrimaryFloat8Weight]:
+    """Yield every primary weight that the operator writes to, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, PrimaryFloat8Weight))
+
+
+def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run an operator on the values behind the weights that it writes to, then quantize them again."""
+    written = {id(w._state): w for w in _written(func, args, kwargs)}
+    if any(w.is_meta for w in written.values()):
+        return args[0]
+    values = {key: _current_values(w) for key, w in written.items()}
+    tape = _tape_of(func, args, kwargs, next(iter(written.values())))
+
+    def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
+        whole = values.get(id(weight._state))
+        return weight.dequantize() if whole is None else weight._geometry(whole)
+
+    plain_args, plain_kwargs = pytree.tree_map_only(PrimaryFloat8Weight, plain, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for key, weight in written.items():
+        state = weight._state
+        state.writes += 1
+        state.write(values[key], keeper(state.cell, weight.quantized_rows, tape))
+    return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
+
+
+def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
+    """Return what a write starts from, [rows, columns] of the storage: the kept values, else the dequantized ones."""
+    state = weight._state
+    kept = state.held
+    if kept is None and state.cell is not None:
+        try:
+            kept = state.cell.values(weight.quantized_rows)
+        except Fp8StaleError:
+            kept = None
+    if kept is None:
+        return state.values(weight.dtype).contiguous()
+    whole = torch.zeros(state.codes.shape, dtype=kept.dtype, device=state.codes.device)
+    whole[: state.rows] = kept
+    return whole
+
+
+def _tape_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict, weight: PrimaryFloat8Weight) -> Tape | None:
+    """Return how to repeat this write, if it is of a kind that can be repeated."""
+    cell = weight._state.cell
+    if cell is None or not cell.wants_tape or args[0] is not weight or not weight.is_whole:
+        return None
+    state = weight._state
+    rows = (state.first_row, state.first_row + weight._codes.shape[0])
+    return Tape.record(cell.tape, func, args[1:], kwargs, device=weight.device, rows=rows)
+
+
+def _rebuild(
+    fields: tuple, history: torch.Tensor | None, view: tuple, dtype: torch.dtype, trained: bool | None
+) -> torch.Tensor:
+    cast, codes, scale, full_shape, first_row, sharded, gather = fields
+    state = PrimaryState(
+        cast=cast,
+        codes=codes,
+        scale=scale,
+        full_shape=full_shape,
+        first_row=first_row,
+        sharded=sharded,
+        gather=gather,
+        history=history,
+    )
+    shape, stride, offset = view
+    flat = codes.as_strided(shape, stride, codes.storage_offset() + offset) if math.prod(shape) else codes[:0]
+    weight = PrimaryFloat8Weight(flat, state, dtype)
+    return weight if trained is None else nn.Parameter(weight, requires_grad=trained)

@@ -1,0 +1,92 @@
+"""Decides that a checkpoint is whole before anything is loaded from it.
+
+`torch.distributed.checkpoint` reads tensor by tensor, straight into the model: a missing or short file is noticed when
+half of the weights are already overwritten. These functions look first, and write so that a cut is visible.
+"""
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from fp8_common import Fp8Error
+from fp8_common.torch._checkpoint import read_metadata
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Loads tensors and plain Python values, and refuses pickled objects of any other kind."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Look at a value that is no tensor before torch unpickles it, whatever it is."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
+    """Save with `torch.distributed.checkpoint` so that `path` appears only when it is whole. All ranks call it.
+
+    Args:
+        state: What `torch.distributed.checkpoint.save` takes.
+        path: A folder on a file system that all ranks share; an older checkpoint there is replaced.
+    """
+    target, partial = Path(path), Path(f"{path}.partial")
+    if _is_first_rank():
+        shutil.rmtree(partial, ignore_errors=True)
+    _barrier()
+    dcp.save(state, checkpoint_id=partial)
+    _barrier()
+    if _is_first_rank():
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    _barrier()
+
+
+def load_checkpoint(state: dict[str, Any], path: str | Path, **options: Any) -> None:
+    """Load in place with `torch.distributed.checkpoint`, after checking that the checkpoint is whole.
+
+    Args:
+        state: What `torch.distributed.checkpoint.load` fills.
+        path: The folder of a checkpoint.
+        **options: Further arguments of `torch.distributed.checkpoint.load`. Without a `planner`, values that are no
+            tensors must be plain: a pickled object of another kind is refused.
+
+    Raises:
+        Fp8Error: The checkpoint is missing, cut off or damaged; nothing was loaded. Every rank sees the same files.
+    """
+    verify_checkpoint(path)
+    dcp.load(state, checkpoint_id=path, **({"planner": PlainLoadPlanner()} | options))
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Check that every tensor that a checkpoint's metadata names lies whole in a file.
+
+    Raises:
+        Fp8Error: Saying what is missing.
+    """
+    folder = Path(path)
+    needed: dict[str, int] = {}
+    for place in (read_metadata(folder).storage_data or {}).values():
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    for name, size in sorted(needed.items()):
+        file = folder / name
+        present = file.stat().st_size if file.is_file() else 0
+        if present < size:
+            raise Fp8Error(
+                f"{file} is cut off: {present} of {size} bytes are there. Nothing was loaded; use another checkpoint."
+            )
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

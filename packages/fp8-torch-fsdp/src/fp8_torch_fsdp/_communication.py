@@ -1,0 +1,71 @@
+"""Decides FP8 communication without FP8 compute: weights are gathered as codes and arrive as plain tensors."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch._replaced import mark_replaced
+from fp8_torch_fsdp._config import CastConfig
+from fp8_torch_fsdp._sharded import ShardedFloat8Weight
+from fp8_torch_fsdp._state_dict import keep_state_dicts_plain
+from fp8_torch_fsdp._strategies import Strategy, strategy_for
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def enable_float8_all_gather(
+    target: nn.Module | Iterable[nn.Parameter], *, model: nn.Module | None = None, cast: CastRecipe | None = None
+) -> list[str]:
+    """Let FSDP2 gather weights in FP8 and hand them to unchanged layers in high precision.
+
+    Call it before `fully_shard`.
+
+    The layers compute with weights that were rounded to FP8: the same numbers as FP8 weights, none of the speed of FP8
+    products, half the bytes on the wire. Works for every layer that uses its parameters as tensors.
+
+    Args:
+        target: A model, all of whose floating point parameters of two or more dimensions are meant, except those of
+            embeddings; or an iterable of parameters of `model`.
+        model: The model that owns the parameters, when `target` is an iterable.
+        cast: How weights are cast; dynamic tensorwise E4M3 by default.
+
+    Returns:
+        The names of the parameters that are gathered in FP8 from now on.
+
+    Raises:
+        Fp8Error: No such parameter, a parameter already sharded, or parameters given without their model.
+    """
+    model, wanted = _resolve(target, model)
+    strategy = strategy_for(cast or CastConfig(), decode=True)
+    wrapped: dict[int, nn.Parameter] = {}
+    names = []
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) not in wanted:
+                continue
+            if id(parameter) not in wrapped:
+                wrapped[id(parameter)] = _wrap(parameter, strategy, f"{prefix}.{name}".lstrip("."))
+                mark_replaced(parameter, "enable_float8_all_gather")
+            module._parameters[name] = wrapped[id(parameter)]
+            keep_state_dicts_plain(module, name)
+            names.append(f"{prefix}.{name}".lstrip("."))
+    if not names:
+        raise Fp8Error("No parameter to gather in FP8: the model has no floating point weights of two dimensions.")
+    return names
+
+
+def _resolve(target: nn.Module | Iterable[nn.Parameter], model: nn.Module | None) -> tuple[nn.Module, set[int]]:
+    if not isinstance(target, nn.Module):
+        if model is None:
+            raise Fp8Error("enable_float8_all_gather(parameters) needs model=, the module that owns them.")
+        return model, {id(parameter) for parameter in target}
+    embedded = {id(p) for m in target.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return target, {id(p) for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in embedded}
+
+
+def _wrap(parameter: nn.Parameter, strategy: Strategy, name: str) -> nn.Parameter:
+    if hasattr(parameter, "_local_tensor") or isinstance(parameter, ShardedFloat8Weight):
+        raise Fp8Error(f"{name} is already sharded or gathered in FP8. Call enable_float8_all_gather once, first.")
+    return nn.Parameter(ShardedFloat8Weight.of(parameter.data, strategy), requires_grad=parameter.requires_grad)

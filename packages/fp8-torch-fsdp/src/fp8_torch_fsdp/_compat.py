@@ -1,0 +1,56 @@
+"""The one place of this package that touches private parts of PyTorch: the operators of functional collectives.
+
+They are what a compiler captures; the Python functions around them were renamed between torch 2.11 and 2.13, the
+operators were not. `check` tells what an upgrade broke; a test calls it. FSDP2's own private parts are the business of
+`fp8_common.torch._fsdp.compat`.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers what autograd and compilers need
+
+from fp8_common import Fp8UnsupportedError
+
+_ops = torch.ops._c10d_functional
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+"""Operators that the traceable mode is made of."""
+
+
+def check() -> None:
+    """Raise if this torch lacks an operator that the traceable mode needs.
+
+    Raises:
+        Fp8UnsupportedError: Naming what is missing and what to do.
+    """
+    missing = [name for name in COLLECTIVES if not hasattr(_ops, name)]
+    if missing:
+        raise Fp8UnsupportedError(
+            f"fully_shard_traceable needs operators that torch {torch.__version__} does not have: "
+            f"{', '.join(missing)}. Use torch 2.11 to 2.13, a newer release of this package, or fully_shard."
+        )
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return what stands for a process group in a graph."""
+    return group.group_name
+
+
+def start_all_gather(x: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
+    """Start to join contiguous `x` [n, ...] of all ranks to [group_size * n, ...]; `wait` before use."""
+    return _ops.all_gather_into_tensor(x, group_size, group)
+
+
+def start_reduce_scatter(x: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
+    """Start to average contiguous `x` [group_size * n, ...] over ranks, of which each gets [n, ...]."""
+    return _ops.reduce_scatter_tensor(x, "avg", group_size, group)
+
+
+def start_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Start to average `x` over ranks."""
+    return _ops.all_reduce(x, "avg", group)
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective that was started."""
+    return _ops.wait_tensor(x)

@@ -1,0 +1,49 @@
+"""Decides which layers are worth converting: by name, and by whether FP8 hardware takes their sizes at a profit."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from fp8_common import Fp8Error
+from fp8_torch_fsdp._config import Float8LinearConfig
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+ALIGNMENT = 16
+"""FP8 matrix units take dimensions that are multiples of this; other sizes are padded or refused there."""
+
+# Below these sizes the casts cost more than the products gain. Estimates from the work that each side does, not
+# measurements: a cast touches M K + K N values, the product saves time in proportion to M K N.
+SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128": (1024, 1024)}
+"""For each granularity of the weight, the smallest (out_features, in_features) that are worth it."""
+
+
+def auto_filter_for_recipe(recipe: str | Float8LinearConfig, filter_fqns: Sequence[str] = ()) -> ModuleFilter:
+    """Return a `module_filter_fn` that leaves out layers which are too small or odd-sized to gain, or named.
+
+    A layer is kept in high precision if its full name contains one of `filter_fqns`, if one of its dimensions is no
+    multiple of 16, or if one is below `SMALL` for the recipe. The limits are estimates; measure for your hardware.
+
+    Args:
+        recipe: Name of a recipe, or a configuration.
+        filter_fqns: Parts of names of layers to leave out, for example "output" or "lm_head".
+
+    Returns:
+        A function of (layer, full name), for `convert_to_float8_training`.
+
+    Raises:
+        Fp8Error: Unknown recipe, or `filter_fqns` is a single string.
+    """
+    if isinstance(filter_fqns, str):
+        raise Fp8Error(f"filter_fqns must be a list of names, got the string {filter_fqns!r}. Write [{filter_fqns!r}].")
+    config = Float8LinearConfig.from_recipe_name(recipe) if isinstance(recipe, str) else recipe
+    smallest = SMALL[config.weight.granularity]
+
+    def keep(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or any(part in name for part in filter_fqns):
+            return False
+        sizes = (module.out_features, module.in_features)
+        aligned = all(size % ALIGNMENT == 0 for size in sizes)
+        return aligned and all(size >= least for size, least in zip(sizes, smallest, strict=True))
+
+    return keep

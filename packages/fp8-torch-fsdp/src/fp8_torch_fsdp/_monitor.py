@@ -1,0 +1,151 @@
+"""Decides how to watch FP8 training: statistics stay on the device until somebody asks for them.
+
+Watching costs a pass or two over each operand, and nothing while no monitor is attached.
+"""
+
+import dataclasses
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from fp8_common.torch._amax import amax_all
+from fp8_common.torch._fsdp import StepCounter
+from fp8_common.torch._operands import Operand
+from fp8_common.torch._quantize import expand_blocks
+from fp8_common.torch._rounding import values
+from fp8_torch_fsdp._counters import sharded_weights
+from fp8_torch_fsdp._linear import Float8Linear
+
+
+@dataclasses.dataclass(slots=True)
+class _Statistics:
+    """Sums over what one operand held since the last collection; tensors on its device."""
+
+    amax: torch.Tensor
+    scale_inv: torch.Tensor
+    saturated: torch.Tensor
+    underflowed: torch.Tensor
+    nonfinite: torch.Tensor
+    elements: int
+
+
+class Float8Monitor:
+    """Collects amax, scale, saturation, underflow and scale age of every FP8 layer.
+
+    Use it as a context manager, or `close()` it. `collect()` moves all numbers to the host at once and returns a flat
+    dictionary, ready for `SummaryWriter.add_scalar`:
+
+    * `<layer>/<operand>/amax`: largest absolute value; NaN if there was one.
+    * `<layer>/<operand>/scale`: the (smallest) scale in use.
+    * `<layer>/<operand>/saturated`: share of values that were clamped to the largest FP8 value.
+    * `<layer>/<operand>/underflowed`: share of non-zero values that became zero.
+    * `<layer>/<operand>/nonfinite`: share of infinities and NaN.
+    * `<weight>/wire/scale`, `<weight>/wire/amax`, `<weight>/wire/age`: what the all-gather uses (the largest amax over
+      ranks), and the number of optimizer steps since its synchronization.
+    * `<weight>/wire/nonfinite`: share of infinities and NaN in this rank's shard.
+
+    Operands are "input" and "grad_output". Statistics cover everything since the last `collect()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._statistics: dict[tuple[str, str], _Statistics] = {}
+        self._layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+        for name, layer in self._layers.items():
+            layer.watcher = _Watcher(self, name)
+
+    def __enter__(self) -> "Float8Monitor":
+        """Return the monitor."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching; collected statistics stay."""
+        for layer in self._layers.values():
+            layer.watcher = None
+
+    def collect(self) -> dict[str, float]:
+        """Return everything since the last call as plain numbers; one transfer from the device."""
+        names: list[str] = []
+        numbers: list[torch.Tensor] = []
+        for (layer, operand), s in self._statistics.items():
+            prefix = f"{layer}/{operand}".lstrip("/")
+            entries = {
+                "amax": s.amax,
+                "scale": 1 / s.scale_inv,
+                "saturated": s.saturated / s.elements,
+                "underflowed": s.underflowed / s.elements,
+                "nonfinite": s.nonfinite / s.elements,
+            }
+            names += [f"{prefix}/{key}" for key in entries]
+            numbers += list(entries.values())
+        self._statistics.clear()
+        collected = torch.stack([n.float() for n in numbers]).tolist() if numbers else []
+        return {**dict(zip(names, collected, strict=True)), **self._weights()}
+
+    def _weights(self) -> dict[str, float]:
+        collected: dict[str, float] = {}
+        for name, weight in sharded_weights(self._model):
+            state = weight._state
+            if state.seen is None:
+                continue
+            if state.scale is not None:
+                collected[f"{name}/wire/scale"] = state.scale.min().item()
+            if state.agreed is not None and state.agreed.numel():
+                collected[f"{name}/wire/amax"] = state.agreed.max().view(torch.float32).item()
+            nonfinite = (~torch.isfinite(weight.plain)).sum() / max(weight.numel(), 1)
+            collected[f"{name}/wire/nonfinite"] = nonfinite.item()
+            collected[f"{name}/wire/age"] = float(StepCounter.count - state.synced_at)
+        return collected
+
+    @torch.no_grad()
+    def _record(self, layer: str, name: str, x: torch.Tensor, operand: Operand) -> None:
+        new = _measure(x, operand)
+        old = self._statistics.get((layer, name))
+        self._statistics[layer, name] = new if old is None else _merged(old, new)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Watcher:
+    """What a layer calls with each operand that it casts."""
+
+    monitor: Float8Monitor
+    layer: str
+
+    def __call__(self, name: str, x: torch.Tensor, operand: Operand) -> None:
+        self.monitor._record(self.layer, name, x, operand)
+
+
+def _measure(x: torch.Tensor, operand: Operand) -> _Statistics:
+    scale_inv = operand.scale_inv
+    if operand.block:
+        scale_inv = expand_blocks(scale_inv, operand.block, operand.codes.shape)
+    finite = torch.isfinite(x)
+    limit = operand.fmt.max * scale_inv
+    became = values(operand.codes, operand.fmt)
+    return _Statistics(
+        amax=amax_all(x),
+        scale_inv=operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(()),
+        # one part in 2^20 above the limit is the rounding of scale and limit, not saturation
+        saturated=(finite & (x.abs() > limit * (1 + 2.0**-20))).sum(),
+        underflowed=((became == 0) & (x != 0)).sum(),
+        nonfinite=(~finite).sum(),
+        elements=max(x.numel(), 1),
+    )
+
+
+def _merged(a: _Statistics, b: _Statistics) -> _Statistics:
+    return _Statistics(
+        amax=torch.maximum(a.amax, b.amax),
+        scale_inv=torch.maximum(a.scale_inv, b.scale_inv),
+        saturated=a.saturated + b.saturated,
+        underflowed=a.underflowed + b.underflowed,
+        nonfinite=a.nonfinite + b.nonfinite,
+        elements=a.elements + b.elements,
+    )

@@ -1,0 +1,130 @@
+"""Decides what a user can read about the all-gather of a model: for each weight, what travels and why."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._sharded import ShardedFloat8Weight
+from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
+from fp8_torch_fsdp._traceable.wires import Float8Wire
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightReport:
+    """What FSDP2 gathers for one parameter.
+
+    Attributes:
+        name: Fully qualified name.
+        shape: Shape of the whole parameter.
+        wire: What travels: "float8_e4m3fn" or the name of a high-precision dtype.
+        wire_bytes: Bytes of one gather of the whole parameter, scales included.
+        saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
+        why: How the weight is scaled, or why it does not travel in FP8.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    wire: str
+    wire_bytes: int
+    saved_bytes: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AllGatherReport:
+    """The weights of a model; `str()` makes a table."""
+
+    weights: tuple[WeightReport, ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one gather of everything."""
+        return sum(weight.wire_bytes for weight in self.weights)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What that saves."""
+        return sum(weight.saved_bytes for weight in self.weights)
+
+    def __str__(self) -> str:
+        """Return a table with one line for each weight and the sums."""
+        width = max([len(weight.name) for weight in self.weights], default=4)
+        lines = [f"{'name':{width}}  {'wire':14}  {'bytes':>12}  {'saved':>12}  why"]
+        lines += [
+            f"{w.name:{width}}  {w.wire:14}  {w.wire_bytes:>12,}  {w.saved_bytes:>12,}  {w.why}" for w in self.weights
+        ]
+        return "\n".join([*lines, f"{'sum':{width}}  {'':14}  {self.wire_bytes:>12,}  {self.saved_bytes:>12,}"])
+
+
+def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> AllGatherReport:
+    """Report what FSDP2 gathers for each parameter of `model`.
+
+    Args:
+        model: A converted model, sharded or not; call it while its weights are sharded (`model.reshard()`).
+        reference_dtype: The dtype of the gather that savings are measured against, and of parameters that travel in
+            high precision.
+
+    Returns:
+        One entry per parameter, in the order of `model.named_parameters()`.
+    """
+    owners = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
+    entries = [
+        _entry(name, parameter, owners.get(id(parameter)), reference_dtype)
+        for name, parameter in model.named_parameters()
+    ]
+    return AllGatherReport(weights=tuple(entries))
+
+
+def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, reference: torch.dtype) -> WeightReport:
+    local = getattr(parameter, "_local_tensor", parameter)
+    plain_bytes = parameter.numel() * reference.itemsize
+    strategy = _strategy_of(local, owner)
+    if strategy is not None:
+        cast = strategy.cast
+        wire_bytes = parameter.numel() + _scale_bytes(parameter, strategy)
+        scope = " for each shard" * isinstance(strategy, ShardwiseStrategy)
+        wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}{scope}"
+        if strategy.decode:
+            why += ", for high-precision layers"
+    else:
+        wire, wire_bytes, why = str(reference).removeprefix("torch."), plain_bytes, _why_not(parameter, local, owner)
+    return WeightReport(
+        name=name,
+        shape=tuple(parameter.shape),
+        wire=wire,
+        wire_bytes=wire_bytes,
+        saved_bytes=plain_bytes - wire_bytes,
+        why=why,
+    )
+
+
+def _strategy_of(local: torch.Tensor, owner: nn.Module | None) -> Strategy | None:
+    """Return how a weight travels in FP8: as its tensor says, or its layer under `fully_shard_traceable`."""
+    if isinstance(local, ShardedFloat8Weight):
+        return local.strategy
+    wire = getattr(owner, "wire", None)
+    return wire.strategy if isinstance(wire, Float8Wire) else None
+
+
+def _scale_bytes(parameter: torch.Tensor, strategy: Strategy) -> int:
+    """Return the bytes of scales that travel with the codes: those of whole rows and of shards do."""
+    mesh = getattr(parameter, "device_mesh", None)
+    ranks = mesh.size(mesh.ndim - 1) if mesh is not None else 1
+    if isinstance(strategy, ShardwiseStrategy):
+        return 4 * ranks
+    return 4 * parameter.numel() // parameter.shape[-1] if strategy.cast.granularity == "rowwise" else 0
+
+
+def _why_not(parameter: nn.Parameter, local: torch.Tensor, owner: nn.Module | None) -> str:
+    if isinstance(local, GatheredFloat8Weight):
+        return "gathered at the moment: call model.reshard() first"
+    if isinstance(owner, Float8Linear) and not owner.config.all_gather.enabled:
+        return "all_gather.enabled is False"
+    if isinstance(owner, Float8Linear):
+        return "shared with a layer that is not FP8"
+    if isinstance(owner, nn.Linear) and parameter.ndim == 2:
+        return "its layer was not converted"
+    return "not the weight of a linear layer"

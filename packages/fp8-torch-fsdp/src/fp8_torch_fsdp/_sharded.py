@@ -1,0 +1,197 @@
+"""Decides what an FP8 linear weight is before the all-gather: a high-precision shard that tracks its changes.
+
+`ShardedFloat8Weight` is the first of two life-cycle states; `GatheredFloat8Weight` is the other. Optimizers,
+checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch._fsdp import (
+    WeightState,
+    gather_inputs,
+    is_view,
+    mark_mutations,
+    refill,
+    track_optimizer_steps,
+)
+from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight, decoded, stable_hash
+from fp8_torch_fsdp._strategies import Strategy
+
+aten = torch.ops.aten
+
+# Results of these hold new data of a weight (FSDP2 shards, moves and copies with them): still a weight, nothing known.
+_MAKES_WEIGHT = {
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten._pin_memory.default,
+}
+
+
+class ShardedFloat8Weight(torch.Tensor):
+    """A weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
+
+    Args:
+        data: The plain tensor, float32, bfloat16 or float16 [rows, columns].
+        state: What is known about it; see `fp8_common.torch._fsdp.WeightState`.
+    """
+
+    _data: torch.Tensor
+    _state: WeightState
+
+    @staticmethod
+    def __new__(cls: type, data: torch.Tensor, state: WeightState) -> "ShardedFloat8Weight":
+        """Wrap `data` without copying it."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=data.requires_grad,
+        )
+        self._data, self._state = data, state
+        return self
+
+    @classmethod
+    def of(cls, data: torch.Tensor, strategy: Strategy, *, cache: bool = True) -> "ShardedFloat8Weight":
+        """Wrap a plain weight that nothing is known about yet."""
+        track_optimizer_steps(cls)
+        return cls(data, WeightState(strategy=strategy, cache=cache))
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The plain tensor underneath, to read. Writers take `lend()`."""
+        return self._data
+
+    def lend(self) -> torch.Tensor:
+        """Return a plain alias that may be written to; the weight counts as changed as long as it lives."""
+        return self._state.lend(self._data)
+
+    def data_ptr(self) -> int:
+        """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
+        return self._data.data_ptr()
+
+    def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
+        """Copy the data and remember nothing; torch would look for a storage of its own behind `data_ptr`."""
+        if id(self) not in memo:
+            twin = type(self)(self._data.detach().clone(), copy.deepcopy(self._state, memo))
+            own = {name: value for name, value in vars(self).items() if name not in ("_data", "_state")}
+            vars(twin).update(copy.deepcopy(own, memo))
+            twin.requires_grad_(self.requires_grad)
+            twin.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = twin
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: what is remembered about a weight belongs to this process.
+
+        Raises:
+            Fp8Error: Always.
+        """
+        raise Fp8Error(
+            "FP8 weights cannot be pickled with their model. Save model.state_dict(): it holds plain tensors."
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        """How this weight is scaled."""
+        return cast(Strategy, self._state.strategy)  # `of` put it there
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show the high-precision values."""
+        return f"ShardedFloat8Weight({self._data!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], WeightState]:
+        """Expose the plain tensor to the compiler; the state is identity-compared metadata."""
+        return ["_data"], self._state
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], state: WeightState, outer_size: Any, outer_stride: Any
+    ) -> "ShardedFloat8Weight":
+        """Rebuild from `__tensor_flatten__`."""
+        return ShardedFloat8Weight(inner["_data"], state)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: WeightState, present: WeightState) -> bool:
+        """Tell the compiler that compiled code depends on how a weight is cast, not on what is remembered about it."""
+        return _kind(traced) == _kind(present)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Name what a compiled graph depends on besides the values: the same in every process."""
+        return stable_hash(self, type(self.strategy).__name__, self.strategy.cast, self.strategy.decode)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run `func` on the plain tensors, record writes, and keep weights weights."""
+        kwargs = kwargs or {}
+        mark_mutations(func, args, kwargs, cls)
+        source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda w: w._data, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
+        if is_view(func):
+            return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
+        if func is aten._to_copy.default and result.dtype == source.dtype:
+            return cls(result, source._state.copied())
+        if func in _MAKES_WEIGHT and result.is_floating_point():
+            return cls(result, source._state.fresh())
+        return result
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return the uint8 buffers of this shard and what `fsdp_post_all_gather` needs besides."""
+        return gather_inputs(self, mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: tuple,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
+        kept, full_shape = metadata
+        strategy = self.strategy
+        scale = strategy.scale_from_wire(all_gather_outputs, kept, full_shape)
+        target: Any = None if out is None else getattr(out, "_local_tensor", out)
+        if target is not None and not strategy.decode:
+            # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
+            if target.filled_from is None or target.filled_from is not kept:
+                refill(target.scale, scale)
+                target.filled_from = kept
+            return None
+        codes = strategy.codes_from_wire(all_gather_outputs, full_shape)
+        if not strategy.decode:
+            whole = GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.block)
+            whole.filled_from = kept
+            return whole, ()
+        plain = decoded(codes, scale, strategy.cast.format, strategy.block, param_dtype)
+        if target is None:
+            return plain, (plain,)
+        refill(target, plain)
+        return None
+
+
+def _kind(state: WeightState) -> tuple[type, CastRecipe]:
+    strategy = cast(Strategy, state.strategy)
+    return type(strategy), strategy.cast
+
+
+torch.serialization.add_safe_globals([ShardedFloat8Weight])

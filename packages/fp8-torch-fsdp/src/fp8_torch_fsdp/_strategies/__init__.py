@@ -1,0 +1,52 @@
+"""How each kind of weight scaling casts a weight and puts it on the wire: one class per kind, one protocol."""
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch._delayed import DelayedScale
+from fp8_torch_fsdp._strategies.base import Strategy
+from fp8_torch_fsdp._strategies.blockwise import BlockwiseStrategy
+from fp8_torch_fsdp._strategies.rowwise import RowwiseStrategy
+from fp8_torch_fsdp._strategies.shardwise import ShardwiseStrategy
+from fp8_torch_fsdp._strategies.tensorwise import DelayedStrategy, StaticStrategy, TensorwiseStrategy
+
+__all__ = [
+    "BlockwiseStrategy",
+    "DelayedStrategy",
+    "RowwiseStrategy",
+    "ShardwiseStrategy",
+    "StaticStrategy",
+    "Strategy",
+    "TensorwiseStrategy",
+    "strategy_for",
+]
+
+
+def strategy_for(
+    cast: CastRecipe, *, delayed: DelayedScale | None = None, decode: bool = False, scope: str = "tensor"
+) -> Strategy:
+    """Return the strategy for a weight cast.
+
+    Args:
+        cast: How the weight is cast.
+        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        decode: Gathered weights become plain high-precision tensors again: communication only.
+        scope: "tensor" for one scale of a tensorwise weight, "shard" for one of each rank's shard.
+
+    Raises:
+        Fp8Error: No weight is cast that way.
+    """
+    if cast.granularity == "tensorwise" and cast.scaling == "dynamic" and scope == "shard":
+        return ShardwiseStrategy(cast=cast, decode=decode)
+    if cast.granularity == "tensorwise" and cast.scaling == "dynamic":
+        return TensorwiseStrategy(cast=cast, decode=decode)
+    if cast.granularity == "tensorwise" and cast.scaling == "static":
+        return StaticStrategy(cast=cast, decode=decode)
+    if cast.granularity == "tensorwise" and cast.scaling == "delayed" and delayed is not None:
+        return DelayedStrategy(cast=cast, decode=decode, delayed=delayed)
+    if cast.granularity == "rowwise" and cast.scaling == "dynamic":
+        return RowwiseStrategy(cast=cast, decode=decode)
+    if cast.granularity == "blockwise_128x128" and cast.scaling == "dynamic":
+        return BlockwiseStrategy(cast=cast, decode=decode)
+    raise Fp8Error(
+        f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use tensorwise (dynamic, delayed or "
+        "static), rowwise (dynamic) or blockwise_128x128 (dynamic)."
+    )

@@ -1,0 +1,102 @@
+"""Decides what tensor-parallel ranks exchange: FP8 codes where one scale serves all that follows, else the values.
+
+A matrix that is cut along the sequence is cast before it is gathered, with the largest amax of all ranks, so that the
+codes are those of the whole matrix. Recipes that cast a matrix twice, along its rows and along its columns, need the
+values; for them the gather is the one that torch makes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from fp8_common import Format
+from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+
+Cast = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Format]]
+"""Makes codes [rows, columns], the scale that all ranks share and the format from a local matrix [rows, columns]."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is cut: the ranks, how, and its whole shape (None: all ranks hold equally much)."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size | None = None
+
+    def distributed(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor whose part on this rank is `local`."""
+        stride = None if self.shape is None else torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+
+
+def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredFloat8Weight:
+    """Return the whole tensor in FP8 from its parts.
+
+    Args:
+        local: [..., columns], float32, bfloat16 or float16.
+        cast: How to cast it.
+        place: How it is cut.
+    """
+    codes, scale, fmt = cast(local.reshape(-1, local.shape[-1]))
+    data = place.distributed(codes.view(local.shape).view(torch.uint8))
+    whole = data.redistribute(placements=[Replicate()]).to_local()
+    return GatheredFloat8Weight(whole.contiguous().view(codes.dtype), scale, fmt.name, local.dtype)
+
+
+class GatherInput(torch.autograd.Function):
+    """The parts of an activation become the whole in FP8; the ranks' gradients of it are summed and cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, cast: Cast, place: Place) -> DTensor:
+        """Return a replicated DTensor over FP8 codes."""
+        ctx.place = place
+        return DTensor.from_local(gather_codes(local, cast, place), place.mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
+        """Reduce and cut."""
+        return grad.redistribute(placements=[ctx.place.placement]).to_local(), None, None
+
+
+class ReduceOutput(torch.autograd.Function):
+    """The sum over ranks of partial outputs, cut or whole; its gradient is gathered again, in FP8 where `cast` says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, partial: torch.Tensor, cast: Cast | None, mesh: DeviceMesh, placement: Placement
+    ) -> torch.Tensor:
+        """Return this rank's part of the sum."""
+        total = DTensor.from_local(partial.detach(), mesh, [Partial()], run_check=False)
+        total = total.redistribute(placements=[placement])
+        ctx.cast, ctx.place = cast, Place(mesh, placement, total.shape)
+        return total.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gather; a replicated gradient is whole already."""
+        if not ctx.place.placement.is_shard():
+            whole = grad
+        elif ctx.cast is None:
+            whole = ctx.place.distributed(grad.contiguous()).redistribute(placements=[Replicate()]).to_local()
+        else:
+            whole = gather_codes(grad.contiguous(), ctx.cast, ctx.place)
+        return whole, None, None, None
+
+
+class SumGradient(torch.autograd.Function):
+    """A parameter that every rank holds and uses for its part of the data: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the parameter."""
+        ctx.mesh = mesh
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Sum."""
+        total = DTensor.from_local(grad, ctx.mesh, [Partial()], run_check=False)
+        return total.redistribute(placements=[Replicate()]).to_local(), None

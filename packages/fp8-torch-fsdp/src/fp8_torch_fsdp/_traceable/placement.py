@@ -1,0 +1,131 @@
+"""Decides how parameters lie on a mesh and how rows travel: cut by rows like FSDP2 does, padded to equal parts.
+
+The mesh has one dimension, or two for HSDP: copies first, shards last.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fp8_common import Fp8Error
+from fp8_torch_fsdp import _compat as compat
+
+
+class Started(NamedTuple):
+    """A collective on its way.
+
+    Attributes:
+        result: What `Placement.finish` will return.
+        sent: What is sent. It must live until the end: gloo reads it in a thread of its own, and torch's tensors do not
+            bear that Python drops them meanwhile (https://github.com/pytorch/pytorch/issues/75529).
+    """
+
+    result: torch.Tensor
+    sent: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The ranks that share parameters, by names that a graph can hold.
+
+    Attributes:
+        size: Number of shards.
+        rank: Index of this rank's shard.
+        group: Name of the group that holds the other shards.
+        copies: Number of ranks that hold the same shard.
+        copies_group: Name of their group; None without copies.
+    """
+
+    size: int
+    rank: int
+    group: str
+    copies: int = 1
+    copies_group: str | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Placement":
+        """Describe a mesh.
+
+        Raises:
+            Fp8Error: It has more than two dimensions.
+        """
+        if mesh.ndim not in (1, 2):
+            raise Fp8Error(
+                f"fully_shard_traceable shards over a mesh of one dimension, or of two for HSDP (copies, shards); got "
+                f"{mesh.ndim} dimensions: {mesh}."
+            )
+        last = mesh.ndim - 1
+        return cls(
+            size=mesh.size(last),
+            rank=mesh.get_local_rank(last),
+            group=compat.name_of(mesh.get_group(last)),
+            copies=mesh.size(0) if last else 1,
+            copies_group=compat.name_of(mesh.get_group(0)) if last else None,
+        )
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the number of rows that every rank contributes to a gather of `rows`."""
+        return -(-rows // self.size)
+
+    def first_row(self, rows: int) -> int:
+        """Return the index of this rank's first row of `rows`."""
+        return min(self.rank * self.padded_rows(rows), rows)
+
+    def start_gather(self, padded: torch.Tensor) -> Started:
+        """Start to join contiguous parts [n, ...] of equal size; `finish` returns the whole [size * n, ...]."""
+        return Started(
+            padded if self.size == 1 else compat.start_all_gather(padded, self.size, self.group),
+            padded,
+        )
+
+    def finish(self, started: Started) -> torch.Tensor:
+        """Wait for what was started."""
+        return started.result if self.size == 1 else compat.wait(started.result)
+
+    def start_average(self, whole: torch.Tensor) -> Started:
+        """Start to average a gradient [rows, ...] over all ranks, of which each gets its padded rows."""
+        padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
+        return Started(
+            padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group),
+            padded,
+        )
+
+    def finish_average(self, started: Started, rows: int) -> torch.Tensor:
+        """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
+        part = self.finish(started)
+        if self.copies_group is not None and self.copies > 1:
+            part = compat.wait(compat.start_all_reduce(part, self.copies_group))
+        return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
+
+
+def pad(part: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return `part` with zero rows added up to `rows`."""
+    missing = rows - part.shape[0]
+    return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+
+
+def sharded(parameter: nn.Parameter, plain: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter that holds this rank's rows of `plain`, as the DTensor that FSDP2 would make.
+
+    Raises:
+        Fp8Error: A scalar, which has no rows.
+    """
+    if plain.ndim == 0:
+        raise Fp8Error("fully_shard_traceable cannot shard a parameter without dimensions. Reshape it to [1].")
+    place = Placement.of(mesh)
+    first = place.first_row(plain.shape[0])
+    local = plain[first : first + place.padded_rows(plain.shape[0])].clone()
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    distributed = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=plain.shape, stride=plain.contiguous().stride()
+    )
+    return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows, differentiable."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,118 @@
+"""Decides the `fp8` command: its arguments, its output and its exit codes.
+
+0: done. 1: `fp8 doctor` found a broken plugin. 2: bad input, explained in one sentence.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from fp8_common import __version__
+from fp8_common import _cli_doctor as cli_doctor
+from fp8_common import _cli_explain as cli_explain
+from fp8_common import _cli_formats as cli_formats
+from fp8_common import _env as env
+from fp8_common._cli_text import json_ready
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import DATA_FORMATS
+from fp8_common._machine import detect
+from fp8_common._plugins import discover
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad arguments with one sentence instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. See {self.prog} --help.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `fp8` command and return its exit code.
+
+    Args:
+        argv: The arguments without the program's name; None takes the process's own.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args([_shield_number(argument) for argument in arguments])
+    try:
+        return options.run(options)
+    except Fp8Error as error:
+        print(f"fp8 {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fp8", description="FP8 formats, what this machine does with them, and single numbers.")
+    parser.add_argument("--version", action="version", version=f"fp8-common {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    _add(
+        commands,
+        "doctor",
+        _doctor,
+        "what this machine, its frameworks and every plugin will do with FP8, and why",
+    )
+    _add(commands, "formats", _formats, "a table of every format")
+    explain = _add(commands, "explain", _explain, "what becomes of one number: bits, neighbours, rounding error")
+    explain.add_argument("value", metavar="VALUE", help="the number: 0.3, 1e-4, 0x1.8p-3, -inf, nan")
+    names = ", ".join(fmt.name for fmt in DATA_FORMATS)
+    explain.add_argument("--format", default="e4m3", metavar="F", help=f"one of {names}; e4m3 if left out")
+    explain.add_argument("--scale", default="1", metavar="S", help="multiplies into FP8; 1 if left out")
+    return parser
+
+
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    command.add_argument("--json", action="store_true", help="write JSON")
+    command.set_defaults(run=run)
+    return command
+
+
+def _shield_number(argument: str) -> str:
+    """Put a blank before negative numbers, which argparse would take for options (-inf, -0x1p-3)."""
+    if not argument.startswith("-"):
+        return argument
+    try:
+        cli_explain.parse_number(argument)
+    except Fp8Error:
+        return argument
+    return f" {argument}"
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    backend = env.backend()
+    machine = detect()
+    plugins = discover(machine)
+    if options.json:
+        _print_json(cli_doctor.facts(machine, plugins, backend))
+    else:
+        print(cli_doctor.text(machine, plugins, backend))
+    return int(any(plugin.problem for plugin in plugins))
+
+
+def _formats(options: argparse.Namespace) -> int:
+    if options.json:
+        _print_json(cli_formats.facts())
+    else:
+        print(cli_formats.text())
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    value, scale = cli_explain.parse_number(options.value), cli_explain.parse_number(options.scale)
+    facts = cli_explain.facts(value, options.format, scale)
+    if options.json:
+        _print_json(facts)
+    else:
+        print(cli_explain.text(facts))
+    return 0
+
+
+def _print_json(facts: Any) -> None:
+    print(json.dumps(json_ready(facts), indent=2, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Decides which environment variables exist. No other file reads the environment.
+
+| variable | values | meaning |
+|---|---|---|
+| `FP8_COMMON_BACKEND` | `auto` (default), `triton`, `reference` | which implementation casts on a GPU |
+| `FP8_JAX_OWG_MODE` | `auto` (default), `extended`, `fan_out` | how overwrite-with-gradient values meet in JAX |
+"""
+
+import os
+import typing
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+from fp8_common._errors import Fp8Error
+
+_Choice = TypeVar("_Choice", bound=str)
+
+BACKEND_VARIABLE = "FP8_COMMON_BACKEND"
+
+Backend = Literal["auto", "triton", "reference"]
+BACKENDS: tuple[Backend, ...] = typing.get_args(Backend)
+
+OWG_MODE_VARIABLE = "FP8_JAX_OWG_MODE"
+
+OwgMode = Literal["auto", "extended", "fan_out"]
+OWG_MODES: tuple[OwgMode, ...] = typing.get_args(OwgMode)
+
+
+def backend(environ: Mapping[str, str] | None = None) -> Backend:
+    """Return the implementation that the user asked for; "auto" if the variable is unset or empty.
+
+    Args:
+        environ: The environment to read; None reads the process's own, at every call.
+
+    Raises:
+        Fp8Error: The variable holds anything but one of `BACKENDS`.
+    """
+    return _choice(BACKEND_VARIABLE, BACKENDS, environ)
+
+
+def owg_mode(environ: Mapping[str, str] | None = None) -> OwgMode:
+    """Return how overwrite-with-gradient values are to be combined; "auto" if the variable is unset or empty.
+
+    Args:
+        environ: The environment to read; None reads the process's own, at every call.
+
+    Raises:
+        Fp8Error: The variable holds anything but one of `OWG_MODES`.
+    """
+    return _choice(OWG_MODE_VARIABLE, OWG_MODES, environ)
+
+
+def _choice(variable: str, choices: tuple[_Choice, ...], environ: Mapping[str, str] | None) -> _Choice:
+    value = (os.environ if environ is None else environ).get(variable, "") or "auto"
+    for known in choices:
+        if value == known:
+            return known
+    raise Fp8Error(f"{variable} must be one of {', '.join(choices)}, got {value!r}. Unset it for auto.")

@@ -1,0 +1,159 @@
+"""Decides what each 8-bit format is: its fields, limits and special codes. Nothing else repeats these numbers.
+
+Source: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Specification (E8M0), and the
+FNUZ variants of "8-bit Numerical Formats for Deep Neural Networks" (arXiv:2206.02915).
+"""
+
+import dataclasses
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+
+from fp8_common._errors import Fp8Error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """One 8-bit floating point format.
+
+    Attributes:
+        name: Short name, e.g. "e4m3".
+        dtype_name: Name of the dtype in ml_dtypes, torch and jax.numpy alike, e.g. "float8_e4m3fn".
+        exponent_bits: Width of the exponent field.
+        mantissa_bits: Width of the stored mantissa field.
+        bias: Exponent bias.
+        max_code: Code of the largest finite positive value.
+        nan_code: Code that `encode` writes for a NaN (the sign bit is added where the format has one for NaN).
+        signed: Whether bit 7 is a sign; E8M0 is unsigned.
+        fnuz: Whether the format has no infinity, one NaN (0x80) and no negative zero.
+        has_infinity: Whether the format has codes for infinity (E5M2 alone).
+    """
+
+    name: str
+    dtype_name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    nan_code: int
+    signed: bool = True
+    fnuz: bool = False
+    has_infinity: bool = False
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype:
+        """The ml_dtypes dtype of this format."""
+        return np.dtype(getattr(ml_dtypes, self.dtype_name))
+
+    @cached_property
+    def max(self) -> float:
+        """Largest finite value."""
+        return float(np.uint8(self.max_code).view(self.numpy_dtype))
+
+    @cached_property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value; subnormals share it. E8M0 has none and uses its lowest code too."""
+        return int(self.signed) - self.bias
+
+    @cached_property
+    def max_exponent(self) -> int:
+        """floor(log2(max)): 8 for E4M3, 15 for E5M2. The MX specification calls it emax."""
+        return int(np.floor(np.log2(self.max)))
+
+    @cached_property
+    def smallest_normal(self) -> float:
+        """Smallest positive normal value."""
+        return 2.0**self.min_exponent
+
+    @cached_property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value: one step of the subnormal grid (for E8M0 its smallest value)."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    def __str__(self) -> str:
+        """Return the short name."""
+        return self.name
+
+
+E4M3 = Format(
+    name="e4m3", dtype_name="float8_e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, max_code=0x7E, nan_code=0x7F
+)
+E5M2 = Format(
+    name="e5m2",
+    dtype_name="float8_e5m2",
+    exponent_bits=5,
+    mantissa_bits=2,
+    bias=15,
+    max_code=0x7B,
+    nan_code=0x7F,
+    has_infinity=True,
+)
+E4M3FNUZ = Format(
+    name="e4m3fnuz",
+    dtype_name="float8_e4m3fnuz",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=8,
+    max_code=0x7F,
+    nan_code=0x80,
+    fnuz=True,
+)
+E5M2FNUZ = Format(
+    name="e5m2fnuz",
+    dtype_name="float8_e5m2fnuz",
+    exponent_bits=5,
+    mantissa_bits=2,
+    bias=16,
+    max_code=0x7F,
+    nan_code=0x80,
+    fnuz=True,
+)
+E8M0 = Format(
+    name="e8m0",
+    dtype_name="float8_e8m0fnu",
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=127,
+    max_code=0xFE,
+    nan_code=0xFF,
+    signed=False,
+)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0)}
+"""Every format by its short name."""
+
+DATA_FORMATS: tuple[Format, ...] = (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)
+"""The formats that hold data; E8M0 holds block scales only."""
+
+
+def get_format(fmt: str | Format) -> Format:
+    """Return the `Format` for a name, or the format itself.
+
+    Args:
+        fmt: A `Format`, a short name ("e4m3") or a dtype name ("float8_e4m3fn").
+
+    Raises:
+        Fp8Error: The name belongs to no format.
+    """
+    if isinstance(fmt, Format):
+        return fmt
+    for candidate in FORMATS.values():
+        if fmt in (candidate.name, candidate.dtype_name):
+            return candidate
+    raise Fp8Error(f"Unknown FP8 format {fmt!r}. Use one of {', '.join(FORMATS)}.")
+
+
+def get_data_format(fmt: str | Format) -> Format:
+    """Like `get_format`, for formats that can hold data: everything but E8M0.
+
+    Raises:
+        Fp8Error: The name belongs to no format, or to E8M0.
+    """
+    found = get_format(fmt)
+    if found is E8M0:
+        raise Fp8Error(
+            "E8M0 holds block scales, not data. Quantize data to one of "
+            f"{', '.join(f.name for f in DATA_FORMATS)}; make E8M0 scales with amax_to_e8m0."
+        )
+    return found

@@ -1,0 +1,170 @@
+"""Decides which FP8 paths a device has. Facts in, answers out: nothing here looks at the machine it runs on.
+
+Sources: NVIDIA's cuBLASLt documentation (FP8 products and their scale modes by compute capability), what
+`torch._scaled_mm` accepts, and AMD's CDNA3 and CDNA4 instruction set guides. `fp8_common._machine` gathers the
+facts.
+"""
+
+import dataclasses
+from typing import Literal
+
+from fp8_common._env import BACKEND_VARIABLE, Backend
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._recipe import GRANULARITIES, Granularity
+
+Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
+Status = Literal["native", "reference", "emulated", "unavailable"]
+
+OCP = ("e4m3", "e5m2")
+FNUZ = ("e4m3fnuz", "e5m2fnuz")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """The facts about one device that decide its FP8 paths.
+
+    Attributes:
+        kind: Vendor, or "cpu".
+        name: Name for people.
+        capability: CUDA compute capability of an NVIDIA device, e.g. (9, 0).
+        arch: LLVM target of an AMD device, e.g. "gfx942".
+        memory_bytes: Device memory; None if unknown.
+    """
+
+    kind: Kind
+    name: str
+    capability: tuple[int, int] | None = None
+    arch: str | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short technical name: "sm_90", "gfx942" or the kind."""
+        if self.capability is not None:
+            return f"sm_{self.capability[0]}{self.capability[1]}"
+        return self.arch or self.kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """One thing that FP8 code does, how it is done here, and why.
+
+    Attributes:
+        name: What is done: "cast", "all-gather" or a granularity of products.
+        status: "native": FP8 hardware or kernels; "reference": plain framework operations, equal bit for bit;
+            "emulated": FP8 numbers, multiplied in a wider format; "unavailable": refused with an error.
+        why: One sentence.
+    """
+
+    name: str
+    status: Status
+    why: str
+
+
+def native_formats(device: Device) -> tuple[str, ...]:
+    """Return the short names of the data formats that the device multiplies natively."""
+    if device.kind == "nvidia" and device.capability is not None and device.capability >= (8, 9):
+        return OCP
+    if device.kind == "amd" and device.arch is not None:
+        if device.arch == "gfx942":
+            return FNUZ
+        if device.arch == "gfx950" or device.arch.startswith("gfx12"):
+            return OCP
+    return ()
+
+
+def product_path(device: Device, granularity: Granularity) -> Path:
+    """Return how the device multiplies operands of one granularity."""
+    formats = native_formats(device)
+    if not formats:
+        return Path(name=granularity, status="emulated", why=_no_units(device))
+    native, why = _scale_support(device, granularity)
+    if native:
+        return Path(
+            name=granularity,
+            status="native",
+            why=f"{device.label} multiplies {' and '.join(formats)}; {why}.",
+        )
+    return Path(name=granularity, status="emulated", why=f"{device.label}: {why}.")
+
+
+def product_paths(device: Device) -> tuple[Path, ...]:
+    """Return `product_path` for every granularity."""
+    return tuple(product_path(device, granularity) for granularity in GRANULARITIES)
+
+
+def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: bool) -> Path:
+    """Return how values are cast to FP8 on the device.
+
+    Args:
+        device: Where the values are.
+        backend: What the user asked for; see `fp8_common._env.backend`.
+        triton: Version of the installed Triton, or None.
+        kernels: Whether this fp8-common holds Triton kernels.
+    """
+    if backend == "reference":
+        return Path(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
+    obstacle = _triton_obstacle(device, triton, kernels)
+    if obstacle is None:
+        return Path(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
+    if backend == "triton":
+        return Path(name="cast", status="unavailable", why=f"{BACKEND_VARIABLE}=triton, but {obstacle}.")
+    return Path(name="cast", status="reference", why=f"{obstacle[0].upper()}{obstacle[1:]}.")
+
+
+def wire_path() -> Path:
+    """Return how FP8 data crosses between processes: the same everywhere."""
+    why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
+    return Path(name="all-gather", status="native", why=why)
+
+
+def check_products(device: Device, granularity: Granularity, *, emulate: bool) -> None:
+    """Refuse to multiply where the device cannot and emulation was not asked for.
+
+    Raises:
+        Fp8UnsupportedError: Naming the device, what it lacks and the way round it.
+    """
+    path = product_path(device, granularity)
+    if path.status != "native" and not emulate:
+        raise Fp8UnsupportedError(
+            f"{device.name} cannot multiply {granularity} FP8 operands natively. {path.why} "
+            "Pass emulate=True for the same numbers at lower speed, or choose another recipe or device."
+        )
+
+
+def _no_units(device: Device) -> str:
+    needs = {
+        "nvidia": "FP8 tensor cores begin with sm_89",
+        "amd": "FP8 matrix cores begin with gfx942",
+        "tpu": "which TPUs multiply FP8 is left to XLA",
+    }
+    reason = needs.get(device.kind, "it has no FP8 units")
+    return f"{device.label}: {reason}; codes are decoded and multiplied in a wider format."
+
+
+def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]:
+    """Whether the matrix product applies scales of this granularity itself, and why."""
+    if granularity in ("tensorwise", "rowwise"):
+        return True, "the product applies the scales"
+    if granularity == "mx":
+        native = device.arch == "gfx950" or (device.capability is not None and device.capability >= (10, 0))
+        return (
+            native,
+            "MX block scales need sm_100 or gfx950 and newer" if not native else "MX scales are built in",
+        )
+    if device.kind == "nvidia" and device.capability is not None and device.capability[0] == 9:
+        return True, "cuBLAS applies float32 block scales on sm_90 from CUDA 12.9 on"
+    return False, "cuBLAS applies float32 block scales on sm_90 alone"
+
+
+def _triton_obstacle(device: Device, triton: str | None, kernels: bool) -> str | None:
+    """Say what keeps Triton kernels from running; None if nothing does."""
+    if device.kind not in ("nvidia", "amd"):
+        return f"Triton kernels need an NVIDIA or AMD GPU, and this is {device.label}"
+    if not kernels:
+        return "this version of fp8-common holds no Triton kernels"
+    if triton is None:
+        return "Triton is not installed"
+    if not native_formats(device):
+        return f"this device, {device.label}, has no FP8 conversion instructions"
+    return None

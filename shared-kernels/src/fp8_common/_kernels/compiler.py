@@ -1,0 +1,130 @@
+"""Decides how a plan is compiled and run: ahead of time for a compute capability, or now, on tensors.
+
+Both ways give Triton the same types, constants and alignment, so the PTX is the same whichever framework launches it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8_common._kernels import get_kernel
+from fp8_common._launch import LaunchPlan
+
+DTYPES = {d.name: d for d in (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)}
+DTYPE_NAMES = ("DTYPE", "F8")
+ALIGNMENT = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """A kernel compiled for one compute capability.
+
+    Attributes:
+        name: Name of the entry point.
+        ptx: PTX text.
+        cubin: Machine code.
+        shared: Bytes of shared memory per program.
+        num_warps: Warps per program.
+    """
+
+    name: str
+    ptx: str
+    cubin: bytes
+    shared: int
+    num_warps: int
+
+
+def constants(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the compile-time arguments of a plan, dtypes as Triton's, pointers that are left out as None."""
+    absent = {name: None for name, kind in plan.pointers.items() if kind is None}
+    values = {
+        name: DTYPES[value] if name in DTYPE_NAMES else value  # pyrefly: ignore[bad-index]
+        for name, value in plan.constexprs.items()
+    }
+    return absent | values
+
+
+def source(plan: LaunchPlan, kernel: Any = None) -> ASTSource:
+    """Return what Triton compiles for a plan: every pointer is 16-byte aligned, no scalar is specialized."""
+    function = kernel or get_kernel(plan.kernel)
+    fixed = constants(plan)
+    types = {name: f"*{kind}" for name, kind in plan.pointers.items()}
+    types |= {name: kind for name, (kind, _) in plan.scalars.items()}
+    signature = {name: "constexpr" if name in fixed else types[name] for name in function.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", ALIGNMENT]]
+        for i, name in enumerate(function.arg_names)
+        if signature[name].startswith("*")
+    }
+    return ASTSource(function, signature=signature, constexprs=fixed, attrs=aligned)
+
+
+def compile_plan(plan: LaunchPlan, capability: int, kernel: Any = None, **options: Any) -> Compiled:
+    """Compile a plan for a compute capability such as 90, on any machine.
+
+    Args:
+        plan: What to compile.
+        capability: Ten times the major plus the minor compute capability.
+        kernel: Another `@triton.jit` function with the same arguments, for comparisons.
+        options: Further compiler options, e.g. maxnreg.
+    """
+    options = {"num_warps": plan.num_warps} | options
+    built = triton.compile(source(plan, kernel), target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(
+        name=built.metadata.name,
+        ptx=built.asm["ptx"],
+        cubin=built.asm["cubin"],
+        shared=built.metadata.shared,
+        num_warps=plan.num_warps,
+    )
+
+
+def compile_function(
+    function: Any, types: Mapping[str, str], fixed: Mapping[str, Any], capability: int, num_warps: int
+) -> Compiled:
+    """Compile any Triton function for comparison, e.g. another library's, autotuned ones without their tuner.
+
+    Args:
+        function: The `@triton.jit` function, or what wraps it.
+        types: Triton types of its run-time arguments, all taken to be multiples of 16.
+        fixed: Its compile-time arguments; those that it does not have are left out.
+        capability: Ten times the major plus the minor compute capability.
+        num_warps: Warps per program.
+    """
+    while not isinstance(function, triton.runtime.JITFunction):
+        function = function.fn
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(function.arg_names) if name in types}
+    constants = {name: value for name, value in fixed.items() if name in function.arg_names}
+    built = triton.compile(
+        ASTSource(function, signature=signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps},
+    )
+    asm, data = built.asm, built.metadata
+    return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=num_warps)
+
+
+def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any]) -> None:
+    """Launch a plan on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter)."""
+    if plan.grid == 0:
+        return
+    arguments = {name: tensors[name] for name, kind in plan.pointers.items() if kind}
+    arguments |= {name: value for name, (_, value) in plan.scalars.items()}
+    get_kernel(plan.kernel)[(plan.grid,)](**arguments, **constants(plan), num_warps=plan.num_warps)
+
+
+def tools() -> Path:
+    """Return the folder of the `nvdisasm` and `cuobjdump` that Triton carries."""
+    return Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def triton_version() -> str:
+    """Return the version of the installed Triton."""
+    return triton.__version__

@@ -1,0 +1,49 @@
+"""Decides how delayed scaling moves on by a step for all tensors of a model at once.
+
+The rule is `fp8_common.update_history` followed by `amax_to_scale`. Dims: history_LT is [L, T], the rest [T].
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.device import INF_KEY, KEY_MASK, as_bits, as_float, reciprocal, scale_of_key
+
+
+@triton.jit(do_not_specialize=["T", "L"])
+def delayed_update_kernel(
+    history_ptr,
+    amax_ptr,
+    scale_ptr,
+    fmax_ptr,
+    new_history_ptr,
+    new_scale_ptr,
+    scale_inv_ptr,
+    T: tl.int32,
+    L: tl.int32,
+    ALGO: tl.constexpr,
+    RULE: tl.constexpr,
+    BL: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Roll each window by -1, put the new amax in slot 0 (unless it is not finite), make the next scale.
+
+    `fmax` [T] is the largest value of each tensor's format, margin included. New and old may be the same memory.
+    """
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    slot = tl.arange(0, BL)[:, None]
+    inside = (slot < L) & (t < T)[None, :]
+    source = tl.where(slot == L - 1, 0, slot + 1)
+    old = tl.load(history_ptr + slot.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
+    rolled = tl.load(history_ptr + source.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
+    observed = as_bits(tl.load(amax_ptr + t, mask=t < T, other=0.0)) & KEY_MASK
+    prev = tl.load(scale_ptr + t, mask=t < T, other=1.0)
+    fmax = tl.load(fmax_ptr + t, mask=t < T, other=1.0)
+    new = tl.where(slot == 0, as_float(observed)[None, :], rolled)
+    new = tl.where((observed >= INF_KEY)[None, :], old, new)
+    counted = (slot < L) if ALGO == "max" else (slot == 0)
+    key = tl.max(tl.where(counted, as_bits(new) & KEY_MASK, 0), axis=0)
+    scale = scale_of_key(key, prev, fmax, RULE)
+    tl.debug_barrier()  # in place, a slot may be written only after its neighbour was read
+    tl.store(new_history_ptr + slot.to(tl.int64) * T + t[None, :], new, mask=inside)
+    tl.store(new_scale_ptr + t, scale, mask=t < T)
+    tl.store(scale_inv_ptr + t, reciprocal(scale), mask=t < T)

@@ -1,0 +1,163 @@
+"""Decides what every kernel does with one number or tile: integer amax keys, scales, E8M0 codes, casts.
+
+Device functions, the counterparts of `fp8_common.amax`, `scaling`, `e8m0` and `rounding`. Comparisons that decide
+about zero, infinity and NaN are made on integer keys, because floating point min and max drop NaN on a GPU.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.ptx import (
+    PACK_CONSTRAINTS,
+    PACK_E4M3,
+    PACK_E5M2,
+    PACK_ROWS_CONSTRAINTS,
+    PACK_ROWS_E4M3,
+    PACK_ROWS_E5M2,
+)
+
+INF_KEY = tl.constexpr(0x7F800000)
+KEY_MASK = tl.constexpr(0x7FFFFFFF)
+MANTISSA = tl.constexpr(0x007FFFFF)
+NAN_BITS = tl.constexpr(0x7FC00000)
+HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)
+
+
+@triton.jit
+def multiple_of_16(n):
+    """n, in a form that shows the compiler that 16 divides it: rows start aligned and accesses become wide."""
+    return n // 16 * 16
+
+
+@triton.jit
+def narrow_key(x):
+    """Bits of |x| as an integer of the width of x; ordered like |x|, infinity and then NaN on top."""
+    if x.dtype.primitive_bitwidth == 32:
+        return x.to(tl.int32, bitcast=True) & KEY_MASK
+    return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+
+
+@triton.jit
+def widen_key(key, DTYPE: tl.constexpr):
+    """The float32 key of |x| from a key of DTYPE; reductions widen int16 to int32, so narrow it first."""
+    if DTYPE.primitive_bitwidth == 32:
+        return key
+    value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return value.to(tl.int32, bitcast=True) & KEY_MASK
+
+
+@triton.jit
+def as_float(bits):
+    """The float32 with these int32 bits."""
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bits(x):
+    """The int32 bits of a float32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def to_fp8(v, F8: tl.constexpr):
+    """Round a float32 tile to F8: nearest even, saturating, NaN stays."""
+    if tl.float8e4nv == F8:
+        codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        codes = tl.inline_asm_elementwise(PACK_E5M2, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
+    return codes.to(F8, bitcast=True)
+
+
+@triton.jit
+def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
+    """Round four float32 tiles to F8; also return int32 words that hold the codes of one position in all four."""
+    if tl.float8e4nv == F8:
+        q0, q1, q2, q3, column = tl.inline_asm_elementwise(
+            PACK_ROWS_E4M3,
+            PACK_ROWS_CONSTRAINTS,
+            [v0, v1, v2, v3],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        q0, q1, q2, q3, column = tl.inline_asm_elementwise(
+            PACK_ROWS_E5M2,
+            PACK_ROWS_CONSTRAINTS,
+            [v0, v1, v2, v3],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    q0, q1 = q0.to(F8, bitcast=True), q1.to(F8, bitcast=True)
+    q2, q3 = q2.to(F8, bitcast=True), q3.to(F8, bitcast=True)
+    return q0, q1, q2, q3, column
+
+
+@triton.jit
+def reciprocal(scale):
+    """RN32(1 / scale), IEEE division."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: tl.constexpr):
+    """Biased E8M0 exponent (int32) from a float32 key; see `fp8_common.amax_to_e8m0`."""
+    EMAX: tl.constexpr = (MAX_KEY >> 23) - 127
+    exponent = key >> 23
+    if MODE == "rceil":
+        above = ((key & MANTISSA) > (MAX_KEY & 0x7FFFFF)).to(tl.int32)
+        code = tl.where(exponent == 0, 0, exponent - EMAX + above)
+    elif MODE == "even":
+        code = ((key + (1 << (22 - MANTISSA_BITS))) >> 23) - EMAX
+    elif MODE == "ceil":
+        code = exponent - EMAX + ((key & MANTISSA) != 0).to(tl.int32)
+    else:
+        code = exponent - EMAX
+    return tl.where(key >= INF_KEY, 255, tl.maximum(code, 0))
+
+
+@triton.jit
+def scale_of_e8m0(code):
+    """Multiplier into FP8: 2^(127 - code), NaN for 255."""
+    bits = tl.where(code == 254, HALF_OF_SMALLEST_NORMAL, (254 - code) << 23)
+    return as_float(tl.where(code == 255, NAN_BITS, bits))
+
+
+@triton.jit
+def scale_inv_of_e8m0(code):
+    """Multiplier back from FP8: 2^(code - 127), NaN for 255."""
+    bits = tl.where(code == 0, HALF_OF_SMALLEST_NORMAL, code << 23)
+    return as_float(tl.where(code == 255, NAN_BITS, bits))
+
+
+@triton.jit
+def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
+    """Scale into FP8 from the float32 key of amax; see `fp8_common.amax_to_scale`.
+
+    `fmax` is a float32 of the shape of `key`: the numerator, margin included. RULE is `fp8_common._launch.scale_rule`:
+    (formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division).
+    """
+    # As integers, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
+    raised = tl.maximum(key, RULE[1])
+    # What is not finite is replaced by 1 for the division, and decided about below, on the key.
+    amax = as_float(tl.where(raised < INF_KEY, raised, 0x3F800000))
+    if RULE[0] == "descale":
+        descale = tl.div_rn(amax, fmax)
+        if RULE[4]:
+            power = (as_bits(descale) >> 23) + ((as_bits(descale) & MANTISSA) != 0).to(tl.int32)
+            descale = as_float(tl.minimum(tl.maximum(power, 1), 254) << 23)
+        scale = reciprocal(descale)
+    else:
+        bits = as_bits(tl.div_rn(fmax, amax) * RULE[7])
+        # Scales are positive, so their bits are ordered like them.
+        bits = tl.minimum(tl.maximum(bits, RULE[2]), RULE[3])
+        if RULE[4]:
+            bits = bits & INF_KEY
+        scale = as_float(bits)
+    if RULE[5] != "eps":
+        scale = tl.where(key == 0, prev if RULE[5] == "previous" else 1.0, scale)
+    if RULE[6] == "propagate":
+        scale = tl.where(key == INF_KEY, 0.0, scale)
+        return as_float(tl.where(key > INF_KEY, NAN_BITS, as_bits(scale)))
+    return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)

@@ -1,0 +1,68 @@
+"""Decides how one launch handles a list of tensors of one dtype, empty and odd-sized ones included.
+
+The list is a table on the device: the address and length of every tensor, and for every program its tensor and which
+chunk of it. No program exists for an empty tensor.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.amax import chunk_key
+from fp8_common._kernels.device import to_fp8
+
+
+@triton.jit
+def tensor_at(ptrs_ptr, t, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in row t of a table of addresses; ALIGNED promises multiples of 16 bytes."""
+    p = tl.load(ptrs_ptr + t).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(p, 16) if ALIGNED else p
+
+
+@triton.jit
+def foreach_amax_kernel(
+    ptrs_ptr,
+    numel_ptr,
+    tensor_ptr,
+    chunk_ptr,
+    amax_ptr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITERS: tl.constexpr,
+):
+    """Set amax[t] = max(amax[t], key of max |x_t|) for every tensor; `amax` is int32 [T] and starts at zero."""
+    t = tl.load(tensor_ptr + tl.program_id(0))
+    base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
+    key = chunk_key(tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), base, tl.load(numel_ptr + t), DTYPE, BLOCK, ITERS)
+    tl.atomic_max(amax_ptr + t, key, sem="relaxed")
+
+
+@triton.jit
+def foreach_cast_kernel(
+    ptrs_ptr,
+    out_ptrs_ptr,
+    numel_ptr,
+    tensor_ptr,
+    chunk_ptr,
+    scale_ptr,
+    DTYPE: tl.constexpr,
+    F8: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITERS: tl.constexpr,
+):
+    """Compute y_t = fp8(x_t * scale[t]) for every tensor; `scale` is float32 [T]."""
+    t = tl.load(tensor_ptr + tl.program_id(0))
+    base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
+    n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)
+    x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), tensor_at(out_ptrs_ptr, t, F8, ALIGNED)
+    o = tl.arange(0, BLOCK)
+    if base + BLOCK * ITERS <= n:
+        for i in tl.static_range(ITERS):
+            at = base + i * BLOCK + o
+            tl.store(y + at, to_fp8(tl.load(x + at).to(tl.float32) * scale, F8))
+    else:
+        for i in range(ITERS):
+            at = base + i * BLOCK + o
+            value = tl.load(x + at, mask=at < n, other=0.0)
+            tl.store(y + at, to_fp8(value.to(tl.float32) * scale, F8), mask=at < n)

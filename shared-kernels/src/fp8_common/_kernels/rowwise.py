@@ -1,0 +1,80 @@
+"""Decides how every row of a matrix gets its own scale: rows that fit in registers in one pass, longer ones in two.
+
+With FOLD, column n of x is multiplied by `fold[n]` first, in float32. That is what the backward of a row-wise scaled
+weight needs: the weight's row scales move into the gradient, so one FP8 copy of the weight serves both passes.
+Dims: x_MN is [M, N], scale_M is [M], fold_N is [N].
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, to_fp8, widen_key
+
+
+@triton.jit
+def load_values(x_ptr, fold_ptr, at, c, mask, N):
+    """Load x at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if fold_ptr is not None:
+        return x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def rowwise_kernel(
+    x_ptr,
+    fold_ptr,
+    y_ptr,
+    scale_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Make scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BN)[None, :]
+    at, mask = r[:, None].to(tl.int64) * N + c, (r[:, None] < M) & (c < N)
+    x = load_values(x_ptr, fold_ptr, at, c, mask, N)
+    key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)
+    scale = scale_of_key(key, 1.0, FMAX, RULE)
+    tl.store(y_ptr + at, to_fp8(x.to(tl.float32) * scale[:, None], y_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + r, scale, mask=r < M)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def rowwise_long_kernel(
+    x_ptr,
+    fold_ptr,
+    y_ptr,
+    scale_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The same for rows of any length, one program per row; the second read of a row comes from the L2 cache."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    row = tl.program_id(0).to(tl.int64) * N
+    c = tl.arange(0, BN)
+    key = tl.zeros((BN,), tl.int32)
+    for start in range(0, N, BN):
+        x = load_values(x_ptr, fold_ptr, row + start + c, start + c, start + c < N, N)
+        key = tl.maximum(key, narrow_key(x).to(tl.int32))
+    top = tl.max(key, axis=0)
+    if fold_ptr is None:
+        top = widen_key(top, x_ptr.dtype.element_ty)
+    scale = scale_of_key(top, 1.0, FMAX, RULE)
+    for start in range(0, N, BN):
+        mask = start + c < N
+        x = load_values(x_ptr, fold_ptr, row + start + c, start + c, mask, N)
+        tl.store(y_ptr + row + start + c, to_fp8(x.to(tl.float32) * scale, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + tl.program_id(0), scale)

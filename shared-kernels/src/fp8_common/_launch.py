@@ -1,0 +1,425 @@
+"""Decides how kernels are launched: which one, with which tile, how many programs and warps. Pure Python.
+
+A plan follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX launch the same code,
+results do not depend on what ran before, and CUDA graphs can capture the first call. Plans neither import triton nor
+hold data; `fp8_common._kernels` compiles them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common._formats import E4M3, E5M2, Format, get_data_format
+from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+
+MIN_CAPABILITY = (8, 9)
+"""First CUDA compute capability with FP8 conversion instructions."""
+
+TYPES = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "uint8": "u8",
+    "int32": "i32",
+    "int64": "i64",
+}
+"""Triton's name of each dtype."""
+
+INPUTS = ("float16", "bfloat16", "float32")
+FORMATS = (E4M3, E5M2)
+LONGEST_ROW = 16384
+"""Rows up to this length stay in the registers of one program."""
+
+Rule = tuple[str, int, int, int, bool, str, str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """One kernel launch, without its data.
+
+    Attributes:
+        kernel: Name in `fp8_common._kernels.KERNELS`.
+        grid: Number of programs; 0 means that there is nothing to do.
+        pointers: Triton element type of every pointer argument in order; None for those left out.
+        scalars: (Triton type, value) of every scalar argument in order.
+        constexprs: Values compiled into the kernel; dtypes by Triton's name.
+        num_warps: Warps per program.
+        outputs: Pointer arguments that the kernel writes.
+        zeroed: Outputs that must hold zeros before.
+    """
+
+    kernel: str
+    grid: int
+    pointers: Mapping[str, str | None]
+    scalars: Mapping[str, tuple[str, int]]
+    constexprs: Mapping[str, object]
+    num_warps: int
+    outputs: tuple[str, ...]
+    zeroed: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Pointer arguments that are only read and not left out, in order."""
+        return tuple(name for name, kind in self.pointers.items() if kind and name not in self.outputs)
+
+
+def supports(fmt: str | Format, policy: ScalePolicy | None = None) -> bool:
+    """Return whether there are kernels for a format and a policy; the reference covers everything else."""
+    return get_data_format(fmt) in FORMATS and (policy is None or policy.formula != "e8m0")
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Refuse GPUs without FP8 conversion.
+
+    Raises:
+        Fp8UnsupportedError: The compute capability is below 8.9.
+    """
+    if capability < MIN_CAPABILITY:
+        raise Fp8UnsupportedError(
+            f"The FP8 kernels need compute capability 8.9 or newer, got {capability[0]}.{capability[1]}. "
+            "Set FP8_COMMON_BACKEND=reference (or auto) to use the framework's own operations."
+        )
+
+
+def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, Rule]:
+    """Return (numerator, RULE): what kernels need to know about a policy. RULE is the same for all formats.
+
+    Raises:
+        Fp8Error: The policy makes E8M0 scales, which only `mx_plan` does.
+    """
+    if policy.formula == "e8m0":
+        raise Fp8Error(f"Policy {policy.name!r} makes E8M0 scales: use mx_plan, or the reference.")
+    fmax = get_data_format(fmt).max
+    zero, nonfinite = policy.zero, policy.nonfinite
+    factor = 1.0
+    if policy.formula == "divide":
+        fmax = float(np.float32(fmax * 2.0**-policy.margin))
+    elif policy.formula == "divide_then_margin":
+        factor = 2.0**-policy.margin
+    else:
+        # DeepGEMM's formula answers for zero, infinity and NaN by itself, whatever the policy's fields say.
+        zero, nonfinite = "eps", "propagate"
+    keys = (_key(policy.eps), _key(policy.lower), _key(policy.upper))
+    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
+
+
+def amax_plan(n: int, dtype: str) -> LaunchPlan:
+    """Plan the int32 key of max |x| of `n` elements."""
+    # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
+    block, iters = 4096, 4 if n >= 1 << 22 else 1
+    return LaunchPlan(
+        kernel="amax",
+        grid=_tiles(n, block * iters),
+        pointers={"x_ptr": _input(dtype), "amax_ptr": "i32"},
+        scalars={"n": ("i64", n)},
+        constexprs={"BLOCK": block, "ITERS": iters},
+        num_warps=8,
+        outputs=("amax_ptr",),
+        zeroed=("amax_ptr",),
+    )
+
+
+def cast_plan(
+    n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+) -> LaunchPlan:
+    """Plan y = fp8(x * scale) for `n` elements.
+
+    With a policy, `scale_ptr` is the int32 key from `amax_plan` and the scale is an output: dynamic scaling in two
+    launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
+    """
+    return LaunchPlan(
+        kernel="cast",
+        grid=_tiles(n, 4096),
+        pointers=_cast_pointers(dtype, fmt, policy, with_amax, transpose=False),
+        scalars={"n": ("i64", n)},
+        constexprs=_scale_constexprs(fmt, policy) | {"BLOCK": 4096},
+        num_warps=8,
+        outputs=_cast_outputs(policy, with_amax, transpose=False),
+        zeroed=("amax_ptr",) if with_amax else (),
+    )
+
+
+def cast_transpose_plan(
+    m: int, n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+) -> LaunchPlan:
+    """Plan y = fp8(x * scale) and its transpose for x [m, n]; policy and `with_amax` as in `cast_plan`."""
+    packed = m % 4 == 0
+    # Four adjacent rows are packed into words, see `fp8_common._kernels.transpose`.
+    bm, bn = (128, 64) if packed else (64, 64)
+    return LaunchPlan(
+        kernel="cast_transpose",
+        grid=_tiles(m, bm) * _tiles(n, bn),
+        pointers=_cast_pointers(dtype, fmt, policy, with_amax, transpose=True),
+        scalars=_matrix(m, n),
+        constexprs=_scale_constexprs(fmt, policy)
+        | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
+        num_warps=4,
+        outputs=_cast_outputs(policy, with_amax, transpose=True),
+        zeroed=("amax_ptr",) if with_amax else (),
+    )
+
+
+def rowwise_plan(
+    m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, fold: bool = False
+) -> LaunchPlan:
+    """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first."""
+    constexprs = _scale_constexprs(fmt, policy) | {"ALIGNED": n % 16 == 0}
+    bn = max(16, _next_power_of_2(n))
+    if n > LONGEST_ROW:
+        kernel, grid, tile, warps = "rowwise_long", m, {"BN": 4096}, 8
+    else:
+        bm = max(1, 4096 // bn)
+        kernel, grid, tile, warps = "rowwise", _tiles(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
+    return LaunchPlan(
+        kernel=kernel,
+        grid=grid if n else 0,
+        pointers={
+            "x_ptr": _input(dtype),
+            "fold_ptr": "fp32" if fold else None,
+            "y_ptr": _fp8(fmt),
+            "scale_ptr": "fp32",
+        },
+        scalars=_matrix(m, n),
+        constexprs=constexprs | tile,
+        num_warps=warps,
+        outputs=("y_ptr", "scale_ptr"),
+    )
+
+
+def block_plan(
+    m: int,
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    rows: int,
+    policy: ScalePolicy = CANONICAL,
+    *,
+    transpose: bool = False,
+) -> LaunchPlan:
+    """Plan one scale per `rows` x 128 block of x [m, n]; `transpose` (128 rows, m % 4 == 0) also writes y^T.
+
+    Raises:
+        Fp8Error: No kernel has this block, or the transpose cannot be had.
+    """
+    if rows not in (1, 128) or (transpose and (rows == 1 or m % 4)):
+        raise Fp8Error(
+            f"There are kernels for 1x128 and 128x128 blocks, and for the transpose of 128x128 ones if rows % 4 == 0; "
+            f"got {rows}x128 of {m} rows with transpose={transpose}. Use the reference."
+        )
+    constexprs = _scale_constexprs(fmt, policy)
+    pointers: dict[str, str | None] = {"x_ptr": _input(dtype), "y_ptr": _fp8(fmt)}
+    outputs: tuple[str, ...] = ("y_ptr", "scale_ptr")
+    if rows == 1:
+        # 64 elements a thread: with fewer, what every thread computes of its row weighs too much
+        tile, aligned, bm, warps = {"BM": 64}, n % 16 == 0, 64, 4
+    else:
+        tile, aligned, bm, warps = {}, m % 16 == n % 16 == 0, 128, 8
+        pointers["yt_ptr"] = _fp8(fmt) if transpose else None
+        outputs = ("y_ptr", "yt_ptr", "scale_ptr") if transpose else outputs
+    return LaunchPlan(
+        kernel=f"block_{rows}x128",
+        grid=_tiles(m, bm) * _tiles(n, 128),
+        pointers=pointers | {"scale_ptr": "fp32"},
+        scalars=_matrix(m, n),
+        constexprs=constexprs | {"ALIGNED": aligned} | tile,
+        num_warps=warps,
+        outputs=outputs,
+    )
+
+
+def mx_plan(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil") -> LaunchPlan:
+    """Plan OCP MX data and uint8 E8M0 codes [m, ceil(n / 32)] for x [m, n]."""
+    form = _kernel_format(fmt)
+    return LaunchPlan(
+        kernel="mx",
+        grid=_tiles(m, 32) * _tiles(n, 128),
+        pointers={"x_ptr": _input(dtype), "y_ptr": _fp8(fmt), "code_ptr": "u8"},
+        scalars=_matrix(m, n),
+        constexprs={
+            "MODE": mode,
+            "MAX_KEY": _key(form.max),
+            "MANTISSA_BITS": form.mantissa_bits,
+            "ALIGNED": n % 16 == 0,
+            "BM": 32,
+            "BN": 128,
+        },
+        num_warps=4,
+        outputs=("y_ptr", "code_ptr"),
+    )
+
+
+def delayed_update_plan(tensors: int, length: int, policy: ScalePolicy) -> LaunchPlan:
+    """Plan a step of delayed scaling for all tensors at once: history [length, tensors]."""
+    rows = _next_power_of_2(length)
+    columns = max(1, min(32, 4096 // rows))
+    return LaunchPlan(
+        kernel="delayed_update",
+        grid=_tiles(tensors, columns),
+        pointers=dict.fromkeys(
+            ("history_ptr", "amax_ptr", "scale_ptr", "fmax_ptr", "new_history_ptr", "new_scale_ptr", "scale_inv_ptr"),
+            "fp32",
+        ),
+        scalars={"T": ("i32", tensors), "L": ("i32", length)},
+        constexprs={"ALGO": policy.algo, "RULE": scale_rule(E4M3, policy)[1], "BL": rows, "BT": columns},
+        num_warps=4,
+        outputs=("new_history_ptr", "new_scale_ptr", "scale_inv_ptr"),
+    )
+
+
+def dequantize_plan(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, int]) -> LaunchPlan:
+    """Plan q * RN(1 / scale) for q [m, n] with one scale per block (rows, columns).
+
+    Raises:
+        Fp8Error: No kernel has this block.
+    """
+    rows = 0 if block[0] >= m else block[0]
+    columns = 0 if block[1] >= n else block[1]
+    if columns not in (0, 128):
+        raise Fp8Error(f"dequantize needs scales for whole rows or for 128 columns, got {block}. Use the reference.")
+    return LaunchPlan(
+        kernel="dequantize",
+        grid=_tiles(m, 32) * _tiles(n, 128),
+        pointers={"q_ptr": _fp8(fmt), "scale_ptr": "fp32", "y_ptr": _input(dtype)},
+        scalars=_matrix(m, n),
+        constexprs={"ROWS": rows, "COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 32, "BN": 128},
+        num_warps=4,
+        outputs=("y_ptr",),
+    )
+
+
+def dequantize_mx_plan(m: int, n: int, fmt: str | Format, dtype: str) -> LaunchPlan:
+    """Plan the way back from MX data and its E8M0 codes."""
+    return LaunchPlan(
+        kernel="dequantize_mx",
+        grid=_tiles(m, 16) * _tiles(n, 128),
+        pointers={"q_ptr": _fp8(fmt), "code_ptr": "u8", "y_ptr": _input(dtype)},
+        scalars=_matrix(m, n),
+        constexprs={"ALIGNED": n % 16 == 0, "BM": 16, "BN": 128},
+        num_warps=4,
+        outputs=("y_ptr",),
+    )
+
+
+def stochastic_plan(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset: int = 0) -> LaunchPlan:
+    """Plan stochastic rounding of x * scale for `n` elements; bits as in `fp8_common._philox`."""
+    form = _kernel_format(fmt)
+    return LaunchPlan(
+        kernel="stochastic",
+        grid=_tiles(n, 2048),
+        pointers={"x_ptr": _input(dtype), "scale_ptr": "fp32", "y_ptr": _fp8(fmt)},
+        scalars={"n": ("i64", n), "seed": ("i64", seed), "offset": ("i64", offset)},
+        constexprs={
+            "MAX_KEY": _key(form.max),
+            "MIN_EXPONENT": form.min_exponent,
+            "MANTISSA_BITS": form.mantissa_bits,
+            "BLOCK": 2048,
+        },
+        num_warps=4,
+        outputs=("y_ptr",),
+    )
+
+
+FOREACH_BLOCK, FOREACH_ITERS = 4096, 4
+FOREACH_CHUNK = FOREACH_BLOCK * FOREACH_ITERS
+_TABLE = {"numel_ptr": "i64", "tensor_ptr": "i32", "chunk_ptr": "i32"}
+
+
+def foreach_chunks(sizes: list[int]) -> tuple[list[int], list[int]]:
+    """Return, for every program of a foreach kernel, its tensor and its chunk of that tensor."""
+    pairs = [(t, c) for t, size in enumerate(sizes) for c in range(_tiles(size, FOREACH_CHUNK))]
+    return [t for t, _ in pairs], [c for _, c in pairs]
+
+
+def foreach_amax_plan(programs: int, dtype: str, *, aligned: bool) -> LaunchPlan:
+    """Plan the int32 keys of max |x| of a list of tensors; `aligned`: all addresses are multiples of 16."""
+    return LaunchPlan(
+        kernel="foreach_amax",
+        grid=programs,
+        pointers={"ptrs_ptr": "i64", **_TABLE, "amax_ptr": "i32"},
+        scalars={},
+        constexprs={"DTYPE": _input(dtype)} | _foreach_tile(aligned),
+        num_warps=8,
+        outputs=("amax_ptr",),
+        zeroed=("amax_ptr",),
+    )
+
+
+def foreach_cast_plan(programs: int, dtype: str, fmt: str | Format, *, aligned: bool) -> LaunchPlan:
+    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; the addresses of y_t are in a table too."""
+    return LaunchPlan(
+        kernel="foreach_cast",
+        grid=programs,
+        pointers={"ptrs_ptr": "i64", "out_ptrs_ptr": "i64", **_TABLE, "scale_ptr": "fp32"},
+        scalars={},
+        constexprs={"DTYPE": _input(dtype), "F8": _fp8(fmt)} | _foreach_tile(aligned),
+        num_warps=8,
+        outputs=(),
+    )
+
+
+def _foreach_tile(aligned: bool) -> dict[str, object]:
+    return {"ALIGNED": aligned, "BLOCK": FOREACH_BLOCK, "ITERS": FOREACH_ITERS}
+
+
+def _cast_pointers(
+    dtype: str, fmt: str | Format, policy: ScalePolicy | None, with_amax: bool, *, transpose: bool
+) -> dict[str, str | None]:
+    y = _fp8(fmt)
+    return {
+        "x_ptr": _input(dtype),
+        "scale_ptr": "i32" if policy else "fp32",
+        "y_ptr": y,
+        **({"yt_ptr": y} if transpose else {}),
+        "amax_ptr": "i32" if with_amax else None,
+        "scale_out_ptr": "fp32" if policy else None,
+    }
+
+
+def _cast_outputs(policy: ScalePolicy | None, with_amax: bool, *, transpose: bool) -> tuple[str, ...]:
+    wanted = {"y_ptr": True, "yt_ptr": transpose, "amax_ptr": with_amax, "scale_out_ptr": policy is not None}
+    return tuple(name for name, want in wanted.items() if want)
+
+
+def _scale_constexprs(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:
+    form = _kernel_format(fmt)
+    fmax, rule = (form.max, None) if policy is None else scale_rule(form, policy)
+    return {"FMAX": fmax, "RULE": rule}
+
+
+def _matrix(m: int, n: int) -> dict[str, tuple[str, int]]:
+    if max(m, n) >= 1 << 31:
+        raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
+    return {"M": ("i32", m), "N": ("i32", n)}
+
+
+def _input(dtype: str) -> str:
+    if dtype not in INPUTS:
+        raise Fp8Error(f"Kernels read and write {', '.join(INPUTS)}, got {dtype}. Convert it to float32 first.")
+    return TYPES[dtype]
+
+
+def _fp8(fmt: str | Format) -> str:
+    return TYPES[_kernel_format(fmt).dtype_name]
+
+
+def _kernel_format(fmt: str | Format) -> Format:
+    form = get_data_format(fmt)
+    if form not in FORMATS:
+        raise Fp8Error(f"Kernels write e4m3 and e5m2, got {form.name}. Use the reference.")
+    return form
+
+
+def _key(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def _tiles(n: int, side: int) -> int:
+    return -(-n // side)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,188 @@
+"""Decides how the facts about this machine are gathered: without importing a framework that is not installed.
+
+Only `detect` looks, and only when it is called (by `fp8 doctor`). A framework that is installed but broken
+becomes a note, never an error.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path as FilePath
+from typing import Any
+
+from fp8_common._hardware import Device
+
+_log = logging.getLogger(__name__)
+
+DISTRIBUTIONS = (
+    "fp8-common",
+    "fp8-torch-fsdp",
+    "fp8-jax-owg",
+    "fp8-te-init",
+    "numpy",
+    "ml-dtypes",
+    "torch",
+    "torchao",
+    "triton",
+    "transformer-engine",
+    "jax",
+    "jaxlib",
+    "flax",
+)
+"""The distributions whose versions a report names, where they are installed."""
+
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What `detect` found.
+
+    Attributes:
+        system: Operating system and machine type.
+        python: Version of the interpreter.
+        cores: Logical CPU cores that this process may use.
+        devices: The CPU, then every accelerator.
+        versions: Installed distributions and their versions.
+        kernels: Whether this fp8-common holds Triton kernels.
+        notes: What went wrong or deserves attention, one sentence each.
+    """
+
+    system: str
+    python: str
+    cores: int
+    devices: tuple[Device, ...]
+    versions: dict[str, str]
+    kernels: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accelerator(self) -> Device:
+        """The device that work runs on: the first accelerator, else the CPU."""
+        return self.devices[1] if len(self.devices) > 1 else self.devices[0]
+
+
+def detect() -> Machine:
+    """Look at this machine: its devices through nvidia-smi and the installed frameworks, and its versions."""
+    versions = installed_versions()
+    accelerators: list[Device] = []
+    notes: list[str] = []
+    for name, probe in (("torch", _torch_devices), ("jax", _jax_devices)):
+        if name in versions and not accelerators:
+            accelerators, note = _try_framework(name, probe)
+            notes += [note] if note else []
+    if not accelerators and (accelerators := nvidia_smi_devices()):
+        notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        cores=usable_cores(),
+        devices=(Device(kind="cpu", name=processor_name()), *accelerators),
+        versions=versions,
+        kernels=importlib.util.find_spec("fp8_common._kernels") is not None,
+        notes=tuple(notes),
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of those of `DISTRIBUTIONS` that are installed."""
+    versions = {}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def nvidia_smi_devices() -> list[Device]:
+    """Return the GPUs that the NVIDIA driver reports; none if nvidia-smi is absent or fails."""
+    if shutil.which(NVIDIA_SMI[0]) is None:
+        return []
+    try:
+        answer = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("nvidia-smi failed: %s", error)
+        return []
+    return parse_nvidia_smi(answer)
+
+
+def parse_nvidia_smi(answer: str) -> list[Device]:
+    """Return the devices in lines of "name, compute capability, memory in MiB"; skip other lines."""
+    devices = []
+    for line in answer.splitlines():
+        name, _, rest = line.partition(",")
+        capability, _, memory = (part.strip() for part in rest.partition(","))
+        major, _, minor = capability.partition(".")
+        if not (major.isdigit() and minor.isdigit()):
+            continue
+        size = int(memory) * 2**20 if memory.isdigit() else None
+        devices.append(Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor)), memory_bytes=size))
+    return devices
+
+
+def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[list[Device], str | None]:
+    """Import a framework and ask it for its devices; a failure becomes a note."""
+    try:
+        return probe(importlib.import_module(name)), None
+    except Exception as error:  # a broken installation may raise anything; the report must go on
+        _log.info("%s cannot be used", name, exc_info=True)
+        return [], f"{name} is installed but cannot be used: {type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, for reports of one line."""
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+def _torch_devices(torch: Any) -> list[Device]:
+    if not torch.cuda.is_available():
+        return []
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        if torch.version.hip:
+            arch = facts.gcnArchName.partition(":")[0]
+            device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
+        else:
+            capability = (facts.major, facts.minor)
+            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=facts.total_memory)
+        devices.append(device)
+    return devices
+
+
+def _jax_devices(jax: Any) -> list[Device]:
+    devices = []
+    for found in jax.devices():
+        if found.platform == "cpu":
+            continue
+        kind = "tpu" if found.platform == "tpu" else "other"
+        capability = None
+        major, _, minor = str(getattr(found, "compute_capability", "")).partition(".")
+        if major.isdigit() and minor.isdigit():
+            kind, capability = "nvidia", (int(major), int(minor))
+        devices.append(Device(kind=kind, name=found.device_kind, capability=capability))
+    return devices
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may run on, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the processor's name: /proc/cpuinfo knows it on Linux, where `platform` does not."""
+    try:
+        for line in FilePath("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError as error:
+        _log.debug("no /proc/cpuinfo: %s", error)
+    return platform.processor() or platform.machine()

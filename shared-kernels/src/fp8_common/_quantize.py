@@ -1,0 +1,154 @@
+"""Decides how tensors become FP8 data plus scales, at every granularity. This file is the definition of the data.
+
+The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate.
+Scales multiply into FP8; going back multiplies by RN32(1 / scale).
+"""
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from fp8_common._amax import amax, as_float32
+from fp8_common._blocks import Block, block_amax, check_block, expand_blocks
+from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
+from fp8_common._formats import Format, get_data_format
+from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+from fp8_common._rounding import decode, encode, encode_stochastic
+from fp8_common._scaling import amax_to_scale, reciprocal
+
+MX_BLOCK = (1, 32)
+
+ArrayT = TypeVar("ArrayT")
+"""The array type of a framework."""
+
+
+class Quantized(NamedTuple, Generic[ArrayT]):
+    """FP8 data and the scales it was made with.
+
+    Attributes:
+        data: FP8 codes of the shape of the input (uint8 in NumPy, the native float8 dtype in torch and JAX).
+        scale: float32 scales into FP8 (E8M0 codes, which go back from FP8, for MX).
+    """
+
+    data: ArrayT
+    scale: ArrayT
+
+
+def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
+    """Return the FP8 codes of `x * scale`.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: The FP8 format.
+
+    Returns:
+        uint8 codes of the shape of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format.
+    """
+    return encode(_scaled(x, scale), fmt)
+
+
+def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
+    """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`."""
+    return encode_stochastic(_scaled(x, scale), fmt, random_bits)
+
+
+def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
+    """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
+
+    Args:
+        q: uint8 codes, any shape.
+        scale: float32 scale into FP8, broadcastable to `q`.
+        fmt: The FP8 format of `q`.
+        dtype: float32, float16 or bfloat16.
+    """
+    return _back(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
+
+
+def quantize_rowwise(
+    x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
+) -> Quantized[NDArray[Any]]:
+    """Quantize with one scale for each slice along `axis`.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape of at least one dimension.
+        fmt: The FP8 format.
+        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
+        policy: The scale rule.
+
+    Returns:
+        Codes of the shape of `x`; scales of that shape with `axis` of length 1, so that they broadcast.
+    """
+    scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
+    return Quantized(quantize(x, scale, fmt), scale)
+
+
+def quantize_blockwise(
+    x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
+) -> Quantized[NDArray[Any]]:
+    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
+        fmt: The FP8 format.
+        block: (1, 128) for activations and gradients, (128, 128) for weights.
+        policy: The scale rule.
+
+    Returns:
+        Codes [..., M, N]; scales [..., ceil(M / rows), ceil(N / columns)].
+    """
+    array = as_float32(x)
+    scale = amax_to_scale(block_amax(array, check_block(block, array.ndim)), fmt, policy)
+    return Quantized(quantize(array, expand_blocks(scale, block, array.shape), fmt), scale)
+
+
+def dequantize_blockwise(
+    q: ArrayLike, scale: ArrayLike, fmt: str | Format, block: Block = (1, 128), dtype: DTypeLike = np.float32
+) -> NDArray[np.generic]:
+    """Undo `quantize_blockwise`: codes [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)]."""
+    codes = np.asarray(q)
+    check_block(block, codes.ndim)
+    return dequantize(codes, expand_blocks(as_float32(scale, "scale"), block, codes.shape), fmt, dtype)
+
+
+def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[NDArray[Any]]:
+    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
+        fmt: The element format.
+        mode: How the scale is rounded; see `amax_to_e8m0`.
+
+    Returns:
+        Codes [..., N]; E8M0 codes [..., ceil(N / 32)] (2^(code-127) goes back from FP8; 255 marks a block with an
+        infinity or a NaN, all of whose data is NaN).
+    """
+    array = as_float32(x)
+    codes = amax_to_e8m0(block_amax(array, check_block(MX_BLOCK, array.ndim)), fmt, mode)
+    scale = expand_blocks(e8m0_to_scale(codes), MX_BLOCK, array.shape)
+    return Quantized(quantize(array, scale, fmt), codes)
+
+
+def dequantize_mx(
+    q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32
+) -> NDArray[np.generic]:
+    """Undo `quantize_mx`: codes [..., N] and E8M0 codes [..., ceil(N / 32)]; exact in float32."""
+    data = np.asarray(q)
+    check_block(MX_BLOCK, data.ndim)
+    scale_inv = expand_blocks(e8m0_to_scale_inv(codes), MX_BLOCK, data.shape)
+    return _back(decode(data, get_data_format(fmt)), scale_inv, dtype)
+
+
+def _scaled(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
+    with np.errstate(all="ignore"):
+        # In float32, as every framework and GPU does it: float64 would round once less and give other codes.
+        return as_float32(x) * as_float32(scale, "scale")
+
+
+def _back(values: NDArray[np.float32], scale_inv: NDArray[np.float32], dtype: DTypeLike) -> NDArray[np.generic]:
+    with np.errstate(all="ignore"):
+        return (values * scale_inv).astype(dtype)

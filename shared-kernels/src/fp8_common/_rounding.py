@@ -1,0 +1,147 @@
+"""Decides how a number becomes an 8-bit code and back: the oracle that every other cast must equal bit for bit.
+
+Rounding is to nearest, ties to even, once, and saturates to the largest finite value. Infinity saturates too,
+NaN stays NaN. Stochastic rounding takes its random bits from the caller.
+"""
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format, get_data_format, get_format
+
+
+def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
+    """Round every element to the nearest value of `fmt` (ties to even, saturating) and return its code.
+
+    Args:
+        x: Array of any shape; float16, bfloat16, float32 or float64 (rounded once, from the given precision).
+        fmt: A data format or its name.
+
+    Returns:
+        uint8 codes of the shape of `x`. Magnitudes above the format's maximum and infinities give the largest
+        finite code; NaN gives the NaN code (with the sign bit, 0x80 alone in FNUZ formats); -0 keeps its sign
+        except in FNUZ formats, which have none.
+
+    Raises:
+        Fp8Error: `fmt` is E8M0 or unknown.
+    """
+    fmt = get_data_format(fmt)
+    value = _as_float64(x)
+    grid, exponent = _to_grid(np.abs(value), fmt)
+    return _assemble(value, np.rint(grid), exponent, fmt)
+
+
+def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
+    """Round every element up or down at random, up with the probability of its distance from below.
+
+    With f the fraction of the way to the next grid point and u = (2 * (random_bits >> 9) + 1) * 2^-24, the
+    magnitude rounds up exactly when u < f: representable values never move, and the probability of rounding up is
+    f to within 2^-24. Overflow saturates as in `encode`. float32-subnormal inputs have f < 2^-100 and round to zero.
+
+    Args:
+        x: Array of any shape; float16, bfloat16 or float32.
+        fmt: A data format or its name.
+        random_bits: uint32, shape of `x`, uniformly distributed.
+
+    Returns:
+        uint8 codes of the shape of `x`.
+
+    Raises:
+        Fp8Error: The shapes differ, or `random_bits` is not uint32.
+    """
+    fmt = get_data_format(fmt)
+    value = _as_float64(x)
+    bits = np.asarray(random_bits)
+    if bits.dtype != np.uint32 or bits.shape != value.shape:
+        raise Fp8Error(
+            f"random_bits must be uint32 of shape {value.shape}, got {bits.dtype} of shape {bits.shape}. "
+            "Draw them with rng.integers(0, 2**32, size=x.shape, dtype=np.uint32)."
+        )
+    grid, exponent = _to_grid(np.abs(value), fmt)
+    below = np.floor(grid)
+    # An odd multiple of 2^-24 is never 0, so a fraction of 0 never moves; and 24 bits are exact in float32 elsewhere.
+    threshold = ((bits >> 9).astype(np.float64) * 2 + 1) * 2.0**-24
+    return _assemble(value, below + (threshold < grid - below), exponent, fmt)
+
+
+def decode(codes: ArrayLike, fmt: str | Format) -> NDArray[np.float32]:
+    """Return the float32 value of every code; exact for every format.
+
+    Args:
+        codes: uint8 array of any shape (arrays of the format's ml_dtypes dtype are accepted too).
+        fmt: A format or its name, E8M0 included (2^(code-127), 255 is NaN).
+
+    Raises:
+        Fp8Error: `codes` is neither uint8 nor of the format's own dtype.
+    """
+    return _values(get_format(fmt))[as_codes(codes, fmt)]
+
+
+def as_codes(codes: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
+    """Return `codes` as uint8, viewing arrays of the format's own dtype.
+
+    Raises:
+        Fp8Error: The dtype is neither uint8 nor the format's own.
+    """
+    array = np.asarray(codes)
+    if array.dtype == get_format(fmt).numpy_dtype:
+        array = array.view(np.uint8)
+    if array.dtype != np.uint8:
+        raise Fp8Error(f"FP8 codes must be uint8 or {get_format(fmt).dtype_name}, got {array.dtype}.")
+    return array
+
+
+def _as_float64(x: ArrayLike) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):  # a signalling NaN is no error
+        return np.asarray(x).astype(np.float64)
+
+
+def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Scale each magnitude so that the grid of its binade is the integers; return it with its exponent."""
+    # Infinity and NaN have no binade; `_assemble` gives them their codes.
+    finite = np.where(np.isfinite(magnitude), magnitude, 0.0)
+    # frexp reads the exponent from the bits; a logarithm would round, and be one too high just below powers of two.
+    exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
+    exponent = np.where(finite > 0, exponent, fmt.min_exponent).astype(np.int64)
+    return np.ldexp(finite, fmt.mantissa_bits - exponent), exponent
+
+
+def _assemble(
+    value: NDArray[np.float64], steps: NDArray[np.float64], exponent: NDArray[np.int64], fmt: Format
+) -> NDArray[np.uint8]:
+    """Put exponent, rounded mantissa, sign and special values together; a carry flows into the exponent."""
+    code = ((exponent + fmt.bias - 1) << fmt.mantissa_bits) + steps.astype(np.int64)
+    # Saturate after rounding: what rounds up past the largest value ends here, too.
+    code = np.where(np.isinf(value), fmt.max_code, np.minimum(code, fmt.max_code))
+    sign = np.signbit(value).astype(np.int64) << 7
+    if fmt.fnuz:
+        sign = np.where(code == 0, 0, sign)
+        return np.where(np.isnan(value), fmt.nan_code, code | sign).astype(np.uint8)
+    return (np.where(np.isnan(value), fmt.nan_code, code) | sign).astype(np.uint8)
+
+
+@cache
+def _values(fmt: Format) -> NDArray[np.float32]:
+    """The 256 values of a format, computed from its fields."""
+    code = np.arange(256)
+    sign = np.where(code >> 7, -1.0, 1.0) if fmt.signed else np.ones(256)
+    magnitude = code & 0x7F if fmt.signed else code
+    field = magnitude >> fmt.mantissa_bits
+    fraction = magnitude & ((1 << fmt.mantissa_bits) - 1)
+    leading = (field > 0) if fmt.signed else np.ones(256, bool)
+    exponent = np.maximum(field, 1) if fmt.signed else field
+    steps = fraction + (leading.astype(np.int64) << fmt.mantissa_bits)
+    value = sign * np.ldexp(steps.astype(np.float64), exponent - fmt.bias - fmt.mantissa_bits)
+    if fmt.fnuz:
+        value[fmt.nan_code] = np.nan
+    else:
+        value[magnitude > fmt.max_code] = np.nan
+    if fmt.has_infinity:
+        infinity = magnitude == fmt.max_code + 1
+        value[infinity] = sign[infinity] * np.inf
+    table = value.astype(np.float32)
+    table.setflags(write=False)
+    return table

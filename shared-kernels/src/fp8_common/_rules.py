@@ -1,0 +1,178 @@
+r"""Decides which modules a recipe applies to: ordered include and exclude rules over fully qualified names.
+
+A rule is written as one string:
+
+| text | meaning |
+|---|---|
+| `layers.*.mlp.*` | include; a glob: `*` any characters (dots too), `?` one, `[01]` one of these |
+| `re:layers\.\d+\.mlp\..*` | include; a regular expression |
+| `!lm_head` | exclude; works before `re:` too |
+| `layers.*.attn.* = rowwise` | include with a named recipe instead of the caller's |
+
+Patterns match the whole name. Later rules win, so the general rule comes first and its exceptions after it. A
+name that no rule matches is included only if every rule excludes ("everything but lm_head").
+"""
+
+import dataclasses
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Self
+
+from fp8_common._errors import Fp8Error
+from fp8_common._recipe import Recipe, get_recipe
+
+_WITH_RECIPE = re.compile(r"(?P<pattern>.*?)\s*=\s*(?P<recipe>\w+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One include or exclude rule.
+
+    Attributes:
+        pattern: A glob, or a regular expression after "re:".
+        include: False excludes what the pattern matches.
+        recipe: The recipe of what the pattern includes; None leaves it to the caller.
+    """
+
+    pattern: str
+    include: bool = True
+    recipe: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse patterns that cannot match and exclusions that carry a recipe."""
+        if not self.pattern:
+            raise Fp8Error("A module rule needs a pattern, got an empty one. Use '*' for every module.")
+        if self.recipe is not None and not self.include:
+            raise Fp8Error(f"Module rule {str(self)!r} excludes, so it cannot name a recipe. Remove one of the two.")
+        _compiled(self.pattern)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read one rule as written in the module docstring.
+
+        Raises:
+            Fp8Error: The pattern is empty or no regular expression, the recipe is unknown, or an exclusion
+                has one.
+        """
+        if not isinstance(text, str):
+            raise Fp8Error(f"A module rule must be a string or a Rule, got {text!r}.")
+        pattern, recipe = text.strip(), None
+        if written := _WITH_RECIPE.fullmatch(pattern):
+            pattern, recipe = written["pattern"], get_recipe(written["recipe"])
+        return cls(pattern=pattern.removeprefix("!"), include=not pattern.startswith("!"), recipe=recipe)
+
+    def matches(self, fqn: str) -> bool:
+        """Return whether the pattern matches the whole name."""
+        return _compiled(self.pattern).fullmatch(fqn) is not None
+
+    @property
+    def setting(self) -> tuple[bool, Recipe | None]:
+        """What the rule decides; two rules with one setting never contradict."""
+        return self.include, self.recipe
+
+    def __str__(self) -> str:
+        """Return the rule as `parse` reads it."""
+        recipe = f" = {self.recipe.name}" if self.recipe else ""
+        return f"{'' if self.include else '!'}{self.pattern}{recipe}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What the rules say about one module.
+
+    Attributes:
+        fqn: The module's fully qualified name.
+        include: Whether the module is converted.
+        recipe: The recipe that its rule names; None leaves it to the caller.
+        rule: The rule that decided; None if no rule matched.
+    """
+
+    fqn: str
+    include: bool
+    recipe: Recipe | None = None
+    rule: Rule | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Module rules in order; later ones win.
+
+    Attributes:
+        rules: The rules.
+    """
+
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse one pattern with two settings: the first could never act."""
+        seen: dict[str, Rule] = {}
+        for rule in self.rules:
+            other = seen.setdefault(rule.pattern, rule)
+            if other.setting != rule.setting:
+                raise Fp8Error(f"Module rules {str(other)!r} and {str(rule)!r} contradict each other. Remove one.")
+
+    @classmethod
+    def parse(cls, rules: "Rules | Iterable[str | Rule]") -> "Rules":
+        """Read rules, as strings or as `Rule` objects.
+
+        Raises:
+            Fp8Error: A rule cannot be read, or two contradict each other.
+        """
+        if isinstance(rules, Rules):
+            return rules
+        if isinstance(rules, str):
+            raise Fp8Error(f"Module rules must be a list of strings, got the string {rules!r}. Put it in a list.")
+        return cls(rules=tuple(rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules))
+
+    def match(self, fqn: str) -> Decision:
+        """Return what the rules say about one module."""
+        for rule in reversed(self.rules):
+            if rule.matches(fqn):
+                return Decision(fqn=fqn, include=rule.include, recipe=rule.recipe, rule=rule)
+        return Decision(fqn=fqn, include=not any(rule.include for rule in self.rules))
+
+    def apply(self, names: Iterable[str]) -> list[Decision]:
+        """Return what the rules say about every module, in order of `names`.
+
+        Warns:
+            UserWarning: For each rule that matches none of the names.
+
+        Raises:
+            Fp8Error: A rule matches names, but later rules with other settings decide all of them.
+        """
+        decisions = [self.match(name) for name in names]
+        for rule in self.rules:
+            self._check_effect(rule, decisions)
+        return decisions
+
+    def _check_effect(self, rule: Rule, decisions: Sequence[Decision]) -> None:
+        matched = [decision for decision in decisions if rule.matches(decision.fqn)]
+        if not matched:
+            names = ", ".join(decision.fqn for decision in decisions[:3]) or "none"
+            warnings.warn(
+                f"Module rule {str(rule)!r} matched none of {len(decisions)} modules (such as: {names}). "
+                "Patterns must match the whole name; correct or remove the rule.",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+        winners = {str(decision.rule): decision.rule for decision in matched if decision.rule is not None}
+        if all(winner.setting != rule.setting for winner in winners.values()):
+            raise Fp8Error(
+                f"Module rule {str(rule)!r} decides nothing: it matches {len(matched)} module(s), and later "
+                f"rules ({', '.join(map(repr, winners))}) contradict it on every one. "
+                "Later rules win: put the general rule first, or remove one."
+            )
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if not pattern.startswith("re:"):
+        return re.compile(fnmatch.translate(pattern))
+    try:
+        return re.compile(pattern[3:])
+    except re.error as error:
+        raise Fp8Error(f"Module rule {pattern!r} is not a regular expression: {error}.") from error

@@ -1,0 +1,158 @@
+"""Decides how JAX turns numbers into FP8 codes and back.
+
+The cast is written with integer operations and one float addition instead of XLA's own conversion: that one
+does not saturate (overflow becomes NaN in E4M3, infinity in E5M2), and on CPUs it is several times slower.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from fp8_common._amax import INF_KEY, KEY_MASK
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import E8M0, Format, get_data_format, get_format
+from fp8_common.jax._arrays import EXPONENT_MASK, NAN_KEY, as_codes, as_float32, from_bits, to_bits
+
+
+def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
+    """Round every element to the nearest value of `fmt` (ties to even, saturating) and return its code.
+
+    The gradient is zero.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        fmt: A data format or its name; static under jit.
+
+    Returns:
+        uint8 codes of the shape of `x`, equal to `fp8_common.encode`.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format.
+    """
+    return _encode(as_float32(x), fmt=get_data_format(fmt))
+
+
+def encode_stochastic(x: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
+    """Round every element up or down at random, up with the probability of its distance from below.
+
+    The gradient is zero.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        fmt: A data format or its name; static under jit.
+        random_bits: uint32, shape of `x`: `jax.random.bits(key, x.shape)`.
+
+    Returns:
+        uint8 codes of the shape of `x`, equal to `fp8_common.encode_stochastic` for the same bits.
+
+    Raises:
+        Fp8Error: The shapes differ, `random_bits` is not uint32, or `x` or `fmt` is not supported.
+    """
+    value, fmt = as_float32(x), get_data_format(fmt)
+    return _encode_stochastic(value, check_random_bits(random_bits, value.shape), fmt=fmt)
+
+
+def decode(codes: ArrayLike, fmt: str | Format) -> jax.Array:
+    """Return the float32 value of every code; exact for every format.
+
+    Args:
+        codes: uint8 or the format's own dtype, any shape.
+        fmt: A format or its name, E8M0 included; static under jit.
+
+    Raises:
+        Fp8Error: `codes` is neither uint8 nor of the format's own dtype.
+    """
+    fmt = get_format(fmt)
+    return _decode(as_codes(codes, fmt), fmt=fmt)
+
+
+def check_random_bits(random_bits: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """Return the random bits as an array.
+
+    Raises:
+        Fp8Error: They are not uint32 of `shape`.
+    """
+    dtype, got = getattr(random_bits, "dtype", type(random_bits).__name__), np.shape(random_bits)
+    if dtype != np.uint32 or got != tuple(shape):
+        raise Fp8Error(
+            f"random_bits must be uint32 of shape {tuple(shape)}, got {dtype} of shape {got}. "
+            "Draw them with jax.random.bits(key, x.shape)."
+        )
+    return jnp.asarray(random_bits)
+
+
+def round_to_codes(x: jax.Array, fmt: Format) -> jax.Array:
+    """Return the uint8 codes of float32 `x`, rounded to nearest even.
+
+    Adding 2^(e+23-m) to a value of binade e leaves m mantissa bits, rounded by the hardware's own rule.
+    """
+    bits = to_bits(lax.stop_gradient(x))
+    magnitude, base = _magnitude_and_binade(bits, fmt)
+    # XLA flushes a subnormal x in this sum; it rounds to 0 in every format anyway.
+    magic = from_bits(base + jnp.int32((23 - fmt.mantissa_bits) << 23))
+    steps = to_bits(from_bits(magnitude) + magic) - to_bits(magic)
+    return _assemble(bits, base, steps, fmt)
+
+
+def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) -> jax.Array:
+    """Return the uint8 codes of float32 `x`, rounded up where the random threshold is below the fraction.
+
+    Every step is exact in float32: the grid is reached by a power of two, and the threshold has 24 bits.
+    """
+    bits = to_bits(lax.stop_gradient(x))
+    magnitude, base = _magnitude_and_binade(bits, fmt)
+    to_grid = from_bits(jnp.int32((127 + fmt.mantissa_bits) << 23) - (base - jnp.int32(127 << 23)))
+    grid = from_bits(magnitude) * to_grid
+    below = lax.floor(grid)
+    drawn = lax.shift_right_logical(random_bits, jnp.uint32(9)) * jnp.uint32(2) + jnp.uint32(1)
+    threshold = drawn.astype(jnp.float32) * jnp.float32(2.0**-24)
+    steps = below.astype(jnp.int32) + (threshold < grid - below).astype(jnp.int32)
+    return _assemble(bits, base, steps, fmt)
+
+
+def _magnitude_and_binade(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """Return the bits of min(|x|, max) and of its power of two, which is at least the smallest normal's."""
+    limit = int(np.float32(fmt.max).view(np.int32))
+    magnitude = jnp.minimum(bits & jnp.int32(KEY_MASK), jnp.int32(limit))
+    smallest = (fmt.min_exponent + 127) << 23
+    return magnitude, jnp.maximum(magnitude & jnp.int32(EXPONENT_MASK), jnp.int32(smallest))
+
+
+def _assemble(bits: jax.Array, base: jax.Array, steps: jax.Array, fmt: Format) -> jax.Array:
+    """Put binade, rounded mantissa, sign and NaN together; a carry flows into the exponent."""
+    offset = (fmt.min_exponent + 127) << fmt.mantissa_bits
+    code = (base >> (23 - fmt.mantissa_bits)) - jnp.int32(offset) + steps
+    sign = (bits >> 24) & jnp.int32(0x80)
+    is_nan = (bits & jnp.int32(KEY_MASK)) > jnp.int32(INF_KEY)
+    if fmt.fnuz:
+        signed = jnp.where(code == 0, 0, code | sign)
+        return jnp.where(is_nan, jnp.int32(fmt.nan_code), signed).astype(jnp.uint8)
+    return (jnp.where(is_nan, jnp.int32(fmt.nan_code), code) | sign).astype(jnp.uint8)
+
+
+def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Return the float32 values of uint8 codes; by integer operations, like the cast."""
+    code = lax.stop_gradient(codes).astype(jnp.int32)
+    if fmt is E8M0:
+        bits = jnp.where(code == 0, jnp.int32(1 << 22), code << 23)
+        return from_bits(jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits))
+    magnitude, sign = code & 0x7F, (code & 0x80) << 24
+    # Subnormal in FP8, normal in float32: XLA does not flush it.
+    subnormal = magnitude.astype(jnp.float32) * jnp.float32(fmt.smallest_subnormal)
+    normal = (magnitude << (23 - fmt.mantissa_bits)) + jnp.int32((127 - fmt.bias) << 23)
+    bits = jnp.where(magnitude < 1 << fmt.mantissa_bits, to_bits(subnormal), normal)
+    if fmt.fnuz:
+        bits = jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits)
+    elif fmt.has_infinity:
+        bits = jnp.where(magnitude > fmt.max_code + 1, jnp.int32(NAN_KEY), bits)
+        bits = jnp.where(magnitude == fmt.max_code + 1, jnp.int32(INF_KEY), bits)
+    else:
+        bits = jnp.where(magnitude > fmt.max_code, jnp.int32(NAN_KEY), bits)
+    return from_bits(bits | sign)
+
+
+_encode = jax.jit(round_to_codes, static_argnames="fmt", inline=True)
+_encode_stochastic = jax.jit(round_to_codes_at_random, static_argnames="fmt", inline=True)
+_decode = jax.jit(decode_codes, static_argnames="fmt", inline=True)

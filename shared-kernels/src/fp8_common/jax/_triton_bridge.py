@@ -1,0 +1,137 @@
+"""Decides how a launch plan becomes a call in a compiled JAX program for CUDA.
+
+Built on `jaxlib`'s own Triton support, not on jax-triton: the plan is compiled to PTX as torch does it, and embedded
+with its grid and scalars. Lowering needs no GPU when the compute capability is given, only jax's CUDA plugin.
+"""
+
+import contextvars
+import importlib.util
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+
+from fp8_common import _launch as launch
+from fp8_common._env import backend
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._launch import LaunchPlan
+
+CALL_TARGET = "triton_kernel_call_ffi"
+_references_only: contextvars.ContextVar[bool] = contextvars.ContextVar("references_only", default=False)
+_capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
+
+
+@contextmanager
+def lowering_for(capability: int) -> Iterator[None]:
+    """Lower for a GPU of this compute capability (90 for 9.0) instead of the one that is installed.
+
+    JAX keeps what it lowered before: call `jax.clear_caches()` to lower the same function for another one.
+    """
+    token = _capability.set(capability)
+    try:
+        yield
+    finally:
+        _capability.reset(token)
+
+
+@contextmanager
+def references_only() -> Iterator[None]:
+    """Trace jnp code, whatever `selects_kernels` would say."""
+    token = _references_only.set(True)
+    try:
+        yield
+    finally:
+        _references_only.reset(token)
+
+
+def selects_kernels() -> bool:
+    """Return whether functions of `fp8_common.jax` trace operations that have kernels, or plain jnp code.
+
+    Read when a function is traced: what `jax.jit` has compiled stays as it is.
+
+    Raises:
+        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
+    """
+    choice = backend()
+    if choice == "reference" or _references_only.get():
+        return False
+    obstacle = _obstacle()
+    if obstacle is not None and choice == "triton":
+        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
+    return obstacle is None
+
+
+def uses_kernels(plan: LaunchPlan) -> bool:
+    """Return whether a CUDA lowering takes the kernel; the reference otherwise.
+
+    Raises:
+        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
+    """
+    if plan.grid == 0 or backend() == "reference":
+        return False
+    obstacle = _obstacle()
+    if obstacle is not None and backend() == "triton":
+        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
+    return obstacle is None
+
+
+def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return the MLIR results of a Triton call.
+
+    Args:
+        ctx: The lowering rule's context; its avals are the plan's inputs and outputs, in order.
+        plan: The launch.
+        operands: MLIR values of the plan's inputs.
+    """
+    from jax._src.lib import gpu_triton
+
+    from fp8_common._kernels.compiler import compile_plan
+
+    capability = _capability.get() or _gpu_capability()
+    if capability is None:
+        raise Fp8UnsupportedError("Lowering a kernel for CUDA needs a GPU, or lowering_for(capability).")
+    compiled = compile_plan(plan, capability)
+    kernel = gpu_triton.TritonKernel(
+        compiled.name, compiled.num_warps, 1, compiled.shared, compiled.ptx, "", capability
+    )
+    sizes = dict(zip(plan.outputs, (_bytes(aval) for aval in ctx.avals_out), strict=True))
+    parameters = [
+        # How many bytes are cleared before the launch, and the alignment that the kernel was compiled for.
+        gpu_triton.create_array_parameter(sizes[name] if name in plan.zeroed else 0, 16)
+        for name, kind in plan.pointers.items()
+        if kind
+    ]
+    parameters += [gpu_triton.create_scalar_parameter(value, kind) for kind, value in plan.scalars.values()]
+    call = gpu_triton.TritonKernelCall(kernel, plan.grid, 1, 1, parameters)
+    rule = jax.ffi.ffi_lowering(CALL_TARGET, api_version=4)
+    # jaxlib's call inflates its description with zlib.
+    return rule(ctx, *operands, opaque=zlib.compress(call.to_proto(compiled.name, b"")))
+
+
+def _obstacle() -> str | None:
+    """Say what keeps kernels out of a CUDA lowering; None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = _capability.get() or _gpu_capability()
+    if capability is None:
+        return "this JAX sees no NVIDIA GPU"
+    if divmod(capability, 10) < launch.MIN_CAPABILITY:
+        return f"compute capability {capability / 10} has no FP8 conversion (8.9 and newer do)"
+    return None
+
+
+@cache
+def _gpu_capability() -> int | None:
+    """Return ten times the major plus the minor compute capability of the first GPU; None if there is none."""
+    try:
+        major, _, minor = jax.devices("cuda")[0].compute_capability.partition(".")
+    except RuntimeError:
+        return None
+    return int(major) * 10 + int(minor)
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize

@@ -1,0 +1,282 @@
+"""Decides how the kernels are timed on a GPU, against what PyTorch, torchao and TransformerEngine do for the same task.
+
+Every round times all implementations once in alternating order with a cold L2 cache; medians are over the rounds.
+The ceiling is a plain copy of as many bytes, which takes turns with them. Results of ours are compared with the NumPy
+definition before timing.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import fp8_common as f8
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._formats import Format, get_format
+from fp8_common._policy import CANONICAL
+from fp8_common.bench.record import COPY, Log, Measurement
+from fp8_common.testing.arrays import as_numpy
+from fp8_common.testing.compare import assert_same_bits
+from fp8_common.torch import _bench_peers as bench_peers
+from fp8_common.torch import _foreach as foreach
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._amax import amax_all
+from fp8_common.torch._quantize import quantize, quantize_blockwise, quantize_mx, quantize_rowwise
+from fp8_common.torch._scaling import scale_from_amax
+
+logger = logging.getLogger(__name__)
+ROUNDS = 50
+WARM_UP = 5
+COLUMNS = 8192
+FLUSH_BYTES, FLUSHES = 512 << 20, 4
+"""Longer than it takes to empty the cache: meanwhile Python enqueues what is timed, so that no gap is timed."""
+KERNELS = ("amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx")
+FOREACH_SHARDS = 200
+FOREACH = f"foreach amax, {FOREACH_SHARDS} shards"
+
+Run = Callable[[], object]
+Timer = Callable[[Run], float]
+
+
+def run(
+    *,
+    megabytes: Sequence[int],
+    dtypes: Sequence[str],
+    fmt: str,
+    kernels: Sequence[str] = (),
+    minutes: float = math.inf,
+    save: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Measure on the current GPU and return the result as JSON.
+
+    A task that fails is named under "failures" and does not stop the others; what is not measured yet is named under
+    "left_out".
+
+    Args:
+        megabytes: Sizes of the inputs.
+        dtypes: Their dtypes.
+        fmt: The FP8 format.
+        kernels: Names of the tasks to measure; all if empty.
+        minutes: No task begins later than this.
+        save: Takes the result so far after every task, so that a run that is cut short leaves one.
+
+    Raises:
+        Fp8UnsupportedError: There is no GPU, or it cannot run the kernels.
+    """
+    device, end = gpu(), time.monotonic() + 60 * minutes
+    timer, form = cuda_timer(), get_format(fmt)
+    log = Log(device=torch.cuda.get_device_name(), ceiling=copy_ceiling(timer), save=save)
+    wanted = [kernel for kernel in (FOREACH, *KERNELS) if not kernels or kernel in kernels]
+    inputs = [(name, size) for name in dtypes for size in megabytes]
+    log.left_out = [kernel for kernel in wanted if kernel == FOREACH]
+    log.left_out += [_label(kernel, *at) for at in inputs for kernel in wanted if kernel != FOREACH]
+    if FOREACH in wanted:
+        log.attempt(FOREACH, lambda: compare_foreach(device, timer))
+    for name, size in inputs:
+        if time.monotonic() > end:
+            break
+        torch.compiler.reset()  # the same functions on another input: no recompilation, no dynamic shapes
+        x = example(size << 20, getattr(torch, name), device)
+        for kernel, (moved, runs, check) in tasks(x, form).items():
+            if kernel in wanted and time.monotonic() < end:
+                runs = runs | copying(moved, device)
+                log.attempt(_label(kernel, name, size), partial(compare, kernel, x, moved, runs, check, timer))
+    return log.text()
+
+
+def gpu() -> torch.device:
+    """Return the GPU that is timed.
+
+    Raises:
+        Fp8UnsupportedError: There is none, or it cannot run the kernels.
+    """
+    if not torch.cuda.is_available() or not triton_backend.applies(torch.empty(1, device="cuda")):
+        raise Fp8UnsupportedError(
+            "Timing needs an NVIDIA GPU of compute capability 8.9 or newer. Use --static elsewhere."
+        )
+    return torch.device("cuda")
+
+
+def copying(moved: int, device: torch.device) -> dict[str, Run]:
+    """Return a plain copy that moves as many bytes as a task: the ceiling for its size."""
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return {COPY: lambda: target.copy_(source)}
+
+
+def example(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return normally distributed values [rows, 8192] of about `size` bytes, the same on every machine."""
+    rows = max(4, size // (dtype.itemsize * COLUMNS) // 128 * 128)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return torch.randn(rows, COLUMNS, generator=generator).to(device=device, dtype=dtype)
+
+
+def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
+    """Return for each kernel: bytes moved at least, implementations, and the check of ours (returns True)."""
+    n, size, scale = x.numel(), x.element_size(), torch.tensor(3.0, device=x.device)
+    backend = triton_backend
+    eager = {
+        "amax": lambda: amax_all(x),
+        "cast": lambda: quantize(x, scale, fmt),
+        "tensorwise": lambda: _tensorwise(x, fmt),
+        "cast + transpose": lambda: _transposed(quantize(x, scale, fmt)),
+        "row-wise": lambda: quantize_rowwise(x, fmt, -1, CANONICAL),
+        "1x128": lambda: quantize_blockwise(x, fmt, (1, 128), CANONICAL),
+        "128x128": lambda: quantize_blockwise(x, fmt, (128, 128), CANONICAL),
+        "mx": lambda: quantize_mx(x, fmt, "rceil"),
+    }
+    ours = {
+        "amax": lambda: backend.amax_all(x),
+        "cast": lambda: backend.quantize(x, scale, fmt),
+        "tensorwise": lambda: backend.quantize_tensorwise(x, fmt, CANONICAL),
+        "cast + transpose": lambda: backend.quantize_transposed(x, scale, fmt),
+        "row-wise": lambda: backend.quantize_rowwise(x, fmt, -1, CANONICAL),
+        "1x128": lambda: backend.quantize_blockwise(x, fmt, (1, 128), CANONICAL),
+        "128x128": lambda: backend.quantize_blockwise(x, fmt, (128, 128), CANONICAL),
+        "mx": lambda: backend.quantize_mx(x, fmt, "rceil"),
+    }
+    read, written = {"tensorwise": 2}, {"amax": 0, "cast + transpose": 2 * n}
+    peers = bench_peers.runs_for(x, fmt)
+    result = {}
+    for name, run in ours.items():
+        runs = {"ours": run, "torch eager": eager[name], "torch.compile": torch.compile(eager[name], dynamic=False)}
+        result[name] = (
+            n * size * read.get(name, 1) + written.get(name, n),
+            runs | peers.get(name, {}),
+            _checker(name, x, fmt, run),
+        )
+    return result
+
+
+def compare(
+    kernel: str, x: torch.Tensor, moved: int, runs: Mapping[str, Run], check: Run, timer: Timer, rounds: int = ROUNDS
+) -> list[Measurement]:
+    """Time all implementations of one kernel; those that fail are left out with a message."""
+    equal = bool(check())
+    usable = {name: run for name, run in runs.items() if _works(kernel, name, run)}
+    times: dict[str, list[float]] = {name: [] for name in usable}
+    for i in range(rounds):
+        order = list(usable) if i % 2 == 0 else list(reversed(usable))
+        for name in order:
+            times[name].append(timer(usable[name]))
+    return [
+        Measurement(
+            kernel=kernel,
+            implementation=name,
+            dtype=str(x.dtype).removeprefix("torch."),
+            shape=tuple(x.shape),
+            bytes=moved,
+            seconds=statistics.median(seconds),
+            runs=rounds,
+            equal=equal if name == "ours" else None,
+        )
+        for name, seconds in times.items()
+    ]
+
+
+def compare_foreach(device: torch.device, timer: Timer, rounds: int = ROUNDS) -> list[Measurement]:
+    """Time the amax of 200 FSDP shards: ours in one launch, and ways with torch and torchao."""
+    shards = [torch.randn(4096 * (1 + i % 7) * 16, device=device, dtype=torch.float32) for i in range(FOREACH_SHARDS)]
+    everything = torch.cat(shards)
+    want = torch.stack([amax_all(shard) for shard in shards])
+    runs = {
+        "ours": lambda: foreach.amax_keys(shards),
+        "torch._foreach_norm": lambda: torch.stack(torch._foreach_norm(shards, ord=float("inf"))),
+        **bench_peers.precompute(FOREACH_SHARDS, device),
+    }
+    moved = everything.numel() * 4
+    return compare(
+        FOREACH,
+        everything,
+        moved,
+        runs | copying(moved, device),
+        lambda: torch.equal(foreach.amax_keys(shards).view(torch.float32), want),
+        timer,
+        rounds,
+    )
+
+
+def cuda_timer() -> Timer:
+    """Return a timer with CUDA events that empties the L2 cache before each run."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def measure(run: Run) -> float:
+        for _ in range(FLUSHES):
+            flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return measure
+
+
+def copy_ceiling(timer: Timer, size: int = 512 << 20, device: str = "cuda") -> float:
+    """Return the bandwidth of a plain copy, bytes read and written, in GB/s."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / statistics.median(timer(lambda: target.copy_(source)) for _ in range(ROUNDS)) / 1e9
+
+
+def _label(kernel: str, dtype: str, megabytes: int) -> str:
+    return f"{kernel}, {dtype}, {megabytes} MB"
+
+
+def _tensorwise(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_from_amax(amax_all(x), fmt, CANONICAL)
+    return quantize(x, scale, fmt), scale
+
+
+def _transposed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return data, data.view(torch.uint8).t().contiguous()
+
+
+def _checker(name: str, x: torch.Tensor, fmt: Format, run: Run) -> Run:
+    """Return a check of ours on the first rows; row-independent kernels give them the same bits as the whole."""
+
+    def check() -> bool:
+        rows = as_numpy(x[:256])
+        if name == "tensorwise":
+            whole = f8.amax_to_scale(as_numpy(x.abs().max().float()), fmt)
+            data, scale = triton_backend.quantize_tensorwise(x, fmt, CANONICAL)
+            assert_same_bits(scale, whole, name=name)
+            assert_same_bits(data[:256], f8.quantize(rows, whole, fmt), fmt=fmt, source=rows, name=name)
+            return True
+        definitions = {
+            "row-wise": lambda: f8.quantize_rowwise(rows, fmt).data,
+            "1x128": lambda: f8.quantize_blockwise(rows, fmt).data,
+            "128x128": lambda: f8.quantize_blockwise(rows, fmt, (128, 128)).data,
+            "mx": lambda: f8.quantize_mx(rows, fmt).data,
+            "cast": lambda: f8.quantize(rows, _THREE, fmt),
+            "cast + transpose": lambda: f8.quantize(rows, _THREE, fmt),
+        }
+        got: Any = run()
+        if name == "amax":
+            return float(got) == float(x.abs().max())
+        data = got[0] if isinstance(got, tuple) else got
+        assert_same_bits(data[:256], definitions[name](), fmt=fmt, source=rows, name=name)
+        return True
+
+    return check
+
+
+_THREE = as_numpy(torch.tensor(3.0))
+
+
+def _works(kernel: str, name: str, run: Run) -> bool:
+    try:
+        for _ in range(WARM_UP):
+            run()
+    except Exception as error:
+        if name == "ours":
+            raise
+        logger.warning("%s cannot do %s here: %s", name, kernel, error)
+        return False
+    return True

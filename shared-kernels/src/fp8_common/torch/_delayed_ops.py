@@ -1,0 +1,54 @@
+"""Decides the operator that moves delayed scaling on by a step for all tensors of a model: one launch on a GPU."""
+
+from functools import lru_cache
+
+import torch
+
+from fp8_common._formats import get_data_format
+from fp8_common._launch import scale_rule
+from fp8_common._policy import ScalePolicy
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._history import update_history
+from fp8_common.torch._ops import NAMESPACE, policy_of_key
+from fp8_common.torch._scaling import divide, scale_from_amax
+
+Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::delayed_update", mutates_args=())
+def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: str) -> Step:
+    """Return the rolled history, the next scales and their reciprocals.
+
+    Args:
+        history: float32 [L, T], slot 0 the newest.
+        amax: float32 [T]: what this step saw; infinite and NaN ones are not recorded.
+        scale: float32 [T]: the scales into FP8 of this step.
+        formats: The names of the T formats, with commas between.
+        policy: `fp8_common.torch._ops.policy_key` of the rule that all share.
+    """
+    names, rule = tuple(formats.split(",")), policy_of_key(policy)
+    if all(triton_backend.applies(amax, name, rule) for name in set(names)):
+        return triton_backend.delayed_update(history, amax, scale, _numerators(names, rule, amax.device), rule)
+    window, largest = update_history(history, amax, rule.algo)
+    result = scale
+    for name in dict.fromkeys(names):
+        own = scale_from_amax(largest, get_data_format(name), rule, prev=scale)
+        result = torch.where(_are(names, name, amax.device), own, result)
+    return window, result, divide(1.0, result)
+
+
+@delayed_update.register_fake
+def _(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: str) -> Step:
+    return history.new_empty(history.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
+
+
+@lru_cache(maxsize=64)
+def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
+    """Return the float32 [T] numerators of the scales; sent to the device once."""
+    return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _are(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
+    """Return bool [T]: which of `names` are `name`."""
+    return torch.tensor([other == name for other in names], device=device)

@@ -1,0 +1,52 @@
+"""Decides where FP8 products run on hardware and where they are emulated."""
+
+import logging
+from functools import cache
+from typing import Literal, Protocol
+
+import torch
+
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common.torch._compat import assume_constant_result
+
+logger = logging.getLogger(__name__)
+
+
+class ProductChoice(Protocol):
+    """What decides where products run: any configuration with this field."""
+
+    @property
+    def emulate(self) -> Literal["auto"] | bool:
+        """Whether to emulate: always (True), never (False), or where the device lacks FP8 products ("auto")."""
+
+
+def should_emulate(device: torch.device, config: ProductChoice) -> bool:
+    """Return whether products on `device` are emulated.
+
+    Raises:
+        Fp8UnsupportedError: `config.emulate` is False and the device has no FP8 products.
+    """
+    if config.emulate is True:
+        return True
+    supported = _has_fp8_products(device)
+    if config.emulate is False and not supported:
+        raise Fp8UnsupportedError(
+            f"{device} has no FP8 matrix products: they need a GPU of compute capability 8.9 or higher. "
+            'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'
+        )
+    return not supported
+
+
+@assume_constant_result
+def _has_fp8_products(device: torch.device) -> bool:
+    return _look_up(device)
+
+
+@cache
+def _look_up(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    supported = torch.cuda.get_device_capability(device) >= (8, 9)
+    if not supported:
+        logger.warning("%s has no FP8 matrix products; they are emulated in higher precision.", device)
+    return supported

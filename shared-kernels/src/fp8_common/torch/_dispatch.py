@@ -1,0 +1,103 @@
+"""Decides who runs a cast: the functions themselves in eager mode, opaque operators while a graph is being captured.
+
+Both paths end in the same code, so compiled and eager results are the same bits: a compiler that sees one node cannot
+reorder a division or contract a multiplication. Calling a function directly saves the operators' overhead in eager
+mode, which is several times the work on small tensors. Formats and policies are objects here; operators take strings.
+"""
+
+import torch
+
+from fp8_common._blocks import Block
+from fp8_common._formats import Format
+from fp8_common._policy import ScalePolicy
+from fp8_common.torch import _fused_ops as fused_ops
+from fp8_common.torch import _ops as ops
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._amax import amax_all
+from fp8_common.torch._rounding import values as _values
+from fp8_common.torch._scaling import divide
+from fp8_common.torch._scaling import scale_from_amax as _scale_from_amax
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| over all elements as a float32 scalar tensor."""
+    if torch.compiler.is_compiling():
+        return ops.amax(x, None, False)
+    return triton_backend.amax_all(x) if triton_backend.applies(x) else amax_all(x)
+
+
+def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> torch.Tensor:
+    """Return the float32 scale into FP8, of the shape of float32 `amax`."""
+    if torch.compiler.is_compiling():
+        return ops.amax_to_scale(amax, None, fmt.name, ops.policy_key(policy))
+    return _scale_from_amax(amax, fmt, policy)
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """Return RN32(1 / scale), IEEE division, of the shape of float32 `scale`."""
+    return ops.reciprocal(scale) if torch.compiler.is_compiling() else divide(1.0, scale)
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`."""
+    if torch.compiler.is_compiling():
+        return ops.quantize(x, scale, fmt.name)
+    return triton_backend.module_for(x, fmt).quantize(x, scale, fmt)
+
+
+def quantize_rowwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return data and float32 scales [..., 1], one for each row."""
+    if torch.compiler.is_compiling():
+        return ops.quantize_rowwise(x, fmt.name, -1, ops.policy_key(policy))
+    return triton_backend.module_for(x, fmt, policy).quantize_rowwise(x, fmt, -1, policy)
+
+
+def quantize_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy) -> Pair:
+    """Return data [..., M, N] and float32 scales, one for each block."""
+    if torch.compiler.is_compiling():
+        return ops.quantize_blockwise(x, fmt.name, block[0], block[1], ops.policy_key(policy))
+    return triton_backend.module_for(x, fmt, policy).quantize_blockwise(x, fmt, block, policy)
+
+
+def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return data and the float32 scalar scale from the tensor's own amax."""
+    if torch.compiler.is_compiling():
+        return fused_ops.quantize_tensorwise(x, fmt.name, ops.policy_key(policy))
+    return fused_ops.tensorwise(x, fmt, policy)
+
+
+def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """Return data made with one given float32 scale, and max |x|: delayed scaling, in one pass on GPUs."""
+    if torch.compiler.is_compiling():
+        return fused_ops.quantize_with_amax(x, scale, fmt.name)
+    return fused_ops.with_amax(x, scale, fmt)
+
+
+def quantize_folded(x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
+    if torch.compiler.is_compiling():
+        return fused_ops.quantize_folded(x, fold, fmt.name, ops.policy_key(policy))
+    return fused_ops.folded(x, fold, fmt, policy)
+
+
+def dequantize(
+    q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block | None = None
+) -> torch.Tensor:
+    """Return q * RN32(1 / scale) in `dtype`; float32 `scale` broadcasts to `q`, or holds one scale per block."""
+    if torch.compiler.is_compiling():
+        if block is None:
+            return ops.dequantize(q, scale, fmt.name, dtype)
+        return ops.dequantize_blockwise(q, scale, fmt.name, block[0], block[1], dtype)
+    module = triton_backend.module_for(q, fmt)
+    if block is None:
+        return module.dequantize(q, scale, fmt, dtype)
+    return module.dequantize_blockwise(q, scale, fmt, block, dtype)
+
+
+def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the value of every code in `dtype`, float32 or bfloat16; exact."""
+    if torch.compiler.is_compiling():
+        return ops.values(codes, fmt.name, dtype)
+    return _values(codes, fmt, dtype)

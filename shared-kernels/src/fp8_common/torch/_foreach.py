@@ -1,0 +1,137 @@
+"""Decides how the amax and the cast of many tensors are done at once: one launch for all of one dtype on a GPU.
+
+FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and kept
+while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches.
+Both are operators; elsewhere their references go through the list.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from fp8_common import _launch as launch
+from fp8_common._formats import Format, get_data_format
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._amax import amax_all, float_key
+from fp8_common.torch._dtypes import torch_dtype
+from fp8_common.torch._ops import NAMESPACE
+from fp8_common.torch._quantize import quantize
+
+Row = tuple[int, int]
+TABLES_KEPT = 64
+
+
+def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the int32 key of max |x| of each of `tensors`, [len(tensors)]; 0 for an empty one.
+
+    Args:
+        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
+    """
+    return foreach_amax(list(tensors))
+
+
+def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
+    """Return fp8(x * scale) for each tensor and its scale.
+
+    Args:
+        tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
+        scales: float32 [len(tensors)].
+        fmt: The format of the results.
+
+    Returns:
+        Contiguous tensors of the shapes of `tensors`; they share one buffer.
+    """
+    return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
+def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """int32 keys [len(tensors)] of max |x|."""
+    if not triton_backend.applies(tensors[0]):
+        return torch.stack([float_key(amax_all(x)) for x in tensors])
+    keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    for dtype, places in _by_dtype(tensors).items():
+        dense = [tensors[i].contiguous() for i in places]
+        table = _table(tuple((x.data_ptr(), x.numel()) for x in dense), (), tensors[0].device)
+        plan = launch.foreach_amax_plan(table["programs"], _name(dtype), aligned=table["aligned"])
+        whole = len(places) == len(tensors)
+        found = keys if whole else keys.new_zeros(len(places))
+        triton_backend.run(plan, keys.device, amax_ptr=found, **table["tensors"])
+        if not whole:
+            keys[places] = found
+    return keys
+
+
+@foreach_amax.register_fake
+def _(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].new_empty(len(tensors), dtype=torch.int32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::foreach_cast", mutates_args=())
+def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    """FP8 data of all tensors one after the other, each from a multiple of 16 on."""
+    form, first = get_data_format(fmt), tensors[0]
+    if not triton_backend.applies(first, form):
+        buffer = first.new_zeros(sum(_room(tensors)), dtype=torch.uint8).view(torch_dtype(form))
+        for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
+            part.copy_(quantize(x, scale, form))
+        return buffer
+    buffer = first.new_empty(sum(_room(tensors)), dtype=torch_dtype(form))
+    outputs = _parts(buffer, tensors)
+    for dtype, places in _by_dtype(tensors).items():
+        dense = [tensors[i].contiguous() for i in places]
+        rows = tuple((x.data_ptr(), x.numel()) for x in dense)
+        table = _table(rows, tuple(outputs[i].data_ptr() for i in places), scales.device)
+        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), form, aligned=table["aligned"])
+        chosen = scales if len(places) == len(tensors) else scales[places]
+        triton_backend.run(plan, scales.device, scale_ptr=chosen.contiguous(), **table["tensors"])
+    return buffer
+
+
+@foreach_cast.register_fake
+def _(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    return tensors[0].new_empty(sum(_room(tensors)), dtype=torch_dtype(fmt))
+
+
+def _room(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [-(-x.numel() // 16) * 16 for x in tensors]
+
+
+def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the part of the buffer that belongs to each tensor, in its shape."""
+    parts = buffer.split(_room(tensors))
+    return [part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        places.setdefault(x.dtype, []).append(i)
+    return places
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device) -> dict:
+    """Put addresses, lengths and the chunks of all programs on the device, in one transfer."""
+    # Kept by addresses and sizes, which is all that it holds: a new tensor at an old address changes nothing.
+    tensor, chunk = launch.foreach_chunks([size for _, size in rows])
+    columns = {
+        "ptrs_ptr": [address for address, _ in rows],
+        "numel_ptr": [size for _, size in rows],
+        "out_ptrs_ptr": list(outputs),
+    }
+    wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
+    narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
+    tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
+    tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
+    addresses = [address for (address, size) in rows if size] + list(outputs)
+    return {
+        "tensors": tensors,
+        "programs": len(tensor),
+        "aligned": all(address % 16 == 0 for address in addresses),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,104 @@
+"""Decides the operators for what one kernel does at once: amax with the cast, a transposed copy, folded rows.
+
+Like those of `fp8_common.torch._ops`, opaque to the compiler; the references below define them elsewhere.
+"""
+
+import torch
+
+from fp8_common._formats import Format, get_data_format
+from fp8_common._philox import random_bits
+from fp8_common._policy import ScalePolicy
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._amax import amax_all
+from fp8_common.torch._dtypes import as_float32, torch_dtype
+from fp8_common.torch._ops import NAMESPACE, policy_of_key
+from fp8_common.torch._quantize import quantize, quantize_rowwise, quantize_stochastic
+from fp8_common.torch._scaling import scale_from_amax
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return data and the float32 scalar scale from the tensor's own amax."""
+    if triton_backend.applies(x, fmt, policy):
+        return triton_backend.quantize_tensorwise(x, fmt, policy)
+    scale = scale_from_amax(amax_all(x), fmt, policy)
+    return quantize(x, scale, fmt), scale
+
+
+def with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """Return data made with one given scale, and max |x| as a float32 scalar tensor."""
+    if triton_backend.applies(x, fmt):
+        return triton_backend.quantize_with_amax(x, scale, fmt)
+    return quantize(x, scale, fmt), amax_all(x)
+
+
+def folded(x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
+    if triton_backend.applies(x, fmt, policy):
+        return triton_backend.quantize_folded(x, fold, fmt, policy)
+    return quantize_rowwise(as_float32(x.contiguous()) * fold, fmt, -1, policy)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_tensorwise", mutates_args=())
+def quantize_tensorwise(x: torch.Tensor, fmt: str, policy: str) -> Pair:
+    """Data and the float32 scalar scale from the tensor's own amax."""
+    return tensorwise(x, get_data_format(fmt), policy_of_key(policy))
+
+
+@quantize_tensorwise.register_fake
+def _(x: torch.Tensor, fmt: str, policy: str) -> Pair:
+    return torch.empty_like(x, dtype=torch_dtype(fmt)), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_with_amax", mutates_args=())
+def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
+    """Data made with one given scale, and max |x|: what delayed scaling needs from one pass."""
+    return with_amax(x, scale, get_data_format(fmt))
+
+
+@quantize_with_amax.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
+    return torch.empty_like(x, dtype=torch_dtype(fmt)), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_transposed", mutates_args=())
+def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
+    """Data [M, N] of x [M, N] and its contiguous transpose [N, M]."""
+    form = get_data_format(fmt)
+    if triton_backend.applies(x, form):
+        return triton_backend.quantize_transposed(x, scale, form)
+    data = quantize(x.contiguous(), scale, form)
+    return data, data.view(torch.uint8).t().contiguous().view(data.dtype)
+
+
+@quantize_transposed.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
+    m, n = x.shape
+    return x.new_empty((m, n), dtype=torch_dtype(fmt)), x.new_empty((n, m), dtype=torch_dtype(fmt))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_folded", mutates_args=())
+def quantize_folded(x: torch.Tensor, fold: torch.Tensor, fmt: str, policy: str) -> Pair:
+    """Row-wise data and scales [..., 1] of float32(x) * fold, `fold` being float32 [N]."""
+    return folded(x, fold, get_data_format(fmt), policy_of_key(policy))
+
+
+@quantize_folded.register_fake
+def _(x: torch.Tensor, fold: torch.Tensor, fmt: str, policy: str) -> Pair:
+    return x.new_empty(x.shape, dtype=torch_dtype(fmt)), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_philox", mutates_args=())
+def quantize_philox(x: torch.Tensor, scale: torch.Tensor, seed: int, offset: int, fmt: str) -> torch.Tensor:
+    """Data rounded at random with the bits of `fp8_common._philox.random_bits(seed, x.shape, offset)`."""
+    form = get_data_format(fmt)
+    if triton_backend.applies(x, form):
+        return triton_backend.quantize_stochastic(x, scale, form, seed, offset)
+    bits = torch.from_numpy(random_bits(seed, tuple(x.shape), offset)).to(x.device)
+    return quantize_stochastic(x.contiguous(), scale, form, bits)
+
+
+@quantize_philox.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor, seed: int, offset: int, fmt: str) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch_dtype(fmt))

@@ -1,0 +1,22 @@
+"""Decides how delayed scaling remembers amax in torch; equals `fp8_common._history`."""
+
+import torch
+
+from fp8_common._amax import INF_KEY
+from fp8_common._history import check_history
+from fp8_common.torch._amax import float_key
+from fp8_common.torch._dtypes import as_float32
+
+
+def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the window [L, ...] after one observation and the amax [...] for the next scale."""
+    window, observed = as_float32(history, "history"), as_float32(amax, "amax").abs()
+    check_history(tuple(window.shape), tuple(observed.shape), algo)
+    rolled = torch.cat([observed[None], torch.roll(window, -1, 0)[1:]])
+    updated = torch.where(float_key(observed) >= INF_KEY, window, rolled)
+    return updated, reduce_history(updated, algo)
+
+
+def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
+    """Return the amax [...] that a window [L, ...] stands for."""
+    return torch.amax(float_key(history), dim=0).view(torch.float32) if algo == "max" else history[0].clone()

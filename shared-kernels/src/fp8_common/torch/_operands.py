@@ -1,0 +1,108 @@
+"""Decides how activations and gradients become FP8 operands of a matrix product.
+
+An operand is a matrix whose contracted dimension is the last: a product is `a @ b.T`, the layout of FP8 hardware.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from fp8_common._blocks import Block
+from fp8_common._formats import Format
+from fp8_common._recipe import CastRecipe
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch._amax import amax_over_ranks
+from fp8_common.torch._delayed import DelayedScale
+
+BLOCK_1X128 = (1, 128)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """One FP8 matrix of a product.
+
+    Attributes:
+        codes: float8 [rows, contracted], any strides.
+        scale_inv: float32 back from FP8: a scalar, [rows, 1], or one per block.
+        fmt: Format of the codes.
+        block: The block of each scale, where scales do not broadcast.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    fmt: Format
+    block: Block | None = None
+
+    def transposed(self) -> "Operand":
+        """Return the matrix with its other dimension contracted; scales must be a scalar or square blocks."""
+        block = None if self.block is None else (self.block[1], self.block[0])
+        scale_inv = self.scale_inv.t() if self.scale_inv.ndim == 2 else self.scale_inv
+        return Operand(self.codes.t(), scale_inv, self.fmt, block)
+
+
+def cast_operand(
+    x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None = None, *, record: bool = False
+) -> Operand:
+    """Cast a matrix whose contracted dimension is the last.
+
+    Args:
+        x: [rows, contracted], float32, bfloat16 or float16, any strides.
+        cast: Format, scaling, granularity and policy.
+        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        record: Whether delayed scaling observes `x`.
+    """
+    fmt, block = cast.fp8_format, None
+    if cast.granularity == "rowwise":
+        codes, scale = dispatch.quantize_rowwise(_readable_by_rows(x), fmt, cast.policy)
+    elif cast.granularity == "blockwise_1x128":
+        block = BLOCK_1X128
+        codes, scale = dispatch.quantize_blockwise(_readable_by_rows(x), fmt, block, cast.policy)
+    else:
+        codes, scale = cast_tensorwise(x, cast, delayed, record=record)
+    return Operand(codes, dispatch.reciprocal(scale), fmt, block)
+
+
+def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operand:
+    """Cast float32(x) * fold, where `fold` is float32 [contracted]: scales of the other operand that moved into x."""
+    if cast.granularity != "rowwise":
+        return cast_operand(x.float() * fold, cast)
+    codes, scale = dispatch.quantize_folded(x, fold, cast.fp8_format, cast.policy)
+    return Operand(codes, dispatch.reciprocal(scale), cast.fp8_format)
+
+
+def cast_tensorwise(
+    x: torch.Tensor,
+    cast: CastRecipe,
+    delayed: DelayedScale | None,
+    *,
+    record: bool,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of the shape of `x` and the float32 scalar scale of dynamic, delayed or static scaling.
+
+    Args:
+        x: The tensor, or this rank's part of it.
+        cast: Format, scaling and policy.
+        delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+        record: Whether delayed scaling observes `x`.
+        group: The ranks that hold the other parts and need the same scale; all of them call this.
+    """
+    fmt = cast.fp8_format
+    if cast.static_scale is not None:
+        scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
+        return dispatch.quantize(x, scale, fmt), scale
+    if delayed is None and group is None:
+        return dispatch.quantize_tensorwise(x, fmt, cast.policy)
+    if delayed is not None and delayed.always_ready:
+        # a scale from earlier steps is common already; only one from this step's values has to be agreed on
+        codes, amax = dispatch.quantize_with_amax(x, delayed.scale, fmt)
+        return codes, delayed.current(amax, record)
+    amax = amax_over_ranks(dispatch.amax(x), group)
+    scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)
+    return dispatch.quantize(x, scale, fmt), scale
+
+
+def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x as the kernels read it; the references on CPU read columns as fast."""
+    return x.contiguous() if x.is_cuda else x

@@ -1,0 +1,95 @@
+"""Decides how tensors become FP8 data plus scales in torch, at every granularity; plain eager functions.
+
+These are the references behind the operators of `fp8_common.torch._ops`. They equal `fp8_common.quantize` bit for bit.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fp8_common._blocks import Block, block_grid, check_block
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
+from fp8_common._policy import ScalePolicy
+from fp8_common._quantize import MX_BLOCK
+from fp8_common.torch._amax import amax_over
+from fp8_common.torch._dtypes import as_float32, torch_dtype
+from fp8_common.torch._rounding import cast_stochastic, values
+from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype."""
+    scaled = as_float32(x) * as_float32(scale, "scale")
+    return scaled.clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
+
+
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
+    """Return `x * scale` rounded up or down at random, in the format's dtype."""
+    return cast_stochastic(as_float32(x) * as_float32(scale, "scale"), fmt, random_bits)
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Return q * RN32(1 / scale), computed in float32 and rounded to `dtype`."""
+    return (values(q, fmt) * divide(1.0, as_float32(scale, "scale"))).to(dtype)
+
+
+def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data and scales, one scale for each slice along `dim` (kept with length 1)."""
+    scale = scale_from_amax(amax_over(x, (dim,), keepdim=True), fmt, policy)
+    return quantize(x, scale, fmt), scale
+
+
+def quantize_blockwise(
+    x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)]."""
+    scale = scale_from_amax(block_amax(x, block), fmt, policy)
+    return quantize(x, expand_blocks(scale, block, x.shape), fmt), scale
+
+
+def dequantize_blockwise(
+    q: torch.Tensor, scale: torch.Tensor, fmt: Format, block: Block, dtype: torch.dtype
+) -> torch.Tensor:
+    """Undo `quantize_blockwise`."""
+    check_block(block, q.ndim)
+    return dequantize(q, expand_blocks(scale, block, q.shape), fmt, dtype)
+
+
+def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
+    codes = e8m0_from_amax(block_amax(x, MX_BLOCK), fmt, mode)
+    data = quantize(x, expand_blocks(scale_of_e8m0(codes), MX_BLOCK, x.shape), fmt)
+    return data, codes.view(torch.float8_e8m0fnu)
+
+
+def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Undo `quantize_mx`; exact in float32."""
+    scale_inv = scale_inv_of_e8m0(codes.view(torch.uint8))
+    return (values(q, fmt) * expand_blocks(scale_inv, MX_BLOCK, q.shape)).to(dtype)
+
+
+def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return max |x| of every block, float32 of shape `block_grid(x.shape, block)`."""
+    rows, columns = check_block(block, x.ndim)
+    if x.ndim == 1:
+        return block_amax(x[None], block)[0]
+    grid = block_grid(tuple(x.shape), block)
+    padded = F.pad(x, (0, grid[-1] * columns - x.shape[-1], 0, grid[-2] * rows - x.shape[-2]))
+    return amax_over(padded.reshape(*grid[:-1], rows, grid[-1], columns), (-3, -1), keepdim=False)
+
+
+def expand_blocks(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
+    """Repeat each block's scale over the block, cut to `shape`.
+
+    Raises:
+        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+    """
+    if tuple(scale.shape) != block_grid(tuple(shape), block):
+        raise Fp8Error(
+            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
+            f"{block_grid(tuple(shape), block)}, got {tuple(scale.shape)}."
+        )
+    wide = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+    if len(shape) == 1 or block[0] == 1:
+        return wide
+    return wide.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]

@@ -1,0 +1,68 @@
+"""Decides how torch rounds to FP8: saturate explicitly, then the library's own cast, which rounds to nearest even.
+
+The clamp is explicit because torch 2.11 and 2.13 disagree on overflow: e4m3 saturates in one and not in the other,
+e5m2 goes to infinity in both. `clamp` keeps NaN.
+"""
+
+import torch
+
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format, get_data_format, get_format
+from fp8_common.torch._compat import is_fake
+from fp8_common.torch._dtypes import as_codes, torch_dtype, values_table
+
+
+def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Round float32 `x` to the format's dtype: nearest even, saturating, NaN stays NaN."""
+    return x.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt))
+
+
+def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
+    """Round float32 `x` up or down at random; see `fp8_common.encode_stochastic` for the rule.
+
+    Raises:
+        Fp8Error: `random_bits` is neither int32 nor uint32, or has another shape.
+    """
+    if random_bits.dtype not in (torch.int32, torch.uint32) or random_bits.shape != x.shape:
+        raise Fp8Error(
+            f"random_bits must be int32 or uint32 of shape {tuple(x.shape)}, got {random_bits.dtype} of shape "
+            f"{tuple(random_bits.shape)}."
+        )
+    magnitude = x.abs().clamp(max=fmt.max)
+    bits = magnitude.view(torch.int32)
+    exponent = ((bits >> 23) - 127).clamp(min=fmt.min_exponent)
+    grid = magnitude * _power_of_2(fmt.mantissa_bits - exponent)
+    below = grid.floor()
+    # By way of int64: torch shifts int32 with its sign, and has few operators for uint32.
+    upper_bits = (random_bits.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) >> 9
+    threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
+    rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
+    # The exponent of a NaN is no exponent: what was computed for it means nothing.
+    rounded = torch.where(torch.isnan(x), x, torch.copysign(rounded, x))
+    return cast(rounded, fmt)
+
+
+def values(codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the value of every code in `dtype` by table look-up, several times faster than torch's own cast on CPU.
+
+    Args:
+        codes: uint8 or the format's dtype, any shape.
+        fmt: The format.
+        dtype: float32 or bfloat16; both hold every data value exactly.
+    """
+    fmt = get_format(fmt)
+    codes = as_codes(codes, fmt)
+    if is_fake(codes):  # it does not mix with a table that is kept for real ones
+        return codes.view(torch_dtype(fmt)).to(dtype)
+    index = codes.reshape(-1).int()
+    return torch.index_select(values_table(fmt, dtype, codes.device), 0, index).view(codes.shape)
+
+
+def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
+    """Round to `fmt` and return uint8 codes of the shape of `x` (float16, bfloat16 or float32)."""
+    return cast(x.float(), get_data_format(fmt)).view(torch.uint8)
+
+
+def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2^exponent as float32, built from its bits; the exponent must be in [-126, 127]."""
+    return ((exponent + 127) << 23).view(torch.float32)

@@ -1,0 +1,300 @@
+"""Decides when tensors are handled by the Triton kernels, and hands them over.
+
+Same functions and results as `fp8_common.torch.quantize` and `amax`; shapes without a kernel (scales that broadcast,
+other axes, batched blocks) go to these references. `FP8_COMMON_BACKEND` chooses: "auto" takes the kernels for CUDA
+tensors on compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does.
+"""
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from fp8_common import _launch as launch
+from fp8_common._blocks import Block, block_grid
+from fp8_common._env import backend
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._formats import Format, get_data_format
+from fp8_common._launch import LaunchPlan
+from fp8_common._policy import ScalePolicy
+from fp8_common._quantize import MX_BLOCK
+from fp8_common.torch import _quantize
+from fp8_common.torch._compat import is_fake
+from fp8_common.torch._dtypes import torch_dtype
+
+
+def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolicy | None = None) -> bool:
+    """Return whether `x` goes to the kernels; fake tensors, which FakeTensorMode makes, go to the references.
+
+    Raises:
+        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
+    """
+    choice = backend()
+    if choice == "reference" or is_fake(x) or (fmt is not None and not launch.supports(fmt, policy)):
+        return False
+    obstacle = _obstacle(x.device)
+    if obstacle is not None and choice == "triton":
+        raise Fp8UnsupportedError(
+            f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to use PyTorch's own operations there."
+        )
+    return obstacle is None
+
+
+def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:
+    """Launch `plan` on tensors named like its pointers, on their device."""
+    from fp8_common._kernels.compiler import run_plan
+
+    if device.type != "cuda":
+        run_plan(plan, tensors)
+        return
+    # Triton launches on the current device, not on that of its arguments.
+    with torch.cuda.device(device):
+        run_plan(plan, tensors)
+
+
+def amax_all(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| over all elements as a float32 scalar tensor."""
+    return amax_key(x).view(torch.float32).view(())
+
+
+def amax_key(x: torch.Tensor) -> torch.Tensor:
+    """Return the int32 key [1] of max |x|; 0 for an empty tensor."""
+    dense = _dense(x)
+    # The kernel takes an atomic maximum with what is there.
+    key = torch.zeros(1, dtype=torch.int32, device=x.device)
+    run(launch.amax_plan(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
+    return key
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)); one scale for the whole tensor has a kernel."""
+    # A scale [1, 1] for x [n] would make the result a matrix, which broadcasting does and a kernel does not.
+    if scale.numel() != 1 or scale.ndim > x.ndim:
+        return _quantize.quantize(x, scale, fmt)
+    dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt)
+    run(plan, x.device, x_ptr=dense, scale_ptr=_scale(scale), y_ptr=y)
+    return y
+
+
+def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `quantize(x, scale, fmt)` and max |x| (float32 scalar) from one pass: delayed scaling."""
+    dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    key = torch.zeros(1, dtype=torch.int32, device=x.device)
+    plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, with_amax=True)
+    run(plan, x.device, x_ptr=dense, scale_ptr=_scale(scale), y_ptr=y, amax_ptr=key)
+    return y, key.view(torch.float32).view(())
+
+
+def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data and the float32 scalar scale from the tensor's own amax: two launches."""
+    dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    scale = torch.ones(1, dtype=torch.float32, device=x.device)
+    key = amax_key(dense)
+    plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, policy=policy)
+    run(plan, x.device, x_ptr=dense, scale_ptr=key, y_ptr=y, scale_out_ptr=scale)
+    return y, scale.view(())
+
+
+def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data [M, N] and its contiguous transpose [N, M] for x [M, N] and one scale."""
+    m, n = x.shape
+    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
+    yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
+    plan = launch.cast_transpose_plan(m, n, _name(x.dtype), fmt)
+    run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y, yt_ptr=yt)
+    return y, yt
+
+
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed: int, offset: int = 0) -> torch.Tensor:
+    """Return `x * scale` rounded at random with the bits of `fp8_common._philox.random_bits(seed, x.shape, offset)`."""
+    y = torch.empty(x.shape, dtype=torch_dtype(fmt), device=x.device)
+    plan = launch.stochastic_plan(x.numel(), _name(x.dtype), fmt, seed, offset)
+    run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y)
+    return y
+
+
+def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data and scales, one for each slice along `dim`; the last dimension has a kernel."""
+    if dim % x.ndim != x.ndim - 1 or x.numel() == 0 or not x.is_contiguous():
+        return _quantize.quantize_rowwise(x, fmt, dim, policy)
+    return quantize_folded(x, None, fmt, policy)
+
+
+def quantize_folded(
+    x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N], None for ones."""
+    x = x.contiguous()
+    n = x.shape[-1]
+    m = x.numel() // n if n else 0
+    y = torch.empty_like(x, dtype=torch_dtype(fmt))
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    plan = launch.rowwise_plan(m, n, _name(x.dtype), fmt, policy, fold=fold is not None)
+    folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
+    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scale, **folds)
+    return y, scale
+
+
+def quantize_blockwise(
+    x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data and scales per block; 1x128 on any number of dimensions and 128x128 on matrices have kernels."""
+    rows, columns = block
+    if columns != 128 or rows not in (1, 128) or (rows == 128 and x.ndim != 2) or not _regular(x):
+        return _quantize.quantize_blockwise(x, fmt, block, policy)
+    y = torch.empty_like(x, dtype=torch_dtype(fmt))
+    scale = torch.empty(block_grid(tuple(x.shape), block), dtype=torch.float32, device=x.device)
+    plan = launch.block_plan(*_matrix(x), _name(x.dtype), fmt, rows, policy)
+    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scale)
+    return y, scale
+
+
+def quantize_block_transposed(
+    x: torch.Tensor, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return data [M, N], its transpose [N, M] and scales for 128x128 blocks of x [M, N], M % 4 == 0."""
+    m, n = x.shape
+    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
+    yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
+    scale = torch.empty(block_grid((m, n), (128, 128)), dtype=torch.float32, device=x.device)
+    plan = launch.block_plan(m, n, _name(x.dtype), fmt, 128, policy, transpose=True)
+    run(plan, x.device, x_ptr=x.contiguous(), y_ptr=y, yt_ptr=yt, scale_ptr=scale)
+    return y, yt, scale
+
+
+def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return MX data [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
+    if not _regular(x):
+        return _quantize.quantize_mx(x, fmt, mode)
+    y = torch.empty_like(x, dtype=torch_dtype(fmt))
+    codes = torch.empty(block_grid(tuple(x.shape), MX_BLOCK), dtype=torch.uint8, device=x.device)
+    plan = launch.mx_plan(*_matrix(x), _name(x.dtype), fmt, mode)  # pyrefly: ignore[bad-argument-type]
+    run(plan, x.device, x_ptr=x, y_ptr=y, code_ptr=codes)
+    return y, codes.view(torch.float8_e8m0fnu)
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Return q * RN32(1 / scale) in `dtype`; one scale, or one per row, has a kernel."""
+    rowwise = scale.ndim == q.ndim and scale.shape == (*q.shape[:-1], 1)
+    if not _regular(q) or not (rowwise or (scale.numel() == 1 and scale.ndim <= q.ndim)):
+        return _quantize.dequantize(q, scale, fmt, dtype)
+    m, n = _matrix(q)
+    return _dequantize(q, scale, fmt, dtype, (1 if rowwise else max(m, 1), max(n, 1)))
+
+
+def dequantize_blockwise(
+    q: torch.Tensor, scale: torch.Tensor, fmt: Format, block: Block, dtype: torch.dtype
+) -> torch.Tensor:
+    """Undo `quantize_blockwise`; blocks of 128 columns have a kernel."""
+    whole = tuple(scale.shape) == block_grid(tuple(q.shape), block)
+    if not whole or block[1] != 128 or (block[0] > 1 and q.ndim != 2) or not _regular(q):
+        return _quantize.dequantize_blockwise(q, scale, fmt, block, dtype)
+    return _dequantize(q, scale, fmt, dtype, block)
+
+
+def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Undo `quantize_mx`."""
+    if not _regular(q) or tuple(codes.shape) != block_grid(tuple(q.shape), MX_BLOCK):
+        return _quantize.dequantize_mx(q, codes, fmt, dtype)
+    y = torch.empty(q.shape, dtype=dtype, device=q.device)
+    plan = launch.dequantize_mx_plan(*_matrix(q), fmt, _name(dtype))
+    run(plan, q.device, q_ptr=_native(q, fmt), code_ptr=codes.view(torch.uint8).contiguous(), y_ptr=y)
+    return y
+
+
+def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block) -> torch.Tensor:
+    y = torch.empty(q.shape, dtype=dtype, device=q.device)
+    plan = launch.dequantize_plan(*_matrix(q), fmt, _name(dtype), block)
+    run(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale), y_ptr=y)
+    return y
+
+
+def delayed_update(
+    history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, fmax: torch.Tensor, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Move delayed scaling on by a step for all tensors of a model in one launch.
+
+    Args:
+        history: float32 [L, T].
+        amax: float32 [T]: what this step saw.
+        scale: float32 [T]: the scales into FP8 of this step.
+        fmax: float32 [T]: numerators, from `fp8_common._launch.scale_rule(fmt, policy)[0]` of each tensor's format.
+        policy: The rule; its `algo` reduces the history.
+
+    Returns:
+        The rolled history [L, T], the next step's scales [T] and their reciprocals [T], float32.
+    """
+    length, tensors = history.shape
+    new_history = torch.empty((length, tensors), dtype=torch.float32, device=history.device)
+    new_scale, scale_inv = torch.empty_like(scale), torch.empty_like(scale)
+    run(
+        launch.delayed_update_plan(tensors, length, policy),
+        history.device,
+        history_ptr=history.contiguous(),
+        amax_ptr=amax.contiguous(),
+        scale_ptr=scale.contiguous(),
+        fmax_ptr=fmax,
+        new_history_ptr=new_history,
+        new_scale_ptr=new_scale,
+        scale_inv_ptr=scale_inv,
+    )
+    return new_history, new_scale, scale_inv
+
+
+def module_for(x: torch.Tensor, fmt: str | Format, policy: ScalePolicy | None = None) -> ModuleType:
+    """Return the module whose functions handle `x`: this one, or the references."""
+    return sys.modules[__name__] if applies(x, fmt, policy) else _quantize
+
+
+@cache
+def _obstacle(device: torch.device) -> str | None:
+    """Say what keeps the kernels from a device; None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if interpreting():
+        return None
+    if device.type != "cuda" or torch.version.hip:
+        return f"the kernels need an NVIDIA GPU, and the tensor is on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < launch.MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} has no FP8 conversion (8.9 and newer do)"
+    return None
+
+
+@cache
+def interpreting() -> bool:
+    """Return whether Triton interprets kernels on the CPU in this process."""
+    from fp8_common._kernels import interpreter
+
+    return interpreter.interpreting()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _scale(scale: torch.Tensor) -> torch.Tensor:
+    return scale.float().contiguous()
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the memory order that `torch.empty_like(x)` has, so that elementwise kernels see flat memory."""
+    order = torch.empty_like(x)
+    return x if order.stride() == x.stride() else order.copy_(x)
+
+
+def _regular(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and x.ndim >= 1
+
+
+def _matrix(x: torch.Tensor) -> tuple[int, int]:
+    n = x.shape[-1]
+    return (x.numel() // n if n else 0), n
+
+
+def _native(q: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return q.view(torch_dtype(get_data_format(fmt)))
