@@ -18,9 +18,9 @@ from typing import Any
 
 from convergence_runs import DIM, FAMILIES, LAYERS, LENGTH, RATE, ROWS
 
-from fp8_common._machine import installed_versions
 from fp8_common.demo.corpus import load_corpus
 from fp8_common.demo.machine import machine_facts
+from fp8_common.plugin import installed_versions
 
 RESULT = Path(__file__).parent / "results" / "convergence.json"
 DIGITS = 5

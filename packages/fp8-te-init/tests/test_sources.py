@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error, decode
-from fp8_common._philox import random_bits
+from fp8_common import Fp8Error, decode, random_bits
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._parameters import fp8_weights
 from fp8_te_init._sources import ReplaySource, ResidualSource, Rows

@@ -9,6 +9,7 @@ from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from fp8_common._errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common._formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
 from fp8_common._history import update_history
+from fp8_common._philox import philox, random_bits
 from fp8_common._policy import CANONICAL, POWER_OF_2, ScalePolicy
 from fp8_common._quantize import (
     Quantized,
@@ -66,12 +67,14 @@ __all__ = [
     "encode_stochastic",
     "get_format",
     "get_recipe",
+    "philox",
     "presets",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",
     "quantize_rowwise",
     "quantize_stochastic",
+    "random_bits",
     "reciprocal",
     "update_history",
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common._philox import random_bits
+from fp8_common import random_bits
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial, adversarial_amax, all_bfloat16, all_float16, assert_same_bits
 from fp8_common.torch import _foreach as foreach

@@ -11,8 +11,8 @@ from fp8_common import _cli as cli
 from fp8_common import _cli_doctor as cli_doctor
 from fp8_common import _cli_explain as cli_explain
 from fp8_common._hardware import Device, Path
-from fp8_common._machine import Machine
-from fp8_common._plugins import PluginInfo, PluginReport
+from fp8_common._plugins import PluginReport
+from fp8_common.plugin import Machine, PluginInfo
 
 MACHINE = Machine(
     system="Linux x86_64",

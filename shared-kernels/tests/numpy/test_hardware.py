@@ -4,16 +4,9 @@ import pytest
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common import _env as env
-from fp8_common._hardware import (
-    Device,
-    cast_path,
-    check_products,
-    native_formats,
-    product_path,
-    product_paths,
-    wire_path,
-)
+from fp8_common._hardware import Device, cast_path, check_products, native_formats, product_paths
 from fp8_common._recipe import GRANULARITIES
+from fp8_common.plugin import product_path, wire_path
 
 CPU = Device(kind="cpu", name="a processor")
 OCP, FNUZ = ("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz")

@@ -8,8 +8,8 @@ import pytest
 
 from fp8_common import Fp8UnsupportedError, __version__
 from fp8_common._hardware import Device, Path
-from fp8_common._machine import Machine
-from fp8_common._plugins import GROUP, PluginInfo, check_version, discover, version_conflict
+from fp8_common._plugins import GROUP, discover, version_conflict
+from fp8_common.plugin import Machine, PluginInfo, check_version
 
 MACHINE = Machine(system="s", python="3", cores=1, devices=(Device(kind="cpu", name="c"),), versions={})
 PATH = Path(name="all-gather", status="native", why="because.")

@@ -4,8 +4,8 @@ Scale and amax history of delayed scaling are parameters whose gradient is their
 autodiff adds these up; here they are combined by MAX: in scans, under vmap, over devices, over micro-batches.
 """
 
-from fp8_common._plugins import check_version
 from fp8_common.jax import dequantize, quantize
+from fp8_common.plugin import check_version
 from fp8_jax_owg._boundary import fan_out, gate, read, replicated, scan, share
 from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg._checks import (

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_common import _env as env
+from fp8_common.plugin import owg_mode
 from fp8_jax_owg import _compat as compat
 from fp8_jax_owg._dtype import fp32_max_grad
 
@@ -37,7 +37,7 @@ def get_mode() -> Mode:
     Raises:
         Fp8UnsupportedError: "extended" was asked for and does not work with this JAX.
     """
-    asked = getattr(_override, "mode", None) or env.owg_mode()
+    asked = getattr(_override, "mode", None) or owg_mode()
     if asked == "fan_out":
         return "fan_out"
     problem = find_problem()

@@ -5,7 +5,7 @@ from typing import Literal
 
 from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error, ScalePolicy
 from fp8_common._policy import HistoryAlgo
-from fp8_common._records import Record
+from fp8_common.plugin import Record
 
 Fp8Format = Literal["HYBRID", "E4M3"]
 Granularity = Literal["tensor", "row"]

@@ -8,7 +8,7 @@ The weights of linear layers hold FP8 codes and nothing else; the values before 
 masters and are dropped then.
 """
 
-from fp8_common._plugins import check_version
+from fp8_common.plugin import check_version
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._context import fp8_model_init, primary_weights
 from fp8_te_init._convert import convert_linear

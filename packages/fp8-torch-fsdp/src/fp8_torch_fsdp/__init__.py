@@ -6,7 +6,7 @@
 Nothing else changes in a training loop: scales are synchronized with one all-reduce per step, automatically.
 """
 
-from fp8_common._plugins import check_version
+from fp8_common.plugin import check_version
 from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
 from fp8_torch_fsdp._checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_torch_fsdp._communication import enable_float8_all_gather

@@ -1,8 +1,6 @@
 """Decides what `fp8 doctor` says about this plugin."""
 
-from fp8_common._hardware import product_path, wire_path
-from fp8_common._machine import Machine
-from fp8_common._plugins import PluginInfo
+from fp8_common.plugin import Machine, PluginInfo, product_path, wire_path
 
 
 def describe(machine: Machine) -> PluginInfo:

@@ -8,13 +8,13 @@ from pathlib import Path
 import jax
 
 from fp8_common import Fp8Error
-from fp8_common._machine import installed_versions
 from fp8_common.demo import report
 from fp8_common.demo.command import Parser, positive, refusing
 from fp8_common.demo.corpus import load_corpus
 from fp8_common.demo.machine import machine_facts
 from fp8_common.demo.plot import require_matplotlib
 from fp8_common.demo.progress import Progress
+from fp8_common.plugin import installed_versions
 from fp8_jax_owg import demo
 from fp8_jax_owg.demo import results
 from fp8_jax_owg.demo.model import HEAD_DIM

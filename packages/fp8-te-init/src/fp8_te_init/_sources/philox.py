@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp8_common import Fp8Error
-from fp8_common._philox import WORD, philox
+from fp8_common import Fp8Error, philox
+from fp8_common._philox import WORD
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
 CHUNK = 1 << 18

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from fp8_common._machine import installed_versions
 from fp8_common.demo import report
 from fp8_common.demo.command import Parser, positive, refusing
 from fp8_common.demo.corpus import load_corpus
 from fp8_common.demo.machine import machine_facts
 from fp8_common.demo.plot import require_matplotlib
 from fp8_common.demo.progress import Progress
+from fp8_common.plugin import installed_versions
 from fp8_te_init.demo.train import WAYS, run
 
 NAME = "te_init"

@@ -5,13 +5,13 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from fp8_common._machine import installed_versions
 from fp8_common.demo import report
 from fp8_common.demo.command import refusing
 from fp8_common.demo.corpus import Corpus, load_corpus
 from fp8_common.demo.machine import machine_facts
 from fp8_common.demo.plot import require_matplotlib
 from fp8_common.demo.progress import Progress
+from fp8_common.plugin import installed_versions
 from fp8_torch_fsdp.demo import launch, results
 from fp8_torch_fsdp.demo.checkpointing import Record, claim
 from fp8_torch_fsdp.demo.options import Options, parse
