@@ -301,6 +301,8 @@ def _holds_already(weight: torch.Tensor, values: torch.Tensor) -> bool:
     """
     if not isinstance(weight, PrimaryFloat8Weight) or isinstance(values, PrimaryFloat8Weight):
         return False
+    if weight.state.sharded:
+        return False  # other ranks' rows may change: then all of them have to agree on a scale
     if values.dtype != weight.dtype or values.shape != weight.shape or values.device != weight.device:
         return False
     bits = torch.int32 if weight.dtype == torch.float32 else torch.int16  # 0 and -0 have codes of their own
