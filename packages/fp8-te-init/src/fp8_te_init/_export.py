@@ -22,7 +22,8 @@ def export_fp32_state_dict(
 
     Args:
         model: Any module. All ranks call it if it is sharded.
-        optimizer: Its optimizer; masters are exported where it has some, dequantized weights elsewhere.
+        optimizer: Its optimizer; masters are exported where it has some, of other parameters too (bfloat16
+            embeddings, norms and biases), dequantized weights elsewhere.
         full_tensors: Gather distributed tensors; otherwise they stay distributed, for `torch.distributed.checkpoint`.
 
     Returns:
@@ -31,11 +32,11 @@ def export_fp32_state_dict(
     exported: dict[str, Any] = {}
     values: dict[int, Any] = {}
     for _, _, _, parameter in named_parameters(model):
-        weight = requantizable(parameter)
-        if weight is not None:
-            master = _master(optimizer, parameter)
-            own = float32_like(parameter, weight.values().clone()) if master is None else master.clone()
-            values[id(parameter)] = own
+        weight, master = requantizable(parameter), _master(optimizer, parameter)
+        if master is not None:
+            values[id(parameter)] = master.detach().clone()
+        elif weight is not None:
+            values[id(parameter)] = float32_like(parameter, weight.values().clone())
     named = model.named_parameters(remove_duplicate=False)
     weights = {name: values[id(parameter)] for name, parameter in named if id(parameter) in values}
     for name, value in model.state_dict(keep_vars=True).items():

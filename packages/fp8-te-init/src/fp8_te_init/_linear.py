@@ -10,11 +10,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
+from fp8_common.torch._dtypes import INPUT_DTYPES
 from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch._replaced import mark_replaced
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
-from fp8_te_init._kept_in_module import reconcile
+from fp8_te_init._kept_in_module import kept_for, reconcile
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._products import linear
 from fp8_te_init._shards import place_of
@@ -60,6 +62,47 @@ class PrimaryFloat8Linear(nn.Linear):
         primary = primary_of(self.weight)
         return None if primary is None else primary.state.history
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; plain values for "weight" are quantized, and kept as its new start.
+
+        An FP8 weight of the same shape stays the object that it is, so that optimizers go on training it.
+
+        Raises:
+            Fp8Error: Values that cannot be quantized, or plain ones for a distributed weight.
+        """
+        if name == "weight" and param is not None and "config" in self.__dict__ and _is_plain(param):
+            param = self._quantized(param)
+        super().register_parameter(name, param)
+        if name == "weight" and primary_of(param) is not None:
+            reconcile(self, name)
+
+    @torch.no_grad()
+    def _quantized(self, plain: nn.Parameter) -> nn.Parameter:
+        held = self._parameters.get("weight")
+        if isinstance(held, DTensor) or isinstance(plain, DTensor):
+            raise Fp8Error(
+                "A plain parameter was assigned to a distributed FP8 weight. Copy values into it "
+                "(layer.weight.copy_(...) under torch.no_grad), or use load_state_dict."
+            )
+        if plain.dtype not in INPUT_DTYPES:
+            raise Fp8Error(
+                f"A parameter of {plain.dtype} was assigned to an FP8 weight: codes are made of float32, bfloat16 or "
+                "float16."
+            )
+        mark_replaced(plain, "the FP8 layer that it was assigned to")
+        if isinstance(held, PrimaryFloat8Weight) and _is_like(held, plain):
+            held.copy_(plain)
+            held.requires_grad_(plain.requires_grad)
+            return held
+        weight = PrimaryFloat8Weight.empty(
+            plain.shape, self.config.weight, dtype=plain.dtype, device=plain.device, gather=self.config.gather
+        )
+        fresh = nn.Parameter(weight, requires_grad=plain.requires_grad)
+        kept = kept_for(self, "weight")
+        if not plain.is_meta:
+            weight.state.write(plain.data, keeper(kept, weight.quantized_rows))
+        return fresh
+
     @torch.compiler.disable(reason="FP8 primary weights change their scales outside of compiled code.")
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T + bias. `torch.compile` leaves it as it is, and compiles what is around it.
@@ -79,6 +122,11 @@ class PrimaryFloat8Linear(nn.Linear):
             raise Fp8Error(
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
                 "the module that fully_shard was applied to, and leave tensor-parallel layers out."
+            )
+        if type(self._parameters.get("weight")) is nn.Parameter:
+            raise Fp8Error(
+                "The weight of this FP8 layer was replaced by a plain parameter behind its back (module._parameters). "
+                "Assign it as layer.weight = ..., use load_state_dict, or build a plain nn.Linear."
             )
         if not input.is_meta and torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
@@ -115,6 +163,16 @@ class PrimaryFloat8Linear(nn.Linear):
         """Show what differs from `nn.Linear`."""
         cast = self.config.weight
         return f"{super().extra_repr()}, primary={cast.scaling} {cast.granularity} {cast.format}"
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter holds plain values, not codes, gathered or not."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    return type(local) in (torch.Tensor, nn.Parameter) and (local.is_floating_point() or local.is_complex())
+
+
+def _is_like(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    return (weight.shape, weight.dtype, weight.device) == (other.shape, other.dtype, other.device)
 
 
 def _draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
@@ -54,17 +55,17 @@ class MasterOptimizer(Optimizer):
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
+        self._versions: dict[torch.Tensor, int] = {}
+        self._shared: dict[int, dict[str, Any]] = {}
         self.reductions = 0
         super().__init__(params, {})
         self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        self._share_options()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of: masters too, which no other optimizer has."""
-        own = ("inner", "reductions", "_masters", "_versions")
+        own = ("inner", "reductions", "_masters", "_versions", "_shared")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -73,8 +74,7 @@ class MasterOptimizer(Optimizer):
         inner = getattr(self, "inner", None)
         if inner is not None:
             inner.add_param_group(self._with_masters(self.param_groups[-1]))
-            theirs = inner.param_groups[-1]
-            self.param_groups[-1].update({key: value for key, value in theirs.items() if key != "params"})
+            self._share_options()
 
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none."""
@@ -98,8 +98,7 @@ class MasterOptimizer(Optimizer):
             Fp8Error: An FP8 weight that was frozen when it came here, and so has no master, has a gradient.
         """
         self._take_writes()
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in ours.items() if key != "params"})
+        self._share_options()
         if closure is None:
             self._hand_over()
             loss = self.inner.step()
@@ -107,9 +106,24 @@ class MasterOptimizer(Optimizer):
             loss = self.inner.step(self._evaluation_of(closure))
         for master in self._masters.values():
             master.grad = None
+        self._share_options()
         self.write_back(step=True)
         self._publish()
         return loss
+
+    def _share_options(self) -> None:
+        """Bring the groups of both optimizers together: what somebody set here goes in, everything else comes out.
+
+        Schedulers set options here. Some optimizers (Prodigy, schedule-free ones) keep state of their own in the
+        groups that they see, and add keys in a step: pushing our values then would reset them.
+        """
+        for index, (ours, theirs) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
+            shared = self._shared.get(index, {})
+            for key, value in ours.items():
+                if key != "params" and (key not in shared or shared[key] is not value):
+                    theirs[key] = value
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+            self._shared[index] = {key: value for key, value in ours.items() if key != "params"}
 
     @torch.no_grad()
     def write_back(self, *, step: bool) -> None:
@@ -125,6 +139,8 @@ class MasterOptimizer(Optimizer):
                 local_of(parameter).copy_(local_of(master))
                 continue
             agreements.append(Agreement(weight=weight, values=local_of(master), group=group_of(parameter)))
+            # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
+            increment_version(parameter)
             written.append(local_of(parameter))
         self.reductions += agree_on(agreements, step=step)
         reshard_gathered(written)
@@ -133,14 +149,15 @@ class MasterOptimizer(Optimizer):
 
     def note(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now: what is written to the parameter alone, later, counts."""
-        self._versions[parameter] = _writes_to(parameter), version_of(self._masters[parameter])
+        self._versions[parameter] = _writes_to(parameter)
 
     def _take_writes(self) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
         taken = 0
         for parameter, master in self._masters.items():
-            own, (written, mastered) = local_of(master), self._versions[parameter]
-            if written == _writes_to(parameter) or mastered != version_of(master) or _is_rounded_from(parameter, own):
+            own = local_of(master)
+            # a master that was changed as well does not win: `write_back` would have said that it is meant
+            if self._versions[parameter] == _writes_to(parameter) or _is_rounded_from(parameter, own):
                 continue
             own.copy_(_start_values(parameter).view(own.shape))
             taken += 1
@@ -185,6 +202,7 @@ class MasterOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
+        self._share_options()
         self._publish(always=True)
         try:
             return super().state_dict()
@@ -212,6 +230,7 @@ class MasterOptimizer(Optimizer):
                 self._load_one(parameter, dict(state_dict["state"].get(index, {})))
                 if parameter in self._masters:
                     self.note(parameter)
+        self._share_options()
         self._publish()
 
     def _load_one(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
@@ -260,6 +279,15 @@ def _needs_master(parameter: torch.Tensor) -> bool:
 def _start(parameter: Any) -> torch.Tensor:
     """Return a master that starts from what is kept for a parameter, else from the values that it has."""
     values = _start_values(parameter, strict=True)
+    kept = kept_of(parameter)
+    if kept is not None and kept.source is None and kept.dropped_by is not None:
+        logger.warning(
+            "The master of a weight of shape %s starts from rounded values: those before rounding were dropped by %s. "
+            'Make the optimizer before that, keep them with primary_weights(release="manual") for weights that are '
+            "trained later, or seed from a checkpoint.",
+            tuple(parameter.shape),
+            kept.dropped_by,
+        )
     return float32_like(parameter, values.to(device=local_of(parameter).device, dtype=torch.float32, copy=True))
 
 
@@ -284,9 +312,12 @@ def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:
 
 
 def _writes_to(parameter: torch.Tensor) -> int:
-    """Return how many writes to a parameter were seen so far, whoever counted them."""
+    """Return how many writes to a parameter were seen so far.
+
+    FP8 weights count their own: torch misses those through `.data`, and counts some that change nothing.
+    """
     weight = primary_of(parameter)
-    return version_of(parameter) + (0 if weight is None else weight.state.writes)
+    return version_of(parameter) if weight is None else weight.state.writes
 
 
 def _is_rounded_from(parameter: Any, master: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from fp8_te_init._parameters import named_parameters
 from fp8_te_init._shards import group_of, place_of
 from fp8_te_init._sources import Rows
 from fp8_te_init._sources.philox import Distribution, PhiloxSource
+from fp8_te_init._weight import primary_of
 
 
 @torch.no_grad()
@@ -73,7 +74,10 @@ def _prepare(param: torch.Tensor, init: Distribution, seed: int, name: str) -> A
     rows = Rows(place[0], place[0] + place[1]) if weight is None else weight.rows
     source = PhiloxSource(init, seed=seed, name=name, columns=columns, dtype=param.dtype, rows=rows)
     values = source.values()
-    increment_version(param)  # a MasterOptimizer that is there already sees that it was written to
+    increment_version(param)  # so a MasterOptimizer that is there already sees that it was written to
+    primary = primary_of(param)
+    if primary is not None:
+        primary.state.writes += 1
     if weight is None:
         local_of(param).copy_(values.view(rows.count, *param.shape[1:]))
         return None

@@ -174,6 +174,7 @@ class PrimaryState:
 
     def write_drawn(self, whole: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
         """Take over the rows held here of a whole weight [rows, columns] that every rank has drawn."""
+        self.writes += 1
         own = whole[self.first_row : self.first_row + self.rows]
         # the amax needs no reduction if the ranks drew the same weight; whether they did is found at the next gather
         self.store(own, amax_keys(whole, self.cast, self.full_shape, 0), step=False)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from fp8_common import CastRecipe, Fp8StaleError
+from fp8_common import CastRecipe, Fp8Error, Fp8StaleError
 from fp8_common.torch import torch_dtype
 from fp8_common.torch._dtypes import FLOAT8_DTYPES
 from fp8_common.torch._fsdp import is_view, refill
@@ -73,6 +73,24 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Return a whole weight of zeros."""
         state = PrimaryState.empty(shape, cast, gather, device)
         return cls(state.codes, state, dtype)
+
+    @property
+    def data(self) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+        """An alias outside of autograd. Setting it takes over values, or another FP8 weight's codes.
+
+        Raises:
+            Fp8Error: What is set has another shape, dtype or device, or is a view of a larger buffer.
+        """
+        return super().data
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        # torch would change shape and dtype of the wrapper, and leave the codes as they are
+        _check_replacement(self, values)
+        if isinstance(values, PrimaryFloat8Weight) and values.state is self.state:
+            return
+        with torch.no_grad():
+            self.copy_(values)
 
     @property
     def state(self) -> PrimaryState:
@@ -213,6 +231,23 @@ class PrimaryFloat8Weight(torch.Tensor):
         return gathered, () if state.gather == "fp8" else (codes,)
 
 
+def _check_replacement(weight: PrimaryFloat8Weight, values: torch.Tensor) -> None:
+    """Refuse what `weight.data = values` cannot mean for a weight that has no such storage."""
+    wanted, got = ((t.shape, t.dtype, t.device) for t in (weight, values))
+    if wanted != got:
+        raise Fp8Error(
+            f"weight.data = ... of an FP8 weight takes values of {tuple(weight.shape)}, {weight.dtype} on "
+            f"{weight.device}, got {tuple(values.shape)}, {values.dtype} on {values.device}. Use module.to(), "
+            "load_state_dict(assign=True), or build the layer anew."
+        )
+    if type(values) is torch.Tensor and values.untyped_storage().nbytes() > values.nbytes:
+        raise Fp8Error(
+            "weight.data = ... of an FP8 weight got a part of a larger buffer. Its codes cannot live there: what is "
+            "written to the buffer later would not reach the weight. Keep flat buffers for gradients or for masters, "
+            "or set a copy (.clone())."
+        )
+
+
 def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
     """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
     local = getattr(tensor, "_local_tensor", tensor)
@@ -320,7 +355,9 @@ def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
             kept = None
     if kept is None:
         return state.values(weight.dtype).contiguous()
-    whole = torch.zeros(state.codes.shape, dtype=kept.dtype, device=state.codes.device)
+    # values of a weight that stands for more bits now (`.float()`) must not be rounded to those of before
+    wider = torch.promote_types(kept.dtype, weight.dtype)
+    whole = torch.zeros(state.codes.shape, dtype=wider, device=state.codes.device)
     whole[: state.rows] = kept
     return whole
 
