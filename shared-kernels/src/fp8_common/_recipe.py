@@ -7,7 +7,7 @@ are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -146,14 +146,20 @@ class Recipe(Record):
         raise Fp8Error(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
 
 
-def get_recipe(recipe: str | Recipe) -> Recipe:
-    """Return the named recipe, or the recipe itself.
+def get_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a user names, holds, or has as a dictionary (`Recipe.to_dict`).
 
     Raises:
-        Fp8Error: The name belongs to no recipe.
+        Fp8Error: The name belongs to no recipe, the dictionary is not that of one, or it is something else.
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, Mapping):
+        return Recipe.from_dict(recipe)
+    if not isinstance(recipe, str):
+        raise Fp8Error(
+            f"A recipe is a name ({', '.join(RECIPES)}), a Recipe or its dictionary, got {type(recipe).__name__}."
+        )
     if recipe not in RECIPES:
         raise Fp8Error(f"Unknown recipe {recipe!r}. Use one of {', '.join(RECIPES)}, or build a Recipe.")
     return RECIPES[recipe]

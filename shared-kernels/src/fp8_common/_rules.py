@@ -17,9 +17,9 @@ import dataclasses
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 from fp8_common._errors import Fp8Error
 from fp8_common._recipe import Recipe, get_recipe
@@ -166,6 +166,27 @@ class Rules:
                 f"rules ({', '.join(map(repr, winners))}) contradict it on every one. "
                 "Later rules win: put the general rule first, or remove one."
             )
+
+
+def select_modules(
+    modules: Mapping[str, Any], keep: "Callable[[Any, str], bool] | Rules | Iterable[str | Rule] | None"
+) -> dict[str, Decision]:
+    """Return what a filter or rules say about every module that could be converted, by its name.
+
+    Args:
+        modules: The modules by fully qualified name.
+        keep: Called with (module, name), False leaves the module as it is; or rules; None includes all.
+
+    Warns:
+        UserWarning: For each rule that matches no name.
+
+    Raises:
+        Fp8Error: A rule cannot be read, or decides nothing.
+    """
+    if keep is None or callable(keep):
+        included = {name: keep is None or bool(keep(module, name)) for name, module in modules.items()}
+        return {name: Decision(fqn=name, include=include) for name, include in included.items()}
+    return {decision.fqn: decision for decision in Rules.parse(keep).apply(modules)}
 
 
 @lru_cache(maxsize=1024)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fp8_common._amax import KEY_MASK
 from fp8_common.torch._dtypes import as_float32
@@ -18,21 +17,6 @@ def amax_all(x: torch.Tensor) -> torch.Tensor:
     # aminmax keeps NaN and makes no copy of |x|; -0 becomes 0 by abs.
     low, high = torch.aminmax(as_float32_lazily(x))
     return torch.maximum(-low, high).float().abs()
-
-
-def amax_over_ranks(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the largest of the float32 `amax` that the ranks of `group` hold, element by element; NaN wins.
-
-    Args:
-        amax: float32, not negative, of the same shape on every rank.
-        group: The ranks, which all call this; None is this rank alone.
-    """
-    if group is None or group.size() == 1:
-        return amax
-    # As int32: gloo's float MAX keeps or loses a NaN depending on the rank that has it.
-    key = float_key(amax)
-    dist.all_reduce(key, op=dist.ReduceOp.MAX, group=group)
-    return key_to_float(key)
 
 
 def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:

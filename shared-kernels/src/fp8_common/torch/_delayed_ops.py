@@ -1,18 +1,51 @@
-"""Decides the operator that moves delayed scaling on by a step for all tensors of a model: one launch on a GPU."""
+"""Delayed scaling on tensors: the keys of what was observed, and the step of all histories of a model.
 
+On a GPU `roll_histories` is one launch for all tensors that share a rule.
+"""
+
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
+from fp8_common._amax import INF_KEY
 from fp8_common._formats import get_data_format
 from fp8_common._launch import scale_rule
 from fp8_common._policy import ScalePolicy
+from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._amax import float_key, key_to_float
 from fp8_common.torch._history import update_history
-from fp8_common.torch._ops import NAMESPACE, policy_of_key
+from fp8_common.torch._ops import NAMESPACE, policy_key, policy_of_key
 from fp8_common.torch._scaling import divide, scale_from_amax
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+UNOBSERVED = -1
+"""Key of an operand that was not observed; below every amax, so that MAX ignores it."""
+
+
+def observed_key(amax: torch.Tensor) -> torch.Tensor:
+    """Return the int32 keys of float32 `amax`, UNOBSERVED where it is infinite or NaN: that is not recorded."""
+    key = float_key(amax)
+    return torch.where(key >= INF_KEY, UNOBSERVED, key)
+
+
+def roll_histories(
+    history: torch.Tensor, keys: torch.Tensor, scale: torch.Tensor, casts: Sequence[CastRecipe]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the histories and scales after a step in which every operand was observed.
+
+    Args:
+        history: float32 [L, T], slot 0 the newest.
+        keys: int32 [T]: what the step observed; entries below 0 count as 0.
+        scale: float32 [T]: the scales into FP8 of the step.
+        casts: T casts that share one policy.
+    """
+    formats = ",".join(cast.format for cast in casts)
+    amax = key_to_float(keys.clamp(min=0))
+    rolled, following, _ = delayed_update(history, amax, scale, formats, policy_key(casts[0].policy))
+    return rolled, following
 
 
 @torch.library.custom_op(f"{NAMESPACE}::delayed_update", mutates_args=())
