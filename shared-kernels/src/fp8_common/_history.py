@@ -1,8 +1,8 @@
 """The amax history of delayed scaling: exactly L observations for each tensor.
 
 At the end of a step the history rolls by -1, slot 0 takes the new amax, and the history is reduced: the result gives
-the scale of the next step. Slot 0 is the newest, slot 1 the oldest and the last slot the second newest, the order of
-TransformerEngine and flax, so their checkpoints can be read as they are.
+the scale of the next step. Slot 0 is the newest, slot 1 the oldest and the last slot the second newest, because
+TransformerEngine and flax roll in this direction.
 """
 
 import numpy as np

@@ -5,8 +5,8 @@ definition of its function bit for bit (NaN codes apart).
 
 Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments are compiled in. Scalars are not
 specialized, so that one compiled kernel serves all sizes. Offsets are int64: tensors may exceed 2^31 elements. Tiles
-that lie whole inside a flat tensor load without masks, because a mask whose alignment the compiler cannot prove makes it
-load single elements.
+that lie whole inside a flat tensor load without masks: where the compiler cannot prove the alignment of a mask, it
+loads single elements.
 """
 
 import importlib

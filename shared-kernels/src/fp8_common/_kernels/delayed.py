@@ -32,8 +32,8 @@ def delayed_update_kernel(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     slot = tl.arange(0, BL)[:, None]
     inside = (slot < L) & (t < T)[None, :]
-    # A roll by -1 over the L slots of a tile of BL: the last takes slot 0. Both versions are loaded, because Triton cannot
-    # shift a tile in registers; the second read comes from the cache.
+    # A roll by -1 over the L slots of a tile of BL: the last takes slot 0. Both versions are loaded, because Triton
+    # cannot shift a tile in registers; the second read comes from the cache.
     source = tl.where(slot == L - 1, 0, slot + 1)
     old = tl.load(history_ptr + slot.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
     rolled = tl.load(history_ptr + source.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
