@@ -7,6 +7,9 @@ Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments 
 specialized, so that one compiled kernel serves all sizes. Offsets are int64: tensors may exceed 2^31 elements. Tiles
 that lie whole inside a flat tensor load without masks: where the compiler cannot prove the alignment of a mask, it
 loads single elements.
+
+A `return` in a branch on a compiled-in value needs an `else` after it: Triton compiles what follows the `if` even where
+that branch was taken, and fails there if types or values do not fit.
 """
 
 import importlib

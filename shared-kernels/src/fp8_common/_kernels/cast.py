@@ -11,11 +11,12 @@ def tensor_scale(scale_ptr, scale_out_ptr, FMAX: tl.constexpr, RULE: tl.constexp
     """The given scale, or (with a RULE) the one made from an int32 amax key, which the first program also stores."""
     if RULE is None:
         return tl.load(scale_ptr)
-    # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
-    scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
-    if tl.program_id(0) == 0:
-        tl.store(scale_out_ptr, scale)
-    return scale
+    else:
+        # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
+        scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
+        if tl.program_id(0) == 0:
+            tl.store(scale_out_ptr, scale)
+        return scale
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -37,8 +37,9 @@ def narrow_key(x):
     """Bits of |x| as an integer of the width of x; ordered like |x|, infinity and then NaN on top."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & KEY_MASK
-    # Kept at 16 bits whatever type the constant takes.
-    return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+    else:
+        # Kept at 16 bits whatever type the constant takes.
+        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
 
 
 @triton.jit
@@ -46,10 +47,11 @@ def widen_key(key, DTYPE: tl.constexpr):
     """The float32 key of |x| from a key of DTYPE."""
     if DTYPE.primitive_bitwidth == 32:
         return key
-    # Reductions promote int16 to int32, hence the first conversion. Going through the float keeps the value; masked
-    # once more, because converting a NaN may set its sign.
-    value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return value.to(tl.int32, bitcast=True) & KEY_MASK
+    else:
+        # Reductions promote int16 to int32, hence the first conversion. Going through the float keeps the value; masked
+        # once more, because converting a NaN may set its sign.
+        value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return value.to(tl.int32, bitcast=True) & KEY_MASK
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def as_bits(x):
 def to_fp8(v, F8: tl.constexpr):
     """Round a float32 tile to F8: nearest even, saturating, NaN stays."""
     # Inline PTX: Triton's own conversion goes through float16 on sm_89 and rounds twice. Four elements fill a register.
-    if tl.float8e4nv == F8:
+    if F8 == tl.float8e4nv:
         codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         codes = tl.inline_asm_elementwise(PACK_E5M2, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
@@ -80,7 +82,7 @@ def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
     """Round four float32 tiles to F8; also return int32 words that hold the codes of one position in all four."""
     # Four elements of four tiles make a 4x4 matrix of bytes, which the PTX returns by rows and by columns. Packing with
     # shifts in Triton instead crashes ptxas 12.8 (Triton 3.7.1).
-    if tl.float8e4nv == F8:
+    if F8 == tl.float8e4nv:
         q0, q1, q2, q3, column = tl.inline_asm_elementwise(
             PACK_ROWS_E4M3,
             PACK_ROWS_CONSTRAINTS,
@@ -173,4 +175,5 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     if RULE[6] == "propagate":
         scale = tl.where(key == INF_KEY, 0.0, scale)
         return as_float(tl.where(key > INF_KEY, NAN_BITS, as_bits(scale)))
-    return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)
+    else:
+        return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)

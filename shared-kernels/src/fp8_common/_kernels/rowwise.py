@@ -17,7 +17,8 @@ def load_values(x_ptr, fold_ptr, at, c, mask, N):
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if fold_ptr is not None:
         return x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)
-    return x
+    else:
+        return x
 
 
 @triton.jit(do_not_specialize=["M", "N"])
