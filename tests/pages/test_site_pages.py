@@ -1,4 +1,4 @@
-"""Decides that the checks of the built site find what they are for."""
+"""The checks of the built site find the errors that they are for."""
 
 import pytest
 import site_pages

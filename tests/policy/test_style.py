@@ -1,4 +1,4 @@
-"""Decides which figures of the style budget are limits; the others are printed by `style_budget.py`."""
+"""Limits for those figures of the style budget that must hold; `style_budget.py` prints the others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Fake tensors pass through every cast, and leave nothing behind for real ones; no default device does either."""
+"""Fake tensors pass through every cast and leave nothing in caches; neither does a default device."""
 
 import pytest
 import torch
