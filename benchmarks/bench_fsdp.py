@@ -1,11 +1,11 @@
-"""Times fp8-torch-fsdp against torchao and against plain bfloat16 FSDP2, in one process, alternating; writes JSON.
+"""Times of fp8-torch-fsdp, torchao and plain bfloat16 FSDP2, in one process, alternating; JSON.
 
     python benchmarks/bench_fsdp.py [--rounds 15] [--worlds 8 64 512 4096]
 
 Three questions. What do the hooks of the all-gather cost the host, for each weight and step, scales included? How long
-is a step? Does a rank's share of that work grow with the number of ranks, when its shards stay as large? Collectives go
-to a process group that pretends: it has as many ranks as asked for and moves nothing, so that only a rank's own work is
-timed. The products run on garbage that was never gathered, which costs the same. Benchmarks of FP8 hardware need a GPU,
+is a step? Does a rank's share of that work grow with the number of ranks, when its shards stay as large? Collectives
+go to a fake process group, which has as many ranks as asked for and moves no data, so that only a rank's own work is
+timed. The products run on memory that was never gathered, which costs the same. Benchmarks of FP8 hardware need a GPU,
 where a step runs eagerly and compiled, for every recipe.
 """
 

@@ -1,4 +1,4 @@
-"""Decides what a training recipe is: for each operand of a linear layer, its format, scaling and granularity.
+"""`Recipe` and `CastRecipe`: format, scaling and granularity of every operand of a linear layer.
 
 Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the products
 are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
@@ -25,6 +25,8 @@ SCALINGS: tuple[Scaling, ...] = typing.get_args(Scaling)
 GRANULARITIES: tuple[Granularity, ...] = typing.get_args(Granularity)
 PRODUCTS: tuple[Product, ...] = typing.get_args(Product)
 
+# Two operands can be multiplied if their granularities are in one family: scales that are constant along the contracted
+# dimension, float32 scales of 128 values of it, or MX scales of 32.
 _FAMILY = {
     "tensorwise": "vector",
     "rowwise": "vector",
@@ -56,7 +58,8 @@ class CastRecipe(Record):
     static_scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse combinations that mean nothing."""
+        """Refuse contradictory combinations; write the format by its short name."""
+        # The dataclass is frozen, and its __init__ has already set the name that the caller wrote.
         object.__setattr__(self, "format", get_data_format(self.format).name)
         self.check_choices()
         self._check_policy()
@@ -178,6 +181,7 @@ def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) ->
         )
     if a.fp8_format.fnuz != b.fp8_format.fnuz:
         raise Fp8Error(f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none.")
+    # E4M3 has 3 mantissa bits and E5M2 has 2: below 5 means E5M2 on both sides.
     if a.fp8_format.mantissa_bits + b.fp8_format.mantissa_bits < 5:
         raise Fp8Error(f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side.")
 

@@ -1,4 +1,4 @@
-"""Operators take the kernels where they apply, and the shards of an FSDP group share launches."""
+"""Operators use the kernels where they apply, and the shards of an FSDP group share launches."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -54,7 +54,7 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
 
     Args:
         history: float32 [L, T], slot 0 the newest.
-        amax: float32 [T]: what this step saw; infinite and NaN ones are not recorded.
+        amax: float32 [T], observed in this step; infinite and NaN ones are not recorded.
         scale: float32 [T]: the scales into FP8 of this step.
         formats: The names of the T formats, with commas between.
         policy: `fp8_common.torch._ops.policy_key` of the rule that all share.
@@ -63,10 +63,11 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
     if all(triton_backend.applies(amax, name, rule) for name in set(names)):
         return triton_backend.delayed_update(history, amax, scale, _numerators(names, rule, amax.device), rule)
     window, largest = update_history(history, amax, rule.algo)
+    # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
     result = scale
     for name in dict.fromkeys(names):
         own = scale_from_amax(largest, get_data_format(name), rule, prev=scale)
-        result = torch.where(_are(names, name, amax.device), own, result)
+        result = torch.where(_has_format(names, name, amax.device), own, result)
     return window, result, divide(1.0, result)
 
 
@@ -78,10 +79,11 @@ def _(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: s
 @lru_cache(maxsize=64)
 def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
     """Return the float32 [T] numerators of the scales; sent to the device once."""
+    # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph.
     return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
-def _are(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
-    """Return bool [T]: which of `names` are `name`."""
+def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
+    """Return bool [T]: whether each of `names` is `name`; sent to the device once."""
     return torch.tensor([other == name for other in names], device=device)

@@ -1,4 +1,4 @@
-"""Decides who runs a cast: the functions themselves in eager mode, opaque operators while a graph is being captured.
+"""Casts and reductions, called directly in eager mode and as opaque operators under torch.compile.
 
 Both paths end in the same code, so compiled and eager results are the same bits: a compiler that sees one node cannot
 reorder a division or contract a multiplication. Calling a function directly saves the operators' overhead in eager
