@@ -1,4 +1,4 @@
-"""Decides how what users write (names, recipes of this project or of TransformerEngine) becomes one configuration."""
+"""`resolve_config`: one configuration from names, recipes of this project, or recipes of TransformerEngine."""
 
 import typing
 from typing import Any

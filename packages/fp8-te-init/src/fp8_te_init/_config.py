@@ -1,4 +1,4 @@
-"""Decides what a user can choose for layers with FP8 primary weights."""
+"""`PrimaryConfig`: the choices for layers with FP8 primary weights."""
 
 import dataclasses
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Decides what a linear layer with an FP8 primary weight is; it stays the module that it was, under another class."""
+"""`PrimaryFloat8Linear`: a linear layer with an FP8 primary weight, the module that it was under another class."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
 from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
-from fp8_te_init._cell import keeper
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
+from fp8_te_init._init_replay import InitReplay
+from fp8_te_init._kept_in_module import reconcile
+from fp8_te_init._kept_values import keeper
 from fp8_te_init._products import linear
 from fp8_te_init._shards import place_of
 from fp8_te_init._state_dict import keep_scales_in_state_dicts
-from fp8_te_init._store import STORE
-from fp8_te_init._tape import Tape
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 aten = torch.ops.aten
@@ -39,6 +39,7 @@ class PrimaryFloat8Linear(nn.Linear):
     @classmethod
     def adopt(cls, module: nn.Linear, config: PrimaryConfig) -> "PrimaryFloat8Linear":
         """Make `module` itself a PrimaryFloat8Linear; its weight is replaced by the caller."""
+        # not a new module: hooks, names and other modules' references to this one stay as they are
         module.__class__ = cls
         adopted: Any = module
         adopted.config = config
@@ -107,7 +108,7 @@ class PrimaryFloat8Linear(nn.Linear):
         """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
         super()._apply(lambda tensor: _moved(tensor, fn), recurse)
         # an autograd graph that is still alive keeps the old tensor from dying, which would say the same
-        STORE.reconcile(self, "weight")
+        reconcile(self, "weight")
         return self
 
     def extra_repr(self) -> str:
@@ -120,9 +121,9 @@ def _draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:
     state = primary.state
     device = state.codes.device
     rows = (0, state.full_shape[0])
-    tape = Tape.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
+    replay = InitReplay.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
     whole = torch.empty(state.full_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
-    state.write_drawn(whole, keeper(state.cell, primary.quantized_rows, tape))
+    state.write_drawn(whole, keeper(state.kept, primary.quantized_rows, replay))
 
 
 def _draw_rows(bias: nn.Parameter, bound: float) -> None:

@@ -1,4 +1,4 @@
-"""Decides what is known about the storage of one primary weight: codes, scales, and which rows of the weight it holds.
+"""`PrimaryState`: codes, scales and place of the rows that a rank holds of one primary weight.
 
 All tensors that alias the storage share one `PrimaryState`. Scales are replaced, never written: a copy may share them.
 """
@@ -21,7 +21,7 @@ from fp8_te_init._config import GatherFormat
 from fp8_te_init._grids import amax_keys, block_of, grid_shape, scale_of_rows
 
 if TYPE_CHECKING:
-    from fp8_te_init._cell import InitCell
+    from fp8_te_init._kept_values import KeptValues
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
@@ -39,7 +39,7 @@ class PrimaryState:
         history: float32 [window] of delayed scaling, newest first; None otherwise.
         unagreed: Whether values were written here whose scale the ranks have not agreed on yet.
         held: The values of such a write, [rows, columns], where nothing else keeps them.
-        cell: What keeps the high-precision values.
+        kept: What keeps the high-precision values.
         travels: Whether it was found that FSDP2 can gather it.
         writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
     """
@@ -54,7 +54,7 @@ class PrimaryState:
     history: torch.Tensor | None = None
     unagreed: bool = False
     held: torch.Tensor | None = None
-    cell: "InitCell | None" = None
+    kept: "KeptValues | None" = None
     travels: bool = False
     writes: int = 0
 
@@ -85,7 +85,7 @@ class PrimaryState:
             sharded=self.sharded if sharded is None else sharded,
             unagreed=False,
             held=None,
-            cell=None,
+            kept=None,
             travels=False,
         )
 

@@ -1,4 +1,4 @@
-"""Decides what an FP8 primary weight is: a tensor of a high-precision dtype that holds codes and scales, nothing else.
+"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype that holds FP8 codes and scales, nothing else.
 
 Reading it in any operator gives the dequantized values; views alias the codes. Writing to it means: take the kept
 high-precision values (dequantize where there are none), apply the operator to them, quantize again. So every
@@ -19,13 +19,12 @@ from fp8_common.torch import torch_dtype
 from fp8_common.torch._dtypes import FLOAT8_DTYPES
 from fp8_common.torch._fsdp import is_view, refill
 from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
-from fp8_common.torch._quantize import expand_blocks, quantize
 from fp8_te_init import _wire as wire
-from fp8_te_init._cell import keeper
 from fp8_te_init._config import GatherFormat
+from fp8_te_init._init_replay import InitReplay
+from fp8_te_init._kept_values import keeper
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._state import PrimaryState
-from fp8_te_init._tape import Tape
 
 aten = torch.ops.aten
 
@@ -174,7 +173,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return the uint8 buffer of this shard, and what `fsdp_post_all_gather` needs besides."""
-        return wire.send(self, mesh), (self._state.scale, self._state)
+        return wire.send(self, self._state, mesh), (self._state.scale, self._state)
 
     def fsdp_post_all_gather(
         self,
@@ -203,12 +202,6 @@ def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
     """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local if isinstance(local, PrimaryFloat8Weight) else None
-
-
-def requantized(gathered: torch.Tensor, scale: torch.Tensor, state: PrimaryState) -> torch.Tensor:
-    """Return float8 codes of dequantized float32 values: exactly those that the values were made of."""
-    wide = scale if state.block is None else expand_blocks(scale, state.block, gathered.shape)
-    return quantize(gathered, wide, state.cast.fp8_format)
 
 
 def _is_codes(source: object) -> bool:
@@ -269,7 +262,7 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if any(w.is_meta for w in written.values()):
         return args[0]
     values = {key: _current_values(w) for key, w in written.items()}
-    tape = _tape_of(func, args, kwargs, next(iter(written.values())))
+    replay = _replay_of(func, args, kwargs, next(iter(written.values())))
 
     def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
         whole = values.get(id(weight._state))
@@ -280,7 +273,7 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     for key, weight in written.items():
         state = weight._state
         state.writes += 1
-        state.write(values[key], keeper(state.cell, weight.quantized_rows, tape))
+        state.write(values[key], keeper(state.kept, weight.quantized_rows, replay))
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
 
 
@@ -288,9 +281,9 @@ def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
     """Return what a write starts from, [rows, columns] of the storage: the kept values, else the dequantized ones."""
     state = weight._state
     kept = state.held
-    if kept is None and state.cell is not None:
+    if kept is None and state.kept is not None:
         try:
-            kept = state.cell.values(weight.quantized_rows)
+            kept = state.kept.values(weight.quantized_rows)
         except Fp8StaleError:
             kept = None
     if kept is None:
@@ -300,14 +293,16 @@ def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
     return whole
 
 
-def _tape_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict, weight: PrimaryFloat8Weight) -> Tape | None:
+def _replay_of(
+    func: torch._ops.OpOverload, args: tuple, kwargs: dict, weight: PrimaryFloat8Weight
+) -> InitReplay | None:
     """Return how to repeat this write, if it is of a kind that can be repeated."""
-    cell = weight._state.cell
-    if cell is None or not cell.wants_tape or args[0] is not weight or not weight.is_whole:
+    kept = weight._state.kept
+    if kept is None or not kept.wants_replay or args[0] is not weight or not weight.is_whole:
         return None
     state = weight._state
     rows = (state.first_row, state.first_row + weight._codes.shape[0])
-    return Tape.record(cell.tape, func, args[1:], kwargs, device=weight.device, rows=rows)
+    return InitReplay.record(kept.replay, func, args[1:], kwargs, device=weight.device, rows=rows)
 
 
 def _rebuild(

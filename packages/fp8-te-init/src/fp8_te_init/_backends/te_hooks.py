@@ -1,4 +1,4 @@
-"""Decides how FSDP2 gathers per-tensor scaled tensors of TransformerEngine.
+"""FSDP2's hooks for per-tensor scaled tensors of TransformerEngine.
 
 Newer releases bring hooks of their own, which stay; they send what a rank has, so that where rows do not divide equally
 the ranks with padding would raise and the others wait. Such shards are padded on the way. Older releases get hooks that

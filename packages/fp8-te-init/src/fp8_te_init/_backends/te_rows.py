@@ -1,4 +1,4 @@
-"""Decides how the rest of the package reads and writes an FP8 tensor of TransformerEngine, by what it offers.
+"""`TeRows`: reads and writes the FP8 tensors of TransformerEngine.
 
 Nothing is imported from TransformerEngine: its tensors are known by the names of their classes and attributes, which
 are the same in the releases 2.11 to 2.20. Per-tensor scaled ones are read and written here with plain torch, on any

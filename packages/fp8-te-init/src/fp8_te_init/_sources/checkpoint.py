@@ -1,4 +1,4 @@
-"""Decides how values are kept by not keeping them: they are read again from the checkpoint that the codes came from."""
+"""`CheckpointSource`: values read again from the checkpoint that the codes came from."""
 
 import warnings
 from collections.abc import Callable, Mapping

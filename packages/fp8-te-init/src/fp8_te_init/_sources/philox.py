@@ -1,4 +1,4 @@
-"""Decides how values are made from their place alone: Philox 4x32-10, keyed by seed and name, counted by element.
+"""`PhiloxSource`: values made from their place alone: Philox 4x32-10, keyed by seed and name, counted by element.
 
 Element i of a weight comes from word i % 4 of counter i // 4, as in `fp8_common._philox`, so any rank can make its rows
 without any other row, and all numbers of ranks make the same weight. The logarithms and cosines of the normal
