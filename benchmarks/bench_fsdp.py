@@ -25,6 +25,7 @@ from typing import Any
 import plot_fsdp
 import torch
 import torch.distributed as dist
+from fp8_common.torch._fsdp.sync import SyncPlan
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -35,7 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_torch_fsdp
 from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
-from fp8_common.torch._fsdp.sync import SyncPlan
 from fp8_torch_fsdp import ShardedFloat8Weight
 
 ROOT = Path(__file__).parents[1]

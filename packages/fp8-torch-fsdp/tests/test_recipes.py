@@ -10,10 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
-from fp8_common import CANONICAL
+from fp8_common import CANONICAL, Fp8Error
 from fp8_common import E4M3 as F4
 from fp8_common import POWER_OF_2 as POLICY
-from fp8_common import Fp8Error
 from fp8_common import torch as f8t
 from fp8_common.torch._quantize import dequantize, quantize_rowwise
 

@@ -15,9 +15,11 @@ from fp8_common._policy import ScalePolicy
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import float_key, key_to_float
-from fp8_common.torch._history import update_history
+from fp8_common.torch._history import reduce_history, update_history
 from fp8_common.torch._ops import NAMESPACE, policy_key, policy_of_key
 from fp8_common.torch._scaling import divide, scale_from_amax
+
+__all__ = ["UNOBSERVED", "delayed_update", "observed_key", "reduce_history", "roll_histories"]
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -16,6 +16,9 @@ GRANULARITIES = {
 }
 """What each operand can be cast with."""
 
+TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity in GRANULARITIES["weight"]]
+"""The names of the recipes that these layers know."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GemmConfig:
@@ -51,6 +54,9 @@ class LinearConfig:
     weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
     """The scalings that a weight can have."""
 
+    hint: ClassVar[str] = ""
+    """What refusals of a recipe end with."""
+
     recipe: Recipe = RECIPES["tensorwise"]
     gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
     pad_inner_dim: bool = False
@@ -60,6 +66,8 @@ class LinearConfig:
         """Look the recipe up, and refuse what has no products."""
         if self.emulate not in ("auto", True, False):
             raise Fp8Error(f'emulate must be "auto", True or False, got {self.emulate!r}.')
+        if isinstance(self.recipe, str) and self.recipe not in RECIPES:
+            raise Fp8Error(f"Unknown recipe {self.recipe!r}. Use one of {', '.join(TRAINED)}, or a Recipe.{self.hint}")
         # the fields are frozen for everybody else
         object.__setattr__(self, "recipe", get_recipe(self.recipe))
         if self.recipe.weight_for_grad_input is not None:
@@ -84,7 +92,7 @@ class LinearConfig:
             raise Fp8Error(
                 f"{where} cannot be cast with {cast.scaling} {cast.granularity} scaling here. Use "
                 f"{', '.join(scalings)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the product for "
-                "the weight's gradient can be disabled."
+                f"the weight's gradient can be disabled.{self.hint}"
             )
 
     @property

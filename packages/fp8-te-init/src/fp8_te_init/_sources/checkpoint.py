@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fp8_common import Fp8Error
-from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch.plugin import read_metadata
 from fp8_te_init._compat import local_of
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
