@@ -63,9 +63,7 @@ class PrimaryState:
             scale=torch.ones(layout_of(cast).shape(shape), dtype=torch.float32, device=device),
             full_shape=shape,
             gather=gather,
-            history=torch.zeros(cast.policy.history, dtype=torch.float32, device=device)
-            if cast.scaling == "delayed"
-            else None,
+            history=torch.zeros(window, dtype=torch.float32, device=device) if window else None,
         )
 
     def around(self, codes: torch.Tensor, *, sharded: bool | None = None) -> "PrimaryState":

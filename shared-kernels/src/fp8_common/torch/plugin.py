@@ -2,9 +2,9 @@
 
 Casts: `dispatch`, one tensor each, `foreach`, many in one launch, `delayed_ops`, histories of a model. Products: a
 layer inherits `LinearOperands`, is configured with a `LinearConfig` and calls `fp8_linear`. Scales: `layout_of(cast)`
-knows how the scales of a weight lie on it and on a part of it (`ShardGeometry`), and `max_over_ranks` agrees on them. FSDP2:
-`fsdp` reads its private parts, `buffers` are what weights travel in, `GatheredFloat8Weight` is what arrives. Tensor
-subclasses: `tensor_subclass`.
+knows how the scales of a weight lie on it and on a part of it (`ShardGeometry`), and `max_over_ranks` agrees on them.
+FSDP2: `fsdp` reads its private parts, `buffers` are what weights travel in, `GatheredFloat8Weight` is what arrives.
+Tensor subclasses: `tensor_subclass`.
 """
 
 from fp8_common.torch import _delayed_ops as delayed_ops
