@@ -26,11 +26,11 @@ class Package(NamedTuple):
 
 
 @functools.cache
-def packages() -> dict[str, Package]:
-    """Return every package of the tree by its distribution's name, fp8-common first."""
+def packages(root: Path = ROOT) -> dict[str, Package]:
+    """Return every package of a checkout by its distribution's name, fp8-common first."""
     folders = [
-        ROOT / "shared-kernels",
-        *sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")),
+        root / "shared-kernels",
+        *sorted(path.parent for path in root.glob("packages/*/pyproject.toml")),
     ]
     found = {}
     for folder in folders:
@@ -41,16 +41,16 @@ def packages() -> dict[str, Package]:
 
 
 @functools.cache
-def tracked_files() -> list[Path]:
-    """Return the files that git holds or would take, in order."""
+def tracked_files(root: Path = ROOT) -> list[Path]:
+    """Return the files of a checkout that git holds or would take, in order."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
+        cwd=root,
         check=True,
         capture_output=True,
         text=True,
     )
-    paths = (ROOT / name for name in sorted(set(listing.stdout.split("\0"))) if name)
+    paths = (root / name for name in sorted(set(listing.stdout.split("\0"))) if name)
     return [path for path in paths if path.is_file()]
 
 
