@@ -1,6 +1,6 @@
 """Decides how fast the references cast on this machine: NumPy, PyTorch and JAX, eager and compiled.
 
-    python benchmarks/bench_casts.py [--rows 2048] [--columns 2048] [--rounds 15]
+    python -m benchmarks.bench_casts [--rows 2048] [--columns 2048] [--rounds 15]
 
 Writes benchmarks/results/casts.json: the median time of a cast, elements per second, and how many times faster than
 NumPy it is: the median of the ratios of one round. In a round every implementation has its turn, in alternating order,

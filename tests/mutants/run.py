@@ -1,4 +1,4 @@
-"""Decides whether the tests find every mistake of the list: `python tests/mutants/run.py [PART OF A NAME ...]`.
+"""Decides whether the tests find every mistake of the list: `python -m tests.mutants.run [PART OF A NAME ...]`.
 
 Each mutant is made in a copy of the tracked files, never here, and its tests run there. A mutant that survives, a line
 that no longer stands where the list says, and tests that fail without any mutant are all errors.
@@ -14,10 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from mutants import MUTANTS, Mutant
-from repository import ROOT, packages, tracked_files
+from tests.helpers.repository import ROOT, packages, tracked_files
+from tests.mutants.mutants import MUTANTS, Mutant
 
 
 def copy_to(folder: Path) -> None:

@@ -1,8 +1,9 @@
 """Decides that the list of mistakes fits the sources; that each is found is what session `mutants` checks."""
 
 import pytest
-from mutants import CONFORMANCE, MUTANTS, TE_FORMULAS_COLUMN
-from repository import ROOT, packages
+
+from tests.helpers.repository import ROOT, packages
+from tests.mutants.mutants import CONFORMANCE, MUTANTS, TE_FORMULAS_COLUMN
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake)

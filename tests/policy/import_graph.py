@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from repository import packages
+from tests.helpers.repository import packages
 
 Graph = dict[str, set[str]]
 

@@ -1,6 +1,6 @@
 """The calls of Python functions in one FP8 weight's steady forward, as a program: it prints them as JSON.
 
-    python tests/policy/steady_forward.py     (with the packages to be counted on PYTHONPATH)
+    python -m tests.policy.steady_forward     (with the packages to be counted on PYTHONPATH)
 
 The model is one linear layer of 512 x 512 without bias, converted with the defaults of fp8-torch-fsdp and sharded
 with `fully_shard` on one rank over gloo. Two training steps (forward, backward, SGD) come first. Counted is the third

@@ -1,8 +1,8 @@
 """Counts of the packages' structure, as a command that prints JSON or records it in benchmarks/results/structure.json.
 
-    python tests/policy/structure.py                                    print the counts of this checkout
-    python tests/policy/structure.py --record after                     record them
-    python tests/policy/structure.py --root FOLDER --record before      record those of another checkout
+    python -m tests.policy.structure                                    print the counts of this checkout
+    python -m tests.policy.structure --record after                     record them
+    python -m tests.policy.structure --root FOLDER --record before      record those of another checkout
 
 Lines are all lines of Python files, comments and empty ones included; code lines hold a token that is neither comment
 nor docstring. Demos are the packages' folders `demo` and the folder `demos` of the checkout, their tests excepted.
@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from import_graph import circles, import_graph, module_name
-from repository import ROOT, Package, packages, tracked_files
-from style_budget import measure
+from tests.helpers.repository import ROOT, Package, packages, tracked_files
+from tests.policy.import_graph import circles, import_graph, module_name
+from tests.policy.style_budget import measure
 
 RESULT = ROOT / "benchmarks" / "results" / "structure.json"
 PLUGIN_INTERFACE = ("fp8_common.plugin", "fp8_common.torch.plugin", "fp8_common.jax.plugin")

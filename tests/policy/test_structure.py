@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import steady_forward
-from import_graph import circles, import_graph, imported
-from repository import ROOT, packages
-from structure import (
+
+from tests.helpers.repository import ROOT, packages
+from tests.policy import steady_forward
+from tests.policy.import_graph import circles, import_graph, imported
+from tests.policy.structure import (
     MOST_PLUGIN_NAMES,
     PLUGIN_INTERFACE,
     declared_names,
@@ -16,7 +17,7 @@ from structure import (
     source_lines,
     wheel_lines,
 )
-from structure import steady_forward as measured_forward
+from tests.policy.structure import steady_forward as measured_forward
 
 
 def test_no_module_imports_another_in_a_circle():

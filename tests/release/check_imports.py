@@ -1,4 +1,4 @@
-"""Decides whether the packages start fast: `python tests/release/check_imports.py` in an environment that has them.
+"""Decides whether the packages start fast: `python -m tests.release.check_imports` in an environment that has them.
 
 `import` of a package may take 0.15 seconds longer than that of its framework: seconds of the processor, because those
 do not depend on what else the machine does. Each is timed several times in fresh processes, turn by turn, and the

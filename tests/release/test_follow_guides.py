@@ -1,8 +1,9 @@
 """Decides that guides are read as a newcomer reads them, and that each says what to install."""
 
-import follow_guides
 import pytest
-from repository import packages
+
+from tests.helpers.repository import packages
+from tests.release import follow_guides
 
 PAGES = sorted(follow_guides.GUIDES.glob("*.md"))
 PAGE = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_common.torch._fsdp import WeightState, compat, pad_rows, refill, unpad
-from fp8_common.torch._ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 
 def test_this_torch_has_the_private_names():

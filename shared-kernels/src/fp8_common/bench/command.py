@@ -8,24 +8,25 @@ from pathlib import Path
 
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common.bench import static
+from fp8_common.bench.peers import NONE, Peers
 
 ARCHITECTURES = (89, 90, 100)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+def main(arguments: Sequence[str] | None = None, peers: Peers = NONE) -> int:
+    """Run the command, with `peers` beside our kernels; return its exit status."""
     options = _parser().parse_args(arguments)
     dtypes = options.dtype or ["bfloat16"]
     try:
         if options.static:
-            text = static.report(options.arch or list(ARCHITECTURES), dtypes[0], options.fmt)
+            text = static.report(options.arch or list(ARCHITECTURES), dtypes[0], options.fmt, peers)
             _write(text, options.output)
             return 0
         from fp8_common.torch._bench import run
 
         keep = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
         chosen = {"megabytes": options.megabytes, "dtypes": dtypes, "fmt": options.fmt, "kernels": options.kernel or ()}
-        _write(run(**chosen, minutes=options.minutes, save=keep), options.output)
+        _write(run(**chosen, minutes=options.minutes, save=keep, peers=peers), options.output)
     except Fp8UnsupportedError as error:
         sys.stderr.write(f"fp8-bench: {error}\n")
         return 1
