@@ -89,3 +89,8 @@ def test_nothing_begins_after_the_time_is_up(on_cpu):
     result = json.loads(text)
     assert result["rows"] == []
     assert result["left_out"] == [f"{kernel}, float32, {size} MB" for size in (1, 2) for kernel in ("cast", "mx")]
+
+
+def test_an_unknown_task_is_refused_before_anything_is_timed(on_cpu):
+    with pytest.raises(f8.Fp8Error, match=r"There is no task 'frobnicate' to time\. Use one of foreach amax"):
+        bench.run(megabytes=[1], dtypes=["float32"], fmt="e4m3", kernels=["frobnicate"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fp8_common as f8
-from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import Format, get_format
 from fp8_common._policy import CANONICAL
 from fp8_common.bench.peers import NONE, Peers
@@ -68,8 +68,10 @@ def run(
         peers: Whose implementations are timed beside ours.
 
     Raises:
+        Fp8Error: A name in `kernels` is no task.
         Fp8UnsupportedError: There is no GPU, or it cannot run the kernels.
     """
+    check_kernels(kernels)
     device, end = gpu(), time.monotonic() + 60 * minutes
     timer, form = cuda_timer(), get_format(fmt)
     log = Log(device=torch.cuda.get_device_name(), ceiling=copy_ceiling(timer), save=save)
@@ -89,6 +91,16 @@ def run(
                 runs = runs | copying(moved, device)
                 log.attempt(_label(kernel, name, size), partial(compare, kernel, x, moved, runs, check, timer))
     return log.text()
+
+
+def check_kernels(kernels: Sequence[str]) -> None:
+    """Refuse names that are no tasks.
+
+    Raises:
+        Fp8Error: There is one.
+    """
+    if unknown := [name for name in kernels if name not in (FOREACH, *KERNELS)]:
+        raise Fp8Error(f"There is no task {unknown[0]!r} to time. Use one of {', '.join((FOREACH, *KERNELS))}.")
 
 
 def gpu() -> torch.device:
