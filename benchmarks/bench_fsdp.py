@@ -1,6 +1,6 @@
 """Times of fp8-torch-fsdp, torchao and plain bfloat16 FSDP2, in one process, alternating; JSON.
 
-    python benchmarks/bench_fsdp.py [--rounds 15] [--worlds 8 64 512 4096]
+    python -m benchmarks.bench_fsdp [--rounds 15] [--worlds 8 64 512 4096]
 
 Three questions. What do the hooks of the all-gather cost the host, for each weight and step, scales included? How long
 is a step? Does a rank's share of that work grow with the number of ranks, when its shards stay as large? Collectives
@@ -22,10 +22,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import plot_fsdp
 import torch
 import torch.distributed as dist
-from fp8_common.torch._fsdp.sync import SyncPlan
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -34,9 +32,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp
+from benchmarks import plot_fsdp
 from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
 from fp8_torch_fsdp import ShardedFloat8Weight
+from fp8_torch_fsdp._sync_plan import SyncPlan
 
 ROOT = Path(__file__).parents[1]
 clock = time.thread_time

@@ -1,6 +1,6 @@
 """Times of a training step of a Llama-like stack of blocks in bfloat16, with torchao and with this package.
 
-    python benchmarks/bench_llama.py [--size tiny|1b|8b] [--blocks 4] [--tokens 4096] [--rounds 10] [--only NAME ...]
+    python -m benchmarks.bench_llama [--size tiny|1b|8b] [--blocks 4] [--tokens 4096] [--rounds 10] [--only NAME ...]
 
 Writes benchmarks/results/llama-<device>.json after each implementation, so that an interrupted run loses nothing: every
 recipe eager and compiled block by block, in one process, and the ratio to bfloat16 in the same run. The blocks have

@@ -184,7 +184,7 @@ def memory() -> dict[str, dict[str, int]]:
     """Return the memory of a model of 201 million weights for every way to keep its start."""
     table = {}
     for source in SOURCES:
-        command = [sys.executable, __file__, "--memory", source]
+        command = [sys.executable, "-m", "benchmarks.bench_te_init", "--memory", source]
         table[source] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return table
 

@@ -1,4 +1,4 @@
-"""The pictures of the numerics pages; `python benchmarks/plot_numerics.py` draws them again.
+"""The pictures of the numerics pages; `python -m benchmarks.plot_numerics` draws them again.
 
 Every curve is computed by `fp8_common` on NumPy arrays from fixed seeds.
 """

@@ -2,12 +2,12 @@
 
 import json
 
-import bench_fsdp
-import plot_fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from repository import ROOT
+
+from benchmarks import bench_fsdp, plot_fsdp
+from tests.helpers.repository import ROOT
 
 ROWS, COLUMNS, LAYERS = 8, 32, 2
 

@@ -3,9 +3,10 @@
 import json
 import warnings
 
-import bench_jax_owg
 import pytest
-from repository import ROOT
+
+from benchmarks import bench_jax_owg
+from tests.helpers.repository import ROOT
 
 
 def test_every_operation_is_timed_against_ours():

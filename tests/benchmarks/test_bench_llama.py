@@ -2,10 +2,10 @@
 
 import json
 
-import bench_llama
 import torch
 
 import fp8_torch_fsdp as f8
+from benchmarks import bench_llama
 
 
 def test_every_linear_layer_of_a_block_is_converted():

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 KEPT = json.loads((ROOT / "benchmarks/results/te_init.json").read_text())
 GUIDE = (ROOT / "docs/guides/te-init.md").read_text()

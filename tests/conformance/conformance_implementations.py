@@ -115,9 +115,8 @@ def frameworks() -> tuple[Implementation, ...]:
 
 def interpreted() -> tuple[Implementation, ...]:
     """Return the Triton kernels, run by an interpreter that is made exact."""
-    import conformance_triton
-
     from fp8_common.testing.interpreter import exact_interpreter
+    from tests.conformance import conformance_triton
 
     kernels = Implementation(
         name="Triton interpreter",

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
-from conformance_implementations import INTERPRETS
 from numpy.typing import DTypeLike, NDArray
 
 from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
 from fp8_common._policy import SCALE_MAX, SCALE_MIN
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
+from tests.conformance.conformance_implementations import INTERPRETS
 
 SEED = 20260801
 DTYPES = ("float32", "bfloat16", "float16")

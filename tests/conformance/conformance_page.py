@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import conformance_matrix as matrix
+from tests.conformance import conformance_matrix as matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "benchmarks/results/conformance.json"

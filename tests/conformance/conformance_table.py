@@ -10,8 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from conformance_implementations import Implementation
-from conformance_inputs import (
+from numpy.typing import NDArray
+
+from fp8_common import CANONICAL, DATA_FORMATS, E8M0, PRESETS, Format
+from fp8_common._policy import HISTORY_ALGOS, MX_MODES
+from fp8_common._quantize import MX_BLOCK
+from fp8_common.testing import adversarial_amax, all_codes
+from tests.conformance.conformance_implementations import Implementation
+from tests.conformance.conformance_inputs import (
     DTYPES,
     NONFINITE_SCALES,
     SCALES,
@@ -26,12 +32,6 @@ from conformance_inputs import (
     shapes,
     values,
 )
-from numpy.typing import NDArray
-
-from fp8_common import CANONICAL, DATA_FORMATS, E8M0, PRESETS, Format
-from fp8_common._policy import HISTORY_ALGOS, MX_MODES
-from fp8_common._quantize import MX_BLOCK
-from fp8_common.testing import adversarial_amax, all_codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

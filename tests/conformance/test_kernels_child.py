@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conformance_matrix as matrix
 import pytest
+
+from tests.conformance import conformance_matrix as matrix
 
 ABSENT = importlib.util.find_spec("triton") is None
 

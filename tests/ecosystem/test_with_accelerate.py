@@ -12,7 +12,7 @@ accelerate = pytest.importorskip("accelerate", reason=REASON)
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch._ranks import RankPool
+from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 

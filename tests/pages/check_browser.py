@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from site_pages import SITE, pages
+from tests.pages.site_pages import SITE, pages
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 LOOK = """() => {

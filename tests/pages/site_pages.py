@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from repository import ROOT, packages
+from tests.helpers.repository import ROOT, packages
 
 SITE = ROOT / "site"
 PARTS = (

@@ -1,9 +1,10 @@
 """The checks of the built site find the errors that they are for."""
 
 import pytest
-import site_pages
-from repository import packages
-from site_pages import SITE, Page
+
+from tests.helpers.repository import packages
+from tests.pages import site_pages
+from tests.pages.site_pages import SITE, Page
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from repository import packages
+from tests.helpers.repository import packages
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_CODE = {

@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ import ast
 import re
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 PAGE = ROOT / "docs/guides/torch-composition.md"
 TESTS = ROOT / "packages/fp8-torch-fsdp/tests"

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from repository import packages, sources
+from tests.helpers.repository import packages, sources
 
 OURS = re.compile(r"FP8_[A-Z][A-Z_]+")
 

@@ -4,7 +4,8 @@ import itertools
 import re
 
 import pytest
-from repository import ROOT, Package, packages
+
+from tests.helpers.repository import ROOT, Package, packages
 
 VERSION = packages()["fp8-common"].config["project"]["version"]
 every_package = pytest.mark.parametrize("package", packages().values(), ids=lambda package: package.name)

@@ -4,14 +4,13 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from repository import ROOT, packages
 
-FOLDERS = [*(package.source for package in packages().values()), ROOT / "benchmarks", ROOT / "examples"]
+from tests.helpers.repository import ROOT, packages
+
+FOLDERS = [*(package.source for package in packages().values()), ROOT / "benchmarks", ROOT / "demos", ROOT / "examples"]
 ALLOWED = {
     # Reads the index of a checkpoint; its find_class accepts the classes of an index and nothing else.
     "fp8_common/torch/_checkpoint.py: pickle.Unpickler",
-    # what a process of tests sends to another through a pipe; never a file
-    "fp8_common/torch/_ranks.py: torch.load(io.BytesIO(data), weights_only=False)",
 }
 
 

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from repository import ROOT, Package, packages, tracked_files
-from style_budget import Measure, measure
+
+from tests.helpers.repository import ROOT, Package, packages, tracked_files
+from tests.policy.style_budget import Measure, measure
 
 
 @pytest.fixture(params=packages().values(), ids=lambda package: package.name)

@@ -2,11 +2,8 @@
 
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from repository import ROOT, packages
+from tests.helpers.repository import ROOT, packages
 
 
 def complaint(version: str, changelog: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Import times of the installed packages: `python tests/release/check_imports.py`.
+"""Import times of the installed packages: `python -m tests.release.check_imports`.
 
 `import` of a package may take 0.15 seconds of processor time longer than that of its framework; wall time would depend
 on other load. Each is timed several times in fresh processes, alternating, and the smallest times are compared.

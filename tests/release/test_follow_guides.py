@@ -1,8 +1,9 @@
 """Guides are read as they are run: every one says what to install, and its blocks form one program."""
 
-import follow_guides
 import pytest
-from repository import packages
+
+from tests.helpers.repository import packages
+from tests.release import follow_guides
 
 PAGES = sorted(follow_guides.GUIDES.glob("*.md"))
 PAGE = """

@@ -5,10 +5,10 @@ import tarfile
 import zipfile
 from contextlib import nullcontext
 
-import check_changelog
-import check_wheels
 import pytest
-from repository import packages
+
+from tests.helpers.repository import packages
+from tests.release import check_changelog, check_wheels
 
 COMMON = packages()["fp8-common"]
 VERSION = COMMON.config["project"]["version"]

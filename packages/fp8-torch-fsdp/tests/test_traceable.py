@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._traceable.ops import copy_in_backward
+from tests.helpers.collectives import CollectiveCounter
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static", "shardwise")
 WIDTHS = {"even": (24, 48, 12), "uneven": (24, 7, 40), "empty_rank": (24, 2, 40), "blocks": (24, 200, 150)}
@@ -154,26 +154,13 @@ def test_hsdp_equals_fsdp2_and_copies_stay_equal(run_ranks, recipe):
         assert losses[-1][1] < losses[0][1]
 
 
-class CountCollectives(TorchDispatchMode):
-    """Notes every gather and reduce-scatter with its bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_c10d_functional" in str(func) and "wait" not in str(func):
-            self.seen.append((str(func).split(".")[1], args[0].dtype, args[0].numel() * args[0].itemsize))
-        return func(*args, **(kwargs or {}))
-
-
 def count(rank, world_size, recipe, fp8):
     model = f8.fully_shard_traceable(build("even", recipe, enabled=fp8))
     loss_of(model, batch(rank, 0)).backward()
     model.zero_grad()
-    with CountCollectives() as forward:
+    with CollectiveCounter() as forward:
         loss = loss_of(model, batch(rank, 1))
-    with CountCollectives() as backward:
+    with CollectiveCounter() as backward:
         loss.backward()
     return forward.seen, backward.seen
 
@@ -187,11 +174,12 @@ def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backw
     scales = [4 * 48 // 2, 4 * 12 // 2] if recipe == "rowwise" and fp8 else []
     dtype = torch.uint8 if fp8 else torch.float32
     for forward, backward in run_ranks(2, count, recipe, fp8):
-        sent = [n for name, d, n in forward if d == dtype and n in [s * item // 2 for s in sizes] + scales]
-        assert sorted(sent) == sorted([s * item // 2 for s in sizes] + scales)
-        again_sent = [n for name, d, n in backward if name == "all_gather_into_tensor"]
+        expected = [s * item // 2 for s in sizes] + scales
+        sent = [one.nbytes for one in forward if one.dtype == dtype and one.nbytes in expected]
+        assert sorted(sent) == sorted(expected)
+        again_sent = [one.nbytes for one in backward if one.kind == "all_gather"]
         assert sorted(again_sent) == sorted([*sent, 5 * 12 * 4 // 2 + 12 * 4 // 2]), "the head too: 5 rows, padded to 6"
-        reduced = [n for name, d, n in backward if name == "reduce_scatter_tensor"]
+        reduced = [one for one in backward if one.kind == "reduce_scatter"]
         assert len(reduced) == 1 + 2 * 4 + 2, (
             "embedding; weight, bias and norm of both layers; weight and bias of the head"
         )

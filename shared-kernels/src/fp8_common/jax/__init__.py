@@ -5,6 +5,14 @@ promotion. Everything has zero gradients except `fake_quantize`, which is straig
 and errors are those of `fp8_common`. Needs jax >= 0.10.
 """
 
+try:
+    import jax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_common.jax needs {error.name}, which is not installed. Run: pip install 'fp8-common[jax]'",
+        name=error.name,
+    ) from None
+
 from fp8_common._quantize import Quantized
 from fp8_common.jax._amax import amax
 from fp8_common.jax._block_scaled import (

@@ -7,7 +7,13 @@ passes gradients straight through.
 
 from collections.abc import Sequence
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_common.torch needs {error.name}, which is not installed. Run: pip install 'fp8-common[torch]'",
+        name=error.name,
+    ) from None
 
 from fp8_common._blocks import Block, check_block
 from fp8_common._e8m0 import check_mode
