@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_data_format
+from fp8_common._formats import FORMATS, Format, get_data_format
 from fp8_common._policy import CANONICAL, POWER_OF_2, SCALE_MIN, ScalePolicy
 from fp8_common._records import Record
 from fp8_common.presets import mx
@@ -94,7 +94,7 @@ class CastRecipe(Record):
     @property
     def fp8_format(self) -> Format:
         """The `Format` that `format` names."""
-        return get_data_format(self.format)
+        return FORMATS[self.format]  # __post_init__ has checked the name
 
     @property
     def enabled(self) -> bool:

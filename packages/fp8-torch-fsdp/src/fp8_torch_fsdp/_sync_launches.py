@@ -14,17 +14,21 @@ from fp8_torch_fsdp._sync_member import Member
 
 
 def refresh_keys(members: Iterable[Member]) -> None:
-    """Compute the keys of these weights again where they may have changed."""
+    """Compute the keys of weights again that may have changed, and put them where the ranks combine them."""
     together: dict[torch.device, list[Member]] = {}
     for member in members:
-        if (member.state.keys is None or member.may_be_stale) and member.strategy.foreach_format is not None:
+        if member.state.keys is not None and not member.stale:
+            continue
+        strategy = member.state.strategy
+        if strategy.foreach_format is not None:
             together.setdefault(member.shard.device, []).append(member)
         else:
-            member.refresh_keys()
+            keys = strategy.local_keys(member.shard, member.geometry)
+            member.state.keys = keys.to(member.device, non_blocking=True)
     for group in together.values():
         keys = foreach.amax_keys([member.shard for member in group])
         for member, key in zip(group, keys.split(1), strict=True):
-            member.keep_keys(key)
+            member.state.keys = key.to(member.device, non_blocking=True)
 
 
 def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Tensor | None]:
@@ -32,10 +36,10 @@ def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Te
     scales: list[torch.Tensor | None] = []
     alike: dict[CastRecipe, list[int]] = {}
     for index, (member, keys) in enumerate(renewed):
-        together = member.strategy.scale_follows_from_key
+        together = member.state.strategy.scale_follows_from_key
         if together:
-            alike.setdefault(member.strategy.cast, []).append(index)
-        scales.append(None if together else member.strategy.scale_from_keys(keys, member.state.geometry))
+            alike.setdefault(member.state.strategy.cast, []).append(index)
+        scales.append(None if together else member.state.strategy.scale_from_keys(keys, member.geometry))
     for cast, indices in alike.items():
         amax = torch.cat([renewed[i][1] for i in indices]).view(torch.float32)
         for i, scale in zip(
@@ -49,8 +53,8 @@ def cast_together(members: Iterable[Member]) -> None:
     """Make the buffers of weights that keep them and have none; others are cast when they are gathered."""
     together: dict[tuple[Format, torch.device], list[Member]] = {}
     for member in members:
-        fmt = member.strategy.foreach_format
-        here = member.shard.device == member.param.device  # else FSDP2 uploads it for each gather: cast then
+        fmt = member.state.strategy.foreach_format
+        here = member.shard.device == member.device  # else FSDP2 uploads it for each gather: cast then
         if fmt is not None and here and member.state.cache and member.state.wire is None:
             together.setdefault((fmt, member.shard.device), []).append(member)
     for (fmt, _), group in together.items():

@@ -1,55 +1,46 @@
 """`Member`: one FP8 weight of a synchronization: with which ranks it agrees, its keys, its flags, what follows."""
 
-import dataclasses
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from fp8_common.torch.plugin import fsdp
-from fp8_torch_fsdp._strategies import Strategy
 from fp8_torch_fsdp._weight_state import WeightState
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
 class Member:
-    """One FP8 weight of a plan: FSDP2's view of it and, through its shard, its state."""
+    """One FP8 weight of a plan: FSDP2's view of it and, as of the last `look`, its shard and what is known about it.
 
-    param: fsdp.ShardedParam
+    Args:
+        param: The parameter.
 
-    @property
-    def shard(self) -> torch.Tensor:
-        """The plain local tensor."""
-        return self.param.local._data
+    Attributes:
+        param: The parameter.
+        device: Where it is gathered, and where ranks talk about it.
+        geometry: Which part of the weight this rank holds.
+        shard: The plain local tensor.
+        state: What is known about the shard that the parameter holds now; an assigning load brings another one.
+        stale: Whether the shard has, or could have, changed since the last synchronization.
+    """
 
-    @property
-    def state(self) -> WeightState:
-        """The state of the shard that the parameter holds now; an assigning load brings another one."""
-        return self.param.local._state
+    __slots__ = ("device", "geometry", "param", "shard", "stale", "state")
 
-    @property
-    def strategy(self) -> Strategy:
-        """How the weight is scaled."""
-        return self.state.strategy
+    def __init__(self, param: fsdp.ShardedParam) -> None:
+        self.param, self.device, self.geometry = param, param.device, param.geometry
+        self.look()
 
-    @property
-    def may_be_stale(self) -> bool:
-        """Whether the shard has, or could have, changed since the last synchronization."""
-        return self.state.changes.may_be_new(self.shard)
+    def look(self) -> None:
+        """Take the shard as it is now."""
+        local = self.param.local
+        self.shard: torch.Tensor = local._data
+        self.state: WeightState = local._state
+        self.stale: bool = self.state.changes.may_be_new(self.shard)
 
     @property
     def reduced(self) -> bool:
         """Whether its scales are combined over ranks."""
         return self.state.keys is not None and self.state.keys.numel() > 0
-
-    def refresh_keys(self) -> None:
-        """Compute the keys of this rank's part again if it may have changed."""
-        if self.state.keys is None or self.may_be_stale:
-            self.keep_keys(self.strategy.local_keys(self.shard, self.state.geometry))
-
-    def keep_keys(self, keys: torch.Tensor) -> None:
-        """Remember the keys of this rank's part where the ranks will combine them."""
-        self.state.keys = keys.to(self.param.device, non_blocking=True)
 
     def renew(self, scale: torch.Tensor | None, step: int) -> None:
         """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go."""
@@ -82,25 +73,26 @@ def by_process_group(members: Iterable[Member], *, replicas: bool) -> list[tuple
 
 
 def _peers(member: Member, replicas: bool) -> tuple[int, ...]:
-    if member.strategy.scales_each_part:
+    if member.state.strategy.scales_each_part:
         return tuple(sorted(dist.get_process_group_ranks(member.param.process_group)))
     return member.param.peers(replicas=replicas)
 
 
 def _may_join(member: Member, larger: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    return larger == own or not member.strategy.scales_each_part
+    return larger == own or not member.state.strategy.scales_each_part
 
 
 def flags_of(members: list[Member]) -> torch.Tensor:
     """Return int32 [3 * n]: changed, edited, untouched for each weight; a rank with an empty shard has no say."""
-    edited = [member.state.changes.are_edits(member.shard) for member in members]
-    present = [member.shard.numel() > 0 and member.state.changes.seen is not None for member in members]
-    rows = [
-        [member.may_be_stale for member in members],
-        [e and p for e, p in zip(edited, present, strict=True)],
-        [not e and p for e, p in zip(edited, present, strict=True)],
-    ]
-    return torch.tensor(rows, dtype=torch.int32).reshape(-1)
+    changed, edited, untouched = [], [], []
+    for member in members:
+        changes = member.state.changes
+        has_say = member.shard.numel() > 0 and changes.seen is not None
+        edit = has_say and member.stale and changes.are_edits(member.shard)
+        changed.append(member.stale)
+        edited.append(edit)
+        untouched.append(has_say and not edit)
+    return torch.tensor([changed, edited, untouched], dtype=torch.int32).reshape(-1)
 
 
 def names_of_partial_edits(members: list[Member], flags: torch.Tensor) -> list[str]:

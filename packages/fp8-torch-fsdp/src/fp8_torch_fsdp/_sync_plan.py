@@ -45,7 +45,7 @@ class SyncPlan(ScalePlan):
     def __init__(self, root: nn.Module, cls: type) -> None:
         """Collect the weights whose shard is a `cls` and hook the root's forward."""
         super().__init__(root)
-        self.members = [Member(param=param) for param in fsdp.sharded_params(root) if isinstance(param.local, cls)]
+        self.members = [Member(param) for param in fsdp.sharded_params(root) if isinstance(param.local, cls)]
         scales = delayed_scales(root)
         _refuse(self.members)
         self._groups = by_process_group(self.members, replicas=bool(scales))
@@ -63,9 +63,11 @@ class SyncPlan(ScalePlan):
         self.steps.forget_interrupted()
         was_accumulating, self._accumulating = self._accumulating, not fsdp.gradient_sync_enabled(module)
         was_explicit, self._explicit = self._explicit, False
-        changed = any(member.may_be_stale for member in self.members)
+        for member in self.members:
+            member.look()
+        changed = any(member.stale for member in self.members)
         if changed or not (was_accumulating or was_explicit):
-            self.synchronize(record=False)
+            self._synchronize(roll=False)
         if self.scales and module.training and torch.is_grad_enabled():
             self._observe_weights()
         if not was_accumulating:
@@ -90,7 +92,6 @@ class SyncPlan(ScalePlan):
         self.synchronize(roll=roll, record=False)
         self._explicit = True
 
-    @torch.no_grad()
     def synchronize(self, *, record: bool | None = None, roll: bool = False) -> None:
         """Agree on every scale with one MAX all-reduce per process group. Every rank of the root must call it.
 
@@ -101,8 +102,16 @@ class SyncPlan(ScalePlan):
         Raises:
             Fp8StaleError: A weight was edited on some ranks only; raised on all ranks, naming it.
         """
+        for member in self.members:
+            member.look()
+        self._synchronize(roll=roll)
         root = self._root()
-        record = root is not None and root.training if record is None else record
+        if self.scales and (root is not None and root.training if record is None else record):
+            self._observe_weights()
+
+    @torch.no_grad()
+    def _synchronize(self, *, roll: bool) -> None:
+        """Agree on every scale, of the shards as they were looked at last."""
         with torch.inference_mode(False):
             self._raise_for_partial_edits()
             self._link()
@@ -111,18 +120,16 @@ class SyncPlan(ScalePlan):
                 # the first group, the largest, carries the delayed scales
                 self._synchronize_group(process_group, members, roll, with_scales=index == 0)
             for member in self.members:
-                if not member.reduced and member.may_be_stale:
+                if member.stale and not member.reduced:
                     member.renew(member.state.scale, self.steps.count)
             cast_together(self.members)
-            if record:
-                self._observe_weights()
 
     @torch.no_grad()
     def _observe_weights(self) -> None:
         """Let delayed scaling record the amax of the weights that training uses now."""
         for member in self.members:
             if member.state.agreed is not None:
-                member.strategy.record(member.state.agreed)
+                member.state.strategy.record(member.state.agreed)
 
     def _synchronize_group(
         self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, *, with_scales: bool
@@ -131,7 +138,7 @@ class SyncPlan(ScalePlan):
         observations = self._observations(roll) if with_scales else []
         if not members and not observations:
             return
-        flags = [flags_of(members).to(members[0].param.device, non_blocking=True)] if members else []
+        flags = [flags_of(members).to(members[0].device, non_blocking=True)] if members else []
         parts = [*(member.state.known_keys for member in members), *flags, *observations]
         reduced, reductions = max_over_ranks(parts, process_group)
         self.reductions += reductions
@@ -153,7 +160,9 @@ class SyncPlan(ScalePlan):
             loaded: Delayed scales that came with their weights from a checkpoint, which stay.
         """
         changed = self._changed(members, flags)
-        delayed.restart_edited([delayed_of(member.strategy) for member in members], keys, flags[1], loaded)
+        if self.scales:
+            own = [delayed_of(member.state.strategy) for member in members]
+            delayed.restart_edited(own, keys, flags[1], loaded)
         renewed = [pair for pair, is_new in zip(zip(members, keys, strict=True), changed, strict=True) if is_new]
         for member, own in zip(members, keys, strict=True):
             member.state.agreed = own
@@ -170,7 +179,7 @@ class SyncPlan(ScalePlan):
             self._unchecked.append(_Unchecked(members, flags, None))
             self._raise_for_partial_edits()
             return flags[0].bool().tolist()
-        known = all(member.may_be_stale for member in members)  # a step was made: no need to wait for the device
+        known = all(member.stale for member in members)  # a step was made: no need to wait for the device
         host = flags.to("cpu", non_blocking=known)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -201,7 +210,7 @@ class SyncPlan(ScalePlan):
         for member in self.members:
             state = member.state
             if state.plan() is not self:
-                state.plan, state.name, state.geometry = weakref.ref(self), member.param.name, member.param.geometry
+                state.plan, state.name, state.geometry = weakref.ref(self), member.param.name, member.geometry
 
 
 def _refuse(members: list[Member]) -> None:
@@ -214,6 +223,6 @@ def _refuse(members: list[Member]) -> None:
             "shard over a two-dimensional mesh (HSDP) instead."
         )
     for member in members:
-        problem = member.strategy.problem(member.param.geometry)
+        problem = member.state.strategy.problem(member.geometry)
         if problem is not None:
             raise Fp8Error(f"{member.param.name} {problem}")

@@ -47,11 +47,11 @@ class WeightChanges:
 
     def are_new(self, shard: torch.Tensor) -> bool:
         """Return whether `shard` (the plain local tensor) is known to have changed since its scale was agreed on."""
-        return self.seen is None or self.seen != (self.count, version_of(shard))
+        return self.seen != (self.count, version_of(shard))
 
     def may_be_new(self, shard: torch.Tensor) -> bool:
         """Return whether `shard` has, or could have, changed since its scale was agreed on."""
-        return self.lent > 0 or self.are_new(shard)
+        return self.lent > 0 or self.seen != (self.count, version_of(shard))
 
     def are_edits(self, shard: torch.Tensor) -> bool:
         """Return whether a write came from elsewhere than an optimizer step since the last synchronization."""

@@ -22,7 +22,8 @@ def torch_dtype(fmt: str | Format) -> torch.dtype:
     Raises:
         Fp8Error: Unknown format.
     """
-    return getattr(torch, get_format(fmt).dtype_name)
+    # a Format is taken as it is: casts ask often
+    return getattr(torch, (fmt if isinstance(fmt, Format) else get_format(fmt)).dtype_name)
 
 
 def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:

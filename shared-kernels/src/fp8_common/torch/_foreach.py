@@ -30,7 +30,7 @@ def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
-    return foreach_amax(list(tensors))
+    return foreach_amax(list(tensors)) if torch.compiler.is_compiling() else _amax_keys(tensors)
 
 
 def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
@@ -42,14 +42,16 @@ def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> 
         fmt: The format of the results.
 
     Returns:
-        Contiguous tensors of the shapes of `tensors`; they share one buffer.
+        Contiguous tensors of the shapes of `tensors`; they may share one buffer.
     """
-    return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
+    if torch.compiler.is_compiling():
+        return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
+    if not triton_backend.applies(tensors[0], fmt):
+        return [quantize(x, scale, fmt).contiguous() for x, scale in zip(tensors, scales.unbind(), strict=True)]
+    return _parts(_launched(tensors, scales, fmt), tensors)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
-def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """int32 keys [len(tensors)] of max |x|."""
+def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not triton_backend.applies(tensors[0]):
         return torch.stack([float_key(amax_all(x)) for x in tensors])
     keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -64,6 +66,26 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
         if not whole:
             keys[places] = found
     return keys
+
+
+def _launched(tensors: Sequence[torch.Tensor], scales: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return FP8 data of all tensors one after the other, made by the kernels."""
+    buffer = tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(form))
+    outputs = _parts(buffer, tensors)
+    for dtype, places in _by_dtype(tensors).items():
+        dense = [tensors[i].contiguous() for i in places]
+        rows = tuple((x.data_ptr(), x.numel()) for x in dense)
+        table = _table(rows, tuple(outputs[i].data_ptr() for i in places), scales.device)
+        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), form, aligned=table["aligned"])
+        chosen = scales if len(places) == len(tensors) else scales[places]
+        triton_backend.run(plan, scales.device, scale_ptr=chosen.contiguous(), **table["tensors"])
+    return buffer
+
+
+@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
+def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """int32 keys [len(tensors)] of max |x|."""
+    return _amax_keys(tensors)
 
 
 @foreach_amax.register_fake
@@ -82,16 +104,7 @@ def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) ->
         for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
             part.copy_(quantize(x, scale, form))
         return buffer
-    buffer = first.new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(form))
-    outputs = _parts(buffer, tensors)
-    for dtype, places in _by_dtype(tensors).items():
-        dense = [tensors[i].contiguous() for i in places]
-        rows = tuple((x.data_ptr(), x.numel()) for x in dense)
-        table = _table(rows, tuple(outputs[i].data_ptr() for i in places), scales.device)
-        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), form, aligned=table["aligned"])
-        chosen = scales if len(places) == len(tensors) else scales[places]
-        triton_backend.run(plan, scales.device, scale_ptr=chosen.contiguous(), **table["tensors"])
-    return buffer
+    return _launched(tensors, scales, form)
 
 
 @foreach_cast.register_fake

@@ -65,7 +65,7 @@ class ScaleLayout(abc.ABC):
     """The block of each scale, where scales do not broadcast to the weight."""
 
     def __init__(self, cast: CastRecipe) -> None:
-        self.cast = cast
+        self.cast, self.fmt = cast, cast.fp8_format
 
     @abc.abstractmethod
     def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
@@ -92,11 +92,11 @@ class ScaleLayout(abc.ABC):
 
     def scales(self, keys: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
         """Return the float32 scales of the whole weight from reduced `keys` [k]."""
-        return dispatch.scale_from_amax(self.amax(keys, full_shape), self.cast.fp8_format, self.cast.policy)
+        return dispatch.scale_from_amax(self.amax(keys, full_shape), self.fmt, self.cast.policy)
 
     def cast_part(self, part: torch.Tensor, scales: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor:
         """Return float8 codes of a part, cast with the scales of the whole weight."""
-        return dispatch.quantize(part, self.of_part(scales, part.shape, geometry), self.cast.fp8_format)
+        return dispatch.quantize(part, self.of_part(scales, part.shape, geometry), self.fmt)
 
 
 class TensorwiseLayout(ScaleLayout):
@@ -116,7 +116,7 @@ class TensorwiseLayout(ScaleLayout):
 
     def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and the scalar."""
-        return dispatch.quantize_tensorwise(weight, self.cast.fp8_format, self.cast.policy)
+        return dispatch.quantize_tensorwise(weight, self.fmt, self.cast.policy)
 
 
 class RowwiseLayout(ScaleLayout):
@@ -140,7 +140,7 @@ class RowwiseLayout(ScaleLayout):
 
     def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and scales [..., rows, 1]."""
-        return dispatch.quantize_rowwise(weight, self.cast.fp8_format, self.cast.policy)
+        return dispatch.quantize_rowwise(weight, self.fmt, self.cast.policy)
 
 
 class BlockwiseLayout(ScaleLayout):
@@ -180,7 +180,7 @@ class BlockwiseLayout(ScaleLayout):
 
     def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and the scales of all blocks."""
-        return dispatch.quantize_blockwise(weight, self.cast.fp8_format, BLOCK, self.cast.policy)
+        return dispatch.quantize_blockwise(weight, self.fmt, BLOCK, self.cast.policy)
 
     def _first_block(self, ndim: int, geometry: ShardGeometry) -> tuple[int, int]:
         """Return the block that holds the part's first element along the cut, and that element's place in it."""

@@ -97,7 +97,7 @@ class Strategy(abc.ABC):
 
     def codes_from_wire(self, gathered: tuple[torch.Tensor, ...], full_shape: torch.Size) -> torch.Tensor:
         """Return the float8 codes of the whole weight, sharing the gathered buffer."""
-        return buffers.unpad(gathered[0], full_shape, torch_dtype(self.cast.fp8_format))
+        return buffers.unpad(gathered[0], full_shape, torch_dtype(self.layout.fmt))
 
     def scale_from_wire(
         self, gathered: tuple[torch.Tensor, ...], kept: torch.Tensor | None, full_shape: torch.Size

@@ -21,7 +21,7 @@ class TensorwiseStrategy(Strategy):
     @property
     def foreach_format(self) -> Format | None:
         """The format of the weight."""
-        return self.cast.fp8_format
+        return self.layout.fmt
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
