@@ -173,11 +173,11 @@ def test_uneven_shards_and_hsdp_are_captured_whole(run_ranks, world_size, copies
 
 
 def merged_gathers(rank, world_size):
-    original, linear.again = linear.again, lambda shard, grad: shard
+    original, linear.copy_in_backward = linear.copy_in_backward, lambda shard, grad: shard
     try:
         result = rows.run_row(rank, world_size, "traceable_block", "dynamic", "aot_eager")
     finally:
-        linear.again = original
+        linear.copy_in_backward = original
     return result["fp8_gathers_in_forward"], result["fp8_gathers_in_backward"]
 
 

@@ -153,7 +153,11 @@ def tied_weights(rank, world_size):
 
 
 def powers_of_two(rank, world_size):
-    model = shard(convert(chain(), weight=f8.CastConfig(policy=POWER_OF_2)), world_size, reshard_after_forward=False)
+    model = shard(
+        convert(chain(), recipe=f8.Recipe(name="power of 2", weight=f8.CastConfig(policy=POWER_OF_2))),
+        world_size,
+        reshard_after_forward=False,
+    )
     checks = {}
     for step in range(3):
         losses = train(model, optimizer_of(model), rank, steps=1, after_step=precompute)

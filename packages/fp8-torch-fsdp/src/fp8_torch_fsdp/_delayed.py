@@ -149,6 +149,8 @@ class DelayedScale(nn.Module):
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.own_key.is_meta and not self.key.is_meta:
+            self.own_key = torch.empty_like(self.key)  # an assigning load brings what is saved, and this is not
         self.own_key.fill_(UNOBSERVED)
         if self.always_ready:
             self.ready.fill_(True)  # the checkpoint may be of a model that starts the other way

@@ -47,6 +47,7 @@ class LocalPlan(ScalePlan):
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__(root)
         self._known = False
+        self._settled = False
         self._watches_outputs = False
         self._weights: dict[DelayedScale, tuple[Float8Linear, int | None]] = {}
         if root is not None:
@@ -67,8 +68,9 @@ class LocalPlan(ScalePlan):
     def before_forward(self, model: nn.Module) -> None:
         """Synchronize where an optimizer step was made, and take scales of changed weights anew."""
         self.steps.forget_interrupted()
+        self._settled = self._settled or not _waits_for_sync_plan(model)
         self._claim(model)
-        if not self.scales:
+        if not (self.scales and self._settled):
             return
         group = _process_group(model)
         if group is not None and not self._watches_outputs:
@@ -79,6 +81,7 @@ class LocalPlan(ScalePlan):
 
     def after_forward(self, model: nn.Module, output: object) -> None:
         """Combine what the ranks observe, when the backward of this forward ends and reduces gradients."""
+        self._claim(model)
         group = _process_group(model) if self.scales and model.training and torch.is_grad_enabled() else None
         if group is not None and (not isinstance(model, FSDPModule) or fsdp.gradient_sync_enabled(model)):
             self._combine_after_backward(output, [group])
@@ -142,6 +145,12 @@ class LocalPlan(ScalePlan):
                 geometry = ShardGeometry(full_shape=local.shape)
                 keys[index : index + 1] = layout_of(layer.config.weight).keys(local.detach(), geometry)
         return keys
+
+
+def _waits_for_sync_plan(model: nn.Module) -> bool:
+    """Return whether FSDP2 is about to gather weights in FP8 for the first time: their plan then takes the scales."""
+    states = (getattr(shard, "_state", None) for _, shard in fsdp.named_shards(model))
+    return any(state is not None and state.plan() is None for state in states)
 
 
 def _local_weight(layer: Float8Linear) -> torch.Tensor:
