@@ -1,4 +1,4 @@
-"""Decides how JAX finds the absolute maximum: an integer maximum over float bits, as in `fp8_common.amax`."""
+"""The reference of `amax`: an integer maximum over float bits, in jnp code, as `fp8_common.amax` defines it."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -9,32 +9,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from fp8_common.jax._arrays import as_float32, float_key, from_bits
-from fp8_common.jax._triton_bridge import selects_kernels
 
 
 def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
-    """Return max |x| over `axis` as float32, exactly; subnormals count although XLA flushes them.
-
-    The gradient is zero. Across devices, combine amax by `jax.lax.pmax` of its bits.
-
-    Args:
-        x: float16, bfloat16 or float32, any shape.
-        axis: Axis or axes to reduce; None reduces all. Static under jit.
-        keepdims: Keep reduced axes with length 1. Static under jit.
-
-    Returns:
-        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else inf if any is infinite.
-
-    Raises:
-        Fp8Error: `x` has another dtype.
-    """
-    value, axes = as_float32(x), tuple(axis) if isinstance(axis, Sequence) else axis
-    if axes is None and value.ndim and selects_kernels():
-        from fp8_common.jax import _kernels as kernels  # made of this module's functions
-
-        largest = kernels.amax(jnp.asarray(x))
-        return largest.reshape((1,) * value.ndim) if keepdims else largest
-    return _amax(value, axis=axes, keepdims=keepdims)
+    """Return max |x| over `axis` as float32; arguments and errors are those of `fp8_common.jax.amax`."""
+    return _amax(as_float32(x), axis=tuple(axis) if isinstance(axis, Sequence) else axis, keepdims=keepdims)
 
 
 @partial(jax.jit, static_argnames=("axis", "keepdims"), inline=True)

@@ -1,4 +1,4 @@
-"""Decides which arrays the JAX functions accept, and how float32 values are seen as integers.
+"""Checks of the arrays that the JAX functions accept, and the bits of float32 values as integers.
 
 Integers matter here more than elsewhere: XLA on CPUs flushes float32 subnormals to zero in every float
 operation, so whatever must stay exact is compared, selected and assembled on bits.

@@ -1,4 +1,4 @@
-"""Decides how JAX turns numbers into FP8 codes and back.
+"""FP8 codes of numbers, rounded to nearest even or at random, and the numbers of codes.
 
 The cast is written with integer operations and one float addition instead of XLA's own conversion: that one
 does not saturate (overflow becomes NaN in E4M3, infinity in E5M2), and on CPUs it is several times slower.

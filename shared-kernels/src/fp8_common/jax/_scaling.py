@@ -1,4 +1,4 @@
-"""Decides how JAX computes scales: the rules of `fp8_common._scaling`, exact though XLA flushes subnormals."""
+"""Scales from amax by the rules of `fp8_common._scaling`, exact although XLA flushes subnormals."""
 
 from functools import partial
 
