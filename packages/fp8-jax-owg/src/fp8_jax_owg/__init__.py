@@ -6,7 +6,6 @@ autodiff adds these up; here they are combined by MAX: in scans, under vmap, ove
 
 from fp8_common.jax import dequantize, quantize
 from fp8_common.plugin import check_version
-from fp8_jax_owg._boundary import fan_out, gate, read, replicated, scan, share
 from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg._checks import (
     Collective,
@@ -37,6 +36,7 @@ from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._ragged import fp8_ragged_dot
 from fp8_jax_owg._report import OwgReport, TensorReport, report
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling
+from fp8_jax_owg._sharing import fan_out, gate, read, replicated, scan, share
 from fp8_jax_owg._transforms import cast_params, grad, value_and_grad
 
 __version__ = "0.1.0"

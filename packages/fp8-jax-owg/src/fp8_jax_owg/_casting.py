@@ -1,4 +1,4 @@
-"""Decides how one operand of a product is cast: its scale from its state, or from itself if it has none."""
+"""The cast of one operand of a product: its scale from its state, or from itself if it has none."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

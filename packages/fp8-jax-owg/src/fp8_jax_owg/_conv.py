@@ -1,4 +1,4 @@
-"""Decides how a convolution runs in FP8: forward with FP8 operands, backward in bfloat16.
+"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward and bfloat16 operands backward.
 
 XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the output
 gradient is not cast to FP8 and has no state; the operands of the backward pass are the FP8 values of the forward one.
@@ -20,6 +20,7 @@ from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_stat
 from fp8_jax_owg._dot import Precision, as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meta import Meta
+from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg._scaling import Scaling, Tensor
 
 CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
@@ -54,7 +55,7 @@ def fp8_conv_general_dilated(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward.
 

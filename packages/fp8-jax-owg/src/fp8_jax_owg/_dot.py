@@ -1,4 +1,4 @@
-"""Decides how a product of two arrays runs in FP8: which casts, which three products, what is kept in between.
+"""`fp8_dot_general`: a product of two arrays in FP8 with its two gradients, and what is saved for them.
 
 Forward each operand is cast once, and the codes serve a backward product too. Of an observation only the amax is kept
 for the backward pass, a scalar: histories are rolled there, or a scan would stack one for every iteration.
@@ -15,16 +15,17 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common._amax import INPUT_DTYPES
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._contraction import Contraction, DimensionNumbers
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._meta import Meta, tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor
 
 Kernel = jax.Array | Fp8Param
+INPUT_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 Precision = Any
 """What `lax.dot_general` takes as precision."""
 
@@ -63,7 +64,7 @@ def fp8_dot_general(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`lax.dot_general` with FP8 operands in the product and in both of its gradients.
 
@@ -79,8 +80,8 @@ def fp8_dot_general(
             switches fast accumulation of gradients off.
         preferred_element_type: The dtype of the result; None is that of `lhs`.
         meta: The six leaves of `init_meta`, for delayed scaling; None for current scaling.
-        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()` with `meta`, else
-            `CurrentScaling()`.
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary); None
+            is `DelayedScaling()` with `meta`, else `CurrentScaling()`.
 
     Returns:
         The shape of `lax.dot_general`.
@@ -102,7 +103,7 @@ def fp8_contract(
     dtype: DTypeLike | None,
     *,
     meta: Meta | None,
-    scaling: Scaling | None,
+    scaling: ScalingChoice | None,
 ) -> jax.Array:
     """Return a contraction of checked operands in FP8; arguments as in `fp8_dot_general`."""
     is_cast = isinstance(rhs, Fp8Param)
@@ -140,7 +141,7 @@ def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
 
 
 def match_scaling(
-    meta: Meta | None, scaling: Scaling | None, tensors: tuple[Tensor, ...] = TENSORS
+    meta: Meta | None, scaling: ScalingChoice | None, tensors: tuple[Tensor, ...] = TENSORS
 ) -> tuple[Scaling, State]:
     """Return the rule, and the state of each tensor (empty for current scaling).
 
@@ -149,6 +150,7 @@ def match_scaling(
     """
     if scaling is None:
         scaling = CurrentScaling() if meta is None else DelayedScaling()
+    scaling = as_scaling(scaling)
     if isinstance(scaling, DelayedScaling):
         if meta is None:
             raise Fp8Error("Delayed scaling needs its state: pass meta=init_meta(scaling), or use CurrentScaling().")

@@ -1,4 +1,4 @@
-"""Decides what meshes with explicit axes mean here: products carry their shardings, the rest asks for automatic ones.
+"""Meshes with explicit axes: the shardings of products, and the refusal of what needs automatic axes.
 
 On such a mesh (`jax.sharding.AxisType.Explicit`) the sharding of an array is part of its type. JAX then wants to be
 told how the result of a product is sharded that sums over a sharded dimension, as both gradients of a layer do.

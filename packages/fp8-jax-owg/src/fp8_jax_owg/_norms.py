@@ -1,4 +1,4 @@
-"""Decides what counts for the norm of a gradient: parameters; next values of overwritten leaves do not."""
+"""Norms, clipping and scaling of gradients: of parameters alone, next values of overwritten leaves are left out."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Decides how a ragged product runs in FP8: rows of lhs in consecutive groups, each multiplied by its own matrix.
+"""`fp8_ragged_dot`: rows of lhs in consecutive groups, each multiplied in FP8 by a matrix of its own.
 
 Mixture-of-experts layers use it with one group for each expert. Groups may be empty, and rows behind the last group
 belong to none: they give zeros, get none, and are not observed.
@@ -19,6 +19,7 @@ from fp8_jax_owg._dot import as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._meta import Meta
+from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg._scaling import Scaling
 
 BY_ROWS = lax.RaggedDotDimensionNumbers(
@@ -43,7 +44,7 @@ def fp8_ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`lax.ragged_dot` with FP8 operands in the product and in both of its gradients.
 

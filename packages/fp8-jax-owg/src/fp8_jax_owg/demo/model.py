@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from fp8_jax_owg._boundary import scan
+from fp8_jax_owg._sharing import scan
 from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp
 from fp8_jax_owg.pipeline import Schedule, pipeline
 
