@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Format, Fp8Error
@@ -98,20 +97,19 @@ def _delayed(scaling: ScalingChoice | None, tensor: Tensor) -> _Cast:
     return _Cast(scaling=found, tensor=tensor)
 
 
-Residuals = tuple[TensorMeta, Seen]
+Residuals = tuple[TensorMeta, Seen | None]
 
 
 def _apply(how: _Cast, x: jax.Array, meta: TensorMeta) -> Operand:
     return cast(first_order_only(x), how.tensor, {how.tensor: meta}, how.scaling)
 
 
-def _next(how: _Cast, meta: TensorMeta, seen: Seen) -> TensorMeta:
+def _next(how: _Cast, meta: TensorMeta, seen: Seen | None) -> TensorMeta:
     return next_state({how.tensor: meta}, {how.tensor: seen})[how.tensor]
 
 
 def _back(how: _Cast, made: Operand, dtype: np.dtype) -> jax.Array:
-    scale_inv = made.scale_inv.reshape((1,) * made.data.ndim)
-    return multiply_back(lax.bitcast_convert_type(made.data, jnp.uint8), scale_inv, how.fmt, dtype)
+    return multiply_back(made.codes, made.scale_inv.reshape((1,) * made.codes.ndim), how.fmt, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -121,7 +119,7 @@ def _in_q(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[jax.Array, jax.Ar
 
 def _in_q_fwd(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     made = _apply(how, x, meta)
-    return (made.data, made.scale_inv), (meta, made.seen)
+    return (made.values(how.fmt), made.scale_inv), (meta, made.seen)
 
 
 def _in_q_bwd(how: _Cast, residuals: Residuals, _: object) -> tuple[None, TensorMeta]:

@@ -21,7 +21,7 @@ from fp8_jax_owg._dot import Precision, as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meta import Meta
 from fp8_jax_owg._recipes import ScalingChoice
-from fp8_jax_owg._scaling import Scaling, Tensor
+from fp8_jax_owg._scaling import Scaling, Tensor, format_of
 
 CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
 """The tensors of a convolution that are cast, and so have state."""
@@ -111,14 +111,16 @@ def _convolve(how: _Conv, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.A
 def _convolve_fwd(how: _Conv, lhs: jax.Array, rhs: jax.Array, state: State) -> tuple[jax.Array, Residuals]:
     a = cast(first_order_only(lhs), "input", state, how.scaling)
     b = cast(first_order_only(rhs), "kernel", state, how.scaling)
-    product = how.apply(a.data, b.data, jnp.float32)
+    fmt = format_of("input", how.scaling)
+    product = how.apply(a.values(fmt), b.values(fmt), jnp.float32)
     return (product * (a.scale_inv * b.scale_inv)).astype(how.dtype), (a, b, state)
 
 
 def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array, State]:
     a, b, state = residuals
     # The codes as bfloat16, which holds every E4M3 value: their scales multiply the results, in float32.
-    _, transposed = jax.vjp(how.apply, a.data.astype(jnp.bfloat16), b.data.astype(jnp.bfloat16))
+    fmt = format_of("input", how.scaling)
+    _, transposed = jax.vjp(how.apply, a.values(fmt).astype(jnp.bfloat16), b.values(fmt).astype(jnp.bfloat16))
     d_lhs, d_rhs = transposed(first_order_only(g).astype(jnp.bfloat16))
     of_lhs, of_rhs = how.operand_dtypes
     return (

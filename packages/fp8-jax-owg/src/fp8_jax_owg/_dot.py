@@ -22,7 +22,7 @@ from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._meta import Meta, tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
-from fp8_jax_owg._scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor
+from fp8_jax_owg._scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
 
 Kernel = jax.Array | Fp8Param
 INPUT_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
@@ -54,6 +54,23 @@ class Product:
     def backward_precision(self) -> Precision:
         """The precision of both gradients."""
         return lax.Precision.HIGHEST if self.precision is None else self.precision
+
+    def multiply(
+        self,
+        how: Contraction,
+        lhs: tuple[Operand, Tensor],
+        rhs: tuple[Operand, Tensor],
+        dtype: np.dtype,
+        precision: Precision = None,
+        like: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the product of two cast tensors, accumulated in float32 and scaled back, sharded like `like`."""
+        (a, of_a), (b, of_b) = lhs, rhs
+        values = a.values(format_of(of_a, self.scaling)), b.values(format_of(of_b, self.scaling))
+        result = how.apply(*values, jnp.float32, precision, like)
+        # One factor for both: a large and a small scale in turn could overflow though the product does not.
+        factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
+        return (result * factor).astype(dtype)
 
 
 def fp8_dot_general(
@@ -169,25 +186,10 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> tup
     how, scaling = product.contraction, product.scaling
     a = cast(lhs, "input", state, scaling, how.axes_of(how.lhs))
     if isinstance(rhs, Fp8Param):
-        b = Operand(rhs.data, rhs.scale_inv, None)
+        b = Operand(lax.bitcast_convert_type(rhs.data, jnp.uint8), rhs.scale_inv, None)
     else:
         b = cast(rhs, "kernel", state, scaling, how.axes_of(how.rhs))
-    return multiply(how, a, b, product.dtype, product.precision), (a, b)
-
-
-def multiply(
-    how: Contraction,
-    a: Operand,
-    b: Operand,
-    dtype: np.dtype,
-    precision: Precision = None,
-    like: jax.Array | None = None,
-) -> jax.Array:
-    """Return the product of two cast operands, accumulated in float32 and scaled back, sharded like `like`."""
-    result = how.apply(a.data, b.data, jnp.float32, precision, like)
-    # One factor for both: a large and a small scale in turn could overflow though the product does not.
-    factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
-    return (result * factor).astype(dtype)
+    return product.multiply(how, (a, "input"), (b, "kernel"), product.dtype, product.precision), (a, b)
 
 
 def _aligned(how: Contraction, operand: Operand, letters: str) -> jax.Array:
@@ -211,8 +213,9 @@ def _product_bwd(
     how, scaling = product.contraction, product.scaling
     c = cast(g, "output_grad", state, scaling)
     of_lhs, of_rhs = product.operand_dtypes
-    d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision, a.data)
-    d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision, b.data)
+    input_, kernel, grad = (a, "input"), (b, "kernel"), (c, "output_grad")
+    d_lhs = product.multiply(how.for_lhs, grad, kernel, of_lhs, product.backward_precision, a.codes)
+    d_rhs = product.multiply(how.for_rhs, input_, grad, of_rhs, product.backward_precision, b.codes)
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     if product.kernel_is_cast:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
@@ -226,11 +229,11 @@ def _gradients_by_row(product: Product, lhs: jax.Array, rhs: jax.Array, g: jax.A
     how = product.contraction.for_lhs
     a = cast(g, "output_grad", {}, scaling, how.axes_of(how.lhs))
     b = cast(rhs, "kernel", {}, scaling, how.axes_of(how.rhs))
-    d_lhs = multiply(how, a, b, of_lhs, precision)
+    d_lhs = product.multiply(how, (a, "output_grad"), (b, "kernel"), of_lhs, precision)
     how = product.contraction.for_rhs
     a = cast(lhs, "input", {}, scaling, how.axes_of(how.lhs))
     b = cast(g, "output_grad", {}, scaling, how.axes_of(how.rhs))
-    return d_lhs, multiply(how, a, b, of_rhs, precision)
+    return d_lhs, product.multiply(how, (a, "input"), (b, "output_grad"), of_rhs, precision)
 
 
 _fp8_product.defvjp(_product_fwd, _product_bwd)

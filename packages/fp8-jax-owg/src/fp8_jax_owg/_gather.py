@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
-from fp8_common.jax.plugin import float_key, from_bits
-from fp8_jax_owg._casting import Seen, State, computed_once, next_state
+from fp8_common.jax import amax, amax_to_scale, reciprocal
+from fp8_common.jax.plugin import float_key, from_bits, quantize_to_codes
+from fp8_jax_owg._casting import Seen, State, computed_once, next_state, spoiled
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
@@ -145,9 +145,10 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
         scale = amax_to_scale(greatest, fmt, how.scaling.policy)
         scale_inv = reciprocal(scale)
     scale, scale_inv = computed_once(scale, scale_inv)
-    codes = how.all_gather(lax.bitcast_convert_type(quantize(x, scale, fmt), np.uint8))
+    codes = how.all_gather(quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
-    return Fp8Param(data, scale_inv, data.astype(x.dtype)), _Residuals(Seen(greatest, scale_inv), state)
+    made = Fp8Param(data, spoiled(scale_inv, greatest), data.astype(x.dtype))
+    return made, _Residuals(Seen(greatest, scale_inv), state)
 
 
 def _gather_bwd(how: _Gather, residuals: _Residuals, g: Fp8Param) -> tuple[jax.Array, State]:

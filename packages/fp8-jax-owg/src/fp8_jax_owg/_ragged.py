@@ -20,7 +20,7 @@ from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._meta import Meta
 from fp8_jax_owg._recipes import ScalingChoice
-from fp8_jax_owg._scaling import Scaling
+from fp8_jax_owg._scaling import Scaling, format_of
 
 BY_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -92,7 +92,8 @@ def _ragged_fwd(
     scaling = how.scaling
     a = cast(_rows_of_groups(first_order_only(lhs), sizes), "input", state, scaling)
     b = cast(first_order_only(rhs), "kernel", state, scaling)
-    product = lax.ragged_dot(a.data, b.data, sizes, preferred_element_type=jnp.float32)
+    fmt = format_of("input", scaling)
+    product = lax.ragged_dot(a.values(fmt), b.values(fmt), sizes, preferred_element_type=jnp.float32)
     return _scaled_back(product, a, b, how.dtype), (a, b, sizes, state)
 
 
@@ -101,9 +102,10 @@ def _ragged_bwd(how: _Ragged, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     scaling = how.scaling
     g = _rows_of_groups(first_order_only(g), sizes)
     c = cast(g, "output_grad", state, scaling)
-    matrices = jnp.swapaxes(b.data, 1, 2)
-    d_lhs = lax.ragged_dot(c.data, matrices, sizes, lax.Precision.HIGHEST, jnp.float32)
-    d_rhs = lax.ragged_dot_general(a.data, c.data, sizes, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
+    fmt, of_gradient = format_of("input", scaling), format_of("output_grad", scaling)
+    matrices, gradient = jnp.swapaxes(b.values(fmt), 1, 2), c.values(of_gradient)
+    d_lhs = lax.ragged_dot(gradient, matrices, sizes, lax.Precision.HIGHEST, jnp.float32)
+    d_rhs = lax.ragged_dot_general(a.values(fmt), gradient, sizes, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
     of_lhs, of_rhs = how.operand_dtypes
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     return _scaled_back(d_lhs, c, b, of_lhs), _scaled_back(d_rhs, a, c, of_rhs), None, observed

@@ -17,12 +17,18 @@ An amax that is infinite or NaN records nothing. Gradients are encoded as `fp8_j
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
 from fp8_common.jax.plugin import float_key, from_bits, to_bits
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._sharing import check_float32, like
+
+SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
+MAX_SCALE = CANONICAL.upper
+"""Scales into FP8 up to here have normal reciprocals, which XLA divides exactly."""
 
 
 def used_scale(
@@ -31,7 +37,8 @@ def used_scale(
     """Return the scale of this step, from what earlier steps have recorded.
 
     Args:
-        scale: float32 [1], the stored dequantization scale; kept while the history holds nothing to go by.
+        scale: float32 [1], the stored dequantization scale; kept while the history holds nothing to go by, limited to
+            [2^-100, 2^126].
         history: float32 [L], the stored amax history.
         fmt: The format the values go to; static under jit.
         policy: The rule; its `algo` reduces the history. Static under jit.
@@ -43,15 +50,16 @@ def used_scale(
         Fp8Error: The state is not float32 or its shapes do not fit.
     """
     check_float32(scale), check_float32(history)
-    previous = reciprocal(scale)
+    # A checkpoint may hold a scale that is zero or infinite: both directions stay normal numbers.
+    stored = lax.clamp(SMALLEST_SCALE_INV, scale, GREATEST_SCALE_INV)
     # plain `jax.grad` leaves zeros as they travel, slightly below zero: as integers they are less than zero, too
     entries = from_bits(jnp.maximum(to_bits(history), 0))
     seen = jnp.broadcast_to(entries[0] if policy.algo == "most_recent" else amax(entries, axis=0), scale.shape)
-    into = amax_to_scale(seen, fmt, policy, prev=previous)
+    into = amax_to_scale(seen, fmt, policy, prev=1 / stored)
     key = float_key(seen)
     keeps = ((key == 0) & (policy.zero == "previous")) | (~jnp.isfinite(seen) & (policy.nonfinite == "previous"))
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
-    return into, jnp.where(keeps, scale, reciprocal(into))
+    return into, jnp.where(keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else 1 / into)
 
 
 def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:

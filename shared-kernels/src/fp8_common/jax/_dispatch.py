@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from fp8_common._blocks import Block, check_block
@@ -64,6 +65,22 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     if np.size(scale) != 1 or not np.ndim(x) or not selects_kernels():
         return references.quantize(x, scale, fmt)
     return kernels.quantize(jnp.asarray(x), broadcast_scale(scale, as_float32(x).shape), get_data_format(fmt))
+
+
+def quantize_to_codes(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+    """Return the uint8 codes of `x * scale`, as `quantize` does for scales that canonical policies make.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32 in [2^-126, 2^100], broadcastable to `x`.
+        fmt: The FP8 format; static under jit.
+
+    Returns:
+        uint8 of the shape of `x`.
+    """
+    if scale.size != 1 or not x.ndim or not selects_kernels():
+        return references.quantize_to_codes(x, scale, fmt)
+    return lax.bitcast_convert_type(kernels.quantize(x, scale, fmt), jnp.uint8)
 
 
 def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:

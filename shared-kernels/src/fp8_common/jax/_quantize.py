@@ -30,6 +30,15 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     return _quantize(value, broadcast_scale(scale, value.shape), fmt=get_data_format(fmt))
 
 
+def quantize_to_codes(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+    """Return the uint8 codes of `x * scale` for float32 scales in [2^-126, 2^100], as canonical policies make them.
+
+    In that range it does not matter that XLA flushes subnormals: they round to zero in every format. So this is a
+    plain product, with a third of the operations of `quantize`.
+    """
+    return round_to_codes(x.astype(jnp.float32) * scale, fmt)
+
+
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
     """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`.
 
