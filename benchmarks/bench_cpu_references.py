@@ -1,7 +1,7 @@
-"""Times the CPU references against the casts of torchao and flax, alternating in one run; writes a JSON result.
+"""Times of the CPU references against the casts of torchao and flax, alternating in one run; JSON.
 
-The references must not be slower. Each pair does the same task on a whole matrix and takes turns, so that other load
-on the machine, which the result names, hits both.
+The references must not be slower. Each pair does the same task on a whole matrix, alternating, so that other load on
+the machine, which the result names, affects both.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Decides how long an eager training step takes with FP8 linear layers, next to torchao's and to plain ones.
+"""Times of an eager training step with FP8 linear layers, with torchao's and with plain ones.
 
     python benchmarks/bench_step.py [--tokens 512] [--width 1024] [--rounds 9]
 

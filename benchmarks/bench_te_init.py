@@ -1,7 +1,7 @@
-"""Measure what FP32 masters lose by each way of starting, what each way costs, and whether training notices.
+"""What FP32 master weights lose by each way of initialization, its costs, and its effect on training; JSON.
 
-Writes results/te_init.json. Errors and flips are exact figures of the seeds named there; memory is that of one process
-on this machine.
+Writes results/te_init.json. Errors and changed codes are exact figures of the seeds named there; memory is that of one
+process on this machine.
 """
 
 import json

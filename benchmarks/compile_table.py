@@ -1,4 +1,4 @@
-"""Decides what the compile guide shows: runs every row of the compile tables and writes them down.
+"""The tables of the compile guide: runs every row and writes the results down.
 
     python benchmarks/compile_table.py [--render]
 

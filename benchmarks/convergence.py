@@ -1,9 +1,9 @@
-"""Train with every recipe of every package, and with none, for several seeds; results/convergence.json keeps each run.
+"""Training runs with every recipe of every package and with none, for several seeds; JSON.
 
     python benchmarks/convergence.py [--seeds 3] [--steps 200] [--minutes 60] [PART OF A NAME ...]
 
-A run is a process of its own and one entry of the file, written when it ends; what stands there is not run again.
-plot_convergence.py draws the picture and writes the table of docs/numerics/convergence.md.
+A run is a process of its own and one entry of results/convergence.json, written when it ends; a run that is in the file
+is not repeated. plot_convergence.py draws the picture and writes the table of docs/numerics/convergence.md.
 """
 
 import argparse

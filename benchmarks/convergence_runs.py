@@ -1,6 +1,6 @@
-"""Decides how each run of convergence.py trains: small byte-level models, equal data, rates and validation for all.
+"""The runs of convergence.py: small byte-level models; equal data, learning rates and validation for all.
 
-A family imports its framework when it runs, so that a process holds no other.
+A family imports its framework when it runs, so that a process loads no other.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""Proves the kernels on a GPU with one command, `python benchmarks/gpu_proof.py`: bits first, then speed.
+"""The proof of the kernels on a GPU in one command, `python benchmarks/gpu_proof.py`: bits, then speed.
 
     python benchmarks/gpu_proof.py [--plan] [--only bits|speed] [--full] [--minutes 8.5] [--results FOLDER] [...]
 
 It needs torch, triton and pytest, and JAX for the launches from there; the packages need not be installed. `--plan`
 says what would run and what is missing, and runs nothing. Other arguments are those of fp8-bench. Every GPU test writes
-a line, `fp8-bench` saves after each task, and both stop in time, so a run that is cut short loses nothing: what was
-left out is named. The result is gpu-<name>.json in benchmarks/results; the figures go into docs/numerics/kernels.md,
-and the output says which promises hold.
+a line, `fp8-bench` saves after each task, and both stop before the time limit, so an interrupted run loses nothing, and
+the result names what was left out. It is gpu-<name>.json in benchmarks/results; the figures go into
+docs/numerics/kernels.md, and the output says which documented claims hold.
 """
 
 import argparse

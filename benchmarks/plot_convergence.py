@@ -1,4 +1,4 @@
-"""Draw results/convergence.json and write the table of its page: `python benchmarks/plot_convergence.py`.
+"""The picture and the table of results/convergence.json: `python benchmarks/plot_convergence.py`.
 
 Curves are means over seeds, smoothed over a twentieth of the run; bands reach from the lowest seed to the highest.
 """

@@ -1,4 +1,4 @@
-"""Decides how measured GPU figures enter the documents: the cells, a table of peers and a picture.
+"""Measured GPU figures for the documents: cells of text, a table of other libraries and a picture.
 
     python benchmarks/render_kernels.py [benchmarks/results/gpu-NAME.json]
 

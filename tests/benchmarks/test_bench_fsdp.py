@@ -1,4 +1,4 @@
-"""The FSDP benchmark: a rank's collectives and state do not depend on the world, hooks are found, figures are shown."""
+"""The FSDP benchmark: collectives independent of the world size, hooks found, figures shown in the guide."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The JAX benchmark: it times what it says, and the guide shows the figures that are kept."""
+"""The JAX benchmark: what it times, and that the guide shows the committed figures."""
 
 import json
 import warnings

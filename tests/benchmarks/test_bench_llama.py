@@ -1,4 +1,4 @@
-"""The Llama-like benchmark: it measures what it says, saves as it goes, and the stack is a language model's."""
+"""The Llama-like benchmark: what it measures, that it saves while running, and the stack that it trains."""
 
 import json
 

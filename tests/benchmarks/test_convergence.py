@@ -1,4 +1,4 @@
-"""The training comparison: every way trains, runs are kept and not repeated, page and picture show what is kept."""
+"""The training comparison: every family trains, runs are kept and not repeated, page and picture show them."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What runs on a GPU, as far as it runs without one: commands, promises, peers, and figures entering the documents."""
+"""The GPU proof as far as it runs without a GPU: commands, promises, comparisons, figures in the documents."""
 
 import copy
 import json

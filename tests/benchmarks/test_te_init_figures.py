@@ -1,4 +1,4 @@
-"""The guide of fp8-te-init shows the figures that are kept."""
+"""The guide of fp8-te-init shows the committed figures."""
 
 import json
 

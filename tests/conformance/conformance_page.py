@@ -1,4 +1,4 @@
-"""Decides what of the kept matrix stands in the documents: `python tests/conformance/conformance_page.py` writes it."""
+"""The committed conformance matrix on its page: `python tests/conformance/conformance_page.py` writes it."""
 
 from pathlib import Path
 

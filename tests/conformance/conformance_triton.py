@@ -1,4 +1,4 @@
-"""Decides how the Triton kernels, run by Triton's interpreter, answer the calls of the table.
+"""The Triton kernels under Triton's interpreter, with the interface of the compared modules.
 
 Only what a kernel computes counts: a call that `fp8_common.torch` hands to its own operations raises `NotDefinedError`.
 """

@@ -1,4 +1,4 @@
-"""Decides how conformance is reported: one matrix at the end, with the values compared and different."""
+"""The conformance report: one matrix at the end of a run, with the values compared and different."""
 
 import importlib.util
 import sys

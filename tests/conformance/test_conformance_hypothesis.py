@@ -1,4 +1,4 @@
-"""Every implementation equals NumPy on what hypothesis draws: any bits as values, scales, amax and histories.
+"""Every implementation equals NumPy on drawn bits: values, scales, amax and histories.
 
 Shapes are fixed, so that what is compiled is compiled once, for all operations together.
 """

@@ -1,4 +1,4 @@
-"""The kernels against NumPy, in a process of its own: whether Triton interprets is settled when it is imported."""
+"""The kernels against NumPy in a process of their own, because importing triton fixes whether it interprets."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The matrix itself: it counts, it shouts, it survives a file, and the page shows the one that is kept."""
+"""The conformance matrix: it counts, marks differences, survives a file, and equals the one on its page."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The presets that carry a peer's name equal that peer, as installed, bit for bit, on a million amax and more."""
+"""The presets with a library's name equal that library, as installed, bit for bit, on a million amax and more."""
 
 import importlib
 from types import ModuleType

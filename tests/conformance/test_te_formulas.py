@@ -1,4 +1,4 @@
-"""The presets named after TransformerEngine equal its published formulas, bit for bit, and where they do not: how."""
+"""The presets named after TransformerEngine equal its published formulas bit for bit, but for known cases."""
 
 import numpy as np
 import pytest

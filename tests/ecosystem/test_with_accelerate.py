@@ -1,4 +1,4 @@
-"""Accelerate with FSDP2: a model converted before `prepare` trains in FP8, and the optimizer knows its weights."""
+"""Accelerate with FSDP2: a model converted before `prepare` trains in FP8, and its optimizer is tracked."""
 
 import os
 

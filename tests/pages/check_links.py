@@ -1,4 +1,4 @@
-"""Decides whether the built site holds together: links lead somewhere, pictures and public names are described."""
+"""The check of the built site: links lead somewhere, pictures and public names are described."""
 
 import sys
 from pathlib import Path

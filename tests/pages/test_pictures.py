@@ -1,4 +1,4 @@
-"""Decides that the pictures of the numerics pages are what their script draws, and that their words are true."""
+"""The pictures of the numerics pages are what their script draws, and their captions are true."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Decides what counts as this repository for the tests of its rules: packages, sources, tracked files."""
+"""The packages, source files and tracked files of this repository, for tests of its rules."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Decides how style is measured. Run as a script it prints every package beside the budget.
+"""Measurement of style figures. As a script it prints every package beside the budget.
 
 A function's body is its lines without its docstring; a file's code lines hold a token that is neither comment
 nor docstring; public is what no underscore marks.

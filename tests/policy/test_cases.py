@@ -1,4 +1,4 @@
-"""Decides that the small subset of a matrix of cases is a fair one."""
+"""The subset of a matrix of cases that short runs take: pairs, or each value once, in few cases."""
 
 import itertools
 

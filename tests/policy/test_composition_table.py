@@ -1,4 +1,4 @@
-"""Decides that every row of the guide's composition table names a test that exists."""
+"""Every row of the composition guide's table names a test that exists."""
 
 import ast
 import re

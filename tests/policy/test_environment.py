@@ -1,4 +1,4 @@
-"""Decides that settings are arguments: environment variables are few, and one file reads them."""
+"""Settings are arguments: at most three environment variables, read in one file."""
 
 import ast
 import re

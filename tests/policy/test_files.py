@@ -1,4 +1,4 @@
-"""Decides what must never be in a tracked file: paths and package indexes of some machine."""
+"""No tracked file holds a path or a package index of some machine."""
 
 import re
 

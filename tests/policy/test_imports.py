@@ -1,4 +1,4 @@
-"""Decides what may be imported: declared dependencies, no framework unasked, no internals of others."""
+"""Import rules: declared dependencies only, no framework unasked, no internals of another package."""
 
 import ast
 import json

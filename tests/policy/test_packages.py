@@ -1,4 +1,4 @@
-"""Decides what every package ships and that all of them carry one version."""
+"""Every package ships its types, licence and readme, and all carry one version."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Decides that the noxfile, the README and CI tell the same story."""
+"""The noxfile, the README and the CI workflows agree with each other."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Decides whether the version may be tagged: the changelog has a dated section for it, and nothing stands above it."""
+"""The changelog check before a release: the newest section is this version's, and dated."""
 
 import re
 import sys

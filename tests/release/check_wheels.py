@@ -1,4 +1,4 @@
-"""Decides whether the built distributions may be published: `python tests/release/check_wheels.py dist`.
+"""The check of built distributions before publishing: `python tests/release/check_wheels.py dist`.
 
 Every package has one wheel and one sdist of the same version. A wheel is small, pure Python, carries its licence and
 its types, no tests, and asks for nothing but what its pyproject.toml says.

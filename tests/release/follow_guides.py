@@ -1,4 +1,4 @@
-"""Decides whether the guides are enough: `python tests/release/follow_guides.py [PART OF A NAME ...]`.
+"""The guides, run in empty environments: `python tests/release/follow_guides.py [PART OF A NAME ...]`.
 
 For each guide a new, empty environment gets what the guide's `pip install` lines name, and nothing else; packages of
 this repository come from their folders. Then the guide's Python blocks run there, in order, in one process.

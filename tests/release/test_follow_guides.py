@@ -1,4 +1,4 @@
-"""Decides that guides are read as a newcomer reads them, and that each says what to install."""
+"""Guides are read as they are run: every one says what to install, and its blocks form one program."""
 
 import follow_guides
 import pytest

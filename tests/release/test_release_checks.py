@@ -1,4 +1,4 @@
-"""Decides that the checks before a release find what they are for."""
+"""The checks before a release find the errors that they are for."""
 
 import io
 import tarfile

@@ -9,11 +9,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fp8_te_init as fti
-from fp8_te_init._pages import private_copy, private_empty
+from fp8_te_init._host_memory import mapped_copy, mapped_empty
+from fp8_te_init._kept_in_module import kept_for, named_kept
+from fp8_te_init._owned_hooks import OwnedHook
 from fp8_te_init._report import host_rss
-from fp8_te_init._store import STORE
 
 
 def model(preserve="cpu", release="seed", dtype=torch.float32, **options) -> nn.Sequential:
@@ -28,7 +30,7 @@ def twin(dtype=torch.float32) -> nn.Sequential:
 
 
 def kept(module) -> int:
-    return sum(cell.nbytes for _, _, _, cell in STORE.named_cells(module))
+    return sum(cell.nbytes for _, _, _, cell in named_kept(module))
 
 
 def test_reading_twice_gives_the_same_and_clearing_is_final():
@@ -256,6 +258,8 @@ def test_an_exception_in_the_forward_still_counts_as_the_end_of_it():
     with pytest.raises(ValueError, match="expects"):
         net(torch.randn(2, 23))
     assert kept(net) == 0
+    net(torch.randn(2, 24))
+    assert not any(isinstance(hook, OwnedHook) for hook in nn.modules.module._global_forward_hooks.values())
 
 
 def test_another_models_step_and_forward_release_nothing():
@@ -290,19 +294,32 @@ def test_a_step_without_seeding_releases_what_it_did_not_train_too(release):
 
 def test_a_model_that_is_thrown_away_leaves_nothing_behind():
     net = model(release="forward")
-    cell = weakref.ref(STORE.cell(net[0], "weight"))
-    hooks = len(nn.modules.module._global_forward_hooks)
+    cell = weakref.ref(kept_for(net[0], "weight"))
+    hooks = nn.modules.module._global_forward_hooks
     del net
     gc.collect()
     assert cell() is None
-    assert len(nn.modules.module._global_forward_hooks) < hooks
+    assert not any(isinstance(hook, OwnedHook) for hook in hooks.values())
+
+
+def test_a_hook_that_falls_silent_while_hooks_are_called_breaks_nobodys_loop():
+    """torch raises if its dictionary of hooks changes while it walks over it."""
+    nets = [model(release="step") for _ in range(3)]
+    collector = register_optimizer_step_post_hook(lambda *_: (nets.clear(), gc.collect()))
+    try:
+        parameter = nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        torch.optim.SGD([*nets[0].parameters(), parameter], lr=0.1).step()
+    finally:
+        collector.remove()
+    assert parameter.tolist() == [pytest.approx(0.9)] * 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_pages_of_released_copies_go_back_though_others_stay_between_them():
     values = torch.ones(20_000)  # 80 kB: small enough that an ordinary copy may come from the heap
     base = host_rss()
-    copies = [private_copy(values) for _ in range(1000)]
+    copies = [mapped_copy(values) for _ in range(1000)]
     held = host_rss() - base
     assert held > 60e6
     del copies[::2]
@@ -322,10 +339,10 @@ def test_memory_of_a_whole_model_goes_back_after_seeding():
 
 
 def test_small_copies_come_from_the_heap_and_large_ones_are_written_to_their_own_pages():
-    assert private_empty(torch.Size((4, 4)), torch.bfloat16).shape == (4, 4)
-    large = private_copy(torch.arange(100_000.0))
+    assert mapped_empty(torch.Size((4, 4)), torch.bfloat16).shape == (4, 4)
+    large = mapped_copy(torch.arange(100_000.0))
     assert torch.equal(large, torch.arange(100_000.0))
-    assert private_copy(torch.zeros(0, 7)).shape == (0, 7)
+    assert mapped_copy(torch.zeros(0, 7)).shape == (0, 7)
 
 
 def test_state_dicts_and_files_hold_no_copies():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_te_init._store import STORE
+from fp8_te_init._kept_in_module import named_kept
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ def starts(model) -> list[torch.Tensor]:
 
 def local_and_whole(rank, world_size, build, recipe, preserve, dtype):
     model = globals()[build](world_size, recipe, preserve, dtype)
-    kept = sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    kept = sum(cell.nbytes for _, _, _, cell in named_kept(model))
     before = [start.clone() for start in starts(model)]
     fti.rescale_(model)
     assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "a rescaling moves no start"
@@ -145,7 +145,7 @@ def philox_model(rank, world_size, order, dtype, widths):
         dist.all_reduce = original
     if order == "init_first":
         shard(model, world_size)
-    kept = sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    kept = sum(cell.nbytes for _, _, _, cell in named_kept(model))
     scales = [layer.weight_quant_scale for layer in model]
     return [start.clone() for start in starts(model)], scales, kept, len(reductions)
 
@@ -186,7 +186,7 @@ def masters_of(rank, world_size, build, dtype):
     report = fti.seed_masters(optimizer, model)
     masters = [optimizer.master_of(layer.weight) for layer in model]
     assert all(isinstance(master, DTensor) for master in masters)
-    left = sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    left = sum(cell.nbytes for _, _, _, cell in named_kept(model))
     return [master.full_tensor() for master in masters], set(report.sources.values()), left
 
 
@@ -325,7 +325,7 @@ def seeded_with_one_stale_rank(rank, world_size, recipe):
         model[0].weight.to_local().state.codes[0, 0] ^= 1
     with pytest.raises(fti.StaleInitError) as caught:
         fti.seed_masters(optimizer, model)
-    return str(caught.value), sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model))
+    return str(caught.value), sum(cell.nbytes for _, _, _, cell in named_kept(model))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

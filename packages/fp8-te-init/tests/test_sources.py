@@ -9,13 +9,13 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error, decode, random_bits
+from fp8_te_init._kept_in_module import kept_for
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._parameters import fp8_weights
 from fp8_te_init._sources import ReplaySource, ResidualSource, Rows
 from fp8_te_init._sources.dither import dithered
 from fp8_te_init._sources.philox import PhiloxSource, key_of, uniforms
 from fp8_te_init._sources.residual import from_ordinal, ordinal
-from fp8_te_init._store import STORE
 
 
 def layer(preserve, dtype=torch.bfloat16, shape=(64, 48), recipe="tensorwise") -> nn.Linear:
@@ -25,7 +25,7 @@ def layer(preserve, dtype=torch.bfloat16, shape=(64, 48), recipe="tensorwise") -
 
 
 def source(module):
-    return STORE.cell(module, "weight").source
+    return kept_for(module, "weight").source
 
 
 # ---------------------------------------------------------------- residual
@@ -129,7 +129,7 @@ def test_rescaling_encodes_residuals_again():
     module.weight.state.codes.copy_(module.weight.state.quantized(start))
     with pytest.raises(fti.StaleInitError, match="residual"):
         module.weight.get_high_precision_init_val()
-    STORE.cell(module, "weight").keep(start, fp8_weights(module)[0].weight)
+    kept_for(module, "weight").keep(start, fp8_weights(module)[0].weight)
     fti.rescale_(module)
     assert torch.equal(module.weight.get_high_precision_init_val(), start)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fp8_te_init as fti
 from fp8_common import get_format
 from fp8_common.torch._quantize import dequantize, quantize
-from fp8_te_init._store import STORE
+from fp8_te_init._kept_in_module import kept_values
 
 
 def model(**options) -> nn.Sequential:
@@ -159,7 +159,7 @@ def test_the_formula_taken_literally_replaces_the_weights():
 
 PAGES = """
 import ctypes, json, sys, torch
-from fp8_te_init._pages import private_copy
+from fp8_te_init._host_memory import mapped_copy
 from fp8_te_init._report import host_rss
 
 torch.set_num_threads(1)
@@ -177,7 +177,7 @@ def kept_after_release(make):
     return (host_rss() - before) / held
 
 
-print(json.dumps({"heap": kept_after_release(torch.Tensor.clone), "pages": kept_after_release(private_copy)}))
+print(json.dumps({"heap": kept_after_release(torch.Tensor.clone), "pages": kept_after_release(mapped_copy)}))
 """
 
 
@@ -269,7 +269,7 @@ def reductions(rank, world_size):
     torch.manual_seed(rank)
     with fti.primary_weights():
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-    values = [STORE.values(layer, "weight") for layer in net]
+    values = [kept_values(layer, "weight") for layer in net]
     with counted() as one_by_one:
         for own in values:
             amax = own.abs().max()

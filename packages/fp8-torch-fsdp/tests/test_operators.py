@@ -115,7 +115,8 @@ def sharded_steps(rank, world_size, formats):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(5)))
     for index, (layer, fmt) in enumerate(zip(list(model), formats, strict=True)):
-        config = f8.Float8LinearConfig(weight=f8.CastConfig(format=fmt), grad_output=f8.CastConfig(format="e4m3"))
+        casts = {"weight": f8.CastConfig(format=fmt), "grad_output": f8.CastConfig(format="e4m3")}
+        config = f8.Float8LinearConfig(recipe=f8.Recipe(name="formats", **casts))
         model[index] = f8.convert_to_float8_training(layer, config=config)
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in model:

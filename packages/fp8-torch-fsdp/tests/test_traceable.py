@@ -1,6 +1,7 @@
 """The traceable mode has FSDP2's numbers, parameters and state dicts, and says so where it cannot do something."""
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -18,14 +19,17 @@ from torch.utils.checkpoint import checkpoint
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp import _compat as compat
-from fp8_torch_fsdp._traceable.ops import again
+from fp8_torch_fsdp._traceable.ops import copy_in_backward
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static", "shardwise")
 WIDTHS = {"even": (24, 48, 12), "uneven": (24, 7, 40), "empty_rank": (24, 2, 40), "blocks": (24, 200, 150)}
 STATIC = f8.Float8LinearConfig(
-    input=f8.CastConfig(scaling="static", static_scale=64.0),
-    weight=f8.CastConfig(scaling="static", static_scale=256.0),
-    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+    recipe=f8.Recipe(
+        name="static",
+        input=f8.CastConfig(scaling="static", static_scale=64.0),
+        weight=f8.CastConfig(scaling="static", static_scale=256.0),
+        grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+    )
 )
 
 
@@ -56,8 +60,7 @@ def build(widths="even", recipe="tensorwise", dtype=torch.float32, high_precisio
         gather["scale_scope"] = "shard"
     name = "tensorwise" if recipe == "shardwise" else recipe
     config = STATIC if recipe == "static" else f8.Float8LinearConfig.from_recipe_name(name)
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    config = f8.Float8LinearConfig(**fields | {"all_gather": f8.AllGatherConfig(**gather)})
+    config = dataclasses.replace(config, all_gather=f8.AllGatherConfig(**gather))
     keep = (lambda module, name: module.out_features != 5) if high_precision_head else None
     return f8.convert_to_float8_training(model, config=config, module_filter_fn=keep)
 
@@ -178,7 +181,7 @@ def count(rank, world_size, recipe, fp8):
 @pytest.mark.distributed
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_again(run_ranks, recipe, fp8):
+def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(run_ranks, recipe, fp8):
     sizes = [24 * 48, 48 * 12]
     item = 1 if fp8 else 4
     scales = [4 * 48 // 2, 4 * 12 // 2] if recipe == "rowwise" and fp8 else []
@@ -360,7 +363,7 @@ def test_refusals_say_what_to_do_on_all_ranks(run_ranks):
 
 def test_the_second_gather_takes_a_copy_that_depends_on_the_gradient():
     shard, grad = torch.arange(6, dtype=torch.uint8).view(2, 3).t(), torch.ones(2)
-    copy = again(shard, grad)
+    copy = copy_in_backward(shard, grad)
     assert torch.equal(copy, shard)
     assert copy.data_ptr() != shard.data_ptr()
     opcheck(torch.ops.fp8_torch_fsdp.again.default, (shard.contiguous(), grad))

@@ -1,4 +1,4 @@
-"""Decides the `fp8` command: its arguments, its output and its exit codes.
+"""The `fp8` command: its arguments, its output and its exit codes.
 
 0: done. 1: `fp8 doctor` found a broken plugin. 2: bad input, explained in one sentence.
 """
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None takes the process's own.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args([_shield_number(argument) for argument in arguments])
+    options = _parser().parse_args([_escape_negative_number(argument) for argument in arguments])
     try:
         return options.run(options)
     except Fp8Error as error:
@@ -70,8 +70,9 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], sum
     return command
 
 
-def _shield_number(argument: str) -> str:
+def _escape_negative_number(argument: str) -> str:
     """Put a blank before negative numbers, which argparse would take for options (-inf, -0x1p-3)."""
+    # argparse recognizes plain negative decimals only. The blank hides the sign from it, and float() ignores blanks.
     if not argument.startswith("-"):
         return argument
     try:

@@ -1,4 +1,4 @@
-"""Decides what `fp8 doctor` reports: the machine, its FP8 paths and why, and every plugin."""
+"""The report of `fp8 doctor`: the machine, its FP8 paths with the reason for each, and every plugin."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from fp8_common._machine import Machine
 from fp8_common._plugins import PluginReport
 
 SCHEMA = 1
+"""Version of the JSON report."""
 
 
 def paths(machine: Machine, device: Device, backend: Backend) -> tuple[Path, ...]:

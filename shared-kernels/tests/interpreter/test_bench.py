@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures, run without its clock: every implementation works, and the result is JSON."""
+"""The GPU benchmark without its clock: every implementation works, and the result is JSON."""
 
 import json
 

@@ -1,10 +1,13 @@
-"""Operators take the kernels where they apply, and the shards of an FSDP group share launches."""
+"""Operators use the kernels where they apply, and the shards of an FSDP group share launches."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_common.torch._fsdp.launches import cast_together, refresh_keys
+from fp8_common.torch._fsdp.member import Member
+from fp8_common.torch._fsdp.weight_state import WeightState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
@@ -15,9 +18,6 @@ from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _ops as ops
 from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._fsdp.launches import cast_together, refresh_keys
-from fp8_common.torch._fsdp.member import Member
-from fp8_common.torch._fsdp.weight_state import WeightState
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-5, 7, 12 * 160).reshape(12, 160)

@@ -1,4 +1,4 @@
-"""The `fp8` command: what it prints, what it refuses."""
+"""The `fp8` command: its output and its refusals."""
 
 import json
 import subprocess

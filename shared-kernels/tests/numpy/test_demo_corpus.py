@@ -1,4 +1,4 @@
-"""The demo's text: equal everywhere, split without overlap, and a sentence for data that cannot be used."""
+"""The demo's text: the same on every machine, split without overlap, one-sentence errors for unusable data."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The report: each demo adds its section to what is there, and the words and the picture come from the numbers."""
+"""The demo report: each demo adds its section to the file, and words and picture follow from the numbers."""
 
 import errno
 import json

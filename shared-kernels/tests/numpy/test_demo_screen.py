@@ -1,4 +1,4 @@
-"""What a demo shows: progress on any kind of output, one sentence and exit code 2 for a mistake."""
+"""The demos' terminal output: progress on any kind of output, one sentence and exit code 2 for a mistake."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Which FP8 paths a device has, from facts alone."""
+"""The FP8 paths of a device, from facts alone."""
 
 import pytest
 

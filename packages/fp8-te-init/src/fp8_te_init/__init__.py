@@ -15,7 +15,7 @@ from fp8_te_init._convert import convert_linear
 from fp8_te_init._errors import MissingInitError, StaleInitError
 from fp8_te_init._export import export_fp32_state_dict
 from fp8_te_init._linear import PrimaryFloat8Linear
-from fp8_te_init._master import MasterOptimizer
+from fp8_te_init._master_optimizer import MasterOptimizer
 from fp8_te_init._philox_init import philox_init_, philox_init_model_
 from fp8_te_init._report import MemoryReport, memory_report
 from fp8_te_init._rescale import rescale_

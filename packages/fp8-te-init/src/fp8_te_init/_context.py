@@ -1,4 +1,4 @@
-"""Decides which layers are built with FP8 primary weights: those constructed inside a `with primary_weights(...)`."""
+"""`primary_weights`, `fp8_model_init`: context managers inside which layers are built with FP8 primary weights."""
 
 import contextlib
 import dataclasses
@@ -10,19 +10,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8_common import Recipe
-from fp8_common.torch._dtypes import INPUT_DTYPES
+from fp8_common.torch import INPUT_DTYPES
 from fp8_te_init._backends.te_context import adopt, is_deferred, te_context
 from fp8_te_init._backends.te_rows import te_kind
-from fp8_te_init._cell import InitCell
 from fp8_te_init._choices import check_choice, is_for_te_alone, resolve_config
 from fp8_te_init._compat import local_of
 from fp8_te_init._config import PrimaryConfig
+from fp8_te_init._host_memory import return_freed_memory
+from fp8_te_init._kept_in_module import register
+from fp8_te_init._kept_values import KeptValues, Release
 from fp8_te_init._linear import PrimaryFloat8Linear
-from fp8_te_init._pages import give_back
-from fp8_te_init._release import Release, ReleaseGroup
+from fp8_te_init._parameter_mark import kept_of
+from fp8_te_init._release import ReleaseGroup
 from fp8_te_init._sources import Preserve
 from fp8_te_init._state_dict import keep_scales_in_state_dicts
-from fp8_te_init._store import STORE, cell_of
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 Backend = Literal["auto", "te", "native"]
@@ -92,7 +93,7 @@ def primary_weights(
         _installed.reset(installed)
         if handle is not None:
             handle.remove()
-            give_back()  # what encoding left in the heap
+            return_freed_memory()  # what encoding left in the heap
 
 
 @contextlib.contextmanager
@@ -119,14 +120,14 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
             keep_scales_in_state_dicts(module, name)  # an embedding that is tied to a layer
         return None
     if building is not None and te_kind(local_of(parameter)) is not None:
-        if cell_of(parameter) is not None:
+        if kept_of(parameter) is not None:
             return None
-        cell = InitCell(building.preserve, building.group)
-        if adopt(module, name, parameter, cell):
-            STORE.register(module, name, parameter, cell)
+        kept = KeptValues(building.preserve)
+        if adopt(module, name, parameter, kept):
+            register(module, name, parameter, kept, building.group)
         return None
     if building is not None and is_deferred(module, parameter):
-        STORE.register(module, name, parameter, InitCell(building.preserve, building.group))
+        register(module, name, parameter, KeptValues(building.preserve), building.group)
         return None
     if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
         return None
@@ -140,5 +141,5 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
     )
     replaced = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     PrimaryFloat8Linear.adopt(module, config)
-    STORE.register(module, name, replaced, InitCell(building.preserve, building.group))
+    register(module, name, replaced, KeptValues(building.preserve), building.group)
     return replaced

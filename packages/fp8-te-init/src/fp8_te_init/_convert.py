@@ -1,4 +1,4 @@
-"""Decides which layers of a finished model get FP8 primary weights, and says so."""
+"""`convert_linear`: FP8 primary weights for the linear layers of a finished model."""
 
 import logging
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe
-from fp8_common.torch._dtypes import INPUT_DTYPES
-from fp8_common.torch._replaced import mark_replaced
-from fp8_te_init._cell import InitCell, keeper
+from fp8_common.torch import INPUT_DTYPES
+from fp8_common.torch.plugin import mark_replaced
 from fp8_te_init._choices import check_choice, resolve_config
 from fp8_te_init._config import PrimaryConfig
+from fp8_te_init._kept_in_module import register
+from fp8_te_init._kept_values import KeptValues, Release, keeper
 from fp8_te_init._linear import PrimaryFloat8Linear
-from fp8_te_init._release import Release, ReleaseGroup
+from fp8_te_init._release import ReleaseGroup
 from fp8_te_init._sources import Preserve
-from fp8_te_init._store import STORE
 from fp8_te_init._weight import PrimaryFloat8Weight
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,17 @@ def convert_linear(
     layers, left = _select(model, module_filter_fn)
     if not layers:
         raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
-    group, made = ReleaseGroup(release), dict[int, tuple[nn.Parameter, InitCell]]()
+    group, made = ReleaseGroup(release), dict[int, tuple[nn.Parameter, KeptValues]]()
     for name, layer in layers.items():
         _refuse(name, layer.weight)
         plain = layer.weight
         if id(plain) not in made:
-            made[id(plain)] = _quantized(plain, config, InitCell(preserve, group))
+            made[id(plain)] = _quantized(plain, config, KeptValues(preserve))
             mark_replaced(plain, "convert_linear")
-        parameter, cell = made[id(plain)]
+        parameter, kept = made[id(plain)]
         PrimaryFloat8Linear.adopt(layer, config)
         layer._parameters["weight"] = parameter
-        STORE.register(layer, "weight", parameter, cell)
+        register(layer, "weight", parameter, kept, group)
     logger.info("FP8: %d linear layers have FP8 primary weights.%s", len(layers), _told(left))
     return model
 
@@ -114,10 +114,10 @@ def _refuse(name: str, weight: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def _quantized(plain: torch.Tensor, config: PrimaryConfig, cell: InitCell) -> tuple[nn.Parameter, InitCell]:
+def _quantized(plain: torch.Tensor, config: PrimaryConfig, kept: KeptValues) -> tuple[nn.Parameter, KeptValues]:
     weight = PrimaryFloat8Weight.empty(
         plain.shape, config.weight, dtype=plain.dtype, device=plain.device, gather=config.gather
     )
     if not plain.is_meta:
-        weight.state.write(plain.data, keeper(cell, weight.quantized_rows))
-    return nn.Parameter(weight, requires_grad=plain.requires_grad), cell
+        weight.state.write(plain.data, keeper(kept, weight.quantized_rows))
+    return nn.Parameter(weight, requires_grad=plain.requires_grad), kept

@@ -1,4 +1,4 @@
-"""Decides which errors are this package's own; the others are those of `fp8_common._errors`."""
+"""The errors of this package alone; the others are those of `fp8_common`."""
 
 from fp8_common import Fp8Error, Fp8StaleError
 

@@ -1,4 +1,4 @@
-"""Decides how a model leaves FP8: a float32 state dict under the usual names, from the masters where there are some."""
+"""`export_fp32_state_dict`: a float32 state dict under the usual names, from the masters where there are some."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import float32_like
-from fp8_te_init._master import MASTER, MasterOptimizer
+from fp8_te_init._master_optimizer import MASTER, MasterOptimizer
 from fp8_te_init._parameters import named_parameters
 from fp8_te_init._state_dict import HISTORY, SCALE
 

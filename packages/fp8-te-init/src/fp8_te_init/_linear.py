@@ -1,4 +1,4 @@
-"""Decides what a linear layer with an FP8 primary weight is; it stays the module that it was, under another class."""
+"""`PrimaryFloat8Linear`: a linear layer with an FP8 primary weight, the module that it was under another class."""
 
 import math
 from collections.abc import Callable
@@ -10,21 +10,20 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
-from fp8_te_init._cell import keeper
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, dispatch, fp8_linear, layout_of
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
-from fp8_te_init._products import linear
+from fp8_te_init._init_replay import InitReplay
+from fp8_te_init._kept_in_module import reconcile
+from fp8_te_init._kept_values import keeper
 from fp8_te_init._shards import place_of
 from fp8_te_init._state_dict import keep_scales_in_state_dicts
-from fp8_te_init._store import STORE
-from fp8_te_init._tape import Tape
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 aten = torch.ops.aten
 
 
-class PrimaryFloat8Linear(nn.Linear):
+class PrimaryFloat8Linear(nn.Linear, LinearOperands):
     """A linear layer whose weight parameter holds FP8 codes and nothing else.
 
     Made by `convert_linear`, or inside `primary_weights`. The bias stays in high precision. `state_dict()` holds the
@@ -39,6 +38,7 @@ class PrimaryFloat8Linear(nn.Linear):
     @classmethod
     def adopt(cls, module: nn.Linear, config: PrimaryConfig) -> "PrimaryFloat8Linear":
         """Make `module` itself a PrimaryFloat8Linear; its weight is replaced by the caller."""
+        # not a new module: hooks, names and other modules' references to this one stay as they are
         module.__class__ = cls
         adopted: Any = module
         adopted.config = config
@@ -72,17 +72,27 @@ class PrimaryFloat8Linear(nn.Linear):
         Raises:
             Fp8Error: The last dimension is not `in_features`, or the weight is distributed and not gathered.
         """
-        if input.shape[-1] != self.in_features:
-            raise Fp8Error(f"This layer expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
         if isinstance(self.weight, DTensor):
             raise Fp8Error(
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
                 "the module that fully_shard was applied to, and leave tensor-parallel layers out."
             )
-        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        output = linear(input, self.weight, self.config)
+        output = fp8_linear(input, self.weight, self)
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
+        """Return the weight [out_features, in_features] as an operand: its codes as they are, or plain values cast now.
+
+        Plain values are what a caller put in the place of the weight, `torch.func.functional_call` for example.
+        """
+        if isinstance(weight, GatheredFloat8Weight):
+            return Operand.of(weight)
+        layout = layout_of(self.config.weight)
+        if isinstance(weight, PrimaryFloat8Weight):
+            codes, scale = weight.codes, weight.scale
+        else:
+            codes, scale = layout.cast_whole(weight)
+        return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, layout.block)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -107,7 +117,7 @@ class PrimaryFloat8Linear(nn.Linear):
         """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
         super()._apply(lambda tensor: _moved(tensor, fn), recurse)
         # an autograd graph that is still alive keeps the old tensor from dying, which would say the same
-        STORE.reconcile(self, "weight")
+        reconcile(self, "weight")
         return self
 
     def extra_repr(self) -> str:
@@ -120,9 +130,9 @@ def _draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:
     state = primary.state
     device = state.codes.device
     rows = (0, state.full_shape[0])
-    tape = Tape.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
+    replay = InitReplay.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
     whole = torch.empty(state.full_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
-    state.write_drawn(whole, keeper(state.cell, primary.quantized_rows, tape))
+    state.write_drawn(whole, keeper(state.kept, primary.quantized_rows, replay))
 
 
 def _draw_rows(bias: nn.Parameter, bound: float) -> None:

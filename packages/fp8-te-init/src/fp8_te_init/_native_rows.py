@@ -1,4 +1,4 @@
-"""Decides how the rest of the package reads a primary weight of this package."""
+"""`NativeRows`: reads and writes a primary weight of this package."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Decides how the weights of a model are found: sharded, whatever FSDP2 holds at the moment, and each once."""
+"""The weights of a model: in their sharded form, whatever FSDP2 holds at the moment, and each once."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

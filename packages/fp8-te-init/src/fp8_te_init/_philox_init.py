@@ -1,4 +1,4 @@
-"""Decides how a weight is initialized from its name and its places: the same for every number and layout of ranks."""
+"""`philox_init_`: weights from seed, name and place alone, the same for every number and layout of ranks."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from fp8_te_init._agree import Agreement, agree_on
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import local_of
-from fp8_te_init._pages import give_back
+from fp8_te_init._host_memory import return_freed_memory
+from fp8_te_init._parameter_mark import kept_of
 from fp8_te_init._parameters import named_parameters
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of, place_of
 from fp8_te_init._sources import Rows
 from fp8_te_init._sources.philox import Distribution, PhiloxSource
-from fp8_te_init._store import cell_of
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def philox_init_model_(
         elif agreement is not None:
             shared.append(agreement)
     agree_on(shared, step=False)
-    give_back()
+    return_freed_memory()
     return model
 
 
@@ -77,7 +77,7 @@ def _prepare(param: torch.Tensor, init: Distribution, seed: int, name: str) -> A
     if weight is None:
         local_of(param).copy_(values.view(rows.count, *param.shape[1:]))
         return None
-    cell = cell_of(param)
-    if cell is not None and cell.keeps_writes:
-        cell.use(source)
+    kept = kept_of(param)
+    if kept is not None and kept.keeps_writes:
+        kept.use(source)
     return Agreement(weight=weight, values=values.to(weight.device), group=group_of(param))

@@ -1,88 +1,110 @@
-"""Decides when kept values are dropped: with their masters, after the first step, after the first forward, or by hand.
+"""`ReleaseGroup`: what one `primary_weights` block keeps, and when it is dropped.
 
-Everything that one `primary_weights` block made is released together, on every rank: also what this rank's optimizer
-does not own, frozen parameters and tied ones.
+With the masters, after the first optimizer step, after the first forward, or by hand.
 """
 
+import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp8_te_init._pages import give_back
-
-if TYPE_CHECKING:
-    from fp8_te_init._cell import InitCell
-
-Release = Literal["seed", "step", "forward", "manual"]
+from fp8_te_init._host_memory import return_freed_memory
+from fp8_te_init._kept_values import KeptValues, Release
+from fp8_te_init._owned_hooks import OwnedHook
+from fp8_te_init._parameter_mark import kept_of
 
 
 class ReleaseGroup:
-    """The cells that are released together.
+    """The kept values that one block made, or a copy of a model that was built in one.
 
     Args:
-        policy: "seed" and "step" also release after the first step of an optimizer that owns any of the weights,
-            "seed" when masters are seeded before that; "forward" after the first forward of a module that no other
-            one calls; "manual" never by itself.
+        policy: "seed" and "step" drop, after the first step of an optimizer, what that optimizer trains and what is
+            frozen ("seed" drops everything under a model whose masters are seeded before that); "forward" drops
+            everything after the first forward of a module that no other one calls; "manual" nothing by itself.
     """
 
     def __init__(self, policy: Release) -> None:
         self.policy: Release = policy
-        self._cells: weakref.WeakSet[InitCell] = weakref.WeakSet()
+        self._places: weakref.WeakKeyDictionary[KeptValues, tuple[weakref.ref[nn.Module], str]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[Any] = []
+        self._hooks: dict[Callable[..., Any], OwnedHook] = {}
         self._depth, self._seen = 0, False
-        if policy == "forward":
-            self._watch_forwards()
+
+    def add(self, kept: KeptValues, module: nn.Module, name: str) -> None:
+        """Drop `kept` with the others; calls of `module`, whose parameter `name` it is for, are use of it."""
+        self._places[kept] = weakref.ref(module), name
+        self._modules.add(module)
+        if kept.keeps_writes:
+            self._watch()
+
+    def hook(self, register: Callable[..., Any], react: Callable[..., Any], **options: Any) -> None:
+        """Register a hook of the process for this group, once; it goes with the last values, or with the group."""
+        if react not in self._hooks:
+            self._hooks[react] = OwnedHook(register, self, react, **options)
+
+    def _watch(self) -> None:
+        # torch has no hook that sees every optimizer or the outermost module, whichever these turn out to be
+        self.hook(register_optimizer_step_post_hook, ReleaseGroup._after_step)
+        if self.policy == "forward":
+            self.hook(register_module_forward_pre_hook, ReleaseGroup._enter, at_once=True)
+            # always_call: a forward that raises has ended too
+            self.hook(register_module_forward_hook, ReleaseGroup._leave, at_once=True, always_call=True)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = [kept for parameter in parameters if (kept := kept_of(parameter)) in self._places and kept]
+        if not trained:
+            return
+        if self.policy in ("seed", "step"):
+            # what can still be trained and belongs to no optimizer yet may get masters later: it stays
+            for kept in [*trained, *self._frozen()]:
+                kept.release("an optimizer step")
+            return_freed_memory()
+        for kept in trained:
+            kept.lose("An optimizer step was made after the high-precision values were kept.")
+        if not self._keeps_anything:
+            self._end()
+
+    def _frozen(self) -> list[KeptValues]:
+        found = []
+        for kept, (reference, name) in list(self._places.items()):
+            module = reference()
+            parameter = None if module is None else module._parameters.get(name)
+            if parameter is not None and not parameter.requires_grad:
+                found.append(kept)
+        return found
 
     @property
-    def cells(self) -> "list[InitCell]":
-        """What is released together."""
-        return list(self._cells)
+    def _keeps_anything(self) -> bool:
+        return any(kept.keeps_writes for kept in self._places)
 
-    def add(self, cell: "InitCell", module: nn.Module | None = None) -> None:
-        """Release `cell` with the others; calls of `module` are use of it."""
-        self._cells.add(cell)
-        if module is not None:
-            self._modules.add(module)
+    def _end(self) -> None:
+        """Close all hooks. Those of forwards, over a copy of which torch walks, are taken out at once."""
+        for hook in self._hooks.values():
+            hook.close()
+        for react in (ReleaseGroup._enter, ReleaseGroup._leave):
+            if react in self._hooks:
+                self._hooks[react].remove()
+        self._hooks.clear()
 
-    def release(self) -> None:
-        """Drop everything that is kept; may be called again."""
-        for cell in self.cells:
-            cell.release()
-        give_back()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def _enter(self, module: nn.Module, args: object) -> None:
+        if not self._keeps_anything:
+            self._end()
+        self._depth += 1
+        self._seen = self._seen or module in self._modules
 
-    def after_step(self, trained: "list[InitCell]") -> None:
-        """Note that an optimizer made a step with the weights of these cells."""
-        if self.policy in ("seed", "step"):
-            self.release()
-        for cell in trained:
-            cell.lose("An optimizer step was made after the high-precision values were kept.")
-
-    def _watch_forwards(self) -> None:
-        # the hooks are global: they must not keep the group alive, and they go when it goes
-        group = weakref.ref(self)
-
-        def before(module: nn.Module, args: object) -> None:
-            if (alive := group()) is not None:
-                alive._depth += 1
-                alive._seen = alive._seen or module in alive._modules
-
-        def after(module: nn.Module, args: object, output: object) -> None:
-            if (alive := group()) is not None:
-                alive._leave()
-
-        self._handles.append(register_module_forward_pre_hook(before))
-        self._handles.append(register_module_forward_hook(after, always_call=True))
-        for handle in self._handles:
-            # `atexit` is a property, for which the stub leaves no slot
-            weakref.finalize(self, handle.remove).atexit = False  # pyrefly: ignore[missing-attribute]
-
-    def _leave(self) -> None:
+    def _leave(self, module: nn.Module, args: object, output: Any) -> None:
         self._depth -= 1
-        if self._depth <= 0 and self._seen:
-            self.release()
+        if self._depth > 0 or not self._seen:
+            return
+        for kept in list(self._places):
+            kept.release("the first forward")
+        return_freed_memory()
+        if sys.exc_info()[0] is None:  # after an error torch walks over the dictionary itself: the next forward ends it
+            self._end()

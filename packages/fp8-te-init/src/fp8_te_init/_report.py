@@ -1,4 +1,4 @@
-"""Decides what is counted as memory of FP8 weights: codes, what belongs to them, and what is kept beside them."""
+"""`memory_report`: bytes of FP8 weights, of what belongs to them, and of what is kept beside them."""
 
 import dataclasses
 import os
@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import local_of
-from fp8_te_init._master import MASTER, MasterOptimizer
+from fp8_te_init._kept_in_module import named_kept
+from fp8_te_init._master_optimizer import MASTER, MasterOptimizer
 from fp8_te_init._parameters import named_parameters
-from fp8_te_init._store import STORE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
     return MemoryReport(
         **counted,
         other_parameters=other,
-        copies=sum(cell.nbytes for _, _, _, cell in STORE.named_cells(model)),
+        copies=sum(kept.nbytes for _, _, _, kept in named_kept(model)),
         masters=masters,
         optimizer_state=state,
         host_rss=host_rss(),

@@ -1,4 +1,4 @@
-"""Decides how scales become optimal for the values that a model starts from: two passes, one all-reduce.
+"""`rescale_`: scales from the maxima of the values that a model starts from, in two passes and one all-reduce.
 
 The first pass finds the absolute maximum of every weight, one MAX all-reduce combines all of them, the second pass
 quantizes from the high-precision values. Delayed scaling starts from there instead of from 1.
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_te_init._agree import Agreement, agree_on
-from fp8_te_init._cell import InitCell
+from fp8_te_init._kept_in_module import kept_for, kept_values
+from fp8_te_init._kept_values import KeptValues
 from fp8_te_init._parameters import NamedWeight, fp8_weights
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._sources import ResidualSource
-from fp8_te_init._store import STORE
 
 Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
 
@@ -49,9 +49,9 @@ def rescale_(model: nn.Module, groups: Groups = None) -> int:
         ]
         reductions = agree_on(agreements, step=False)
     for named, own in zip(weights, values, strict=True):
-        cell = STORE.cell(named.module, named.attribute)
-        if cell is not None and isinstance(cell.source, ResidualSource):
-            _encode_again(cell, own, named)
+        kept = kept_for(named.module, named.attribute)
+        if kept is not None and isinstance(kept.source, ResidualSource):
+            _encode_again(kept, own, named)
     return reductions
 
 
@@ -64,7 +64,7 @@ def start_of(named: NamedWeight) -> torch.Tensor:
     weight = named.weight
     values = weight.pending()
     if values is None:
-        values = STORE.values(named.module, named.attribute)
+        values = kept_values(named.module, named.attribute)
     return weight.values() if values is None else values.to(weight.device)
 
 
@@ -79,5 +79,5 @@ def _agree_over(weights: list[NamedWeight], values: list[torch.Tensor], groups: 
     return len(groups)
 
 
-def _encode_again(cell: InitCell, values: torch.Tensor, named: NamedWeight) -> None:
-    cell.keep(values.to(named.weight.dtype), named.weight)
+def _encode_again(kept: KeptValues, values: torch.Tensor, named: NamedWeight) -> None:
+    kept.keep(values.to(named.weight.dtype), named.weight)

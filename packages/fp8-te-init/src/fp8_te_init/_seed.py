@@ -1,4 +1,4 @@
-"""Decides how masters get their first values: from the best source there is, checked against the codes, then dropped.
+"""`seed_masters`: float32 masters from the best source of values before rounding, which is then dropped.
 
 What fails is found out on all ranks before anyone goes on, and nothing is dropped then.
 """
@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from fp8_common import Fp8Error
 from fp8_te_init._backends import requantizable
 from fp8_te_init._errors import MissingInitError, StaleInitError
-from fp8_te_init._masters import Master, find_master
-from fp8_te_init._pages import give_back
+from fp8_te_init._find_master import Master, find_master
+from fp8_te_init._host_memory import return_freed_memory
+from fp8_te_init._kept_in_module import kept_values, named_kept, release_under
 from fp8_te_init._parameters import NamedWeight, fp8_weights
 from fp8_te_init._shards import group_of
 from fp8_te_init._sources.checkpoint import Checkpoint, CheckpointSource, reader_of
 from fp8_te_init._sources.dither import dithered
-from fp8_te_init._store import STORE
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,9 @@ def seed_masters(
 
 def _refuse_dequantized(model: nn.Module) -> None:
     """Refuse a model in which a weight stopped being FP8 while its start was kept: its master would be wrong unseen."""
-    for name, module, attribute, cell in STORE.named_cells(model):
-        if cell.lost is not None and requantizable(module._parameters.get(attribute)) is None:
-            raise StaleInitError(f"{name}: {cell.lost}")
+    for name, module, attribute, kept in named_kept(model):
+        if kept.lost is not None and requantizable(module._parameters.get(attribute)) is None:
+            raise StaleInitError(f"{name}: {kept.lost}")
 
 
 def _master_for(optimizer: Optimizer, named: NamedWeight, strict: bool) -> Master | None:
@@ -149,7 +149,7 @@ def _kept(named: NamedWeight) -> torch.Tensor | None:
     pending = named.weight.pending()
     if pending is not None:
         return pending  # written and not yet quantized for good: nothing to check it against
-    return STORE.values(named.module, named.attribute)
+    return kept_values(named.module, named.attribute)
 
 
 def _raise_together(weights: list[NamedWeight], problems: dict[int, Exception]) -> None:
@@ -171,10 +171,6 @@ def _raise_together(weights: list[NamedWeight], problems: dict[int, Exception]) 
 
 
 def _release(model: nn.Module) -> int:
-    released = 0
-    for _, _, _, cell in list(STORE.named_cells(model)):
-        if cell.group is None or cell.group.policy == "seed":
-            released += cell.nbytes
-            cell.release()
-    give_back()
+    released = release_under(model, "seed_masters")
+    return_freed_memory()
     return released

@@ -1,4 +1,4 @@
-"""Decides what checkpoints see of a primary weight: plain float8 codes, and float32 scales beside them.
+"""Hooks of `state_dict` and `load_state_dict`: plain float8 codes, and float32 scales beside them.
 
 Both can be loaded with `weights_only=True` and without this package. Kept high-precision values are never part of it.
 A checkpoint of the unconverted model can be loaded too: its values are quantized, and kept as the new start.
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8_common.torch._dtypes import FLOAT8_DTYPES
-from fp8_te_init._agree import Agreement, agree_on
-from fp8_te_init._cell import keeper
+from fp8_common.torch import FLOAT8_DTYPES
 from fp8_te_init._compat import dtensor_like
+from fp8_te_init._kept_values import keeper
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 from fp8_te_init._wire import waiting_values
@@ -40,7 +40,13 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
     if state.unagreed:
         # a checkpoint of codes with this rank's guess of a scale could be read by nobody
         agree_on(
-            [Agreement(weight=primary.quantized_rows, values=waiting_values(primary), group=group_of(state_dict[key]))],
+            [
+                Agreement(
+                    weight=primary.quantized_rows,
+                    values=waiting_values(state, primary.quantized_rows),
+                    group=group_of(state_dict[key]),
+                )
+            ],
             step=False,
         )
     state_dict[key] = _with_local(state_dict[key], primary.codes)
@@ -113,7 +119,7 @@ def _assigned(
         return PrimaryFloat8Weight(fresh.codes, fresh, primary.dtype)
     fresh = state.around(torch.zeros(loaded.shape, dtype=torch.uint8, device=loaded.device))
     weight = PrimaryFloat8Weight(fresh.codes, fresh, loaded.dtype)
-    fresh.write(loaded, keeper(state.cell, weight.quantized_rows))
+    fresh.write(loaded, keeper(state.kept, weight.quantized_rows))
     return weight
 
 

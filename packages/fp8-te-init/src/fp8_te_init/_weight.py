@@ -1,4 +1,4 @@
-"""Decides what an FP8 primary weight is: a tensor of a high-precision dtype that holds codes and scales, nothing else.
+"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype that holds FP8 codes and scales, nothing else.
 
 Reading it in any operator gives the dequantized values; views alias the codes. Writing to it means: take the kept
 high-precision values (dequantize where there are none), apply the operator to them, quantize again. So every
@@ -15,17 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fp8_common import CastRecipe, Fp8StaleError
-from fp8_common.torch import torch_dtype
-from fp8_common.torch._dtypes import FLOAT8_DTYPES
-from fp8_common.torch._fsdp import is_view, refill
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
-from fp8_common.torch._quantize import expand_blocks, quantize
+from fp8_common.torch import FLOAT8_DTYPES, torch_dtype
+from fp8_common.torch.plugin import GatheredFloat8Weight, buffers, tensor_subclass
 from fp8_te_init import _wire as wire
-from fp8_te_init._cell import keeper
 from fp8_te_init._config import GatherFormat
+from fp8_te_init._init_replay import InitReplay
+from fp8_te_init._kept_values import keeper
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._state import PrimaryState
-from fp8_te_init._tape import Tape
 
 aten = torch.ops.aten
 
@@ -159,11 +156,11 @@ class PrimaryFloat8Weight(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.copy_.default and isinstance(args[0], cls) and _is_codes(args[1]):
             return _copy_codes(args[0], args[1])
-        if func._schema.is_mutable and any(True for _ in _written(func, args, kwargs)):
+        if any(True for _ in _written(func, args, kwargs)):
             return _write(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, cls):
-            if is_view(func):
+            if tensor_subclass.is_view(func):
                 result = func(first._codes, *args[1:], **kwargs)
                 return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state, first.dtype), result)
             copied = _copied(first, func, args[1:], kwargs)
@@ -174,7 +171,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return the uint8 buffer of this shard, and what `fsdp_post_all_gather` needs besides."""
-        return wire.send(self, mesh), (self._state.scale, self._state)
+        return wire.send(self, self._state, mesh), (self._state.scale, self._state)
 
     def fsdp_post_all_gather(
         self,
@@ -188,14 +185,14 @@ class PrimaryFloat8Weight(torch.Tensor):
         scale, state = metadata
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and state.gather == "fp8":
-            refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
+            buffers.refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
             return None
         codes = wire.receive(all_gather_outputs[0], state, scale)
         if target is not None:
-            refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
-            refill(target.scale, scale)
+            buffers.refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
+            buffers.refill(target.scale, scale)
             return None
-        gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.block)
+        gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.layout.block)
         return gathered, () if state.gather == "fp8" else (codes,)
 
 
@@ -203,12 +200,6 @@ def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
     """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local if isinstance(local, PrimaryFloat8Weight) else None
-
-
-def requantized(gathered: torch.Tensor, scale: torch.Tensor, state: PrimaryState) -> torch.Tensor:
-    """Return float8 codes of dequantized float32 values: exactly those that the values were made of."""
-    wide = scale if state.block is None else expand_blocks(scale, state.block, gathered.shape)
-    return quantize(gathered, wide, state.cast.fp8_format)
 
 
 def _is_codes(source: object) -> bool:
@@ -255,12 +246,9 @@ def _copied(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -
 
 
 def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator[PrimaryFloat8Weight]:
-    """Yield every primary weight that the operator writes to, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, PrimaryFloat8Weight))
+    """Yield every primary weight that the operator writes to."""
+    written = tensor_subclass.written_tensors(func, args, kwargs)
+    return (tensor for tensor in written if isinstance(tensor, PrimaryFloat8Weight))
 
 
 def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -269,7 +257,7 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if any(w.is_meta for w in written.values()):
         return args[0]
     values = {key: _current_values(w) for key, w in written.items()}
-    tape = _tape_of(func, args, kwargs, next(iter(written.values())))
+    replay = _replay_of(func, args, kwargs, next(iter(written.values())))
 
     def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
         whole = values.get(id(weight._state))
@@ -280,7 +268,7 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     for key, weight in written.items():
         state = weight._state
         state.writes += 1
-        state.write(values[key], keeper(state.cell, weight.quantized_rows, tape))
+        state.write(values[key], keeper(state.kept, weight.quantized_rows, replay))
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
 
 
@@ -288,9 +276,9 @@ def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
     """Return what a write starts from, [rows, columns] of the storage: the kept values, else the dequantized ones."""
     state = weight._state
     kept = state.held
-    if kept is None and state.cell is not None:
+    if kept is None and state.kept is not None:
         try:
-            kept = state.cell.values(weight.quantized_rows)
+            kept = state.kept.values(weight.quantized_rows)
         except Fp8StaleError:
             kept = None
     if kept is None:
@@ -300,14 +288,16 @@ def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
     return whole
 
 
-def _tape_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict, weight: PrimaryFloat8Weight) -> Tape | None:
+def _replay_of(
+    func: torch._ops.OpOverload, args: tuple, kwargs: dict, weight: PrimaryFloat8Weight
+) -> InitReplay | None:
     """Return how to repeat this write, if it is of a kind that can be repeated."""
-    cell = weight._state.cell
-    if cell is None or not cell.wants_tape or args[0] is not weight or not weight.is_whole:
+    kept = weight._state.kept
+    if kept is None or not kept.wants_replay or args[0] is not weight or not weight.is_whole:
         return None
     state = weight._state
     rows = (state.first_row, state.first_row + weight._codes.shape[0])
-    return Tape.record(cell.tape, func, args[1:], kwargs, device=weight.device, rows=rows)
+    return InitReplay.record(kept.replay, func, args[1:], kwargs, device=weight.device, rows=rows)
 
 
 def _rebuild(

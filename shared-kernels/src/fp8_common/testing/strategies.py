@@ -1,4 +1,4 @@
-"""Decides what hypothesis draws for FP8 properties: bit patterns, no value likelier than another.
+"""Hypothesis strategies for FP8 properties: values drawn as bit patterns, each as likely as another.
 
 Needs hypothesis (the extra `fp8-common[testing]`); nothing else imports this file.
 """

@@ -17,12 +17,14 @@ from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
-from fp8_common.torch._dtypes import INPUT_DTYPES, as_codes, torch_dtype
+from fp8_common.torch._dtypes import FLOAT8_DTYPES, INPUT_DTYPES, as_codes, torch_dtype
 from fp8_common.torch._rounding import cast_stochastic
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
 __all__ = [
+    "FLOAT8_DTYPES",
+    "INPUT_DTYPES",
     "amax",
     "amax_to_e8m0",
     "amax_to_scale",

@@ -1,4 +1,4 @@
-"""Decides which torch dtype stands for which format, and which tensors can be quantized."""
+"""The torch dtype of each format, and the dtypes of tensors that can be quantized."""
 
 from functools import cache
 
@@ -52,6 +52,6 @@ def as_codes(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 @cache
 def values_table(fmt: str | Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the 256 values of a format in `dtype` on `device`; exact in float32, and in bfloat16 but for E8M0's 0."""
-    # made by NumPy: a default device or a mode that is active now must not decide about what is kept
+    # Made by NumPy: the table is cached, so a default device or a tensor mode that is active now must not shape it.
     table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), get_format(fmt)))
     return table.to(dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Decides how the amax and the cast of many tensors are done at once: one launch for all of one dtype on a GPU.
+"""The amax and the cast of a list of tensors: one kernel launch for each dtype on a GPU.
 
-FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and kept
-while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches.
-Both are operators; elsewhere their references go through the list.
+FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and cached
+while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches. Both
+are operators. Elsewhere than on a GPU they call the references for one tensor after the other.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from fp8_common.torch._ops import NAMESPACE
 from fp8_common.torch._quantize import quantize
 
 Row = tuple[int, int]
+"""(address, elements) of a tensor."""
 TABLES_KEPT = 64
+"""Size of the cache of tables."""
 
 
 def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,6 +57,7 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
         dense = [tensors[i].contiguous() for i in places]
         table = _table(tuple((x.data_ptr(), x.numel()) for x in dense), (), tensors[0].device)
         plan = launch.foreach_amax_plan(table["programs"], _name(dtype), aligned=table["aligned"])
+        # The usual list has one dtype; then the kernel writes the result itself.
         whole = len(places) == len(tensors)
         found = keys if whole else keys.new_zeros(len(places))
         triton_backend.run(plan, keys.device, amax_ptr=found, **table["tensors"])
@@ -71,13 +74,15 @@ def _(tensors: list[torch.Tensor]) -> torch.Tensor:
 @torch.library.custom_op(f"{NAMESPACE}::foreach_cast", mutates_args=())
 def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
     """FP8 data of all tensors one after the other, each from a multiple of 16 on."""
+    # One buffer and not a list of parts: the outputs of an operator must not share memory.
     form, first = get_data_format(fmt), tensors[0]
     if not triton_backend.applies(first, form):
-        buffer = first.new_zeros(sum(_room(tensors)), dtype=torch.uint8).view(torch_dtype(form))
+        # Zeros where the kernels leave padding unwritten; made as uint8, because few operations know float8.
+        buffer = first.new_zeros(sum(_padded_sizes(tensors)), dtype=torch.uint8).view(torch_dtype(form))
         for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
             part.copy_(quantize(x, scale, form))
         return buffer
-    buffer = first.new_empty(sum(_room(tensors)), dtype=torch_dtype(form))
+    buffer = first.new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(form))
     outputs = _parts(buffer, tensors)
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
@@ -91,16 +96,17 @@ def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) ->
 
 @foreach_cast.register_fake
 def _(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
-    return tensors[0].new_empty(sum(_room(tensors)), dtype=torch_dtype(fmt))
+    return tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt))
 
 
-def _room(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _padded_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Elements of each tensor, rounded up to 16 so that every part starts aligned for 16-byte stores."""
     return [-(-x.numel() // 16) * 16 for x in tensors]
 
 
 def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the part of the buffer that belongs to each tensor, in its shape."""
-    parts = buffer.split(_room(tensors))
+    parts = buffer.split(_padded_sizes(tensors))
     return [part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
@@ -113,18 +119,20 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device) -> dict:
-    """Put addresses, lengths and the chunks of all programs on the device, in one transfer."""
-    # Kept by addresses and sizes, which is all that it holds: a new tensor at an old address changes nothing.
+    """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
+    # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
     tensor, chunk = launch.foreach_chunks([size for _, size in rows])
     columns = {
         "ptrs_ptr": [address for address, _ in rows],
         "numel_ptr": [size for _, size in rows],
         "out_ptrs_ptr": list(outputs),
     }
+    # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
     narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
     tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
     tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
+    # An empty tensor may have the address 0; nothing is read there.
     addresses = [address for (address, size) in rows if size] + list(outputs)
     return {
         "tensors": tensors,

@@ -1,4 +1,4 @@
-"""Decides what the rest of the package can do with an FP8 weight of any make."""
+"""`Requantizable`: what the rest of the package can do with an FP8 weight of any make."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Decides how TransformerEngine is asked for FP8 weights, and how its copies come into this package's keeping."""
+"""TransformerEngine's own context manager for FP8 weights, and what becomes of the copies that it makes."""
 
 import contextlib
 import importlib
@@ -12,8 +12,8 @@ from torch import nn
 from fp8_common import Fp8UnsupportedError, Recipe
 from fp8_te_init._backends.te_hooks import install_fsdp_hooks
 from fp8_te_init._backends.te_rows import PER_TENSOR, te_kind, te_rows
-from fp8_te_init._cell import InitCell
 from fp8_te_init._compat import local_of
+from fp8_te_init._kept_values import KeptValues
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     return init(enabled=enabled, recipe=_te_recipe(recipe), preserve_high_precision_init_val=preserve)
 
 
-def adopt(module: nn.Module, name: str, parameter: nn.Parameter, cell: InitCell) -> bool:
-    """Take a TransformerEngine weight's copy into `cell`, and drop it there; False if it is no such weight."""
+def adopt(module: nn.Module, name: str, parameter: nn.Parameter, kept: KeptValues) -> bool:
+    """Take a TransformerEngine weight's copy into `kept`, and drop it there; False if it is no such weight."""
     if te_rows(parameter) is None:
         return False
-    take_copy(parameter, cell)
+    take_copy(parameter, kept)
     return True
 
 
@@ -66,8 +66,8 @@ def is_deferred(module: nn.Module, parameter: nn.Parameter) -> bool:
     return parameter.is_meta and parameter.ndim == 2 and bool(getattr(module, "primary_weights_in_fp8", False))
 
 
-def take_copy(parameter: Any, cell: InitCell) -> None:
-    """Move the copy that TransformerEngine left on a parameter, or on its local tensor, into `cell`."""
+def take_copy(parameter: Any, kept: KeptValues) -> None:
+    """Move the copy that TransformerEngine left on a parameter, or on its local tensor, into `kept`."""
     rows = te_rows(parameter)
     if te_kind(local_of(parameter)) == PER_TENSOR:
         install_fsdp_hooks(type(local_of(parameter)))
@@ -75,12 +75,12 @@ def take_copy(parameter: Any, cell: InitCell) -> None:
         values = getattr(holder, COPY, None)
         if isinstance(values, torch.Tensor) and rows is not None:
             if te_kind(values) is not None:
-                cell.lose(
+                kept.lose(
                     "TransformerEngine initialized this weight a second time, in FP8: its copy is a rounded one. "
                     "Reset parameters on the meta device alone, or seed the masters from a checkpoint."
                 )
-            elif cell.keeps_writes:
-                cell.keep(values.view(rows.rows.count, -1), rows)
+            elif kept.keeps_writes:
+                kept.keep(values.view(rows.rows.count, -1), rows)
             delattr(holder, COPY)
 
 

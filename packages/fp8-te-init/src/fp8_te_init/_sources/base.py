@@ -1,4 +1,4 @@
-"""Decides what every source of high-precision values can do."""
+"""`Source`: what every source of high-precision values can do."""
 
 import abc
 from typing import ClassVar, Literal, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""Decides how values are kept by not keeping them: they are read again from the checkpoint that the codes came from."""
+"""`CheckpointSource`: values read again from the checkpoint that the codes came from."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fp8_common import Fp8Error
-from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch.plugin import read_metadata
 from fp8_te_init._compat import local_of
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 

@@ -1,4 +1,4 @@
-"""Decides how values are kept by copying them to the host: pageable, or page-locked for a GPU to read."""
+"""`CopySource`: values copied to the host, pageable, or page-locked for a GPU to read."""
 
 import logging
 from functools import cache
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from fp8_te_init._pages import private_copy
+from fp8_te_init._host_memory import mapped_copy
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class CopySource(Source):
         """Copy values [n, columns] that are on any device."""
         pin = pinned and _can_pin()
         kind = PinnedSource if pin else cls
-        return kind(private_copy(values.detach(), pin=pin), rows)
+        return kind(mapped_copy(values.detach(), pin=pin), rows)
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class CopySource(Source):
     def narrowed(self, rows: Rows) -> "CopySource":
         """Copy some rows to pages of their own, so that the whole copy can be freed."""
         part = self._copy[rows.inside(self.rows)]
-        return type(self)(private_copy(part, pin=self._copy.is_pinned()), rows)
+        return type(self)(mapped_copy(part, pin=self._copy.is_pinned()), rows)
 
 
 class PinnedSource(CopySource):

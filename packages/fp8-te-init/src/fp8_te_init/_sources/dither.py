@@ -1,4 +1,4 @@
-"""Decides which values stand in for lost ones: spread evenly over what rounds to the same code.
+"""`dithered`: random values in place of lost ones, spread evenly over what rounds to the same code.
 
 A weight made from codes alone sits in the middle of its rounding cell. Values drawn evenly from the cell have the
 distribution of the lost ones, and quantize to the very codes; the single value is not recovered. For random

@@ -1,4 +1,4 @@
-"""Decides how values are made from their place alone: Philox 4x32-10, keyed by seed and name, counted by element.
+"""`PhiloxSource`: values made from their place alone: Philox 4x32-10, keyed by seed and name, counted by element.
 
 Element i of a weight comes from word i % 4 of counter i // 4, as in `fp8_common._philox`, so any rank can make its rows
 without any other row, and all numbers of ranks make the same weight. The logarithms and cosines of the normal
@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from fp8_common import Fp8Error, philox
-from fp8_common._philox import WORD
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
 CHUNK = 1 << 18
@@ -143,5 +142,5 @@ def uniforms(key: int, first: int, last: int) -> NDArray[np.float64]:
     """Return numbers [last - first, 4] in (0, 1) of the counters `first` to `last`: (word + 1/2) / 2^32."""
     counter = np.arange(first, last, dtype=np.uint64)
     zeros = np.zeros_like(counter)
-    words = philox((counter & WORD, counter >> np.uint64(32), zeros, zeros), key)
+    words = philox((counter & np.uint64(0xFFFFFFFF), counter >> np.uint64(32), zeros, zeros), key)
     return (np.stack(words, axis=-1).astype(np.float64) + 0.5) / 2.0**32

@@ -1,4 +1,4 @@
-"""Decides how values are kept by repeating what made them: nothing per element is stored.
+"""`ReplaySource`: values made again by repeating what made them; nothing per element is stored.
 
 Exact on the same kind of device. Random numbers differ between a CPU and a GPU, and may differ between GPU models.
 """
@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import torch
 
+from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
-from fp8_te_init._tape import Tape
 
 
 class ReplaySource(Source):
     """Initialisation operators and the generator's state: about 5 kB for a weight of any size on a CPU.
 
     Args:
-        tape: What makes the values.
+        replay: What makes the values.
         columns: Columns of the weight.
         dtype: Dtype of the values.
         rows: The rows that this source gives.
@@ -23,23 +23,23 @@ class ReplaySource(Source):
 
     name: ClassVar[str] = "replay"
 
-    def __init__(self, tape: Tape, columns: int, dtype: torch.dtype, rows: Rows) -> None:
-        self._tape, self._columns, self._dtype, self.rows = tape, columns, dtype, rows
+    def __init__(self, replay: InitReplay, columns: int, dtype: torch.dtype, rows: Rows) -> None:
+        self._replay, self._columns, self._dtype, self.rows = replay, columns, dtype, rows
 
     @property
-    def tape(self) -> Tape:
+    def replay(self) -> InitReplay:
         """The operators; an initialisation may go on where they end."""
-        return self._tape
+        return self._replay
 
     @property
     def nbytes(self) -> int:
         """Bytes of generator states."""
-        return self._tape.nbytes
+        return self._replay.nbytes
 
     def values(self, quantized: QuantizedRows) -> torch.Tensor:
         """Make the values again, all rows that were drawn together, and return some; the global generator stays."""
-        return self._tape.play(self._columns, self._dtype)[self.rows.inside(Rows(*self._tape.rows))]
+        return self._replay.play(self._columns, self._dtype)[self.rows.inside(Rows(*self._replay.rows))]
 
     def narrowed(self, rows: Rows) -> "ReplaySource":
         """Return the source of some rows."""
-        return ReplaySource(self._tape, self._columns, self._dtype, rows)
+        return ReplaySource(self._replay, self._columns, self._dtype, rows)

@@ -1,4 +1,4 @@
-"""Decides how bfloat16 values are kept beside their FP8 codes: one byte for each, exact to the bit.
+"""`ResidualSource`: bfloat16 values kept beside their FP8 codes with one byte for each, exact to the bit.
 
 The dequantized value, rounded to bfloat16, is near the original. Both are numbered in the order of their values, and
 the difference of the numbers fits in a signed byte almost always; the others (escapes) are listed with their place.
@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 
 from fp8_common.torch import torch_dtype
-from fp8_common.torch._rounding import values as decoded_values
+from fp8_common.torch.plugin import dispatch
 from fp8_te_init._errors import StaleInitError
-from fp8_te_init._pages import private_copy, private_empty
+from fp8_te_init._host_memory import mapped_copy, mapped_empty
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
 WORTH = 0.1
@@ -51,7 +51,7 @@ class ResidualSource(Source):
         if values.dtype != torch.bfloat16:
             return None
         rows, columns = values.shape
-        residual = private_empty(values.shape, torch.int8)
+        residual = mapped_empty(values.shape, torch.int8)
         found = []
         # a few rows at a time: the 32-bit numbers of a whole weight would take four times what is kept
         for part in row_parts(rows, columns):
@@ -97,7 +97,7 @@ class ResidualSource(Source):
         inside = (places >= where.start * columns) & (places < where.stop * columns)
         escapes = (places[inside] - where.start * columns, exact[inside])
         digest = slice_digest(self._digest, where)
-        return ResidualSource(private_copy(self._residual[where]), escapes, digest, rows)
+        return ResidualSource(mapped_copy(self._residual[where]), escapes, digest, rows)
 
 
 def row_parts(rows: int, columns: int) -> Iterator[slice]:
@@ -112,7 +112,7 @@ def _base(quantized: QuantizedRows, part: slice) -> torch.Tensor:
     scale_inv = quantized.scale_inv()
     scale_inv = scale_inv[part] if scale_inv.ndim == 2 else scale_inv
     codes = quantized.codes()[part].view(torch_dtype(quantized.fmt))
-    return (decoded_values(codes, quantized.fmt) * scale_inv).to(torch.bfloat16)
+    return (dispatch.values(codes, quantized.fmt) * scale_inv).to(torch.bfloat16)
 
 
 def ordinal(values: torch.Tensor) -> torch.Tensor:

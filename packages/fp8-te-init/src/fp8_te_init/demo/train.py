@@ -10,7 +10,7 @@ from torch import nn
 from fp8_common.demo.corpus import Corpus
 from fp8_common.demo.progress import Progress
 from fp8_te_init._context import primary_weights
-from fp8_te_init._master import MasterOptimizer
+from fp8_te_init._master_optimizer import MasterOptimizer
 from fp8_te_init._report import memory_report
 from fp8_te_init._seed import MasterSource, seed_masters
 from fp8_te_init._sources import Preserve

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error
-from fp8_common.torch._delayed import delayed_scales
+from fp8_torch_fsdp._delayed import delayed_scales
 from fp8_torch_fsdp._synchronize import sync_float8_amax_and_scale_history
 
 RUN, RECORD, STEP = "run.json", "record.json", "step-"

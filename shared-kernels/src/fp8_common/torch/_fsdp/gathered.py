@@ -1,10 +1,8 @@
-"""Decides what an FP8 linear weight is after the all-gather: codes and scales that act as a weight in products.
+"""`GatheredFloat8Weight`: an FP8 linear weight after the all-gather, codes and scales that act as a weight.
 
-`GatheredFloat8Weight` is the second life-cycle state. `Float8Linear` reads its codes; any other operator gets the
-dequantized values, so that custom layers work too.
+FP8 layers read its codes; any other operator gets the dequantized values, so that custom layers work too.
 """
 
-import hashlib
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.utils import _pytree as pytree
 from fp8_common._blocks import Block
 from fp8_common._formats import get_format
 from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch._tensor_subclass import stable_hash
 
 aten = torch.ops.aten
 
@@ -63,7 +62,7 @@ class GatheredFloat8Weight(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
-        return decoded(self.codes, self.scale, self.fmt, self.block, self.dtype)
+        return dispatch.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show shape and format; the values may be freed."""
@@ -103,23 +102,6 @@ class GatheredFloat8Weight(torch.Tensor):
             )
         args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def stable_hash(tensor: torch.Tensor, *described: object) -> str:
-    """Return a hash of a tensor's metadata and of `described`, tensors or plain values, for the caches of compilers."""
-    text = repr([_metadata(one) if isinstance(one, torch.Tensor) else one for one in (tensor, *described)])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad)
-
-
-def decoded(
-    codes: torch.Tensor, scale: torch.Tensor, fmt: str, block: Block | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return codes times RN32(1 / scale), rounded to `dtype`."""
-    return dispatch.dequantize(codes, scale, get_format(fmt), dtype, block)
 
 
 torch.serialization.add_safe_globals([GatheredFloat8Weight])

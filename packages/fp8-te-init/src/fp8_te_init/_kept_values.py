@@ -1,47 +1,45 @@
-"""Decides what is kept of one parameter's high-precision start on this rank, and when it counts as gone.
+"""`KeptValues`: the high-precision initial values that are kept of one FP8 parameter, for this rank's rows.
 
-A cell is filled when values are written to the weight, emptied by a release, and lost when somebody changes the codes
-behind its back. What it returns always quantizes to the present codes, bit for bit; anything else is an error.
+They are set when values are written to the weight, dropped by a release, and lost when somebody changes the codes
+in another way. What is returned always quantizes to the present codes, bit for bit; anything else is an error.
 """
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 
 from fp8_te_init._errors import StaleInitError
+from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._sources import CopySource, Preserve, QuantizedRows, ReplaySource, ResidualSource, Rows, Source
-from fp8_te_init._tape import Tape
 
-if TYPE_CHECKING:
-    from fp8_te_init._release import ReleaseGroup
+Release = Literal["seed", "step", "forward", "manual"]
+"""When kept values are dropped; see `primary_weights`."""
 
 logger = logging.getLogger(__name__)
 
 
-class InitCell:
+class KeptValues:
     """The high-precision start of the rows that this rank holds of one parameter.
 
     Args:
         preserve: How values are kept.
-        group: What is released together with it.
 
     Attributes:
         source: Where the values come from; None if nothing is kept.
         lost: Why there is nothing although something was kept; None if that is as it should be.
+        dropped_by: What dropped the values that were kept; None if nothing did.
         sharded: Whether the parameter was a distributed one when it was last looked at.
     """
 
-    def __init__(self, preserve: Preserve, group: "ReleaseGroup | None" = None) -> None:
+    def __init__(self, preserve: Preserve) -> None:
         self.preserve: Preserve = preserve
-        self.group = group
         self.source: Source | None = None
         self.lost: str | None = None
+        self.dropped_by: str | None = None
         self.sharded = False
         self._open = preserve != "none"
-        if group is not None:
-            group.add(self)
 
     @property
     def keeps_writes(self) -> bool:
@@ -49,14 +47,14 @@ class InitCell:
         return self._open
 
     @property
-    def wants_tape(self) -> bool:
+    def wants_replay(self) -> bool:
         """Whether the operators that make the values are to be recorded."""
         return self._open and self.preserve == "replay"
 
     @property
-    def tape(self) -> Tape | None:
+    def replay(self) -> InitReplay | None:
         """The operators recorded so far."""
-        return self.source.tape if isinstance(self.source, ReplaySource) else None
+        return self.source.replay if isinstance(self.source, ReplaySource) else None
 
     @property
     def nbytes(self) -> int:
@@ -88,17 +86,17 @@ class InitCell:
             )
         return values
 
-    def keep(self, values: torch.Tensor, quantized: QuantizedRows, tape: Tape | None = None) -> None:
+    def keep(self, values: torch.Tensor, quantized: QuantizedRows, replay: InitReplay | None = None) -> None:
         """Keep values [n, columns] that the present codes were made from."""
         self.lost = None
-        self.source = self._source_for(values, quantized, tape)
+        self.source = self._source_for(values, quantized, replay)
 
-    def _source_for(self, values: torch.Tensor, quantized: QuantizedRows, tape: Tape | None) -> Source:
+    def _source_for(self, values: torch.Tensor, quantized: QuantizedRows, replay: InitReplay | None) -> Source:
         source: Source | None = None
         if self.preserve == "residual":
             source = ResidualSource.of(values, quantized)
-        elif self.preserve == "replay" and tape is not None:
-            source = ReplaySource(tape, quantized.full_shape[1], values.dtype, quantized.rows)
+        elif self.preserve == "replay" and replay is not None:
+            source = ReplaySource(replay, quantized.full_shape[1], values.dtype, quantized.rows)
         if source is None:
             if self.preserve in ("residual", "replay"):
                 logger.warning(
@@ -123,35 +121,41 @@ class InitCell:
         self.source = self.source.narrowed(rows)
 
     def lose(self, why: str) -> None:
-        """Note that what was kept is worth nothing any more."""
+        """Drop what was kept, because the weight is another one now; reading raises with this reason."""
         if self.source is not None:
             self.source, self.lost = None, why
 
-    def release(self) -> None:
-        """Drop what is kept and keep nothing from now on; may be called again."""
+    def release(self, why: str) -> None:
+        """Drop what is kept and keep nothing from now on; may be called again.
+
+        Args:
+            why: What drops it, for those who look for it later.
+        """
+        if self.source is not None:
+            self.dropped_by = why
         self.source, self.lost, self._open = None, None, False
 
-    def copied(self) -> "InitCell":
-        """Return a cell for a copy of the weight, with the same content and released together with this one."""
-        twin = InitCell(self.preserve, self.group)
+    def copied(self) -> "KeptValues":
+        """Return the same for a copy of the weight."""
+        twin = KeptValues(self.preserve)
         twin.source = None if self.source is None else self.source.copied()
-        twin.lost, twin._open = self.lost, self._open
+        twin.lost, twin.dropped_by, twin._open = self.lost, self.dropped_by, self._open
         return twin
 
 
 def keeper(
-    cell: InitCell | None, quantized: QuantizedRows, tape: Tape | None = None
+    kept: KeptValues | None, quantized: QuantizedRows, replay: InitReplay | None = None
 ) -> Callable[[torch.Tensor], None] | None:
     """Return what keeps the values [n, columns] of a write to a weight; None if they are not to be kept.
 
     Args:
-        cell: Where they are kept.
+        kept: Where they are kept.
         quantized: The weight.
-        tape: What made the values, if it is known.
+        replay: What made the values, if it is known.
     """
-    if cell is None or not cell.keeps_writes:
+    if kept is None or not kept.keeps_writes:
         return None
-    return lambda values: cell.keep(values, quantized, tape)
+    return lambda values: kept.keep(values, quantized, replay)
 
 
 def _why_not(preserve: str, values: torch.Tensor) -> str:

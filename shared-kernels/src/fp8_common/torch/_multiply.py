@@ -1,4 +1,4 @@
-"""Decides how two FP8 matrices are multiplied on each kind of device.
+"""The product of two FP8 matrices on each kind of device.
 
 With FP8 tensor cores: `torch._scaled_mm`. Without: every FP8 value is exact in bfloat16 and float32, so the codes are
 decoded and multiplied in the output's dtype, which on CPU is several times faster than the scaled product there. The
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from fp8_common._errors import Fp8Error
 from fp8_common.torch._dispatch import values
 from fp8_common.torch._operands import Operand
-from fp8_common.torch._quantize import expand_blocks
 
 ALIGNMENT = 16
 """FP8 tensor cores need contracted and output dimensions that are multiples of this."""
@@ -66,10 +65,7 @@ def _multiply_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Te
 
 
 def _dequantize(operand: Operand) -> torch.Tensor:
-    scale_inv = operand.scale_inv
-    if operand.block:
-        scale_inv = expand_blocks(scale_inv, operand.block, operand.codes.shape)
-    return values(operand.codes, operand.fmt) * scale_inv
+    return values(operand.codes, operand.fmt) * operand.wide_scale_inv
 
 
 def _multiply_scaled(

@@ -1,4 +1,4 @@
-"""Decides where host copies live: in pages of their own, which go back to the system when the copy is dropped.
+"""Host memory for copies: pages of their own, which go back to the system when the copy is dropped.
 
 Memory that comes from the allocator's heap stays with the process after it is freed. An anonymous mapping for each
 tensor is unmapped with it, on every platform and without asking the allocator. What work on the way leaves in the heap
@@ -16,7 +16,7 @@ LEAST_BYTES = 1 << 16
 """Smaller copies come from the heap: a page each would waste more than it returns."""
 
 
-def private_copy(values: torch.Tensor, *, pin: bool = False) -> torch.Tensor:
+def mapped_copy(values: torch.Tensor, *, pin: bool = False) -> torch.Tensor:
     """Return a contiguous host copy of `values`, on pages of its own if it is large.
 
     Args:
@@ -25,19 +25,20 @@ def private_copy(values: torch.Tensor, *, pin: bool = False) -> torch.Tensor:
     """
     if pin:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
-    target = private_empty(values.shape, values.dtype)
+    target = mapped_empty(values.shape, values.dtype)
     return target.copy_(values)
 
 
-def private_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def mapped_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized (large ones: zero) host tensor on pages of its own if it is large."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < LEAST_BYTES:
         return torch.empty(shape, dtype=dtype)
+    # the tensor keeps the mapping alive, and the last tensor that goes unmaps it
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
 
 
-def give_back() -> bool:
+def return_freed_memory() -> bool:
     """Ask the C library to return freed heap memory to the system; say whether it was asked (glibc)."""
     trim = _malloc_trim()
     if trim is None:

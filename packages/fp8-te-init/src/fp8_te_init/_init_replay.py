@@ -1,6 +1,6 @@
-"""Decides how an initialisation is repeated without keeping its result: the operators, and the generator's state.
+"""`InitReplay`: an initialisation that can be repeated: its operators, and the state of the random generator.
 
-A tape begins with an operator that overwrites the whole tensor (`normal_`, `uniform_`, `zero_`, ...) and goes on with
+A replay begins with an operator that overwrites the whole tensor (`normal_`, `uniform_`, `zero_`, ...) and goes on with
 in-place operators on numbers (`mul_`, `clamp_`, `erfinv_`, ...), which is what the functions of `torch.nn.init` are
 made of. Random operators are repeated with a generator of their own: the global one is not touched.
 """
@@ -40,7 +40,7 @@ class _Operation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tape:
+class InitReplay:
     """A repeatable initialisation of one tensor.
 
     Attributes:
@@ -56,18 +56,18 @@ class Tape:
     @classmethod
     def record(
         cls,
-        before: "Tape | None",
+        before: "InitReplay | None",
         func: torch._ops.OpOverload,
         args: tuple,
         kwargs: dict,
         *,
         device: torch.device,
         rows: tuple[int, int],
-    ) -> "Tape | None":
-        """Return the tape after `func(tensor, *args, **kwargs)`, called before it runs; None if it cannot be repeated.
+    ) -> "InitReplay | None":
+        """Return the replay after `func(tensor, *args, **kwargs)`, called before that runs; None if none is possible.
 
         Args:
-            before: The tape so far.
+            before: The replay so far.
             func: An in-place operator.
             args: Its arguments after the tensor.
             kwargs: Its keyword arguments.

@@ -1,7 +1,6 @@
-"""Decides how ranks agree on the scales of many weights: one integer MAX all-reduce for all of them.
+"""Agreement of ranks on the scales of many weights: one MAX all-reduce for all of them, then the casts.
 
-Non-negative floats order like their bits, so the maximum of int32 keys is exact, keeps NaN, and does not depend on
-the order of ranks. The values that are quantized stay where they are.
+The values that are quantized stay where they are; only keys of their absolute maxima travel.
 """
 
 import dataclasses
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+from fp8_common.torch.plugin import max_over_ranks
 
 if TYPE_CHECKING:
     from fp8_te_init._backends.base import Requantizable
@@ -41,16 +42,13 @@ def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
     Returns:
         The number of all-reduces: one for each process group of more than one rank.
     """
-    keys = [weight.weight.keys(weight.values) for weight in weights]
-    by_group: dict[str, list[int]] = {}
-    for index, weight in enumerate(weights):
-        if weight.group is not None and weight.group.size() > 1:
-            by_group.setdefault(weight.group.group_name, []).append(index)
-    for indices in by_group.values():
-        payload = torch.cat([keys[index] for index in indices])
-        dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=weights[indices[0]].group)
-        for index, part in zip(indices, payload.split([keys[i].numel() for i in indices]), strict=True):
-            keys[index] = part
-    for weight, key in zip(weights, keys, strict=True):
-        weight.weight.store(weight.values, key, step=step)
-    return len(by_group)
+    by_group: dict[str | None, list[Agreement]] = {}
+    for weight in weights:
+        by_group.setdefault(None if weight.group is None else weight.group.group_name, []).append(weight)
+    total = 0
+    for members in by_group.values():
+        keys, reductions = max_over_ranks([one.weight.keys(one.values) for one in members], members[0].group)
+        total += reductions
+        for one, key in zip(members, keys, strict=True):
+            one.weight.store(one.values, key, step=step)
+    return total

@@ -1,27 +1,23 @@
-"""Decides what is done for all FP8 weights of a group at once: their amax and, if it is kept, their cast.
+"""What is done for all FP8 weights of a group at once: their amax, their scales and, if it is kept, their cast.
 
 On a GPU a launch per weight costs more than the work. Weights whose strategy scales whole tensors share one operator
 for all amax and one for all casts of a format, each a single launch there; others go one by one.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
-from fp8_common._formats import Format
-from fp8_common._recipe import CastRecipe
-from fp8_common.torch import _foreach as foreach
-from fp8_common.torch._amax import key_to_float
-from fp8_common.torch._fsdp.member import Member
-from fp8_common.torch._scaling import scale_from_amax
+from fp8_common import CastRecipe, Format
+from fp8_common.torch.plugin import buffers, dispatch, foreach
+from fp8_torch_fsdp._sync_member import Member
 
 
 def refresh_keys(members: Iterable[Member]) -> None:
     """Compute the keys of these weights again where they may have changed."""
     together: dict[torch.device, list[Member]] = {}
     for member in members:
-        if (member.state.keys is None or member.may_be_stale) and _format(member) is not None:
+        if (member.state.keys is None or member.may_be_stale) and member.strategy.foreach_format is not None:
             together.setdefault(member.shard.device, []).append(member)
         else:
             member.refresh_keys()
@@ -36,34 +32,31 @@ def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Te
     scales: list[torch.Tensor | None] = []
     alike: dict[CastRecipe, list[int]] = {}
     for index, (member, keys) in enumerate(renewed):
-        cast = getattr(member.state.strategy, "dynamic_cast", None)
-        if cast is not None:
-            alike.setdefault(cast, []).append(index)
-        scales.append(None if cast is not None else member.state.strategy.scale_from_keys(keys, member.state))
+        together = member.strategy.scale_follows_from_key
+        if together:
+            alike.setdefault(member.strategy.cast, []).append(index)
+        scales.append(None if together else member.strategy.scale_from_keys(keys, member.state.geometry))
     for cast, indices in alike.items():
-        amax = key_to_float(torch.cat([renewed[i][1] for i in indices]))
-        for i, scale in zip(indices, scale_from_amax(amax, cast.fp8_format, cast.policy).unbind(), strict=True):
+        amax = torch.cat([renewed[i][1] for i in indices]).view(torch.float32)
+        for i, scale in zip(
+            indices, dispatch.scale_from_amax(amax, cast.fp8_format, cast.policy).unbind(), strict=True
+        ):
             scales[i] = scale
     return scales
 
 
 def cast_together(members: Iterable[Member]) -> None:
-    """Make the wire buffers of weights that keep them and have none; others are cast when they are gathered."""
+    """Make the buffers of weights that keep them and have none; others are cast when they are gathered."""
     together: dict[tuple[Format, torch.device], list[Member]] = {}
     for member in members:
-        fmt = _format(member)
+        fmt = member.strategy.foreach_format
         here = member.shard.device == member.param.device  # else FSDP2 uploads it for each gather: cast then
         if fmt is not None and here and member.state.cache and member.state.wire is None:
             together.setdefault((fmt, member.shard.device), []).append(member)
     for (fmt, _), group in together.items():
-        scales = torch.stack([member.state.agreed_scale.reshape(()) for member in group])
+        scales = torch.stack([member.state.agreed_scale for member in group])
         codes = foreach.cast([member.shard for member in group], scales, fmt)
         for member, own in zip(group, codes, strict=True):
-            strategy: Any = member.state.strategy  # one with a tensorwise_format also takes codes
-            member.state.wire = strategy.wire_from_codes(own, member.state)
-            member.state.casts += 1
-
-
-def _format(member: Member) -> Format | None:
-    """Return the format of a strategy with one agreed scale per tensor; None for other strategies."""
-    return getattr(member.state.strategy, "tensorwise_format", None)
+            state = member.state
+            state.wire = (buffers.pad_rows(own, state.geometry.padded_shape),), state.scale
+            state.casts += 1

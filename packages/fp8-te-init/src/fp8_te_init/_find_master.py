@@ -1,4 +1,4 @@
-"""Decides where an optimizer keeps the float32 master of a parameter, for every kind of optimizer that has some."""
+"""`find_master`: access to the float32 master of a parameter, for every kind of optimizer that has some."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fp8_te_init._compat import local_of
 from fp8_te_init._errors import MissingInitError
-from fp8_te_init._master import MASTER, MasterOptimizer
+from fp8_te_init._master_optimizer import MASTER, MasterOptimizer
 
 
 class Master(Protocol):

@@ -1,4 +1,4 @@
-"""Decides how an optimizer trains FP8 weights: on float32 masters of this rank's rows, quantized again after the step.
+"""`MasterOptimizer`: trains float32 masters of this rank's rows of FP8 weights, and quantizes them after each step.
 
 Any optimizer class of torch works: it sees the masters, and the plain parameters as they are. Masters are distributed
 like their parameters, so that `torch.distributed.checkpoint` saves and reshards them like any optimizer state.
@@ -13,13 +13,13 @@ import torch
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
-from fp8_common.torch._fsdp.compat import reshard_gathered
-from fp8_te_init._agree import Agreement, agree_on
+from fp8_common.torch.plugin import fsdp
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import float32_like, local_of, version_of
 from fp8_te_init._errors import StaleInitError
+from fp8_te_init._parameter_mark import kept_of
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
-from fp8_te_init._store import cell_of
 from fp8_te_init._weight import primary_of
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class MasterOptimizer(Optimizer):
             agreements.append(Agreement(weight=weight, values=local_of(master), group=group_of(parameter)))
             written.append(local_of(parameter))
         self.reductions += agree_on(agreements, step=step)
-        reshard_gathered(written)
+        fsdp.reshard_gathered(written)
         for parameter in self._masters:
             self.note(parameter)
 
@@ -273,14 +273,14 @@ def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:
     weight = requantizable(parameter)
     if weight is None:
         return local_of(parameter).detach()
-    kept, cell = weight.pending(), cell_of(parameter)
-    if kept is None and cell is not None:
+    values, kept = weight.pending(), kept_of(parameter)
+    if values is None and kept is not None:
         try:
-            kept = cell.values(weight)
+            values = kept.values(weight)
         except StaleInitError:
             if strict:
                 raise
-    return weight.values() if kept is None else kept
+    return weight.values() if values is None else values
 
 
 def _writes_to(parameter: torch.Tensor) -> int:
