@@ -31,7 +31,7 @@ from fp8_jax_owg._gather import fp8_all_gather
 from fp8_jax_owg._marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._mode import get_mode, use_mode
-from fp8_jax_owg._norms import clip_by_global_norm, global_norm, scale_gradients
+from fp8_jax_owg._norms import all_finite, clip_by_global_norm, global_norm, scale_gradients
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._ragged import fp8_ragged_dot
 from fp8_jax_owg._report import OwgReport, TensorReport, report
@@ -52,6 +52,7 @@ __all__ = [
     "OwgReport",
     "TensorReport",
     "accumulate",
+    "all_finite",
     "apply_updates",
     "assert_fp8_collectives",
     "assert_fp8_dots",

@@ -16,6 +16,7 @@ from fp8_common.jax.plugin import multiply_back
 from fp8_jax_owg._casting import Operand, Seen, cast, next_state
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
+from fp8_jax_owg._meshes import vary_alike
 from fp8_jax_owg._meta import TensorMeta, read_tensor_meta
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import DelayedScaling, Tensor, format_of
@@ -50,7 +51,8 @@ def in_q(
     Raises:
         Fp8Error: Unsupported dtypes or shapes.
     """
-    return _in_q(_delayed(scaling, "input"), as_operand(x, "x"), read_tensor_meta(scale, amax_history))
+    meta = read_tensor_meta(scale, amax_history)
+    return _in_q(_delayed(scaling, "input"), vary_alike(as_operand(x, "x"), meta), meta)
 
 
 def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
@@ -58,7 +60,8 @@ def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: Sca
 
     Arguments and errors are those of `in_q`; the result has the shape and dtype of `x`.
     """
-    return _in_qdq(_delayed(scaling, "input"), as_operand(x, "x"), read_tensor_meta(scale, amax_history))
+    meta = read_tensor_meta(scale, amax_history)
+    return _in_qdq(_delayed(scaling, "input"), vary_alike(as_operand(x, "x"), meta), meta)
 
 
 def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:

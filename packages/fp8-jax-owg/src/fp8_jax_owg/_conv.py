@@ -19,6 +19,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import Precision, as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
+from fp8_jax_owg._meshes import vary_alike
 from fp8_jax_owg._meta import Meta
 from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg._scaling import Scaling, Tensor, format_of
@@ -97,7 +98,7 @@ def fp8_conv_general_dilated(
     }
     dtype = np.dtype(a.dtype if preferred_element_type is None else preferred_element_type)
     how = _Conv(scaling=scaling, dtype=dtype, operand_dtypes=(a.dtype, b.dtype), options=tuple(options.items()))
-    return _convolve(how, a, b, state)
+    return _convolve(how, *vary_alike((a, b), state), state)
 
 
 Residuals = tuple[Operand, Operand, State]

@@ -18,7 +18,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._contraction import Contraction, DimensionNumbers
 from fp8_jax_owg._first_order import first_order_only
-from fp8_jax_owg._meshes import refuse_explicit_axes
+from fp8_jax_owg._meshes import refuse_explicit_axes, vary_alike
 from fp8_jax_owg._meta import Meta, tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
@@ -137,7 +137,7 @@ def fp8_contract(
         kernel_is_cast=is_cast,
         precision=precision,
     )
-    return _fp8_product(product, lhs, rhs, state)
+    return _fp8_product(product, *vary_alike((lhs, rhs), state), state)
 
 
 def as_operand(x: ArrayLike, name: str) -> jax.Array:

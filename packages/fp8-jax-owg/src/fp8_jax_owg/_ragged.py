@@ -17,7 +17,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
-from fp8_jax_owg._meshes import refuse_explicit_axes
+from fp8_jax_owg._meshes import refuse_explicit_axes, vary_alike
 from fp8_jax_owg._meta import Meta
 from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg._scaling import Scaling, format_of
@@ -75,7 +75,8 @@ def fp8_ragged_dot(
         raise Fp8Error('fp8_ragged_dot has one scale per tensor: use CurrentScaling(granularity="tensor").')
     dtype = np.dtype(a.dtype if preferred_element_type is None else preferred_element_type)
     how = _Ragged(scaling=scaling, dtype=dtype, operand_dtypes=(a.dtype, b.dtype))
-    return _ragged(how, a, b, sizes.astype(jnp.int32), state)
+    a, b, sizes = vary_alike((a, b, sizes.astype(jnp.int32)), state)
+    return _ragged(how, a, b, sizes, state)
 
 
 Residuals = tuple[Operand, Operand, jax.Array, State]
