@@ -1,4 +1,4 @@
-"""Decides what of an amax history goes through a loop: its newest entry; the rest is known before the loop starts.
+"""Amax histories in loops: the newest entry goes through the loop, the rest is known before the loop starts.
 
 All uses of a state return the same rolled history but for its first entry. So a loop combines first entries, and the
 history rolls once, outside. A leaf is a history if its name, or that of a node it lies in, ends with `amax_history`,
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common.jax import update_history
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 
 SUFFIX = "amax_history"
 
 
-def split_windows(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
+def split_histories(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
     """Return what a loop needs to combine, and what puts it back.
 
     Args:
@@ -31,15 +31,15 @@ def split_windows(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]
     leaves = [leaf for _, leaf in found]
     rolls = [is_history(path) and jnp.ndim(leaf) > 0 for path, leaf in found]
     # The body sees the whole history, and its gradient goes through the newest entry alone.
-    windows = [jax.lax.stop_gradient(leaf) for leaf in leaves]
+    whole_leaves = [jax.lax.stop_gradient(leaf) for leaf in leaves]
     loose = [_newest(leaf) if roll else leaf for leaf, roll in zip(leaves, rolls, strict=True)]
 
     def rebuild(loose: list[jax.Array]) -> Any:
-        whole = [
-            _with_newest(window, leaf) if roll else leaf
-            for window, leaf, roll in zip(windows, loose, rolls, strict=True)
+        rebuilt = [
+            _with_newest(whole, leaf) if roll else leaf
+            for whole, leaf, roll in zip(whole_leaves, loose, rolls, strict=True)
         ]
-        return structure.unflatten(whole)
+        return structure.unflatten(rebuilt)
 
     return loose, rebuild
 
@@ -55,18 +55,18 @@ def _newest(history: jax.Array) -> jax.Array:
 
 
 def _newest_backward(history: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    seen = wire.from_wire(g)[..., 0]
+    seen = cotangents.decode(g)[..., 0]
     rolled, _ = update_history(jnp.moveaxis(history, -1, 0), seen)
-    observed = jnp.where(wire.is_observed(seen), rolled, wire.NOT_OBSERVED)
-    return (wire.to_wire(jnp.moveaxis(observed, 0, -1)),)
+    observed = jnp.where(cotangents.is_observed(seen), rolled, cotangents.NOT_OBSERVED)
+    return (cotangents.encode(jnp.moveaxis(observed, 0, -1)),)
 
 
 _newest.defvjp(lambda history: (_newest(history), history), _newest_backward)
 
 
 @jax.custom_vjp
-def _with_newest(window: jax.Array, newest: jax.Array) -> jax.Array:
-    return window
+def _with_newest(history: jax.Array, newest: jax.Array) -> jax.Array:
+    return history
 
 
-_with_newest.defvjp(lambda window, newest: (window, None), lambda _, g: (jnp.zeros_like(g), g[..., :1]))
+_with_newest.defvjp(lambda history, newest: (history, None), lambda _, g: (jnp.zeros_like(g), g[..., :1]))

@@ -1,4 +1,4 @@
-"""The boundary of loops: what iterations observe meets by MAX, and what was not observed is told apart."""
+"""Shared values: what iterations observe meets by MAX, and what was not observed is told apart."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from jax import lax
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import _boundary as boundary
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg import _sharing as sharing
 from fp8_jax_owg import fp32_max_grad
 
 SEEN = np.float32([1, 5, 3, 2])
@@ -23,12 +23,12 @@ def meter(x, amax):
 
 
 def _observe(x, amax):
-    return x, (boundary.like(jnp.max(jnp.abs(x)), amax), amax)
+    return x, (sharing.like(jnp.max(jnp.abs(x)), amax), amax)
 
 
 def _report(residual, g):
     seen, amax = residual
-    return g, wire.to_wire(jnp.broadcast_to(seen, amax.shape))
+    return g, cotangents.encode(jnp.broadcast_to(seen, amax.shape))
 
 
 meter.defvjp(_observe, _report)
@@ -38,7 +38,7 @@ def gradient(loss, amax=None, *, jit=True):
     """Return what `loss` observes, decoded."""
     amax = jnp.zeros((), jnp.float32) if amax is None else amax
     grad = jax.grad(loss)
-    return np.asarray(wire.from_wire((jax.jit(grad) if jit else grad)(amax)))
+    return np.asarray(cotangents.decode((jax.jit(grad) if jit else grad)(amax)))
 
 
 def loop(amax, convert_inside):
@@ -97,30 +97,30 @@ def test_extended_arrays_at_rest_add_by_max():
 SMALL = np.float32([0, 1e-45, 1e-40, 1.1754942e-38, 1.17549435e-38, 2e-38, 1, 1e30, 3.4e38])
 
 
-def test_the_wire_carries_every_amax():
-    encoded = wire.to_wire(jnp.asarray(SMALL))
+def test_the_encoding_carries_every_amax():
+    encoded = cotangents.encode(jnp.asarray(SMALL))
     assert not (np.abs(np.asarray(encoded)) < 1.17e-38).any()
-    np.testing.assert_array_equal(np.asarray(wire.from_wire(encoded)).view(np.int32), SMALL.view(np.int32))
+    np.testing.assert_array_equal(np.asarray(cotangents.decode(encoded)).view(np.int32), SMALL.view(np.int32))
 
 
-def test_the_wire_survives_the_additions_of_autodiff():
-    encoded = jax.jit(lambda x: wire.from_wire(wire.to_wire(x) + jnp.zeros_like(x)))(SMALL)
+def test_the_encoding_survives_the_additions_of_autodiff():
+    encoded = jax.jit(lambda x: cotangents.decode(cotangents.encode(x) + jnp.zeros_like(x)))(SMALL)
     np.testing.assert_array_equal(np.asarray(encoded).view(np.int32), SMALL.view(np.int32))
 
 
 @pytest.mark.parametrize("nothing", [0.0, -0.0, np.nan, np.inf, -np.inf])
-def test_the_wire_tells_nothing_from_something(nothing):
-    decoded = wire.from_wire(jnp.float32(nothing))
+def test_the_encoding_tells_nothing_from_something(nothing):
+    decoded = cotangents.decode(jnp.float32(nothing))
     assert decoded == NOT_OBSERVED
-    assert not wire.is_observed(decoded)
-    assert wire.is_observed(wire.from_wire(wire.to_wire(jnp.float32(0))))
+    assert not cotangents.is_observed(decoded)
+    assert cotangents.is_observed(cotangents.decode(cotangents.encode(jnp.float32(0))))
 
 
 def test_the_greatest_is_found_among_subnormals():
     small = jnp.asarray(SMALL[1:4])
-    assert np.asarray(wire.maximum(small[0], small[1])) == SMALL[2]
-    assert np.asarray(wire.maximum_over(small, 0)) == SMALL[3]
-    assert np.asarray(wire.maximum(jnp.float32(NOT_OBSERVED), small[0])) == SMALL[1]
+    assert np.asarray(cotangents.maximum(small[0], small[1])) == SMALL[2]
+    assert np.asarray(cotangents.maximum_over(small, 0)) == SMALL[3]
+    assert np.asarray(cotangents.maximum(jnp.float32(NOT_OBSERVED), small[0])) == SMALL[1]
 
 
 def test_slots_meet_by_max_and_subnormals_count():

@@ -1,4 +1,4 @@
-"""Decides how overwrite-with-gradient values enter and leave the code that uses them several times.
+"""`share`, `read`, `fan_out`, `gate`, `replicated` and `scan`: overwritten values that are used several times.
 
 Outside of loops they are float32. `share` makes them `fp32_max_grad`, so that everything that happens to their
 cotangents from there on is a MAX; `read`, at the top of the loop's body, makes them float32 again, so that layers
@@ -18,10 +18,10 @@ from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error
 from fp8_jax_owg import _compat as compat
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
+from fp8_jax_owg._histories import split_histories
 from fp8_jax_owg._mode import get_mode
-from fp8_jax_owg._window import split_windows
 
 Tree = TypeVar("Tree")
 
@@ -139,7 +139,7 @@ def scan(
 ) -> tuple[Any, Any]:
     """Run `jax.lax.scan` with overwrite-with-gradient values that every iteration uses.
 
-    Of leaves named `*amax_history` only the newest entry goes through the loop (`fp8_jax_owg._window`).
+    Of leaves named `*amax_history` only the newest entry goes through the loop (`fp8_jax_owg._histories`).
 
     Args:
         f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` as float32.
@@ -156,7 +156,7 @@ def scan(
     Raises:
         Fp8Error: A leaf of `owg` is not float32, or the number of iterations is unknown.
     """
-    loose, whole = split_windows(read(owg))
+    loose, whole = split_histories(read(owg))
     if get_mode() == "extended":
         shared = share(loose)
         return lax.scan(lambda c, x: f(c, x, whole(read(shared))), init, xs, length, reverse=reverse, unroll=unroll)
@@ -177,7 +177,7 @@ def like(observed: jax.Array, value: jax.Array) -> jax.Array:
     # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types tell.
     reduced = _over_examples(observed, value)
     missing = tuple(sorted(compat.varying_axes(reduced) - compat.varying_axes(value)))
-    return wire.from_ordered(lax.pmax(wire.to_ordered(reduced), missing)) if missing else reduced
+    return cotangents.from_ordered(lax.pmax(cotangents.to_ordered(reduced), missing)) if missing else reduced
 
 
 def check_float32(x: Any) -> Any:
@@ -218,7 +218,7 @@ def _share(x: jax.Array) -> jax.Array:
 
 _share.defvjp(
     lambda x: (_share(x), None),
-    lambda _, g: (wire.to_wire(lax.convert_element_type(g, jnp.float32)),),
+    lambda _, g: (cotangents.encode(lax.convert_element_type(g, jnp.float32)),),
 )
 
 
@@ -230,7 +230,7 @@ def _read(x: jax.Array) -> jax.Array:
 # JAX's own transpose of the conversion would take the encoded cotangent for a value
 _read.defvjp(
     lambda x: (_read(x), None),
-    lambda _, g: (lax.convert_element_type(wire.from_wire(g), fp32_max_grad),),
+    lambda _, g: (lax.convert_element_type(cotangents.decode(g), fp32_max_grad),),
 )
 
 
@@ -241,7 +241,7 @@ def _fan_out(x: jax.Array, uses: int) -> jax.Array:
 
 _fan_out.defvjp(
     lambda x, uses: (_fan_out(x, uses), None),
-    lambda uses, _, g: (wire.to_wire(wire.maximum_over(wire.from_wire(g), 0)),),
+    lambda uses, _, g: (cotangents.encode(cotangents.maximum_over(cotangents.decode(g), 0)),),
 )
 
 
@@ -253,7 +253,7 @@ def _gate(x: jax.Array, valid: jax.Array) -> jax.Array:
 
 def _gate_backward(residual: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
     x, valid = residual
-    return wire.to_wire(like(jnp.where(valid, wire.from_wire(g), wire.NOT_OBSERVED), x)), None
+    return cotangents.encode(like(jnp.where(valid, cotangents.decode(g), cotangents.NOT_OBSERVED), x)), None
 
 
 _gate.defvjp(lambda x, valid: (_gate(x, valid), (x, valid)), _gate_backward)
@@ -265,9 +265,9 @@ def _replicated(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _replicated_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
-    greatest = wire.from_ordered(lax.pmax(wire.to_ordered(wire.from_wire(g)), axes))
+    greatest = cotangents.from_ordered(lax.pmax(cotangents.to_ordered(cotangents.decode(g)), axes))
     # the sum that JAX takes over the devices then has one term
-    return (jnp.where(lax.axis_index(axes) == 0, wire.to_wire(greatest), jnp.zeros_like(greatest)),)
+    return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
 
 
 _replicated.defvjp(lambda x, axes: (x, None), _replicated_backward)
@@ -283,5 +283,5 @@ def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> 
     observed_differs, value_differs = batched
     # A state that all examples share has one next value: their maximum. JAX would add up.
     if observed_differs and not value_differs:
-        return _over_examples(wire.maximum_over(observed, 0), value), False
+        return _over_examples(cotangents.maximum_over(observed, 0), value), False
     return _over_examples(observed, value), observed_differs

@@ -1,7 +1,7 @@
-"""Decides how an observation travels as a float32 cotangent without being mistaken for anything else.
+"""Observed amax and scales as float32 cotangents: an encoding that tells them apart from the zeros of autodiff.
 
 Autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a layer that was
-skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So on the wire
+skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So
 
 | cotangent | means |
 |---|---|
@@ -19,30 +19,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8_common._amax import INF_KEY, MIN_NORMAL_KEY
-from fp8_common.jax._arrays import SIGN_MASK, float_key, from_bits, to_bits
+from fp8_common.jax.plugin import float_key, from_bits, to_bits
 
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
+SIGN_BIT = -(2**31)
+INFINITY_KEY = 0x7F800000
+SMALLEST_NORMAL_KEY = 0x00800000
 
 
-def to_wire(value: jax.Array) -> jax.Array:
+def encode(value: jax.Array) -> jax.Array:
     """Return observations as cotangents.
 
     Args:
         value: float32, any shape: not negative, or -inf for "not observed".
     """
     key = float_key(value)
-    return jnp.where(key < MIN_NORMAL_KEY, from_bits((key + MIN_NORMAL_KEY) | jnp.int32(SIGN_MASK)), value)
+    return jnp.where(key < SMALLEST_NORMAL_KEY, from_bits((key + SMALLEST_NORMAL_KEY) | jnp.int32(SIGN_BIT)), value)
 
 
-def from_wire(cotangent: jax.Array) -> jax.Array:
+def decode(cotangent: jax.Array) -> jax.Array:
     """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
     bits, key = to_bits(cotangent), float_key(cotangent)
-    # Negative, in the lowest binade: `to_wire` put zeros and subnormals there, and nothing else is negative but -inf.
-    is_small = (bits < 0) & (key >= MIN_NORMAL_KEY) & (key < 2 * MIN_NORMAL_KEY)
-    observed = jnp.where(is_small, from_bits(key - MIN_NORMAL_KEY), cotangent)
-    return jnp.where((key == 0) | (key >= INF_KEY), NOT_OBSERVED, observed)
+    # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
+    is_small = (bits < 0) & (key >= SMALLEST_NORMAL_KEY) & (key < 2 * SMALLEST_NORMAL_KEY)
+    observed = jnp.where(is_small, from_bits(key - SMALLEST_NORMAL_KEY), cotangent)
+    return jnp.where((key == 0) | (key >= INFINITY_KEY), NOT_OBSERVED, observed)
 
 
 def is_observed(value: jax.Array) -> jax.Array:
