@@ -1,13 +1,21 @@
-"""The one place that touches private parts of torch.distributed.tensor, and what this package relies on there.
+"""The one place that touches private parts of torch.distributed, and what this package relies on there.
 
 Written for torch 2.11 to 2.13. FSDP2's private parts are read by `fp8_common.torch._fsdp.compat` alone.
 """
 
+from types import FrameType
+from typing import Any
+
 import torch
+import torch.distributed as dist
+import torch.distributed.utils
 from torch.distributed.tensor import DTensor
 
 PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
 """Private attributes that this file reads; a test looks for each."""
+
+SYNCHRONIZATION = ("_sync_module_states", ("module", "process_group", "src"))
+"""The function of torch.distributed.utils with which DDP makes parameters equal, and its arguments; a test looks."""
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -22,6 +30,27 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def ddp_synchronization(frame: FrameType) -> tuple[dist.ProcessGroup, int] | None:
+    """Return the group and the sending rank if a frame is DDP's function that synchronizes parameters; else None.
+
+    DDP offers no hook there, and what it sends next are flattened values, which say nothing of scales.
+    """
+    function = getattr(torch.distributed.utils, SYNCHRONIZATION[0], None)
+    if function is None or frame.f_code is not function.__code__:
+        return None
+    return frame.f_locals["process_group"], frame.f_locals["src"]
+
+
+def unboxed_group(boxed: Any) -> dist.ProcessGroup:
+    """Return the process group that an operator got as an argument."""
+    return boxed if isinstance(boxed, dist.ProcessGroup) else dist.ProcessGroup.unbox(boxed)
+
+
+def unboxed_work(boxed: Any) -> dist.Work:
+    """Return the handle of a collective that an operator returned."""
+    return boxed if isinstance(boxed, dist.Work) else dist.Work.unbox(boxed)
 
 
 def version_of(tensor: torch.Tensor) -> int:

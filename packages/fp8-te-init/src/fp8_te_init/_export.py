@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8_te_init._backends import requantizable
+from fp8_te_init._checkpoint_names import HISTORY, SCALE
 from fp8_te_init._compat import float32_like
 from fp8_te_init._master_optimizer import MASTER, MasterOptimizer
 from fp8_te_init._parameters import named_parameters
-from fp8_te_init._state_dict import HISTORY, SCALE
 
 
 @torch.no_grad()

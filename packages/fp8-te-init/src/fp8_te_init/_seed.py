@@ -3,28 +3,30 @@
 What fails is found out on all ranks before anyone goes on, and nothing is dropped then.
 """
 
+import contextlib
 import dataclasses
-import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
 from fp8_te_init._backends import requantizable
+from fp8_te_init._compat import local_of
 from fp8_te_init._errors import MissingInitError, StaleInitError
 from fp8_te_init._find_master import Master, find_master
 from fp8_te_init._host_memory import return_freed_memory
-from fp8_te_init._kept_in_module import kept_values, named_kept, release_under
-from fp8_te_init._parameters import NamedWeight, fp8_weights
-from fp8_te_init._shards import group_of
-from fp8_te_init._sources.checkpoint import Checkpoint, CheckpointSource, reader_of
+from fp8_te_init._kept_in_module import kept_for, kept_values, named_kept, release_under
+from fp8_te_init._parameters import NamedWeight, fp8_weights, named_parameters
+from fp8_te_init._raise_together import groups_of, raise_together
+from fp8_te_init._scale_agreement import Agreement, agree_on
+from fp8_te_init._shards import group_of, place_of
+from fp8_te_init._sources import Rows
+from fp8_te_init._sources.checkpoint import Checkpoint, CheckpointReader, CheckpointSource, reader_of
 from fp8_te_init._sources.dither import dithered
-
-logger = logging.getLogger(__name__)
 
 MasterSource = Literal["copy", "checkpoint", "dither", "dequant"]
 EXACT: tuple[MasterSource, ...] = ("copy", "checkpoint")
@@ -35,7 +37,7 @@ class SeedReport:
     """What `seed_masters` did on this rank.
 
     Attributes:
-        sources: Where each seeded weight's master came from.
+        sources: Where each seeded parameter's master came from.
         released_bytes: Bytes of kept values that were dropped.
     """
 
@@ -48,7 +50,7 @@ def seed_masters(
     optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
     strict: bool = True,
-    source_order: Sequence[MasterSource] = ("copy", "checkpoint", "dequant"),
+    source_order: Sequence[MasterSource] | None = None,
     *,
     checkpoint: Checkpoint | None = None,
     prefix: str = "",
@@ -59,16 +61,22 @@ def seed_masters(
     All ranks call it. Everything that is kept under `model` with release="seed" is dropped on every rank: also what
     the optimizer does not own, and frozen and tied weights.
 
+    With a checkpoint, masters are its values, and the FP8 codes are made from them again: the start of a fine-tuning,
+    whatever the model was initialized with. Other low-precision parameters that have masters get both too. Parameters
+    without masters are not touched: load them with `load_state_dict`.
+
     Args:
         optimizer: A `MasterOptimizer`; TransformerEngine's FusedAdam with masters; or an optimizer of float32 masters
             that the parameters name as `main_param` (Megatron) or its state as "master_param". All of them, if the
             weights of `model` are shared out among several.
         model: The model.
         strict: Only exact sources: "copy" (what is kept) and "checkpoint". False goes on through `source_order`.
-        source_order: What to take, in this order. "dequant" takes the rounded values; "dither" spreads them over their
-            rounding cells, for random initialisations alone, and has to be asked for.
-        checkpoint: High-precision values by parameter name: tensors, a file of torch.save, or a folder of
-            `torch.distributed.checkpoint`.
+        source_order: What to take, in this order; by default "copy" and then "dequant", with a checkpoint "checkpoint"
+            alone, and without `strict` then "copy" and "dequant" for what it does not hold. "dequant" takes the
+            rounded values; "dither" spreads them over their rounding cells, for random initialisations alone, and has
+            to be asked for.
+        checkpoint: Values by parameter name: tensors, a file of torch.save, or a folder of
+            `torch.distributed.checkpoint`. High-precision ones, or the FP8 codes and scales of a model of this package.
         prefix: What stands before the names in the checkpoint.
         seed: Seed of "dither".
 
@@ -78,30 +86,154 @@ def seed_masters(
     Raises:
         MissingInitError: A weight has no source left, or the optimizer no masters; on all ranks, nothing dropped.
         StaleInitError: What is kept does not quantize to the codes; on all ranks, nothing dropped.
+        Fp8Error: The checkpoint cannot be read or is of another model, on any rank; on all ranks, nothing dropped.
     """
-    for source in source_order:
-        if source not in ("copy", "checkpoint", "dither", "dequant"):
-            raise Fp8Error(f'source_order takes "copy", "checkpoint", "dither" and "dequant", got {source!r}.')
-    order = [source for source in source_order if not strict or source in EXACT]
-    find = reader_of(checkpoint, prefix) if checkpoint is not None else lambda name: None
+    order = _checked_order(source_order, strict=strict, has_checkpoint=checkpoint is not None)
+    groups = groups_of(model)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     weights = fp8_weights(model)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    run = _Seeding(optimizers, model, order, strict=strict, seed=seed)
+    with run.noting("the checkpoint"):
+        run.open(checkpoint, prefix)
     if strict:
-        _refuse_dequantized(model)
-    sources: dict[str, MasterSource] = {}
-    problems: dict[int, Exception] = {}
-    for index, named in enumerate(weights):
+        with run.noting("the model"):
+            _refuse_dequantized(model)
+    for named in weights if not run.problems else []:
+        with run.noting(named.name):
+            run.seed(named)
+    for name, _, _, parameter in named_parameters(model) if not run.problems else []:
+        if requantizable(parameter) is None:
+            with run.noting(name):
+                run.seed_plain(name, parameter)
+    names = ["the checkpoint", "the model", *(name for name, *_ in named_parameters(model))]
+    raise_together(names, run.problems, groups, weights[0].weight.device if weights else torch.device("cpu"))
+    # only now: a rank that had failed would have left the others waiting in this reduction
+    agree_on(run.agreements, step=False)
+    released = release_under(model, "seed_masters")
+    run.keep_again(weights)
+    return_freed_memory()
+    return SeedReport(sources=run.sources, released_bytes=released)
+
+
+class _Seeding:
+    """One call of `seed_masters`: what it reads from, what it found, and the codes that are to follow their masters."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module,
+        order: Sequence[MasterSource],
+        *,
+        strict: bool,
+        seed: int,
+    ) -> None:
+        self.problems: dict[str, Exception] = {}
+        self.sources: dict[str, MasterSource] = {}
+        self.agreements: list[Agreement] = []
+        self._optimizers, self._order, self._strict, self._seed = optimizers, order, strict, seed
+        self._reader: CheckpointReader | None = None
+        self._aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._aliases.setdefault(id(parameter), []).append(name)
+
+    @contextlib.contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Note an error under a name instead of raising it."""
         try:
-            masters = [master for one in optimizers if (master := _master_for(one, named, strict)) is not None]
-            if not masters:
-                continue
-            values, sources[named.name] = _values(named, order, find(named.name), seed)
-            for master in masters:
-                master.set(values)
-        except (MissingInitError, StaleInitError) as error:
-            problems[index] = error
-    _raise_together(weights, problems)
-    return SeedReport(sources=sources, released_bytes=_release(model))
+            yield
+        except (Fp8Error, StaleInitError) as error:
+            self.problems[name] = error
+
+    def open(self, checkpoint: Checkpoint | None, prefix: str) -> None:
+        """Read from a checkpoint, if there is one; refuse one that knows none of the parameters."""
+        if checkpoint is None:
+            return
+        self._reader = reader_of(checkpoint, prefix)
+        if not any(self._reader.holds(alias) for aliases in self._aliases.values() for alias in aliases):
+            raise Fp8Error("No parameter of the model is in the checkpoint: are its names others? See prefix=.")
+
+    def seed(self, named: NamedWeight) -> None:
+        """Set the masters of an FP8 weight; with values of a checkpoint also its codes, later."""
+        masters = self._masters(named)
+        source = self._in_checkpoint(named.name, named.parameter, named.weight.rows)
+        if not masters and (source is None or "checkpoint" not in self._order):
+            return
+        values, chosen = self._values(named, source)
+        for master in masters:
+            master.set(values)
+            self.sources[named.name] = chosen
+        if chosen == "checkpoint":
+            values = values.to(named.weight.device)
+            self.agreements.append(Agreement(weight=named.weight, values=values, group=group_of(named.parameter)))
+
+    def seed_plain(self, name: str, parameter: nn.Parameter) -> None:
+        """Set the master of a parameter that is not FP8, and the parameter, if the checkpoint has it."""
+        masters = [found for one in self._optimizers if (found := find_master(one, parameter)) is not None]
+        if not masters or "checkpoint" not in self._order:
+            return
+        first, count = place_of(parameter)
+        source = self._in_checkpoint(name, parameter, Rows(first, first + count))
+        if source is None:
+            return
+        values = source.values()
+        for master in masters:
+            master.set(values)
+        local_of(parameter).copy_(values)
+        self.sources[name] = "checkpoint"
+
+    def keep_again(self, weights: Sequence[NamedWeight]) -> None:
+        """Keep the checkpoint's values where values are kept on: those of before belong to other codes."""
+        changed = {id(agreement.weight): agreement.values for agreement in self.agreements}
+        for named in weights:
+            kept = kept_for(named.module, named.attribute)
+            if id(named.weight) in changed and kept is not None and kept.keeps_writes:
+                kept.keep(changed[id(named.weight)].to(named.weight.dtype), named.weight)
+
+    def _masters(self, named: NamedWeight) -> list[Master]:
+        found = (_master_for(one, named, self._strict) for one in self._optimizers)
+        return [master for master in found if master is not None]
+
+    def _in_checkpoint(self, name: str, parameter: nn.Parameter, rows: Rows) -> CheckpointSource | None:
+        """Return what reads a parameter under any of its names; tied ones have several."""
+        if self._reader is None:
+            return None
+        found = (alias for alias in [name, *self._aliases.get(id(parameter), [])] if self._reader.holds(alias))
+        alias = next(found, None)
+        return None if alias is None else CheckpointSource(self._reader, alias, rows, parameter.shape)
+
+    def _values(self, named: NamedWeight, checkpoint: CheckpointSource | None) -> tuple[torch.Tensor, MasterSource]:
+        """Return the values [n, columns] of the first source that has any, and which source that was."""
+        for source in self._order:
+            values = None
+            if source == "copy":
+                values = _kept(named)
+            elif source == "checkpoint" and checkpoint is not None:
+                values = checkpoint.values()
+            elif source == "dither":
+                values = dithered(named.weight, seed=self._seed, name=named.name)
+            elif source == "dequant":
+                values = named.weight.values()
+            if values is not None:
+                return values, source
+        raise MissingInitError(
+            f"{named.name} has no source of high-precision values left ({', '.join(self._order)} were tried). Build "
+            'the model with primary_weights(preserve="cpu") and seed before the first step (all optimizers in one '
+            "call), give a checkpoint=... that holds it (prefix=), name source_order=, or use strict=False to start "
+            "from rounded values."
+        )
+
+
+def _checked_order(
+    order: Sequence[MasterSource] | None, *, strict: bool, has_checkpoint: bool
+) -> Sequence[MasterSource]:
+    """Return the sources to try. Without a choice, a checkpoint that was given comes before what is kept."""
+    if order is None and has_checkpoint:
+        return ("checkpoint",) if strict else ("checkpoint", "copy", "dequant")
+    for source in order or ():
+        if source not in ("copy", "checkpoint", "dither", "dequant"):
+            raise Fp8Error(f'source_order takes "copy", "checkpoint", "dither" and "dequant", got {source!r}.')
+    return [source for source in order or ("copy", "dequant") if not strict or source in EXACT]
 
 
 def _refuse_dequantized(model: nn.Module) -> None:
@@ -124,53 +256,8 @@ def _master_for(optimizer: Optimizer, named: NamedWeight, strict: bool) -> Maste
     return master
 
 
-def _values(named: NamedWeight, order: Sequence[MasterSource], read: Any, seed: int) -> tuple[Any, MasterSource]:
-    """Return the values [n, columns] of the first source that has any, and which source that was."""
-    for source in order:
-        values = None
-        if source == "copy":
-            values = _kept(named)
-        elif source == "checkpoint" and read is not None:
-            values = CheckpointSource(read, named.weight.rows).values()
-        elif source == "dither":
-            values = dithered(named.weight, seed=seed, name=named.name)
-        elif source == "dequant":
-            values = named.weight.values()
-        if values is not None:
-            return values, source
-    raise MissingInitError(
-        f"{named.name} has no source of high-precision values left ({', '.join(order)} were tried). Build the model "
-        'with primary_weights(preserve="cpu") and seed before the first step (all optimizers in one call), give '
-        "checkpoint=..., or use strict=False to start from rounded values."
-    )
-
-
 def _kept(named: NamedWeight) -> torch.Tensor | None:
     pending = named.weight.pending()
     if pending is not None:
         return pending  # written and not yet quantized for good: nothing to check it against
     return kept_values(named.module, named.attribute)
-
-
-def _raise_together(weights: list[NamedWeight], problems: dict[int, Exception]) -> None:
-    """Let every rank know what failed on any, so that all of them raise."""
-    flags = torch.tensor([index in problems for index in range(len(weights))], dtype=torch.int32)
-    group = next((group for named in weights if (group := group_of(named.parameter)) is not None), None)
-    if group is not None and group.size() > 1:
-        device = weights[0].weight.device
-        flags = flags.to(device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    failed = flags.nonzero().reshape(-1).tolist()
-    if not failed:
-        return
-    mine = problems.get(failed[0])
-    names = ", ".join(weights[index].name for index in failed[:5]) + ", ..." * (len(failed) > 5)
-    if mine is None:
-        raise StaleInitError(f"Another rank could not seed the masters of {names}; its message says why.")
-    raise type(mine)(f"{names}: {mine}") from mine
-
-
-def _release(model: nn.Module) -> int:
-    released = release_under(model, "seed_masters")
-    return_freed_memory()
-    return released

@@ -12,15 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common.torch import FLOAT8_DTYPES
+from fp8_te_init._checkpoint_names import HISTORY, SCALE
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 from fp8_te_init._wire import waiting_values
-
-SCALE, HISTORY = "_quant_scale", "_amax_history"
-"""What the name of a weight is followed by in the names of its scales and of the history of delayed scaling."""
 
 
 def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -18,6 +19,7 @@ from fp8_common import CastRecipe, Fp8StaleError
 from fp8_common.torch import FLOAT8_DTYPES, torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight, buffers, tensor_subclass
 from fp8_te_init import _wire as wire
+from fp8_te_init._collectives import broadcast_for_ddp, is_collective, refuse_or_broadcast
 from fp8_te_init._config import GatherFormat
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_values import keeper
@@ -96,6 +98,13 @@ class PrimaryFloat8Weight(torch.Tensor):
         own = self._state.codes
         return self._codes.ndim == 2 and self._codes.data_ptr() == own.data_ptr() and self._covers_rows()
 
+    @property
+    def is_all_of_its_storage(self) -> bool:
+        """Whether this is all of what its storage holds, in any shape."""
+        own, codes = self._state.codes, self._codes
+        count = self._state.rows * own.shape[1]
+        return codes.data_ptr() == own.data_ptr() and codes.is_contiguous() and codes.numel() in (count, own.numel())
+
     def _covers_rows(self) -> bool:
         return self._codes.shape[0] in (self._state.rows, self._state.codes.shape[0])
 
@@ -154,6 +163,12 @@ class PrimaryFloat8Weight(torch.Tensor):
     ) -> Any:
         """Views and copies keep codes, writes quantize again, everything else sees dequantized values."""
         kwargs = kwargs or {}
+        if is_collective(func):
+            done = refuse_or_broadcast(func, args, kwargs, cls)
+            if done is not None:
+                return done
+        if func is aten.detach.default and dist.is_initialized():
+            broadcast_for_ddp(args[0])
         if func is aten.copy_.default and isinstance(args[0], cls) and _is_codes(args[1]):
             return _copy_codes(args[0], args[1])
         if any(True for _ in _written(func, args, kwargs)):
@@ -256,6 +271,8 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     written = {id(w._state): w for w in _written(func, args, kwargs)}
     if any(w.is_meta for w in written.values()):
         return args[0]
+    if func is aten.copy_.default and _holds_already(args[0], args[1]):
+        return args[0]
     values = {key: _current_values(w) for key, w in written.items()}
     replay = _replay_of(func, args, kwargs, next(iter(written.values())))
 
@@ -270,6 +287,21 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         state.writes += 1
         state.write(values[key], keeper(state.kept, weight.quantized_rows, replay))
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
+
+
+def _holds_already(weight: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a weight holds exactly these values: writing them then leaves codes, scales and kept values.
+
+    So a dequantized copy that is put back (by DDP, or after an evaluation with other weights) loses nothing.
+    """
+    if not isinstance(weight, PrimaryFloat8Weight) or isinstance(values, PrimaryFloat8Weight):
+        return False
+    if weight.state.sharded:
+        return False  # other ranks' rows may change: then all of them have to agree on a scale
+    if values.dtype != weight.dtype or values.shape != weight.shape or values.device != weight.device:
+        return False
+    bits = torch.int32 if weight.dtype == torch.float32 else torch.int16  # 0 and -0 have codes of their own
+    return torch.equal(weight.dequantize().contiguous().view(bits), values.contiguous().view(bits))
 
 
 def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:

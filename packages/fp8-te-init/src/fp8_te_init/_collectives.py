@@ -1,0 +1,148 @@
+"""Collectives that write to FP8 weights: a broadcast sends codes, scales and kept values; every other one is refused.
+
+torch's collectives carry no mark of what they write to, so that an operator on dequantized values would write to a
+temporary and change nothing. `DistributedDataParallel` broadcasts flattened copies of values, which cannot carry
+scales; the weights are broadcast exactly before it reads them, and what it writes then is what is there already.
+"""
+
+import sys
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from fp8_common import Fp8Error, Fp8StaleError
+from fp8_te_init._compat import ddp_synchronization, unboxed_group, unboxed_work
+from fp8_te_init._native_rows import NativeRows
+from fp8_te_init._state import PrimaryState
+
+_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_collective(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operator is a collective of torch.distributed, functional or not."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, kind: type) -> Any:
+    """Run a collective that may write to FP8 weights.
+
+    Args:
+        func: The collective.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        kind: The class of the weights.
+
+    Returns:
+        What the collective returns, or None if it only reads weights.
+
+    Raises:
+        Fp8Error: It is no broadcast of a whole weight; on every rank that calls it.
+    """
+    name = func._schema.name.split("::")[1]
+    # all collectives of c10d write to their first argument and to nothing else; in-place functional ones as well
+    outputs = () if name == "send" or not (func.namespace == "c10d" or func._schema.is_mutable) else args[:1]
+    written = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, kind)]
+    if not written:
+        return None
+    weight: Any = written[0]
+    if func is not torch.ops.c10d.broadcast_.default or not weight.is_all_of_its_storage:
+        raise Fp8Error(
+            f"{name} would write to {'an FP8 weight' if weight.is_all_of_its_storage else 'a part of an FP8 weight'}, "
+            "whose codes cannot be summed or filled by other ranks. torch.distributed.broadcast of the whole weight "
+            "is supported; reduce gradients or the masters of a MasterOptimizer, and gather weight.dequantize()."
+        )
+    values = _broadcast_rest(weight, unboxed_group(args[1]), args[2])
+    before = weight.state.codes.clone()
+    result = func([weight.state.codes], *args[1:], **kwargs)
+    unboxed_work(result[1]).wait()  # whoever reads the weight next must see whole codes, also with async_op=True
+    _keep(weight, values, before)
+    return [weight], result[1]
+
+
+def broadcast_for_ddp(weight: Any) -> None:
+    """Broadcast a weight if `DistributedDataParallel` (or FSDP1) is about to synchronize the ranks' parameters.
+
+    To be called where the weight is detached, from the operator's dispatch: torch's function is two frames up.
+    """
+    synchronization = ddp_synchronization(sys._getframe(2))
+    if synchronization is None:
+        return
+    group, root = synchronization
+    values = _broadcast_rest(weight, group, root)
+    before = weight.state.codes.clone()
+    _broadcast(weight.state.codes, group, root)
+    _keep(weight, values, before)
+
+
+def _broadcast_rest(weight: Any, group: dist.ProcessGroup, root: int) -> torch.Tensor | None:
+    """Broadcast everything but the codes: whether the weights are alike, scales, history and values before rounding.
+
+    Returns:
+        Values [n, columns] that another rank sent, to be kept once the codes are here; None if there are none.
+    """
+    state: PrimaryState = weight.state
+    rows, sends = weight.quantized_rows, group.rank() == root
+    values = _values_of(state, rows) if sends else None
+    header = torch.tensor(_header(state, values), dtype=torch.int64, device=state.codes.device)
+    theirs = _broadcast(header.clone(), group, root)
+    unlike = (theirs[0] != header[0]).to(torch.int32).reshape(1)
+    dist.all_reduce(unlike, op=dist.ReduceOp.MAX, group=group)
+    if unlike.item():
+        raise Fp8Error(
+            f"A broadcast of an FP8 weight needs the same shape, rows and casts on all ranks; this rank has "
+            f"{tuple(state.codes.shape)} of {tuple(state.full_shape)} with {state.cast}. Build the model alike."
+        )
+    scale = _broadcast(state.scale.clone(), group, root)
+    if not torch.equal(scale, state.scale):
+        state.writes += 1
+        state.scale = scale
+    if state.history is not None:
+        state.history = _broadcast(state.history.clone(), group, root)
+    _, dtype, unagreed, held = (int(number) for number in theirs)
+    state.unagreed = bool(unagreed)
+    if dtype < 0:
+        if not sends and state.kept is not None:
+            state.kept.lose("A broadcast replaced the weight, and its sender keeps no values before rounding.")
+        return None
+    if values is None:
+        values = torch.empty(rows.codes().shape, dtype=_VALUE_DTYPES[dtype], device=state.codes.device)
+    values = _broadcast(values.to(state.codes.device).contiguous(), group, root)
+    if sends:
+        return None
+    state.held = values if held else None
+    return values
+
+
+def _header(state: PrimaryState, values: torch.Tensor | None) -> list[int]:
+    """Return what tells casts and shapes apart, the kind of values that follow, and whether they wait for a scale."""
+    alike = repr((tuple(state.codes.shape), tuple(state.full_shape), state.first_row, state.cast))
+    dtype = -1 if values is None else _VALUE_DTYPES.index(values.dtype)
+    return [zlib.crc32(alike.encode()), dtype, int(state.unagreed), int(state.held is not None)]
+
+
+def _values_of(state: PrimaryState, rows: NativeRows) -> torch.Tensor | None:
+    if state.held is not None or state.kept is None:
+        return state.held
+    try:
+        return state.kept.values(rows)
+    except Fp8StaleError:
+        return None
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    group.broadcast([tensor], options).wait()
+    return tensor
+
+
+def _keep(weight: Any, values: torch.Tensor | None, before: torch.Tensor) -> None:
+    """Keep received values beside the received codes, and count a write: a `MasterOptimizer` has to know."""
+    state: PrimaryState = weight.state
+    if values is not None and state.kept is not None and state.kept.keeps_writes:
+        state.kept.keep(values, weight.quantized_rows)
+    if not torch.equal(before, state.codes):
+        state.writes += 1
