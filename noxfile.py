@@ -180,7 +180,7 @@ def oldest(session: nox.Session) -> None:
 def latest(session: nox.Session) -> None:
     """Run every test on the newest torch, jax, triton, numpy and Python that install here."""
     install(session, *EVERYTHING, groups=["test", "demo", "examples"], constraints=None)
-    session.run("python", "-c", "from fp8_common.plugin import installed_versions as v; print(v())")
+    session.run("python", "-c", "from fp8_common._machine import installed_versions as v; print(v())")
     run_tests(session)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.convergence_runs import DIM, FAMILIES, LAYERS, LENGTH, RATE, ROWS
 from demos.common.corpus import load_corpus
 from demos.common.machine import machine_facts
-from fp8_common.plugin import installed_versions
+from fp8_common._machine import installed_versions
 
 RESULT = Path(__file__).parent / "results" / "convergence.json"
 DIGITS = 5

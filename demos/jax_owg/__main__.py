@@ -18,7 +18,7 @@ from demos.jax_owg import results
 from demos.jax_owg.model import HEAD_DIM
 from demos.jax_owg.train import ROWS, RUNS, train
 from fp8_common import Fp8Error
-from fp8_common.plugin import installed_versions
+from fp8_common._machine import installed_versions
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:

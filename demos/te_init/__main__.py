@@ -15,7 +15,7 @@ from demos.common.machine import machine_facts
 from demos.common.plot import require_matplotlib
 from demos.common.progress import Progress
 from demos.te_init.train import WAYS, run
-from fp8_common.plugin import installed_versions
+from fp8_common._machine import installed_versions
 
 NAME = "te_init"
 

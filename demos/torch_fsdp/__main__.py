@@ -14,7 +14,7 @@ from demos.common.progress import Progress
 from demos.torch_fsdp import launch, results
 from demos.torch_fsdp.checkpointing import Record, claim
 from demos.torch_fsdp.options import Options, parse
-from fp8_common.plugin import installed_versions
+from fp8_common._machine import installed_versions
 
 NAMES = {"bf16": "bf16", "fp8": "FP8"}
 

@@ -114,7 +114,7 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: 
     return Path(name="cast", status="reference", why=f"{obstacle[0].upper()}{obstacle[1:]}.")
 
 
-def wire_path() -> Path:
+def gather_path() -> Path:
     """Return how FP8 data crosses between processes: the same everywhere."""
     why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
     return Path(name="all-gather", status="native", why=why)

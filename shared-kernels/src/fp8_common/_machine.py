@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common._hardware import Device
+from fp8_common._hardware import Device, Path, gather_path, product_path
+from fp8_common._recipe import Granularity
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,14 @@ class Machine:
     def accelerator(self) -> Device:
         """The device that work runs on: the first accelerator, else the CPU."""
         return self.devices[1] if len(self.devices) > 1 else self.devices[0]
+
+    def product_path(self, granularity: Granularity) -> Path:
+        """Return how products of one granularity run on the accelerator."""
+        return product_path(self.accelerator, granularity)
+
+    def gather_path(self) -> Path:
+        """Return how FP8 data crosses between processes."""
+        return gather_path()
 
 
 def detect() -> Machine:

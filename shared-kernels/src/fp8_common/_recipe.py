@@ -97,6 +97,13 @@ class CastRecipe(Record):
         return FORMATS[self.format]  # __post_init__ has checked the name
 
     @property
+    def from_itself(self) -> "CastRecipe":
+        """This cast with delayed scaling replaced by dynamic scaling; others as they are."""
+        if self.scaling != "delayed":
+            return self
+        return dataclasses.replace(self, scaling="dynamic", policy=dataclasses.replace(self.policy, history=0))
+
+    @property
     def enabled(self) -> bool:
         """Whether the operand is cast at all."""
         return self.scaling != "disabled"

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import LinearConfig, scaled_from_itself
+from fp8_common.torch.plugin import LinearConfig
 
 GatherFormat = Literal["fp8", "high_precision"]
 
@@ -44,9 +44,9 @@ class PrimaryConfig(LinearConfig):
     @property
     def input(self) -> CastRecipe:
         """How the activation is cast."""
-        return scaled_from_itself(self.recipe.input)
+        return self.recipe.input.from_itself
 
     @property
     def grad_output(self) -> CastRecipe:
         """How the gradient of the output is cast."""
-        return scaled_from_itself(self.recipe.grad_output)
+        return self.recipe.grad_output.from_itself

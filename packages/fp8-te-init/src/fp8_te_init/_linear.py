@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, dispatch, fp8_linear, layout_of
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
@@ -77,7 +77,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
                 "the module that fully_shard was applied to, and leave tensor-parallel layers out."
             )
-        output = fp8_linear(input, self.weight, self)
+        output = self.product(input, self.weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
@@ -87,7 +87,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
         """
         if isinstance(weight, GatheredFloat8Weight):
             return Operand.of(weight)
-        layout = layout_of(self.config.weight)
+        layout = ScaleLayout.of(self.config.weight)
         if isinstance(weight, PrimaryFloat8Weight):
             codes, scale = weight.codes, weight.scale
         else:

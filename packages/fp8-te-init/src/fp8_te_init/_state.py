@@ -12,7 +12,7 @@ import torch
 
 from fp8_common import CastRecipe
 from fp8_common.torch import torch_dtype, update_history
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch, layout_of
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
 from fp8_te_init._config import GatherFormat
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PrimaryState:
         return cls(
             cast=cast,
             codes=torch.zeros(shape, dtype=torch.uint8, device=device),
-            scale=torch.ones(layout_of(cast).shape(shape), dtype=torch.float32, device=device),
+            scale=torch.ones(ScaleLayout.of(cast).shape(shape), dtype=torch.float32, device=device),
             full_shape=shape,
             gather=gather,
             history=torch.zeros(window, dtype=torch.float32, device=device) if window else None,
@@ -95,7 +95,7 @@ class PrimaryState:
     @property
     def layout(self) -> ScaleLayout:
         """How the scales lie on the weight."""
-        return layout_of(self.cast)
+        return ScaleLayout.of(self.cast)
 
     @property
     def geometry(self) -> ShardGeometry:

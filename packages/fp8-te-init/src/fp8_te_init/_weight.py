@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fp8_common import CastRecipe, Fp8StaleError
 from fp8_common.torch import FLOAT8_DTYPES, torch_dtype
-from fp8_common.torch.plugin import GatheredFloat8Weight, buffers, tensor_subclass
+from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp, tensor_subclass
 from fp8_te_init import _wire as wire
 from fp8_te_init._collectives import broadcast_for_ddp, is_collective, refuse_or_broadcast
 from fp8_te_init._config import GatherFormat
@@ -200,12 +200,12 @@ class PrimaryFloat8Weight(torch.Tensor):
         scale, state = metadata
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and state.gather == "fp8":
-            buffers.refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
+            fsdp.refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
             return None
         codes = wire.receive(all_gather_outputs[0], state, scale)
         if target is not None:
-            buffers.refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
-            buffers.refill(target.scale, scale)
+            fsdp.refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
+            fsdp.refill(target.scale, scale)
             return None
         gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.layout.block)
         return gathered, () if state.gather == "fp8" else (codes,)

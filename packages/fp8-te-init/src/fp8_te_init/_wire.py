@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common import Fp8Error
 from fp8_common.torch import torch_dtype
-from fp8_common.torch.plugin import ShardGeometry, buffers, fsdp
+from fp8_common.torch.plugin import ShardGeometry, fsdp
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._state import PrimaryState
@@ -29,7 +29,7 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
         _agree_under_root(weight)
     padded = torch.Size((-(-state.full_shape[0] // mesh.size()), state.full_shape[1]))
     if state.gather == "fp8":
-        return (buffers.pad_rows(state.codes if state.codes.shape == padded else state.own_codes, padded),)
+        return (fsdp.pad_rows(state.codes if state.codes.shape == padded else state.own_codes, padded),)
     values = torch.zeros(padded, device=state.codes.device)
     values[: state.rows] = state.own_values()
     return (values,)
@@ -38,8 +38,8 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
 def receive(buffer: torch.Tensor, state: PrimaryState, scale: torch.Tensor) -> torch.Tensor:
     """Return float8 [rows, columns] of the whole weight from the gathered buffer."""
     if state.gather == "fp8":
-        return buffers.unpad(buffer, state.full_shape, torch_dtype(state.cast.format))
-    return requantized(buffers.unpad(buffer, state.full_shape, torch.float32), scale, state)
+        return fsdp.unpad(buffer, state.full_shape, torch_dtype(state.cast.format))
+    return requantized(fsdp.unpad(buffer, state.full_shape, torch.float32), scale, state)
 
 
 def requantized(gathered: torch.Tensor, scale: torch.Tensor, state: PrimaryState) -> torch.Tensor:

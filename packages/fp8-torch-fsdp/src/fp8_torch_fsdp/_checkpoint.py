@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fp8_common import Fp8Error
-from fp8_common.torch.plugin import read_metadata
+from fp8_common.torch import read_metadata
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):

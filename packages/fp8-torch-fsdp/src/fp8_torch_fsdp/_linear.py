@@ -14,14 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import (
-    GatheredFloat8Weight,
-    LinearOperands,
-    Operand,
-    WeightAccess,
-    dispatch,
-    fp8_linear,
-)
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess, dispatch
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
@@ -46,7 +39,7 @@ class Distribution(WeightAccess):
                 "Float8Linear cannot compute with this distributed weight. Make layers tensor-parallel with "
                 "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
             )
-        return with_bias(layer.product(input, layer.weight), layer.bias)
+        return with_bias(layer.distributed_product(input, layer.weight), layer.bias)
 
     def __deepcopy__(self, memo: dict) -> "Distribution":
         """A copied layer works with the same ranks."""
@@ -119,9 +112,9 @@ class Float8Linear(nn.Linear, LinearOperands):
         """
         return self.distribution.forward(self, input)
 
-    def product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def distributed_product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T in FP8; `weight` is the layer's in any state, or this rank's part of it."""
-        return fp8_linear(input, weight, self, access=self.distribution, record=self.records)
+        return self.product(input, weight, access=self.distribution, record=self.records)
 
     @property
     def records(self) -> bool:

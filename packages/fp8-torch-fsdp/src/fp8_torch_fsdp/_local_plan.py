@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from fp8_common.torch.plugin import ShardGeometry, fsdp, layout_of, max_over_ranks
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, fsdp, max_over_ranks
 from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp._linear import Float8Linear
@@ -143,7 +143,7 @@ class LocalPlan(ScalePlan):
             if changed[scale]:
                 local = _local_weight(layer)
                 geometry = ShardGeometry(full_shape=local.shape)
-                keys[index : index + 1] = layout_of(layer.config.weight).keys(local.detach(), geometry)
+                keys[index : index + 1] = ScaleLayout.of(layer.config.weight).keys(local.detach(), geometry)
         return keys
 
 

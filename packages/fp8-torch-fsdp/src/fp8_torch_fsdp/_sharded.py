@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, buffers, dispatch, tensor_subclass
+from fp8_common.torch.plugin import GatheredFloat8Weight, dispatch, fsdp, tensor_subclass
 from fp8_torch_fsdp._gather import gather_inputs
 from fp8_torch_fsdp._strategies import Strategy
 from fp8_torch_fsdp._weight_state import WeightState
@@ -169,7 +169,7 @@ class ShardedFloat8Weight(torch.Tensor):
         if target is not None and not strategy.decode:
             # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
             if target.filled_from is None or target.filled_from is not kept:
-                buffers.refill(target.scale, scale)
+                fsdp.refill(target.scale, scale)
                 target.filled_from = kept
             return None
         codes = strategy.codes_from_wire(all_gather_outputs, full_shape)
@@ -181,7 +181,7 @@ class ShardedFloat8Weight(torch.Tensor):
         plain = dispatch.dequantize(codes, scale, fmt, param_dtype, block)
         if target is None:
             return plain, (plain,)
-        buffers.refill(target, plain)
+        fsdp.refill(target, plain)
         return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from fp8_common import CastRecipe, Format
-from fp8_common.torch.plugin import buffers, dispatch, foreach
+from fp8_common.torch.plugin import dispatch, foreach, fsdp
 from fp8_torch_fsdp._sync_member import Member
 
 
@@ -62,5 +62,5 @@ def cast_together(members: Iterable[Member]) -> None:
         codes = foreach.cast([member.shard for member in group], scales, fmt)
         for member, own in zip(group, codes, strict=True):
             state = member.state
-            state.wire = (buffers.pad_rows(own, state.geometry.padded_shape),), state.scale
+            state.wire = (fsdp.pad_rows(own, state.geometry.padded_shape),), state.scale
             state.casts += 1

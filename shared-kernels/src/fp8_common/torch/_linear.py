@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8_common._errors import Fp8Error
 from fp8_common.torch._device import should_emulate
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._linear_config import LinearConfig
 from fp8_common.torch._multiply import multiply
 from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand
@@ -30,7 +30,7 @@ class LinearOperands:
         """Return the weight [rows, columns], in any of its states, as an operand that is contracted over columns.
 
         Args:
-            weight: What was given to `fp8_linear`, or a weight that was gathered from it.
+            weight: What was given to `product`, or a weight that was gathered from it.
             record: Whether delayed scaling observes it.
         """
         # no abstract base class: its metaclass would be that of every layer
@@ -64,6 +64,31 @@ class LinearOperands:
             self.observe("grad_output", grad.float() * fold, operand)
         return operand
 
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, *, access: "WeightAccess | None" = None, record: bool = False
+    ) -> torch.Tensor:
+        """Return x @ weight.T in FP8. It can be differentiated once.
+
+        Args:
+            x: [..., columns], float32, bfloat16 or float16; under autocast it is converted first.
+            weight: [rows, columns], in any state that `weight_operand` takes, or a part that `access` gathers.
+            access: Where the weight comes from; at hand by default.
+            record: Whether delayed scaling observes the operands.
+
+        Returns:
+            [..., rows] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
+
+        Raises:
+            Fp8Error: `x` is a scalar, or its last dimension is not that of the weight.
+        """
+        if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+            name = type(self).__name__
+            raise Fp8Error(f"{name} expects [..., {weight.shape[-1]}] as input, got {tuple(x.shape)}.")
+        # there is no autocast for the meta device, and asking for it is an error
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _Products.apply(x, weight, self, access or AT_HAND, record)
+
 
 class WeightAccess:
     """Where the products get the weight from, and where its gradient goes: the weight is at hand by default.
@@ -92,44 +117,12 @@ class WeightAccess:
         return grad_weight
 
     def finish_gradient(self, layer: LinearOperands, started: Any) -> torch.Tensor:
-        """Return the gradient of what was given to `fp8_linear` as the weight."""
+        """Return the gradient of what was given to `LinearOperands.product` as the weight."""
         return started
 
 
 AT_HAND = WeightAccess()
 """The access to weights that are at hand; it has no state."""
-
-
-def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    layer: LinearOperands,
-    *,
-    access: WeightAccess = AT_HAND,
-    record: bool = False,
-) -> torch.Tensor:
-    """Return x @ weight.T in FP8. It can be differentiated once.
-
-    Args:
-        x: [..., columns], float32, bfloat16 or float16; under autocast it is converted first.
-        weight: [rows, columns], in any state that `layer.weight_operand` takes, or a part that `access` gathers.
-        layer: How operands are cast.
-        access: Where the weight comes from.
-        record: Whether delayed scaling observes the operands.
-
-    Returns:
-        [..., rows] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
-
-    Raises:
-        Fp8Error: `x` is a scalar, or its last dimension is not that of the weight.
-    """
-    if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
-        name = type(layer).__name__
-        raise Fp8Error(f"{name} expects [..., {weight.shape[-1]}] as input, got {tuple(x.shape)}.")
-    # there is no autocast for the meta device, and asking for it is an error
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return _Products.apply(x, weight, layer, access, record)
 
 
 class _Products(torch.autograd.Function):

@@ -135,10 +135,3 @@ class LinearConfig:
     def gradient_has_one_scale(self) -> bool:
         """Whether the output's gradient is cast with one scale, as it is: no scales of the weight folded in."""
         return self.grad_output.granularity == "tensorwise" and not self.folds_weight_scales
-
-
-def scaled_from_itself(cast: CastRecipe) -> CastRecipe:
-    """Return `cast` with delayed scaling replaced by dynamic scaling."""
-    if cast.scaling != "delayed":
-        return cast
-    return dataclasses.replace(cast, scaling="dynamic", policy=dataclasses.replace(cast.policy, history=0))

@@ -13,7 +13,7 @@ from fp8_common._blocks import Block
 from fp8_common._formats import Format, get_format
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._quantize import expand_blocks
 from fp8_common.torch._reduce import amax_over_ranks
 

@@ -67,6 +67,20 @@ class ScaleLayout(abc.ABC):
     def __init__(self, cast: CastRecipe) -> None:
         self.cast, self.fmt = cast, cast.fp8_format
 
+    @staticmethod
+    def of(cast: CastRecipe) -> "ScaleLayout":
+        """Return how the scales of weights lie that are cast so.
+
+        Raises:
+            Fp8Error: Weights are not cast with this granularity.
+        """
+        if cast.granularity not in LAYOUTS:
+            raise Fp8Error(
+                f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use one of "
+                f"{', '.join(LAYOUTS)}."
+            )
+        return LAYOUTS[cast.granularity](cast)
+
     @abc.abstractmethod
     def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
         """Return the shape of the scales of a whole weight."""
@@ -197,19 +211,6 @@ LAYOUTS: dict[str, type[ScaleLayout]] = {
     "blockwise_128x128": BlockwiseLayout,
 }
 """The granularities that weights are cast with."""
-
-
-def layout_of(cast: CastRecipe) -> ScaleLayout:
-    """Return how the scales of weights lie that are cast so.
-
-    Raises:
-        Fp8Error: Weights are not cast with this granularity.
-    """
-    if cast.granularity not in LAYOUTS:
-        raise Fp8Error(
-            f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use one of {', '.join(LAYOUTS)}."
-        )
-    return LAYOUTS[cast.granularity](cast)
 
 
 def _rows_of(rows: torch.Tensor, part_shape: torch.Size, geometry: ShardGeometry) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fp8_common import CastRecipe, Format, Fp8UnsupportedError, get_format
 from fp8_common.presets import te_current
 from fp8_common.torch import torch_dtype
-from fp8_common.torch.plugin import ShardGeometry, dispatch, layout_of
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch
 from fp8_te_init._compat import local_of
 from fp8_te_init._shards import group_of, place_of
 from fp8_te_init._sources.base import Rows
@@ -27,7 +27,7 @@ NEEDED = {
 }
 """The attributes that this file uses of each class; a test looks for them in the real ones."""
 _SHARD_ROWS = {BLOCKS: 128, MX: 32}
-_ONE_SCALE = layout_of(CastRecipe())
+_ONE_SCALE = ScaleLayout.of(CastRecipe())
 
 
 def te_kind(tensor: object) -> str | None:

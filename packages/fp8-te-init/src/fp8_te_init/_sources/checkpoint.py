@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch import FLOAT8_DTYPES, dequantize
-from fp8_common.torch.plugin import ShardGeometry, layout_of, read_metadata
+from fp8_common.torch import FLOAT8_DTYPES, dequantize, read_metadata
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
 from fp8_te_init._checkpoint_names import SCALE
 from fp8_te_init._compat import local_of
 from fp8_te_init._shards import place_of
@@ -37,7 +37,7 @@ class CheckpointReader:
     read: Callable[[str], torch.Tensor]
 
 
-_LAYOUTS = [layout_of(CastRecipe(granularity=name)) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
+_LAYOUTS = [ScaleLayout.of(CastRecipe(granularity=name)) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
 
 
 class CheckpointSource(Source):
@@ -104,8 +104,8 @@ class CheckpointSource(Source):
         layout = next((one for one in _LAYOUTS if one.shape(self._shape) == tuple(scale.shape)), None)
         if layout is None:
             raise Fp8Error(
-                f"{self._name}{SCALE} has shape {tuple(scale.shape)} in the checkpoint, which are no scales of a weight "
-                f"{tuple(self._shape)}. Use the checkpoint of this model."
+                f"{self._name}{SCALE} has shape {tuple(scale.shape)} in the checkpoint, which are no scales of a "
+                f"weight {tuple(self._shape)}. Use the checkpoint of this model."
             )
         own = self._own_rows(tensor)
         geometry = ShardGeometry(full_shape=self._shape, first_index=self.rows.start)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fp8_common import CastRecipe, Format, Fp8Error, Fp8StaleError
 from fp8_common.torch import torch_dtype
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, buffers, dispatch, layout_of
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch, fsdp
 
 WireBuffers = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
 """uint8 buffers that travel, and the scales that do not travel because every rank has them."""
@@ -37,7 +37,7 @@ class Strategy(abc.ABC):
 
     def __post_init__(self) -> None:
         """Find the layout."""
-        object.__setattr__(self, "layout", layout_of(self.cast))
+        object.__setattr__(self, "layout", ScaleLayout.of(self.cast))
 
     @property
     def foreach_format(self) -> Format | None:
@@ -90,14 +90,14 @@ class Strategy(abc.ABC):
         """
         if scale is None:
             raise Fp8StaleError("A weight has no scale that the ranks agreed on. Synchronize its FSDP root first.")
-        return (buffers.pad_rows(self.layout.cast_part(shard, scale, geometry), geometry.padded_shape),), scale
+        return (fsdp.pad_rows(self.layout.cast_part(shard, scale, geometry), geometry.padded_shape),), scale
 
     def record(self, keys: torch.Tensor) -> None:  # noqa: B027 only delayed scaling cares
         """Observe the reduced keys of a weight that training uses now."""
 
     def codes_from_wire(self, gathered: tuple[torch.Tensor, ...], full_shape: torch.Size) -> torch.Tensor:
         """Return the float8 codes of the whole weight, sharing the gathered buffer."""
-        return buffers.unpad(gathered[0], full_shape, torch_dtype(self.layout.fmt))
+        return fsdp.unpad(gathered[0], full_shape, torch_dtype(self.layout.fmt))
 
     def scale_from_wire(
         self, gathered: tuple[torch.Tensor, ...], kept: torch.Tensor | None, full_shape: torch.Size

@@ -10,7 +10,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from fp8_common.torch.plugin import ShardGeometry, buffers, dispatch, max_over_ranks
+from fp8_common.torch.plugin import ShardGeometry, dispatch, fsdp, max_over_ranks
 from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers, no_keys
 
 
@@ -44,10 +44,10 @@ class RowwiseStrategy(Strategy):
         if not _scales_travel(geometry):
             return super().to_wire(shard, geometry, scale, world_size)
         codes, own = self.layout.cast_whole(shard)
-        padded = buffers.pad_rows(codes, geometry.padded_shape)
+        padded = fsdp.pad_rows(codes, geometry.padded_shape)
         if world_size == 1:
             return (padded,), own
-        scale_bytes = buffers.pad_rows(own.contiguous(), torch.Size((*geometry.padded_shape[:-1], 4)))
+        scale_bytes = fsdp.pad_rows(own.contiguous(), torch.Size((*geometry.padded_shape[:-1], 4)))
         return (padded, scale_bytes), None
 
     def scale_from_wire(

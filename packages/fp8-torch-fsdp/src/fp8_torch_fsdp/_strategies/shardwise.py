@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from fp8_common.torch.plugin import ShardGeometry, buffers
+from fp8_common.torch.plugin import ShardGeometry, fsdp
 from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers, no_keys
 
 
@@ -49,7 +49,7 @@ class ShardwiseStrategy(Strategy):
     ) -> WireBuffers:
         """Return codes and the scale's bytes as two buffers; keep the scale on one rank."""
         codes, own = self.layout.cast_whole(shard)
-        padded, own = buffers.pad_rows(codes, geometry.padded_shape), own.reshape(1)
+        padded, own = fsdp.pad_rows(codes, geometry.padded_shape), own.reshape(1)
         return ((padded,), own) if world_size == 1 else ((padded, own.view(torch.uint8)), None)
 
     def scale_from_wire(

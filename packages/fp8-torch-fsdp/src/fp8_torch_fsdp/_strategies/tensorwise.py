@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_common import Format, Fp8Error
-from fp8_common.torch.plugin import ShardGeometry, buffers, cast_tensorwise, dispatch
+from fp8_common.torch.plugin import ShardGeometry, cast_tensorwise, dispatch, fsdp
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers, no_keys
 
@@ -73,7 +73,7 @@ class StaticStrategy(Strategy):
     ) -> WireBuffers:
         """Return the codes and the constant scale."""
         codes, constant = self.cast_whole(shard, record=False)
-        return (buffers.pad_rows(codes, geometry.padded_shape),), constant
+        return (fsdp.pad_rows(codes, geometry.padded_shape),), constant
 
     def _constant(self, device: torch.device) -> torch.Tensor:
         if self.cast.static_scale is None:

@@ -62,7 +62,7 @@ class Colwise(TensorParallel):
         """Gather the input, in FP8 where that serves; multiply; the output is cut along its last dimension."""
         whole = gather_input(layer, input, self.mesh, self.input_layout).to_local(grad_placements=[Partial()])
         bias = None if layer.bias is None else _local(layer.bias)
-        output = with_bias(layer.product(whole, _local(layer.weight)), bias)
+        output = with_bias(layer.distributed_product(whole, _local(layer.weight)), bias)
         return self.leave(output, Shard(output.ndim - 1))
 
 
@@ -78,7 +78,7 @@ class Rowwise(TensorParallel):
         """Multiply, reduce, add the bias once; the gradient of a cut output is gathered in FP8 where that serves."""
         placed = _in_layout(_placed(input, self.mesh, self.input_layout), Shard(input.ndim - 1))
         local = placed.to_local()
-        partial = layer.product(local, _local(layer.weight))
+        partial = layer.distributed_product(local, _local(layer.weight))
         record, config = layer.records, layer.config
         cast = _caster(layer, "grad_output", self.group, record) if config.gradient_has_one_cast else None
         layout = _positive(self.output_layout, partial)

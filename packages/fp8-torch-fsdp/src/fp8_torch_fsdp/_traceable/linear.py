@@ -29,7 +29,7 @@ class TraceableShards(Distribution):
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Return the output; the bias is gathered in high precision."""
-        output = layer.product(input, local_of(layer.weight))
+        output = layer.distributed_product(input, local_of(layer.weight))
         bias = None if layer.bias is None else gathered(layer.bias, self.wire.place)
         return with_bias(output, bias)
 

@@ -1,1 +1,40 @@
-"""FP8 weights under FSDP2, as all PyTorch plugins share them: its private parts, buffers, gathered weights."""
+"""FSDP2, as far as all PyTorch plugins need it: its private parts, and the buffers that FP8 weights travel in.
+
+`compat` is the one place that touches private parts of FSDP2.
+"""
+
+from fp8_common.torch._fsdp.buffers import pad_rows, refill, unpad
+from fp8_common.torch._fsdp.compat import (
+    ShardedParam,
+    at_end_of_backward,
+    find_root,
+    gradient_sync_enabled,
+    group_of,
+    in_backward,
+    meshes_of,
+    named_shards,
+    offloaded_shards,
+    parameters_of,
+    ranks_along,
+    reshard_gathered,
+    sharded_params,
+)
+
+__all__ = [
+    "ShardedParam",
+    "at_end_of_backward",
+    "find_root",
+    "gradient_sync_enabled",
+    "group_of",
+    "in_backward",
+    "meshes_of",
+    "named_shards",
+    "offloaded_shards",
+    "pad_rows",
+    "parameters_of",
+    "ranks_along",
+    "refill",
+    "reshard_gathered",
+    "sharded_params",
+    "unpad",
+]
