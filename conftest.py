@@ -83,7 +83,7 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
 
     The tests of all packages share one pool of processes for each world size.
     """
-    from fp8_common.torch._ranks import rank_pools
+    from tests.helpers.ranks import rank_pools
 
     with rank_pools() as run:
         yield run

@@ -4,18 +4,20 @@
 # ///
 """Every task of the repository: `nox -l` lists them, `nox` tests all, `nox -s NAME -- ARGS` runs one."""
 
-import ast
-import functools
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import nox
+
+ROOT = Path(__file__).parent
+sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever folder
+
+from tools.machine import digest, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
+from tools.package_index import package_sources  # noqa: E402
+from tools.packages import ISOLATED, PACKAGES, editable, folders  # noqa: E402
+from tools.sessions import ON_ALL_CORES, PROJECT, install, installed, pinned, run_benchmarks, run_tests  # noqa: E402
 
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -25,48 +27,11 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "types", "test", "isolated", "docs", "build"]
 
-ROOT = Path(__file__).parent
-PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+CONFORMANCE = "tests/conformance/test_conformance.py"
 UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
-FRAMEWORKS = {"torch", "jax", "flax", "triton"}
-
-
-class Alone(NamedTuple):
-    """One run of session `isolated`: `tests` pass with `packages` alone, and `absent` is not installed."""
-
-    packages: list[str]
-    tests: str
-    absent: set[str]
-
-
-# Every package: its folder, and the extras that its features need. A new package is a line here and below.
-PACKAGES = {
-    "fp8-common": "shared-kernels[torch,jax,demo,testing]",
-    "fp8-torch-fsdp": "packages/fp8-torch-fsdp[demo]",
-    "fp8-jax-owg": "packages/fp8-jax-owg[flax,optax,orbax,equinox,demo]",
-    "fp8-te-init": "packages/fp8-te-init[demo]",
-}
-ISOLATED = {
-    "fp8-common": Alone(["fp8-common"], "shared-kernels/tests/numpy", FRAMEWORKS),
-    "fp8-common-torch": Alone(["fp8-common[torch]"], "shared-kernels/tests/torch", {"jax", "flax"}),
-    "fp8-common-jax": Alone(["fp8-common[jax]"], "shared-kernels/tests/jax", {"torch", "triton"}),
-    "fp8-torch-fsdp": Alone(["fp8-common[demo]", "fp8-torch-fsdp"], "packages/fp8-torch-fsdp/tests", {"jax", "flax"}),
-    "fp8-jax-owg": Alone(
-        ["fp8-common[jax]", "fp8-jax-owg[flax,optax,orbax,equinox,demo]"],
-        "packages/fp8-jax-owg/tests",
-        {"torch", "triton"},
-    ),
-    "fp8-te-init": Alone(["fp8-common[demo]", "fp8-te-init"], "packages/fp8-te-init/tests", {"jax", "flax"}),
-}
-INTERPRETED = [
-    "shared-kernels/tests/interpreter",
-    "packages/fp8-torch-fsdp/tests/interpreter",
-    "tests/conformance/test_conformance.py",
-]
-ON_ALL_CORES = ("-n", "auto")
-TESTS = ("shared-kernels/tests", "packages", "tests")
-DOCUMENTS = ("README.md", *(f"{place.partition('[')[0]}/README.md" for place in PACKAGES.values()), "docs")
+INTERPRETED = ("shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter", CONFORMANCE)
+# what every test needs; the first asks for triton, which no plugin does
+EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
 ON_PYTHON_3_12 = ["shared-kernels/tests/numpy", "shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
@@ -82,7 +47,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
     session.run("lint-imports")
-    session.run("python", "tests/policy/style_budget.py")
+    session.run("python", "-m", "tests.policy.style_budget")
 
 
 @nox.session
@@ -95,7 +60,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def test(session: nox.Session) -> None:
     """Run what needs all packages: tests across frameworks, rules of the repository, examples of the documents."""
-    install(session, *PACKAGES, groups=["test", "peers"])
+    install(session, *PACKAGES, groups=["test", "demo", "peers"])
     # what a package tests of itself, it tests alone: session `isolated`
     run_tests(session, paths=("tests",))
 
@@ -120,7 +85,7 @@ def docs(session: nox.Session) -> None:
     """Build the site into site/; broken links and references are errors."""
     install(session, groups=["docs"])
     session.run("zensical", "build", "--clean", "--strict")
-    session.run("python", "tests/pages/check_links.py")
+    session.run("python", "-m", "tests.pages.check_links")
 
 
 @nox.session
@@ -134,7 +99,7 @@ def build(session: nox.Session) -> None:
     # with UV_PYTHON hatch would install the build backend here and not into the environment it builds in
     session.run("hatch", "build", "--all", env={"UV_PYTHON": None})
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run("python", "tests/release/check_wheels.py", str(dist))
+    session.run("python", "-m", "tests.release.check_wheels", str(dist))
     empty = temporary / "empty"
     python = str(empty / ("Scripts" if os.name == "nt" else "bin") / "python")
     session.run("uv", "venv", "--quiet", "--clear", f"--python={sys.executable}", str(empty))
@@ -150,11 +115,11 @@ def build(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model with bf16 and with FP8 all-gather; the comparison is in demo-report/."""
-    install(session, "fp8-common[demo]", "fp8-torch-fsdp", "fp8-te-init", "fp8-jax-owg[demo]")
-    session.run("python", "-m", "fp8_torch_fsdp.demo", *session.posargs)
+    install(session, *PACKAGES, groups=["demo"], extras=False)
+    session.run("python", "-m", "demos.torch_fsdp", *session.posargs)
     if not session.posargs:
-        session.run("python", "-m", "fp8_te_init.demo")
-        session.run("python", "-m", "fp8_jax_owg.demo")
+        session.run("python", "-m", "demos.te_init")
+        session.run("python", "-m", "demos.jax_owg")
 
 
 @nox.session
@@ -167,7 +132,7 @@ def browser(session: nox.Session) -> None:
     docs(session)
     install(session, groups=["browser"])
     pictures = Path(session.create_tmp()).resolve()
-    session.run("python", "tests/pages/check_browser.py", found, str(pictures))
+    session.run("python", "-m", "tests.pages.check_browser", found, str(pictures))
 
 
 @nox.session
@@ -195,22 +160,10 @@ def aot_previous(session: nox.Session) -> None:
     session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", *session.posargs)
 
 
-def pinned(package: str, constraints: str) -> str:
-    """Return the version of `package` that a constraints file names."""
-    lines = (line.partition("==") for line in (ROOT / constraints).read_text().splitlines())
-    return next(version.split()[0] for name, _, version in lines if name == package)
-
-
-def installed(session: nox.Session, package: str) -> str:
-    """Return the version of a package in the session's environment."""
-    code = f"from importlib.metadata import version; print(version({package!r}))"
-    return str(session.run("python", "-c", code, silent=True, log=False)).strip()
-
-
 @nox.session
 def full(session: nox.Session) -> None:
     """Run every test on the whole matrix of cases; the kernels' sessions, on both Tritons, follow by themselves."""
-    install(session, *PACKAGES, groups=["test", "peers"])
+    install(session, *PACKAGES, groups=["test", "demo", "peers"])
     run_tests(session, "--full", "--timeout=1800")
     for kernels in () if session.posargs else ("interpreter", "aot", "aot_previous"):
         session.notify(kernels, posargs=["--full", "--timeout=1800"])
@@ -219,19 +172,16 @@ def full(session: nox.Session) -> None:
 @nox.session
 def oldest(session: nox.Session) -> None:
     """Run every test on the oldest supported torch, jax, triton and numpy."""
-    packages = ["fp8-common[torch,jax,triton,demo,testing]", *list(PACKAGES)[1:]]
-    install(session, *packages, groups=["test", "examples"], constraints="constraints-oldest.txt")
+    install(session, *EVERYTHING, groups=["test", "demo", "examples"], constraints="constraints-oldest.txt")
     run_tests(session)
 
 
-def select_pyenv_interpreter(version: str) -> str:
-    """Let nox see a Python that pyenv has but has not selected; return `version`."""
-    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = sorted((p.name for p in root.glob(f"{version}.*")), key=lambda name: (len(name), name))
-    if found:
-        selected = os.environ.get("PYENV_VERSION") or "system"
-        os.environ["PYENV_VERSION"] = f"{selected}:{found[-1]}"
-    return version
+@nox.session(python=newest_interpreter())
+def latest(session: nox.Session) -> None:
+    """Run every test on the newest torch, jax, triton, numpy and Python that install here."""
+    install(session, *EVERYTHING, groups=["test", "demo", "examples"], constraints=None)
+    session.run("python", "-c", "from fp8_common._machine import installed_versions as v; print(v())")
+    run_tests(session)
 
 
 @nox.session(python=select_pyenv_interpreter("3.12"))
@@ -244,8 +194,8 @@ def py312(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Make mistakes on purpose, one at a time in a copy: the tests must find each (names after -- choose)."""
-    install(session, "fp8-common[torch,jax,triton,demo,testing]", *list(PACKAGES)[1:], groups=["test", "peers"])
-    session.run("python", "tests/mutants/run.py", *session.posargs)
+    install(session, *EVERYTHING, groups=["test", "demo", "peers"])
+    session.run("python", "-m", "tests.mutants.run", *session.posargs)
 
 
 @nox.session(name="release-check")
@@ -259,9 +209,9 @@ def release_check(session: nox.Session) -> None:
     second = digest(dist)
     if changed := sorted(name for name in first | second if first.get(name) != second.get(name)):
         session.error(f"The same sources gave other files, the build is not reproducible: {', '.join(changed)}.")
-    session.run("python", "tests/release/check_changelog.py")
+    session.run("python", "-m", "tests.release.check_changelog")
     install(session, *PACKAGES)
-    session.run("python", "tests/release/check_imports.py")
+    session.run("python", "-m", "tests.release.check_imports")
 
 
 @nox.session(python=select_pyenv_interpreter("3.12"))
@@ -284,9 +234,7 @@ def te(session: nox.Session) -> None:
     try:
         session.run("python", "-c", "import transformer_engine.pytorch", silent=True)
     except nox.command.CommandFailed:
-        session.skip(
-            "TransformerEngine is installed and does not import here: see what it says about CUDA's libraries."
-        )
+        session.skip("TransformerEngine is installed and does not import: see what it says about CUDA's libraries.")
     session.run("pytest", "-m", "", "packages/fp8-te-init/tests/test_te_real.py", *session.posargs)
 
 
@@ -298,14 +246,14 @@ def gpu(session: nox.Session) -> None:
     sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
     session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
-    session.run(sys.executable, "benchmarks/gpu_proof.py", "--only", "speed", external=True)
+    session.run(sys.executable, "-m", "benchmarks.gpu_proof", "--only", "speed", external=True)
     run_benchmarks(session, sys.executable)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run benchmarks/bench_*.py (or those named after --); results go to benchmarks/results/."""
-    install(session, *PACKAGES, groups=["peers"])
+    install(session, *PACKAGES, groups=["demo", "peers"])
     run_benchmarks(session, "python", *session.posargs)
 
 
@@ -321,7 +269,7 @@ def newcomer(session: nox.Session) -> None:
     """Follow every guide (or those named after --) in an empty environment that holds what the guide says."""
     session.env.update(package_sources("constraints.txt"))
     session.install("uv")
-    session.run("python", "tests/release/follow_guides.py", *session.posargs)
+    session.run("python", "-m", "tests.release.follow_guides", *session.posargs)
 
 
 @nox.session
@@ -342,125 +290,8 @@ def dev(session: nox.Session) -> None:
     session.env.update(package_sources("constraints.txt"))
     session.install("uv")
     session.run("uv", "venv", "--clear", f"--python={sys.executable}", ".venv")
-    tools = nox.project.dependency_groups(PROJECT, "test", "peers", "lint", "types")
+    tools = nox.project.dependency_groups(PROJECT, "test", "demo", "peers", "lint", "types")
     session.run("uv", "pip", "install", "--python=.venv", *editable(*PACKAGES), *tools)
-
-
-# ---------------------------------------------------------------- installing
-
-
-def install(
-    session: nox.Session,
-    *packages: str,
-    groups: list[str] | None = None,
-    constraints: str | None = "constraints.txt",
-    extras: bool = True,
-) -> None:
-    """Install packages of this repository (editable) and dependency groups, under `constraints`."""
-    session.env.update(package_sources(constraints))
-    # nox switches bytecode off; then each process compiles torch anew: importing it takes 3.6 s, not 1.6 s
-    session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    tools = nox.project.dependency_groups(PROJECT, *groups or [])
-    session.install(*editable(*packages, extras=extras), *tools)
-
-
-def editable(*packages: str, extras: bool = True) -> Iterator[str]:
-    """Yield the arguments that install packages from their folders; `name[extras]` asks for other extras."""
-    for package in packages:
-        name, bracket, asked = package.partition("[")
-        folder, _, usual = PACKAGES[name].partition("[")
-        wanted = bracket + asked or (extras and usual and f"[{usual}") or ""
-        yield from ("-e", f"./{folder}{wanted}")
-
-
-def folders() -> list[str]:
-    """Return the folders of the packages, fp8-common first."""
-    return [place.partition("[")[0] for place in PACKAGES.values()]
-
-
-def package_sources(constraints: str | None) -> dict[str, str]:
-    """Return the settings that make uv and pip install the same builds from the same places.
-
-    uv reads no pip configuration, so it is told. On Linux without a GPU and without any such configuration
-    torch comes from PyTorch's index of CPU builds, which saves gigabytes of CUDA libraries.
-    """
-    settings = {}
-    if constraints:
-        settings = dict.fromkeys(["PIP_CONSTRAINT", "UV_CONSTRAINT"], str(ROOT / constraints))
-    pip = pip_settings()
-    if "find-links" in pip:
-        settings["UV_FIND_LINKS"] = ",".join(pip["find-links"].split())
-    if "index-url" in pip:
-        settings["UV_DEFAULT_INDEX"] = pip["index-url"]
-    if "extra-index-url" in pip:
-        settings["UV_INDEX"] = " ".join(pip["extra-index-url"].split())
-        settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # pip's: the best version of all indexes
-    if "cert" in pip:
-        settings["SSL_CERT_FILE"] = pip["cert"]
-    configured = {"find-links", "index-url", "extra-index-url"} & pip.keys()
-    if sys.platform == "linux" and not configured and not shutil.which("nvidia-smi"):
-        settings |= {"UV_TORCH_BACKEND": "cpu", "PIP_EXTRA_INDEX_URL": CPU_WHEELS}
-    return {name: value for name, value in settings.items() if name not in os.environ}
-
-
-@functools.cache
-def pip_settings() -> dict[str, str]:
-    """Return what pip was told on this machine, in files and in the environment, which wins."""
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    settings = {}
-    for line in listing.splitlines():
-        name, _, value = line.partition("=")
-        settings[name.rpartition(".")[2]] = ast.literal_eval(value)
-    for name in ("find-links", "index-url", "extra-index-url", "cert"):
-        if value := os.environ.get(f"PIP_{name.upper().replace('-', '_')}"):
-            settings[name] = value
-    return settings
-
-
-# ---------------------------------------------------------------- running
-
-
-def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS, examples: bool = True) -> None:
-    """Run what was named after `--`, else `paths` on all cores, and then the examples of the documents.
-
-    The root's conftest.py says which tests one process runs; these groups begin first, the largest ahead.
-    """
-    if session.posargs:
-        session.run("pytest", *options, *session.posargs)
-        return
-    session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadgroup", "-m", "not gpu", *paths)
-    if examples:
-        # apart: they choose how many devices JAX sees, which a process can do once; and file by file, in order
-        session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadfile", *DOCUMENTS)
-
-
-def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:
-    """Run the benchmarks, or those whose file name contains one of `names`."""
-    for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
-        if not names or any(name in path.stem for name in names):
-            session.run(python, str(path.relative_to(ROOT)), external=True)
-
-
-def why_no_gpu() -> str | None:
-    """Return why session `gpu` cannot run with this Python, or None if it can."""
-    if missing := [name for name in ("pytest", "hypothesis", "numpy", "ml_dtypes") if complaint(f"import {name}")]:
-        return f"{sys.executable} has no {', '.join(missing)}"
-    torch = complaint("import torch; torch.cuda.init()")
-    jax = complaint("import jax; jax.devices('gpu')")
-    return f"torch says {torch!r}, jax says {jax!r}" if torch and jax else None
-
-
-def complaint(code: str) -> str:
-    """Return the last line that this Python prints about `code`, or nothing if it runs."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
-
-
-def digest(folder: Path) -> dict[str, str]:
-    """Return a hash of every data file in a folder, by its path in the repository."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"})
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Decides how fast the references cast on this machine: NumPy, PyTorch and JAX, eager and compiled.
+"""Times of the reference casts on this machine: NumPy, PyTorch and JAX, eager and compiled.
 
-    python benchmarks/bench_casts.py [--rows 2048] [--columns 2048] [--rounds 15]
+    python -m benchmarks.bench_casts [--rows 2048] [--columns 2048] [--rounds 15]
 
 Writes benchmarks/results/casts.json: the median time of a cast, elements per second, and how many times faster than
-NumPy it is: the median of the ratios of one round. In a round every implementation has its turn, in alternating order,
-so other load on the machine, which the result names, hits all of them.
+NumPy it is: the median of the ratios within a round. In a round every implementation runs once, in alternating order,
+so that other load on the machine, which the result names, affects all of them.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Times the CPU references against the casts of torchao and flax, alternating in one run; writes a JSON result.
+"""Times of the CPU references against the casts of torchao and flax, alternating in one run; JSON.
 
-The references must not be slower. Each pair does the same task on a whole matrix and takes turns, so that other load
-on the machine, which the result names, hits both.
+The references must not be slower. Each pair does the same task on a whole matrix, alternating, so that other load on
+the machine, which the result names, affects both.
 """
 
 import os
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 import fp8_common as f8
+from benchmarks.kernel_peers import InstalledPeers
 from fp8_common import jax as f8j
 from fp8_common import torch as f8t
 from fp8_common._machine import processor_name
 from fp8_common.bench.record import Measurement, document, render
 from fp8_common.presets import flax
-from fp8_common.torch import _bench_peers as bench_peers
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _ops as ops
 
@@ -36,7 +36,7 @@ Pair = dict[str, Callable[[], object]]
 def torch_pairs(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
     """Yield (task, implementations): casts with a dynamic scale for the matrix and for each row."""
     x = torch.randn(SHAPE, dtype=dtype)
-    key, peers = ops.policy_key(f8.CANONICAL), bench_peers.runs_for(x, f8.E4M3)
+    key, peers = ops.policy_key(f8.CANONICAL), InstalledPeers().runs(x, f8.E4M3)
     yield (
         "torch: amax, scale, cast",
         {

@@ -1,11 +1,11 @@
-"""Times fp8-torch-fsdp against torchao and against plain bfloat16 FSDP2, in one process, alternating; writes JSON.
+"""Times of fp8-torch-fsdp, torchao and plain bfloat16 FSDP2, in one process, alternating; JSON.
 
-    python benchmarks/bench_fsdp.py [--rounds 15] [--worlds 8 64 512 4096]
+    python -m benchmarks.bench_fsdp [--rounds 15] [--worlds 8 64 512 4096]
 
 Three questions. What do the hooks of the all-gather cost the host, for each weight and step, scales included? How long
-is a step? Does a rank's share of that work grow with the number of ranks, when its shards stay as large? Collectives go
-to a process group that pretends: it has as many ranks as asked for and moves nothing, so that only a rank's own work is
-timed. The products run on garbage that was never gathered, which costs the same. Benchmarks of FP8 hardware need a GPU,
+is a step? Does a rank's share of that work grow with the number of ranks, when its shards stay as large? Collectives
+go to a fake process group, which has as many ranks as asked for and moves no data, so that only a rank's own work is
+timed. The products run on memory that was never gathered, which costs the same. Benchmarks of FP8 hardware need a GPU,
 where a step runs eagerly and compiled, for every recipe.
 """
 
@@ -22,7 +22,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import plot_fsdp
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,10 +32,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp
+from benchmarks import plot_fsdp
 from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
-from fp8_common.torch._fsdp.sync import SyncPlan
 from fp8_torch_fsdp import ShardedFloat8Weight
+from fp8_torch_fsdp._sync_plan import SyncPlan
 
 ROOT = Path(__file__).parents[1]
 clock = time.thread_time

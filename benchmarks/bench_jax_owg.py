@@ -1,9 +1,9 @@
-"""Times a training step of fp8_jax_owg's dense layer against flax's, and compares what their scans keep in memory.
+"""Times of a training step of fp8_jax_owg's dense layer and of flax's, and the memory of their scans.
 
-    python benchmarks/bench_jax_owg.py [--sizes 128 512] [--rounds 41]
+    python -m benchmarks.bench_jax_owg [--sizes 128 512] [--rounds 41]
 
-Operations take turns in one run, and each round gives one ratio: the median of those travels between machines, times
-do not. Writes benchmarks/results/jax-owg.json: ratios of step times, and bytes that XLA allocates for temporaries.
+Operations alternate in one run, and each round gives one ratio: the median of those compares across machines, times do
+not. Writes benchmarks/results/jax-owg.json: ratios of step times, and bytes that XLA allocates for temporaries.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Decides how long a training step of a Llama-like block stack takes in bfloat16, with torchao and with this package.
+"""Times of a training step of a Llama-like stack of blocks in bfloat16, with torchao and with this package.
 
-    python benchmarks/bench_llama.py [--size tiny|1b|8b] [--blocks 4] [--tokens 4096] [--rounds 10] [--only NAME ...]
+    python -m benchmarks.bench_llama [--size tiny|1b|8b] [--blocks 4] [--tokens 4096] [--rounds 10] [--only NAME ...]
 
-Writes benchmarks/results/llama-<device>.json after each contestant, so that an interrupted run loses nothing: every
+Writes benchmarks/results/llama-<device>.json after each implementation, so that an interrupted run loses nothing: every
 recipe eager and compiled block by block, in one process, and the ratio to bfloat16 in the same run. The blocks have
 RMSNorm, rotary attention with grouped keys, and SwiGLU; all their linear layers are converted. Without a GPU the
 default is a tiny stack, whose times say nothing about FP8 hardware.

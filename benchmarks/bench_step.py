@@ -1,6 +1,6 @@
-"""Decides how long an eager training step takes with FP8 linear layers, next to torchao's and to plain ones.
+"""Times of an eager training step with FP8 linear layers, with torchao's and with plain ones.
 
-    python benchmarks/bench_step.py [--tokens 512] [--width 1024] [--rounds 9]
+    python -m benchmarks.bench_step [--tokens 512] [--width 1024] [--rounds 9]
 
 Writes benchmarks/results/step.json: forward and backward of a two-layer network in one process, the shortest of many
 rounds for each implementation, in alternating order, and the ratio to torchao in the same run. Without FP8 hardware

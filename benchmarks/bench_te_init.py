@@ -1,7 +1,7 @@
-"""Measure what FP32 masters lose by each way of starting, what each way costs, and whether training notices.
+"""What FP32 master weights lose by each way of initialization, its costs, and its effect on training; JSON.
 
-Writes results/te_init.json. Errors and flips are exact figures of the seeds named there; memory is that of one process
-on this machine.
+Writes results/te_init.json. Errors and changed codes are exact figures of the seeds named there; memory is that of one
+process on this machine.
 """
 
 import json
@@ -184,7 +184,7 @@ def memory() -> dict[str, dict[str, int]]:
     """Return the memory of a model of 201 million weights for every way to keep its start."""
     table = {}
     for source in SOURCES:
-        command = [sys.executable, __file__, "--memory", source]
+        command = [sys.executable, "-m", "benchmarks.bench_te_init", "--memory", source]
         table[source] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return table
 

@@ -1,25 +1,24 @@
-"""Decides what the compile guide shows: runs every row of the compile tables and writes them down.
+"""The tables of the compile guide: runs every row and writes the results down.
 
-    python benchmarks/compile_table.py [--render]
+    python -m benchmarks.compile_table [--render]
 
 Writes benchmarks/results/compile-table.json and the tables of docs/guides/torch-compile.md; with --render the tables
 only, from the file. Counts and equalities are recorded, not times, so any machine may write them.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import platform
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from tests.helpers import compile_rows as rows
+from tests.helpers.ranks import rank_pools
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/compile-table.json"
 PAGE = ROOT / "docs/guides/torch-compile.md"
-ROWS = ROOT / "packages/fp8-torch-fsdp/tests/compile_rows.py"
 VOCABULARIES = (32, 2256, 2257)
 TABLES = ("rows", "projections")
 
@@ -37,9 +36,6 @@ def run() -> dict[str, Any]:
     """Run every case; each prints a line as it ends."""
     import torch
 
-    from fp8_common.torch._ranks import rank_pools
-
-    rows = load_rows()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     with rank_pools() as run_ranks:
         for name, scaling, backend in itertools.product(rows.ROWS, rows.RECIPES, rows.BACKENDS):
@@ -61,17 +57,6 @@ def run() -> dict[str, Any]:
     }
 
 
-def load_rows() -> ModuleType:
-    """Import the module that the tests take their rows from."""
-    spec = importlib.util.spec_from_file_location("compile_rows", ROWS)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{ROWS} cannot be imported.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compile_rows"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def with_tables(page: str, result: dict[str, Any]) -> str:
     """Return the text of the guide with both tables replaced by those of `result`."""
     for name, table in (("rows", row_table(result)), ("projections", projection_table(result))):
@@ -83,7 +68,7 @@ def with_tables(page: str, result: dict[str, Any]) -> str:
 
 def row_table(result: dict[str, Any]) -> str:
     """Return the Markdown table of the rows."""
-    titles = {name: row.title for name, row in load_rows().ROWS.items()}
+    titles = {name: row.title for name, row in rows.ROWS.items()}
     columns = sorted({(case["scaling"], case["backend"]) for case in result["rows"]}, reverse=True)
     cells = {(case["row"], case["scaling"], case["backend"]): row_cell(case) for case in result["rows"]}
     lines = table_head(["what is compiled", *(f"{scaling}, {backend}" for scaling, backend in columns)])

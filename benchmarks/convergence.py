@@ -1,9 +1,9 @@
-"""Train with every recipe of every package, and with none, for several seeds; results/convergence.json keeps each run.
+"""Training runs with every recipe of every package and with none, for several seeds; JSON.
 
-    python benchmarks/convergence.py [--seeds 3] [--steps 200] [--minutes 60] [PART OF A NAME ...]
+    python -m benchmarks.convergence [--seeds 3] [--steps 200] [--minutes 60] [PART OF A NAME ...]
 
-A run is a process of its own and one entry of the file, written when it ends; what stands there is not run again.
-plot_convergence.py draws the picture and writes the table of docs/numerics/convergence.md.
+A run is a process of its own and one entry of results/convergence.json, written when it ends; a run that is in the file
+is not repeated. plot_convergence.py draws the picture and writes the table of docs/numerics/convergence.md.
 """
 
 import argparse
@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from convergence_runs import DIM, FAMILIES, LAYERS, LENGTH, RATE, ROWS
-
-from fp8_common.demo.corpus import load_corpus
-from fp8_common.demo.machine import machine_facts
-from fp8_common.plugin import installed_versions
+from benchmarks.convergence_runs import DIM, FAMILIES, LAYERS, LENGTH, RATE, ROWS
+from demos.common.corpus import load_corpus
+from demos.common.machine import machine_facts
+from fp8_common._machine import installed_versions
 
 RESULT = Path(__file__).parent / "results" / "convergence.json"
 DIGITS = 5
@@ -81,7 +80,7 @@ def run_all(path: Path, chosen: list[str], steps: int, minutes: float) -> int:
         if time.monotonic() > end:
             print(f"The time is up before {name}; start again to go on.")
             break
-        command = [sys.executable, __file__, "--one", name, "--steps", str(steps)]
+        command = [sys.executable, "-m", "benchmarks.convergence", "--one", name, "--steps", str(steps)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:

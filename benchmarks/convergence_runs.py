@@ -1,6 +1,6 @@
-"""Decides how each run of convergence.py trains: small byte-level models, equal data, rates and validation for all.
+"""The runs of convergence.py: small byte-level models; equal data, learning rates and validation for all.
 
-A family imports its framework when it runs, so that a process holds no other.
+A family imports its framework when it runs, so that a process loads no other.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8_common.demo.corpus import Corpus
+from demos.common.corpus import Corpus
 
 DIM, LAYERS, ROWS, LENGTH, HELD_OUT = 96, 2, 8, 128, 16
 RATE, WARM_UP, LAST_RATE = 1.5e-3, 0.05, 0.1
@@ -38,9 +38,9 @@ def torch_fsdp(way: str, corpus: Corpus, steps: int, seed: int) -> Measured:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from fp8_torch_fsdp.demo import train
-    from fp8_torch_fsdp.demo.checkpointing import Record
-    from fp8_torch_fsdp.demo.options import Options
+    from demos.torch_fsdp import train
+    from demos.torch_fsdp.checkpointing import Record
+    from demos.torch_fsdp.options import Options
 
     options = Options(
         steps=steps,
@@ -76,9 +76,9 @@ def te_init(way: str, corpus: Corpus, steps: int, seed: int) -> Measured:
     """Train FP8 primary weights whose masters come from a source, or the same model in float32 ("float32")."""
     import torch
 
+    from demos.te_init.model import ByteModel, loss_of
+    from demos.te_init.train import WAYS
     from fp8_te_init import MasterOptimizer, primary_weights, seed_masters
-    from fp8_te_init.demo.model import ByteModel, loss_of
-    from fp8_te_init.demo.train import WAYS
 
     chosen = WAYS.get(way)
     torch.manual_seed(seed)

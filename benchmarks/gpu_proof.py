@@ -1,12 +1,12 @@
-"""Proves the kernels on a GPU with one command, `python benchmarks/gpu_proof.py`: bits first, then speed.
+"""The proof of the kernels on a GPU in one command, `python -m benchmarks.gpu_proof`: bits, then speed.
 
-    python benchmarks/gpu_proof.py [--plan] [--only bits|speed] [--full] [--minutes 8.5] [--results FOLDER] [...]
+    python -m benchmarks.gpu_proof [--plan] [--only bits|speed] [--full] [--minutes 8.5] [--results FOLDER] [...]
 
 It needs torch, triton and pytest, and JAX for the launches from there; the packages need not be installed. `--plan`
 says what would run and what is missing, and runs nothing. Other arguments are those of fp8-bench. Every GPU test writes
-a line, `fp8-bench` saves after each task, and both stop in time, so a run that is cut short loses nothing: what was
-left out is named. The result is gpu-<name>.json in benchmarks/results; the figures go into docs/numerics/kernels.md,
-and the output says which promises hold.
+a line, `fp8-bench` saves after each task, and both stop before the time limit, so an interrupted run loses nothing, and
+the result names what was left out. It is gpu-<name>.json in benchmarks/results; the figures go into
+docs/numerics/kernels.md, and the output says which documented claims hold.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-import render_kernels
+from benchmarks import render_kernels
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = end - time.monotonic()
     failed = run(bench(raw, left / 60, rest), left)
     if not raw.exists():
-        print("fp8-bench measured nothing.")
+        print("The benchmark measured nothing.")
         return 1
     result = json.loads(raw.read_text()) | {"tests": outcomes(record)}
     broken = finish(result, raw)
@@ -123,7 +123,7 @@ def bench(output: Path, minutes: float, rest: Sequence[str]) -> list[str]:
     """Return the command of the timing."""
     chosen = [] if "--dtype" in rest else ["--dtype", "bfloat16", "--dtype", "float32"]
     saved = ["--output", str(output.absolute()), "--minutes", f"{minutes - LAST_TASK_MINUTES:.2f}"]
-    return [sys.executable, "-m", "fp8_common.bench", *saved, *chosen, *rest]
+    return [sys.executable, "-m", "benchmarks.kernel_peers", *saved, *chosen, *rest]
 
 
 LAST_TASK_MINUTES = 0.5

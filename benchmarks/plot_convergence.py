@@ -1,4 +1,4 @@
-"""Draw results/convergence.json and write the table of its page: `python benchmarks/plot_convergence.py`.
+"""The picture and the table of results/convergence.json: `python -m benchmarks.plot_convergence`.
 
 Curves are means over seeds, smoothed over a twentieth of the run; bands reach from the lowest seed to the highest.
 """
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from convergence_runs import FAMILIES
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fp8_common.demo.plot import smooth
+from benchmarks.convergence_runs import FAMILIES
+from demos.common.plot import smooth
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "convergence.json"

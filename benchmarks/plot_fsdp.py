@@ -1,4 +1,4 @@
-"""Decides how the FSDP benchmark is shown: one picture of three studies, and a table for the documents."""
+"""The FSDP benchmark in one picture of three studies, and as a table for the documents."""
 
 from pathlib import Path
 

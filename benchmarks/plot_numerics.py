@@ -1,6 +1,6 @@
-"""Decides what the pictures of the numerics pages show; `python benchmarks/plot_numerics.py` draws them again.
+"""The pictures of the numerics pages; `python -m benchmarks.plot_numerics` draws them again.
 
-Everything is computed by `fp8_common` on NumPy arrays from fixed seeds: the pictures are evidence, not sketches.
+Every curve is computed by `fp8_common` on NumPy arrays from fixed seeds.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Decides what the picture of the JAX guide shows; `python benchmarks/plot_owg_accumulation.py` draws it again.
+"""The picture of the JAX guide; `python -m benchmarks.plot_owg_accumulation` draws it again.
 
 Every number is computed here: left the first step of a layer that sees 1, 5, 3, 2, right its scale over more steps.
 """

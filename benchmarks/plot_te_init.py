@@ -1,4 +1,4 @@
-"""Draw results/te_init.json: what masters lose, when codes first move, what a model of 201 million weights takes."""
+"""The picture of results/te_init.json: errors of master weights, first changes of codes, memory."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Decides how measured GPU figures enter the documents: the cells, a table of peers and a picture.
+"""Measured GPU figures for the documents: cells of text, a table of other libraries and a picture.
 
-    python benchmarks/render_kernels.py [benchmarks/results/gpu-NAME.json]
+    python -m benchmarks.render_kernels [benchmarks/results/gpu-NAME.json]
 
 Writes docs/numerics/kernels.md and docs/assets/numerics/bandwidth.svg. Without a result there is nothing to write, and
 the documents say "not measured".

@@ -1,13 +1,13 @@
-"""The FSDP benchmark: a rank's collectives and state do not depend on the world, hooks are found, figures are shown."""
+"""The FSDP benchmark: collectives independent of the world size, hooks found, figures shown in the guide."""
 
 import json
 
-import bench_fsdp
-import plot_fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from repository import ROOT
+
+from benchmarks import bench_fsdp, plot_fsdp
+from tests.helpers.repository import ROOT
 
 ROWS, COLUMNS, LAYERS = 8, 32, 2
 

@@ -1,11 +1,12 @@
-"""The JAX benchmark: it times what it says, and the guide shows the figures that are kept."""
+"""The JAX benchmark: what it times, and that the guide shows the committed figures."""
 
 import json
 import warnings
 
-import bench_jax_owg
 import pytest
-from repository import ROOT
+
+from benchmarks import bench_jax_owg
+from tests.helpers.repository import ROOT
 
 
 def test_every_operation_is_timed_against_ours():

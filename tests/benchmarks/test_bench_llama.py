@@ -1,11 +1,11 @@
-"""The Llama-like benchmark: it measures what it says, saves as it goes, and the stack is a language model's."""
+"""The Llama-like benchmark: what it measures, that it saves while running, and the stack that it trains."""
 
 import json
 
-import bench_llama
 import torch
 
 import fp8_torch_fsdp as f8
+from benchmarks import bench_llama
 
 
 def test_every_linear_layer_of_a_block_is_converted():

@@ -1,18 +1,15 @@
-"""The training comparison: every way trains, runs are kept and not repeated, page and picture show what is kept."""
+"""The training comparison: every family trains, runs are kept and not repeated, page and picture show them."""
 
 import json
 import subprocess
 import sys
 
-import convergence
-import plot_convergence
 import pytest
-from convergence_runs import FAMILIES, learning_rate
-from repository import ROOT
 
-from fp8_torch_fsdp.demo import train
-
-SCRIPT = ROOT / "benchmarks/convergence.py"
+from benchmarks import convergence, plot_convergence
+from benchmarks.convergence_runs import FAMILIES, learning_rate
+from demos.torch_fsdp import train
+from tests.helpers.repository import ROOT
 
 
 def test_rates_are_those_of_the_demo():
@@ -85,6 +82,14 @@ def test_no_way_is_far_from_its_control(kept):
 
 
 def test_the_command_line_chooses_runs(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "new.json"), "--minutes=-1", "owg/current"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.convergence",
+        "--out",
+        str(tmp_path / "new.json"),
+        "--minutes=-1",
+        "owg/current",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "The time is up before fp8-jax-owg/current/0" in done.stdout

@@ -1,4 +1,4 @@
-"""What runs on a GPU, as far as it runs without one: commands, promises, peers, and figures entering the documents."""
+"""The GPU proof as far as it runs without a GPU: commands, promises, comparisons, figures in the documents."""
 
 import copy
 import json
@@ -8,19 +8,19 @@ import subprocess
 import sys
 import time
 
-import gpu_proof
 import pytest
-import render_kernels
 import torch
 import torch.distributed as dist
-from repository import ROOT
 
 import fp8_common as f8
+from benchmarks import gpu_proof, render_kernels
+from benchmarks.kernel_peers import InstalledPeers
 from fp8_common.bench import command
+from fp8_common.bench.peers import NONE
 from fp8_common.bench.record import Measurement, document, render
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _bench as bench
-from fp8_common.torch import _bench_peers as bench_peers
+from tests.helpers.repository import ROOT
 
 SIZE = 8192 * 8192
 PEERS = {"ours": 1.0, "copy": 0.95, "torch eager": 8.0, "torch.compile": 1.1}
@@ -173,7 +173,7 @@ def test_the_plan_names_the_commands_and_what_is_missing(monkeypatch, commands, 
     assert gpu_proof.main(["--plan", "--kernel", "amax"]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__.partition('+')[0]}" in out
-    assert "fp8_common.bench --output" in out
+    assert "benchmarks.kernel_peers --output" in out
     assert out.endswith("Nothing that is needed is missing.\n")
     monkeypatch.setattr(gpu_proof, "NEEDED", ("torch", "no_such_module"))
     assert gpu_proof.main(["--plan"]) == 1
@@ -214,8 +214,9 @@ def test_the_gpu_tests_are_found_by_the_command(tmp_path):
 def test_the_benchmark_writes_after_every_task(monkeypatch, tmp_path):
     output = tmp_path / "deep" / "result.json"
 
-    def run(*, megabytes, dtypes, fmt, kernels, minutes, save):
+    def run(*, megabytes, dtypes, fmt, kernels, minutes, save, peers):
         assert (megabytes, dtypes, fmt, list(kernels), minutes) == ([64, 256], ["float16"], "e4m3", ["cast"], 3)
+        assert peers is NONE
         save("first")
         assert output.read_text() == "first\n"
         return "all"
@@ -234,7 +235,7 @@ def test_without_a_gpu_the_benchmark_says_what_it_needs(capsys):
 def test_torchao_makes_the_same_bits_in_its_tasks():
     pytest.importorskip("torchao", reason="torchao is not installed")
     x = bench.example(1 << 20, torch.bfloat16, torch.device("cpu"))
-    runs = bench_peers.runs_for(x, f8.E4M3)
+    runs = InstalledPeers().runs(x, f8.E4M3)
     values = x.float().numpy()
     want = f8.amax_to_scale(f8.amax(values), "e4m3")
     assert_same_bits(runs["tensorwise"]["torchao"]()._data, f8.quantize(values, want, "e4m3"), fmt="e4m3")
@@ -245,7 +246,7 @@ def test_torchao_makes_the_same_bits_in_its_tasks():
 def test_torchao_precomputes_scales_of_as_many_weights():
     pytest.importorskip("torchao", reason="torchao is not installed")
     try:
-        bench_peers.precompute(3, torch.device("cpu"))["torchao precompute"]()
+        InstalledPeers().precompute(3, torch.device("cpu"))["torchao precompute"]()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

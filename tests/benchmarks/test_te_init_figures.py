@@ -1,9 +1,10 @@
-"""The guide of fp8-te-init shows the figures that are kept."""
+"""The guide of fp8-te-init shows the committed figures."""
 
 import json
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 KEPT = json.loads((ROOT / "benchmarks/results/te_init.json").read_text())
 GUIDE = (ROOT / "docs/guides/te-init.md").read_text()

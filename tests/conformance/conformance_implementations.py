@@ -1,6 +1,7 @@
-"""Decides which implementations are compared and how each is called: one adapter for each.
+"""The implementations that are compared with NumPy: one adapter for each way to run one.
 
-In a process in which Triton interprets, the kernels are compared and nothing else; session `interpreter` is one.
+In a process in which Triton interprets (session `interpreter`), the kernels are compared and nothing else: triton is
+imported either with its interpreter or without, for the whole process.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class NotDefinedError(Exception):
-    """An implementation that covers a part of the table has nothing for this call."""
+    """Raised for a call that an implementation does not compute itself; the call does not count for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(plain)
 
 
-def as_it_is(function: Function) -> Function:
+def eager(function: Function) -> Function:
     """Call eagerly."""
     return function
 
@@ -91,7 +92,7 @@ COMPILE_BACKEND = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else 
 _NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _NUMPY_DTYPES = dataclasses.make_dataclass("Dtypes", list(_NAMES), frozen=True)(**_NAMES)
 
-NUMPY = Implementation(name="numpy", f8=fp8_common, dtypes=_NUMPY_DTYPES, array=np.asarray, prepare=as_it_is)
+NUMPY = Implementation(name="numpy", f8=fp8_common, dtypes=_NUMPY_DTYPES, array=np.asarray, prepare=eager)
 
 
 def frameworks() -> tuple[Implementation, ...]:
@@ -102,9 +103,9 @@ def frameworks() -> tuple[Implementation, ...]:
     from fp8_common import jax as fp8_jax
 
     return (
-        Implementation(name="torch eager", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=as_it_is),
+        Implementation(name="torch eager", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=eager),
         Implementation(name="torch.compile", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=compiled),
-        Implementation(name="jax eager", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=as_it_is),
+        Implementation(name="jax eager", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=eager),
         Implementation(name="jax jit", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=jax.jit),
         Implementation(
             name="jax op by op", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=op_by_op, only_full=True
@@ -114,16 +115,15 @@ def frameworks() -> tuple[Implementation, ...]:
 
 def interpreted() -> tuple[Implementation, ...]:
     """Return the Triton kernels, run by an interpreter that is made exact."""
-    import conformance_triton
-
     from fp8_common.testing.interpreter import exact_interpreter
+    from tests.conformance import conformance_triton
 
     kernels = Implementation(
         name="Triton interpreter",
         f8=conformance_triton,
         dtypes=torch,
         array=as_tensor,
-        prepare=as_it_is,
+        prepare=eager,
         partial=True,
         active=exact_interpreter,
     )

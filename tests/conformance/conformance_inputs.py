@@ -1,15 +1,15 @@
-"""Decides what the operations are compared on: the values that break casts, in every shape that blocks can have."""
+"""Inputs of the conformance tests: the values on which casts differ, in shapes with every kind of block."""
 
 from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
-from conformance_implementations import INTERPRETS
 from numpy.typing import DTypeLike, NDArray
 
 from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
 from fp8_common._policy import SCALE_MAX, SCALE_MIN
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
+from tests.conformance.conformance_implementations import INTERPRETS
 
 SEED = 20260801
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +24,7 @@ VALUES = 2**13
 MANY_VALUES = 2**17
 """The same for the whole matrix."""
 SCALES = np.float32([1, 0.37, -3, SCALE_MIN, SCALE_MAX, 2.0**-100, 2.0**101, 2.0**127, 3.4e38, 1e-40, 2.0**-149, 0])
-"""Scales of every size: the caps, those of peers beyond them, subnormals, zero (torchao's for infinity)."""
+"""Scales of every size: this project's limits, those of other libraries, subnormals, zero (torchao's for infinity)."""
 NONFINITE_SCALES = np.float32([np.inf, np.nan])
 
 
@@ -76,16 +76,16 @@ def any_bits(dtype: DTypeLike, size: int) -> NDArray[np.generic]:
     bits = generator(dtype.name, size).integers(0, np.iinfo(unsigned).max, size, unsigned, endpoint=True)
     mantissa = {"float16": 10, "bfloat16": 7, "float32": 23}[dtype.name]
     exponent = unsigned.type(((1 << (8 * dtype.itemsize - 1)) - 1) ^ ((1 << mantissa) - 1))
-    bits[::4] &= ~exponent
+    bits[::4] &= ~exponent  # exponent field 0: subnormals and zeros
     return bits.view(dtype)
 
 
 KINDS = ("normal", "any", "subnormal", "tiny", "huge", "zero", "any", "inf", "normal", "nan", "any", "special")
-"""What blocks hold, in turn; most are finite, because one NaN decides the scale of its whole block."""
+"""The contents of blocks, in turn; most are finite, because one NaN determines the scale of its whole block."""
 
 
 def array(dtype: np.dtype, shape: tuple[int, ...], block: tuple[int, int]) -> NDArray[np.generic]:
-    """Return an array whose (rows, columns) blocks hold what `KINDS` says, each with an exponent of its own.
+    """Return an array whose (rows, columns) blocks have the contents of `KINDS`, each with an exponent of its own.
 
     Leading dimensions count as rows. "any" spans every exponent of the dtype; "inf" and "nan" stand once in a block.
     """
@@ -99,6 +99,7 @@ def array(dtype: np.dtype, shape: tuple[int, ...], block: tuple[int, int]) -> ND
     }
     matrix = (int(np.prod(shape[:-1])), shape[-1])
     row, column = np.indices(matrix)
+    # The number of the block of each element, in row-major order of the blocks.
     number = row // block[0] * -(-matrix[1] // block[1]) + column // block[1]
     chosen = np.arange(number.max(initial=-1) + 1) + rng.integers(len(KINDS))
     kind = np.array(KINDS)[chosen % len(KINDS)]

@@ -1,4 +1,4 @@
-"""Decides how counts of compared values become a matrix: operations down, implementations across."""
+"""The conformance matrix: counts of compared values, operations down, implementations across."""
 
 import json
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ def table(results: Results) -> list[list[str]]:
     """Return the cells of the matrix as text, names included."""
     operations = sorted({operation for operation, _ in results})
     columns = [name for name in COLUMNS if any(name == other for _, other in results)]
-    rows = [[name, *(cell(results.get((name, column))) for column in columns)] for name in operations]
+    rows = [[name, *(cell_text(results.get((name, column))) for column in columns)] for name in operations]
     return [[CORNER, *columns], *rows]
 
 
-def cell(counts: Counts | None) -> str:
-    """Return what stands in a cell: the values compared, and loudly how many of them differ."""
+def cell_text(counts: Counts | None) -> str:
+    """Return the text of a cell: the number of values compared, and in capitals how many of them differ."""
     if not counts or not counts[0]:
         return "-" if counts is None else "FAILED"
     return f"{counts[0]:,}" if counts[1] == 0 else f"{counts[0]:,} ({counts[1]:,} DIFFERENT)"

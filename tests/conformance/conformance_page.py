@@ -1,8 +1,8 @@
-"""Decides what of the kept matrix stands in the documents: `python tests/conformance/conformance_page.py` writes it."""
+"""The committed conformance matrix on its page: `python tests/conformance/conformance_page.py` writes it."""
 
 from pathlib import Path
 
-import conformance_matrix as matrix
+from tests.conformance import conformance_matrix as matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "benchmarks/results/conformance.json"

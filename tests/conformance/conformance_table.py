@@ -1,6 +1,8 @@
-"""Decides what is compared: one row for each operation and granularity, each a list of calls with their inputs.
+"""The calls that are compared: one row for each operation and granularity, with its inputs.
 
-A call is written once, with the names that NumPy, torch and JAX share; the implementations only differ in arrays.
+A call is written once, with the names that NumPy, torch and JAX share; the implementations differ in their arrays only.
+The lambdas take loop variables as defaults (`f=fmt`), because they run after the loop: a free variable would have its
+last value by then.
 """
 
 import dataclasses
@@ -8,8 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from conformance_implementations import Implementation
-from conformance_inputs import (
+from numpy.typing import NDArray
+
+from fp8_common import CANONICAL, DATA_FORMATS, E8M0, PRESETS, Format
+from fp8_common._policy import HISTORY_ALGOS, MX_MODES
+from fp8_common._quantize import MX_BLOCK
+from fp8_common.testing import adversarial_amax, all_codes
+from tests.conformance.conformance_implementations import Implementation
+from tests.conformance.conformance_inputs import (
     DTYPES,
     NONFINITE_SCALES,
     SCALES,
@@ -24,12 +32,6 @@ from conformance_inputs import (
     shapes,
     values,
 )
-from numpy.typing import NDArray
-
-from fp8_common import CANONICAL, DATA_FORMATS, E8M0, PRESETS, Format
-from fp8_common._policy import HISTORY_ALGOS, MX_MODES
-from fp8_common._quantize import MX_BLOCK
-from fp8_common.testing import adversarial_amax, all_codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ def row(name: str) -> Callable[[Row], Row]:
 
 
 def random_bits(shape: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Return random bits for stochastic rounding; the extremes are among them."""
+    """Return random bits for stochastic rounding; the smallest and largest values are among them."""
     bits = generator("bits", shape).integers(0, 2**32, shape, np.uint32)
     bits.reshape(-1)[::5], bits.reshape(-1)[1::5] = 0, 2**32 - 1
     return bits
@@ -279,7 +281,7 @@ def mx(full: bool) -> Iterator[Call]:
 
     for fmt, dtype, name in combinations(full):
         for number, shape in enumerate(shapes(full, name)):
-            # a main format gets every mode, even in a short run
+            # E4M3 and E5M2 get every mode in a short run too, the FNUZ formats one in turn.
             every = full or (number == 0 and name == "float32" and not fmt.fnuz)
             for mode in MX_MODES if every else MX_MODES[number % 4 :][:1]:
                 yield Call(

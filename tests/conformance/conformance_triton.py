@@ -1,15 +1,15 @@
-"""Decides how the Triton kernels, run by Triton's interpreter, answer the calls of the table.
+"""The Triton kernels under Triton's interpreter, with the interface of the compared modules.
 
 Only what a kernel computes counts: a call that `fp8_common.torch` hands to its own operations raises `NotDefinedError`.
 """
 
 import torch
-from conformance_implementations import NotDefinedError
 
 from fp8_common import CANONICAL, Quantized
 from fp8_common import _launch as launch
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import torch_dtype
+from tests.conformance.conformance_implementations import NotDefinedError
 
 
 def need(condition, fmt, policy=None):

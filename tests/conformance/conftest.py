@@ -1,14 +1,11 @@
-"""Decides how conformance is reported: one matrix at the end, with the values compared and different."""
+"""The conformance report: one matrix at the end of a run, with the values compared and different."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; the table stands in its own modules
-
-import conformance_matrix as matrix
+from tests.conformance import conformance_matrix as matrix
 
 PROPERTY = "conformance"
 KERNELS = "Triton interpreter"

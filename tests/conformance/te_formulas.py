@@ -1,4 +1,4 @@
-"""Decides how TransformerEngine makes scales and data: its published formulas, written here on NumPy alone.
+"""TransformerEngine's scales and data: its published formulas, written here on NumPy alone.
 
 Nothing of fp8_common is used. Sources, all of TransformerEngine 2.20.2: `_default_sf_compute` and
 `_update_amax_history` (pytorch/quantization.py) for delayed scaling; the reference of current scaling

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, NotDefinedError
-from conformance_inputs import SEED
-from conformance_table import ROWS, Call
 
 from fp8_common import decode
 from fp8_common.testing import assert_same_bits
 from fp8_common.testing.arrays import as_numpy
+from tests.conformance.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, NotDefinedError
+from tests.conformance.conformance_inputs import SEED
+from tests.conformance.conformance_table import ROWS, Call
 
 WITHOUT_A_KERNEL = {
     "encode_stochastic": "the kernel draws its own bits",

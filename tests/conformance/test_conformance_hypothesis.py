@@ -1,4 +1,4 @@
-"""Every implementation equals NumPy on what hypothesis draws: any bits as values, scales, amax and histories.
+"""Every implementation equals NumPy on drawn bits: values, scales, amax and histories.
 
 Shapes are fixed, so that what is compiled is compiled once, for all operations together.
 """
@@ -9,13 +9,13 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 from hypothesis import HealthCheck, given, settings
 
 from fp8_common import DATA_FORMATS, E8M0, PRESETS
 from fp8_common._policy import HISTORY_ALGOS, MX_MODES
 from fp8_common.testing import assert_same_bits, strategies
 from fp8_common.testing.arrays import as_numpy
+from tests.conformance.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 
 SHAPE, TENSORS, WINDOW = (3, 150), 5, 3
 POLICIES = {name: preset() for name, preset in PRESETS.items()}

@@ -1,4 +1,4 @@
-"""The kernels against NumPy, in a process of its own: whether Triton interprets is settled when it is imported."""
+"""The kernels against NumPy in a process of their own, because importing triton fixes whether it interprets."""
 
 import importlib.util
 import os
@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conformance_matrix as matrix
 import pytest
+
+from tests.conformance import conformance_matrix as matrix
 
 ABSENT = importlib.util.find_spec("triton") is None
 

@@ -1,12 +1,13 @@
-"""The matrix itself: it counts, it shouts, it survives a file, and the page shows the one that is kept."""
+"""The conformance matrix: it counts, marks differences, survives a file, and equals the one on its page."""
 
 import json
 
-import conformance_matrix as matrix
-from conformance_implementations import IMPLEMENTATIONS
-from conformance_page import KEPT, PAGE, rendered
-from conformance_table import ROWS
 from test_te_formulas import OPERATIONS
+
+from tests.conformance import conformance_matrix as matrix
+from tests.conformance.conformance_implementations import IMPLEMENTATIONS
+from tests.conformance.conformance_page import KEPT, PAGE, rendered
+from tests.conformance.conformance_table import ROWS
 
 RESULTS = {("amax", "torch eager"): (1200, 0), ("decode", "jax jit"): (7, 2), ("amax", "jax jit"): (0, 0)}
 

@@ -1,4 +1,4 @@
-"""The presets that carry a peer's name equal that peer, as installed, bit for bit, on a million amax and more."""
+"""The presets with a library's name equal that library, as installed, bit for bit, on a million amax and more."""
 
 import importlib
 from types import ModuleType
@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, as_tensor
 
 from fp8_common import DATA_FORMATS, E4M3, E5M2, PRESETS
 from fp8_common.testing import adversarial_amax, assert_same_bits
+from tests.conformance.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, as_tensor
 
 SEED = 31
 COUNT = 2**20

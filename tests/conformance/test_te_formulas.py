@@ -1,13 +1,13 @@
-"""The presets named after TransformerEngine equal its published formulas, bit for bit, and where they do not: how."""
+"""The presets named after TransformerEngine equal its published formulas bit for bit, but for known cases."""
 
 import numpy as np
 import pytest
-import te_formulas as te
-from conformance_inputs import DTYPES, any_bits, array, count, numpy_dtype, values
 
 import fp8_common as f8
 from fp8_common.presets import te_current, te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
+from tests.conformance import te_formulas as te
+from tests.conformance.conformance_inputs import DTYPES, any_bits, array, count, numpy_dtype, values
 
 PREVIOUS = np.float32(3.5)
 FORMATS = [f8.E4M3, f8.E5M2]

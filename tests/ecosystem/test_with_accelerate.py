@@ -1,4 +1,4 @@
-"""Accelerate with FSDP2: a model converted before `prepare` trains in FP8, and the optimizer knows its weights."""
+"""Accelerate with FSDP2: a model converted before `prepare` trains in FP8, and its optimizer is tracked."""
 
 import os
 
@@ -12,7 +12,7 @@ accelerate = pytest.importorskip("accelerate", reason=REASON)
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch._ranks import RankPool
+from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 

@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, and its loss falls."""
+"""Every example runs as its docstring says, and its loss falls."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The precision plugin for Lightning, under its own Trainer."""
+"""The precision plugin for Lightning, under Lightning's own Trainer."""
 
 import pytest
 import torch

@@ -1,7 +1,9 @@
-"""Decides whether the tests find every mistake of the list: `python tests/mutants/run.py [PART OF A NAME ...]`.
+"""Session `mutants`: each mistake of the list is made, and its tests run.
 
-Each mutant is made in a copy of the tracked files, never here, and its tests run there. A mutant that survives, a line
-that no longer stands where the list says, and tests that fail without any mutant are all errors.
+    python -m tests.mutants.run [--check] [PART OF A NAME ...]
+
+Each mutant is made in a copy of the tracked files, never here, and its tests run there. A mutant that survives, one
+whose place is not found (`--check` looks for the places alone), and tests that fail without any mutant are all errors.
 """
 
 import argparse
@@ -14,10 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from mutants import MUTANTS, Mutant
-from repository import ROOT, packages, tracked_files
+from tests.helpers.repository import ROOT, packages, tracked_files
+from tests.mutants.apply import UnfitError, mutated
+from tests.mutants.mutants import MUTANTS, Mutant
 
 
 def copy_to(folder: Path) -> None:
@@ -49,25 +50,43 @@ def survives(folder: Path, mutant: Mutant) -> bool:
     """Make one mistake in the copy, run its tests, and undo it.
 
     Raises:
-        LookupError: The right line does not stand there exactly once.
+        UnfitError: The mutant has no place.
     """
-    file = folder / mutant.file
-    text = file.read_text()
-    if text.count(mutant.right) != 1:
-        raise LookupError(f"{mutant.file} holds {text.count(mutant.right)} times: {mutant.right!r}. Update mutants.py.")
+    source, text = mutated(mutant)
+    file = folder / source.relative_to(ROOT)
+    right = file.read_text()
     try:
-        file.write_text(text.replace(mutant.right, mutant.wrong))
+        file.write_text(text)
         return passes(folder, mutant.tests, mutant.interpreted)
     finally:
-        file.write_text(text)
+        file.write_text(right)
+
+
+def check(chosen: list[Mutant]) -> None:
+    """Print why mutants have no place, and exit with 1 if any has none."""
+    unfit = []
+    for mutant in chosen:
+        try:
+            mutated(mutant)
+        except UnfitError as error:
+            unfit.append(str(error))
+    sys.exit("\n\n".join(unfit) if unfit else None)
 
 
 def main() -> None:
     """Print a line for each mutant; exit with 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help="run only mutants whose mistake or file contains one of these")
-    wanted = parser.parse_args().parts
-    chosen = [m for m in MUTANTS if not wanted or any(part in f"{m.mistake} {m.file}" for part in wanted)]
+    parser.add_argument(
+        "parts", nargs="*", help="run only mutants whose mistake, function or tests contain one of these"
+    )
+    parser.add_argument("--check", action="store_true", help="only look for the places of the mistakes")
+    options = parser.parse_args()
+    wanted = options.parts
+    named = {f"{mutant.mistake} {mutant.function} {mutant.tests}": mutant for mutant in MUTANTS}
+    chosen = [mutant for text, mutant in named.items() if not wanted or any(part in text for part in wanted)]
+    if options.check:
+        check(chosen)
+        return
     if any(mutant.interpreted for mutant in chosen) and importlib.util.find_spec("triton") is None:
         sys.exit("Mistakes in kernels need triton, which is not installed here: use session `mutants`.")
     survivors = []

@@ -1,4 +1,4 @@
-"""Decides whether the built site looks right in a real browser, on a desktop and on a phone.
+"""The built site in a real browser, at the widths of a desktop and a phone.
 
 For every page and width: no error on the console, no request that failed, every picture drawn, one visible heading, and
 nothing that sticks out to the side. Pictures of the pages go to the folder that is named on the command line.
@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from site_pages import SITE, pages
+from tests.pages.site_pages import SITE, pages
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 LOOK = """() => {

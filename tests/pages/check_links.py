@@ -1,11 +1,8 @@
-"""Decides whether the built site holds together: links lead somewhere, pictures and public names are described."""
+"""The check of the built site: links lead somewhere, pictures and public names are described."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from site_pages import dead_links, pages, undocumented
+from tests.pages.site_pages import dead_links, pages, undocumented
 
 
 def main() -> None:

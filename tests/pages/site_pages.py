@@ -1,4 +1,4 @@
-"""Decides how the built site is read by tests: its pages, their targets and what they point to."""
+"""The built site for tests: its pages, the identifiers in them and their links."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from repository import ROOT, packages
+from tests.helpers.repository import ROOT, packages
 
 SITE = ROOT / "site"
 PARTS = (

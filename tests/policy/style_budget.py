@@ -1,4 +1,4 @@
-"""Decides how style is measured. Run as a script it prints every package beside the budget.
+"""Measurement of style figures. As a script it prints every package beside the budget.
 
 A function's body is its lines without its docstring; a file's code lines hold a token that is neither comment
 nor docstring; public is what no underscore marks.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from repository import packages
+from tests.helpers.repository import packages
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_CODE = {

@@ -1,9 +1,10 @@
-"""Decides that the small subset of a matrix of cases is a fair one."""
+"""The subset of a matrix of cases that short runs take: pairs, or each value once, in few cases."""
 
 import itertools
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 
 @pytest.fixture(scope="session")

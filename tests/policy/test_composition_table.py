@@ -1,10 +1,11 @@
-"""Decides that every row of the guide's composition table names a test that exists."""
+"""Every row of the composition guide's table names a test that exists."""
 
 import ast
 import re
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 PAGE = ROOT / "docs/guides/torch-composition.md"
 TESTS = ROOT / "packages/fp8-torch-fsdp/tests"

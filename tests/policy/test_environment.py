@@ -1,10 +1,10 @@
-"""Decides that settings are arguments: environment variables are few, and one file reads them."""
+"""Settings are arguments: at most three environment variables, read in one file."""
 
 import ast
 import re
 from collections.abc import Iterator
 
-from repository import packages, sources
+from tests.helpers.repository import packages, sources
 
 OURS = re.compile(r"FP8_[A-Z][A-Z_]+")
 

@@ -1,9 +1,10 @@
-"""Decides what must never be in a tracked file: paths and package indexes of some machine."""
+"""No tracked file holds a path or a package index of some machine."""
 
 import re
 
 import pytest
-from repository import ROOT, tracked_files
+
+from tests.helpers.repository import ROOT, tracked_files
 
 PLACE = re.compile(r"""(?:^|[\s"'=:(\[])/(?:work|root|home|Users|opt|mnt)/[\w.-]""", re.MULTILINE)
 INDEX = re.compile(r"https?://[\w.-]*(?:pypi|pythonhosted|devpi|artifactory|download\.pytorch)\b[\w.-]*")
@@ -26,9 +27,9 @@ def test_no_file_knows_the_machine_it_was_written_on(pattern):
     assert found == {}
 
 
-def test_only_the_noxfile_names_an_index():
+def test_only_the_package_index_module_names_an_index():
     found = {(name, host) for name, text in texts().items() for host in INDEX.findall(text)}
-    assert found == {("noxfile.py", PYTORCH)}
+    assert found == {("tools/package_index.py", PYTORCH)}
 
 
 def test_files_are_small_and_real():

@@ -1,4 +1,4 @@
-"""Decides that tests which share what is expensive, or start processes, stay in one process of a parallel run."""
+"""Tests of one xdist group run in one process of a parallel run."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Decides what may be imported: declared dependencies, no framework unasked, no internals of others."""
+"""Import rules: declared dependencies only, no framework unasked, no internals of another package."""
 
 import ast
 import json
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from repository import Package, packages, sources
+
+from tests.helpers.repository import ROOT, Package, packages, sources
 
 HEAVY = ["torch", "jax", "jaxlib", "flax", "triton", "matplotlib", "rich", "hypothesis", "pytest"]
 COMMON = packages()["fp8-common"]
@@ -18,14 +19,12 @@ ALLOWED = {
     "fp8_common/jax": {"numpy", "ml_dtypes", "jax"},
     "fp8_common/_kernels": {"triton"},
     "fp8_common/testing": {"numpy", "ml_dtypes", "hypothesis", "pytest"},
-    "fp8_common/demo": {"numpy", "matplotlib", "rich"},
     "fp8_torch_fsdp": {"numpy", "torch", "fp8_common"},
     "fp8_torch_fsdp/integrations": {"torch", "fp8_common", "torchtitan", "lightning"},
     "fp8_jax_owg": {"numpy", "jax", "fp8_common"},
     "fp8_jax_owg/linen": {"numpy", "jax", "flax", "optax", "fp8_common"},
     "fp8_jax_owg/nnx": {"numpy", "jax", "flax", "optax", "fp8_common"},
     "fp8_jax_owg/optax": {"jax", "optax", "fp8_common"},
-    "fp8_jax_owg/demo": {"numpy", "jax", "flax", "optax", "fp8_common"},
     "fp8_te_init": {"numpy", "torch", "fp8_common"},
     "fp8_te_init/te": {"torch", "fp8_common", "transformer_engine"},
 }
@@ -83,6 +82,18 @@ def test_no_package_imports_the_internals_of_another(package: Package):
         for path, tree in sources(package)
         for line, module, name in imports(tree)
         if module.partition(".")[0] in siblings
+        and any(part.startswith("_") and not part.endswith("__") for part in [*module.split("."), name])
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("folder", ["demos", "examples"])
+def test_programs_to_copy_from_use_public_names_alone(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {module}.{name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, module, name in imports(ast.parse(path.read_text()))
+        if module.startswith("fp8_")
         and any(part.startswith("_") and not part.endswith("__") for part in [*module.split("."), name])
     ]
     assert found == []

@@ -1,10 +1,11 @@
-"""Decides what every package ships and that all of them carry one version."""
+"""Every package ships its types, licence and readme, and all carry one version."""
 
 import itertools
 import re
 
 import pytest
-from repository import ROOT, Package, packages
+
+from tests.helpers.repository import ROOT, Package, packages
 
 VERSION = packages()["fp8-common"].config["project"]["version"]
 every_package = pytest.mark.parametrize("package", packages().values(), ids=lambda package: package.name)

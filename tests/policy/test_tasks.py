@@ -1,10 +1,15 @@
-"""Decides that the noxfile, the README and CI tell the same story."""
+"""The noxfile and its tools, the README and CI: each session is documented, and each command exists."""
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
-from repository import ROOT, packages
+
+from tests.helpers.repository import ROOT, packages
+from tools import machine, package_index
+from tools.packages import ISOLATED, PACKAGES
 
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text())
 DEFAULT = ["lint", "types", "test", "isolated", "docs", "build"]
@@ -23,7 +28,7 @@ MORE = {
     "ecosystem",
     "newcomer",
 }
-MORE |= {"mutants", "py312", "full", "release_check"}
+MORE |= {"mutants", "py312", "full", "latest", "release_check"}
 
 
 def is_session(node: ast.stmt) -> bool:
@@ -54,18 +59,69 @@ def test_the_sessions_are_those_that_the_documents_promise():
 
 
 def test_every_package_is_in_every_task():
-    declared = ast.literal_eval(constant("PACKAGES"))
-    assert {name: place.partition("[")[0] for name, place in declared.items()} == {
+    assert {name: place.partition("[")[0] for name, place in PACKAGES.items()} == {
         name: str(package.folder.relative_to(ROOT)) for name, package in packages().items()
     }
 
 
 def test_every_package_is_tested_alone():
-    runs = [ast.literal_eval(call.args[0]) for call in constant("ISOLATED").values]
-    folders = [ROOT / ast.literal_eval(call.args[1]) for call in constant("ISOLATED").values]
-    alone = {requirements[-1].partition("[")[0] for requirements in runs}
-    assert alone == packages().keys()
-    assert [folder for folder in folders if not any(folder.rglob("test_*.py"))] == []
+    assert {run.packages[-1].partition("[")[0] for run in ISOLATED.values()} == packages().keys()
+    assert [run.tests for run in ISOLATED.values() if not any((ROOT / run.tests).rglob("test_*.py"))] == []
+
+
+def test_the_noxfile_is_short_and_what_it_needs_is_in_a_fresh_clone():
+    assert (ROOT / "noxfile.py").read_text().count("\n") < 300
+    for path in (ROOT / "noxfile.py", *(ROOT / "tools").glob("*.py")):
+        imported = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        tops = {name.partition(".")[0] for name in imported}
+        assert tops - sys.stdlib_module_names <= {"nox", "tools"}, path
+
+
+def test_nox_finds_its_sessions_from_any_folder(tmp_path):
+    pytest.importorskip("nox", reason="nox is not installed in this environment")
+    command = [sys.executable, "-m", "nox", "-l", "-f", str(ROOT / "noxfile.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "isolated(fp8-common)" in done.stdout
+
+
+def test_pips_settings_are_told_to_uv(monkeypatch):
+    for name in (
+        "UV_DEFAULT_INDEX",
+        "UV_FIND_LINKS",
+        "UV_INDEX",
+        "SSL_CERT_FILE",
+        "UV_TORCH_BACKEND",
+        "PIP_CONSTRAINT",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    told = {"index-url": "https://one.example/simple", "find-links": "a b", "cert": "bundle.pem"}
+    monkeypatch.setattr(package_index, "pip_settings", lambda: told)
+    settings = package_index.package_sources("constraints.txt")
+    assert settings["UV_DEFAULT_INDEX"] == told["index-url"]
+    assert (settings["UV_FIND_LINKS"], settings["SSL_CERT_FILE"]) == ("a,b", "bundle.pem")
+    assert settings["PIP_CONSTRAINT"] == str(ROOT / "constraints.txt")
+    assert "UV_TORCH_BACKEND" not in settings, "this machine has its own index"
+    monkeypatch.setenv("UV_FIND_LINKS", "mine")
+    assert "UV_FIND_LINKS" not in package_index.package_sources(None)
+
+
+def test_torch_comes_without_cuda_where_there_is_no_gpu_and_no_index_of_ones_own(monkeypatch):
+    monkeypatch.delenv("UV_TORCH_BACKEND", raising=False)
+    monkeypatch.setattr(package_index, "pip_settings", dict)
+    monkeypatch.setattr(package_index.sys, "platform", "linux")
+    monkeypatch.setattr(package_index.shutil, "which", lambda name: None)
+    assert package_index.package_sources(None)["UV_TORCH_BACKEND"] == "cpu"
+    monkeypatch.setattr(package_index.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert "UV_TORCH_BACKEND" not in package_index.package_sources(None)
+
+
+def test_the_newest_interpreter_is_one_that_is_here(monkeypatch):
+    monkeypatch.setattr(machine, "select_pyenv_interpreter", lambda version: version)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name == "python3.12" else None)
+    assert machine.newest_interpreter() == "3.12"
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.newest_interpreter() == ".".join(map(str, sys.version_info[:2]))
 
 
 def test_ci_runs_the_command_of_the_readme():
@@ -94,14 +150,14 @@ def test_workflows_use_pinned_actions_and_existing_sessions(name):
 def test_ci_runs_the_default_the_oldest_and_the_newest():
     assert WORKFLOWS.keys() == {"ci", "docs", "gpu", "release"}
     sessions = set(re.split(r"[\s,]+", ", ".join(re.findall(r"session: \[(.*)\]", WORKFLOWS["ci"]))))
-    assert {"oldest", "py312", "golden", "full", "mutants", "newcomer", "release-check"} <= sessions
+    assert {"oldest", "latest", "py312", "golden", "full", "mutants", "newcomer", "release-check"} <= sessions
     assert "- run: .ci/run\n" in WORKFLOWS["ci"]
 
 
 def test_a_release_is_checked_against_its_tag_and_published_without_a_secret():
     build, publish = WORKFLOWS["release"].split("\n  publish:\n")
     steps = [
-        'check_changelog.py "$GITHUB_REF_NAME"',
+        'tests.release.check_changelog "$GITHUB_REF_NAME"',
         "- run: .ci/run\n",
         "nox -s release-check",
         "uses: actions/upload-artifact@",

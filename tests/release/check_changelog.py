@@ -1,12 +1,9 @@
-"""Decides whether the version may be tagged: the changelog has a dated section for it, and nothing stands above it."""
+"""The changelog check before a release: the newest section is this version's, and dated."""
 
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from repository import ROOT, packages
+from tests.helpers.repository import ROOT, packages
 
 
 def complaint(version: str, changelog: str) -> str | None:

@@ -1,8 +1,7 @@
-"""Decides whether the packages start fast: `python tests/release/check_imports.py` in an environment that has them.
+"""Import times of the installed packages: `python -m tests.release.check_imports`.
 
-`import` of a package may take 0.15 seconds longer than that of its framework: seconds of the processor, because those
-do not depend on what else the machine does. Each is timed several times in fresh processes, turn by turn, and the
-smallest times are compared.
+`import` of a package may take 0.15 seconds of processor time longer than that of its framework; wall time would depend
+on other load. Each is timed several times in fresh processes, alternating, and the smallest times are compared.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Decides whether the built distributions may be published: `python tests/release/check_wheels.py dist`.
+"""The check of built distributions before publishing: `python -m tests.release.check_wheels dist`.
 
 Every package has one wheel and one sdist of the same version. A wheel is small, pure Python, carries its licence and
 its types, no tests, and asks for nothing but what its pyproject.toml says.
@@ -10,9 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from repository import Package, packages
+from tests.helpers.repository import Package, packages
 
 MAX_WHEEL = 300 * 1024
 

@@ -1,4 +1,4 @@
-"""Decides whether the guides are enough: `python tests/release/follow_guides.py [PART OF A NAME ...]`.
+"""The guides, run in empty environments: `python -m tests.release.follow_guides [PART OF A NAME ...]`.
 
 For each guide a new, empty environment gets what the guide's `pip install` lines name, and nothing else; packages of
 this repository come from their folders. Then the guide's Python blocks run there, in order, in one process.
@@ -14,9 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "policy"))
-
-from repository import ROOT, packages
+from tests.helpers.repository import ROOT, packages
 
 GUIDES = ROOT / "docs" / "guides"
 INSTALL = re.compile(r"^ *\$ pip install (.+)$", re.MULTILINE)

@@ -1,8 +1,9 @@
-"""Decides that guides are read as a newcomer reads them, and that each says what to install."""
+"""Guides are read as they are run: every one says what to install, and its blocks form one program."""
 
-import follow_guides
 import pytest
-from repository import packages
+
+from tests.helpers.repository import packages
+from tests.release import follow_guides
 
 PAGES = sorted(follow_guides.GUIDES.glob("*.md"))
 PAGE = """

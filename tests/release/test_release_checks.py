@@ -1,14 +1,14 @@
-"""Decides that the checks before a release find what they are for."""
+"""The checks before a release find the errors that they are for."""
 
 import io
 import tarfile
 import zipfile
 from contextlib import nullcontext
 
-import check_changelog
-import check_wheels
 import pytest
-from repository import packages
+
+from tests.helpers.repository import packages
+from tests.release import check_changelog, check_wheels
 
 COMMON = packages()["fp8-common"]
 VERSION = COMMON.config["project"]["version"]

@@ -1,4 +1,4 @@
-"""Decides that JAX sees eight CPU devices, and in which of the two modes a test runs."""
+"""Eight CPU devices for JAX, and the two modes that tests run in."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Sharded kernels: one byte per element on the wire, the bits of gathering first, gradients reduced unrounded."""
+"""Sharded kernels: one byte per element is sent, the bits of gathering first, gradients reduced unrounded."""
 
 import jax
 import jax.numpy as jnp

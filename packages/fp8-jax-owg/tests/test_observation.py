@@ -7,7 +7,7 @@ import pytest
 
 import fp8_common
 from fp8_common import Fp8Error, ScalePolicy
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg.observation import not_observed, observe, observed_amax, resolve, used_scale
 
 LENGTH = 4
@@ -60,17 +60,17 @@ def test_uses_combine_by_max_to_one_roll():
     scale, history = jnp.float32([0.5]), jnp.float32([2, 0, 3])
     _, scale_inv = used_scale(scale, history, "e4m3")
     uses = [observe(jnp.float32(amax), scale_inv, history) for amax in (1, 5, np.inf, 4)]
-    decoded = [[wire.from_wire(g) for g in use] for use in uses]
+    decoded = [[cotangents.decode(g) for g in use] for use in uses]
     scales, histories = (jnp.stack(leaves) for leaves in zip(*decoded, strict=True))
-    assert wire.maximum_over(scales, 0)[0] == fp8_common.reciprocal(np.float32(448) / np.float32(3))
-    assert list(np.asarray(wire.maximum_over(histories, 0))) == [5, 3, 2]
+    assert cotangents.maximum_over(scales, 0)[0] == fp8_common.reciprocal(np.float32(448) / np.float32(3))
+    assert list(np.asarray(cotangents.maximum_over(histories, 0))) == [5, 3, 2]
 
 
 def test_nothing_observed_keeps_every_element():
     state = jnp.float32([3, 1e-40, 0, 1e30])
     for gradient in (not_observed(state), jnp.zeros(4), jnp.full(4, jnp.nan)):
         np.testing.assert_array_equal(np.asarray(resolve(state, gradient)).view(np.int32), state.view(np.int32))
-    mixed = jnp.where(jnp.asarray([True, False, True, False]), wire.to_wire(jnp.zeros(4)), not_observed(state))
+    mixed = jnp.where(jnp.asarray([True, False, True, False]), cotangents.encode(jnp.zeros(4)), not_observed(state))
     np.testing.assert_array_equal(np.asarray(resolve(state, mixed)), np.float32([0, 1e-40, 0, 1e30]))
 
 
@@ -78,7 +78,7 @@ def test_nothing_observed_keeps_every_element():
 def test_zeros_as_plain_gradients_leave_them_count_as_zeros(algo):
     """`jax.grad` without `owg.grad` stores what travels: -2^-126 stands for 0."""
     policy = ScalePolicy(algo=algo)
-    travelled = wire.to_wire(jnp.zeros(3))
+    travelled = cotangents.encode(jnp.zeros(3))
     assert (np.asarray(travelled) < 0).all()
     into, back = used_scale(jnp.float32([0.25]), travelled, "e4m3", policy)
     assert (into[0], back[0]) == (4, 0.25)

@@ -23,7 +23,7 @@ def only(*trees):
 def test_a_sound_state():
     tensor = only(state())
     assert tensor.name == f"{COLLECTION}/fc/input"
-    assert (tensor.amax, tensor.window) == (1.5, 2)
+    assert (tensor.amax, tensor.history_max) == (1.5, 2)
     assert tensor.headroom == pytest.approx(np.log2(2 / 1.5), abs=1e-5)
     assert (tensor.saturated, tensor.observed, tensor.stale, tensor.suspicion) == (False, True, None, "")
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg.pipeline import Schedule, pipeline
 from fp8_jax_owg.praxis import mask_from_hparams
@@ -104,7 +104,7 @@ def _find_the_state(way):
         variables = nn.meta.unbox(variables)
     grad = owg.grad if way == "top" else jax.grad
     gradients = jax.jit(grad(lambda v: (model.apply(v, x) ** 2).sum()))(variables)
-    found = np.asarray(wire.from_wire(newest(nn.meta.unbox(gradients))))
+    found = np.asarray(cotangents.decode(newest(nn.meta.unbox(gradients))))
     np.testing.assert_array_equal(found, wanted.astype(np.float32))
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8_jax_owg as owg
 from fp8_jax_owg import DelayedScaling
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg._marker import map_leaves
@@ -138,7 +138,7 @@ def sequential(pipe, schedule, variables, x):
 
     step = owg.value_and_grad(one, has_aux=True, unobserved="-inf")
     (_, outputs), each = jax.jit(lambda v, x: jax.lax.map(lambda h: step(v, h), x))(variables, x)
-    return outputs, map_leaves(lambda g: g.sum(0), lambda g: wire.maximum_over(g, 0), each)
+    return outputs, map_leaves(lambda g: g.sum(0), lambda g: cotangents.maximum_over(g, 0), each)
 
 
 def pipelined(pipe, variables, x):

@@ -59,7 +59,7 @@ def test_a_state_for_each_example_sees_its_own(data):
     np.testing.assert_array_equal(recorded(lambda m: inner(pairs, m).sum(), two), [3, 5])
 
 
-def test_loops_with_the_boundary_see_the_maximum(data, mode):
+def test_loops_that_share_the_state_see_the_maximum(data, mode):
     x, w = data
 
     def loss(meta):

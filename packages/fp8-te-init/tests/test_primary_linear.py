@@ -242,7 +242,7 @@ def test_layers_can_be_left_out():
         (lambda: fti.PrimaryConfig(emulate="yes"), "emulate must be"),
         (
             lambda: fti.PrimaryConfig(recipe=Recipe(name="off", weight=CastRecipe(scaling="static", static_scale=2.0))),
-            "A primary weight cannot be cast with static",
+            "weight cannot be cast with static tensorwise scaling here",
         ),
         (lambda: fti.primary_weights(backend="gpu").__enter__(), "backend must be one of 'auto'"),
         (

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import WIDTHS, batches, loss_of, mlp, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fp8_te_init as fti
 from fp8_common import Fp8Error
 from fp8_te_init._kept_in_module import named_kept
+from tests.helpers.sharded_models import WIDTHS, batches, loss_of, mlp, shard
 
 pytestmark = pytest.mark.distributed
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_models import WIDE, WIDTHS, CollectiveCounter, batches, loss_of, mlp, shard, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error, get_recipe
+from tests.helpers.collectives import CollectiveCounter
+from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard, train
 
 pytestmark = pytest.mark.distributed
 
@@ -107,13 +108,13 @@ def test_the_wire_carries_one_byte_per_element_and_the_forward_reduces_nothing(r
     share = (24 * 40 + 40 * 60 + 60 * 24) // 2
     for steps in run_ranks(2, collectives_of_steps, "fp8"):
         for gathers, reductions, in_step in steps:
-            assert {dtype for dtype, _ in gathers} == {torch.uint8}
-            assert sum(count for _, count in gathers) == 2 * share, "forward and backward"
+            assert {one.dtype for one in gathers} == {torch.uint8}
+            assert sum(one.elements for one in gathers) == 2 * share, "forward and backward"
             assert reductions == []
-            assert [dtype for dtype, _ in in_step] == [torch.int32]
-            assert in_step[0][1] == 3, "one number for each weight"
+            assert [one.dtype for one in in_step] == [torch.int32]
+            assert in_step[0].elements == 3, "one number for each weight"
     wide = run_ranks(2, collectives_of_steps, "high_precision")[0][1][0]
-    assert sum(count * dtype.itemsize for dtype, count in wide) == 4 * 2 * share
+    assert sum(one.nbytes for one in wide) == 4 * 2 * share
 
 
 def save_sharded(rank, world_size, folder, recipe):

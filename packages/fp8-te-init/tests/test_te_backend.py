@@ -7,16 +7,15 @@ import sys
 import types
 
 import pytest
-import te_double
-import te_sources
 import torch
-from te_kernels import encoded
-from te_models import block_recipe, built, exact, te_free
 from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_te_init._backends.te_rows import BLOCKS, MX, te_kind, te_rows
+from tests.helpers import te_double, te_sources
+from tests.helpers.te_kernels import encoded
+from tests.helpers.te_models import block_recipe, built, exact, te_free
 
 MAKES = ["te_double", "te_sources"][: 1 if te_sources.missing() else 2]
 

@@ -5,16 +5,15 @@ import importlib
 import warnings
 
 import pytest
-import te_double
-import te_sources
 import torch
-from sharded_models import shard, train_on
-from te_models import block_recipe, built, te_free
 from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8UnsupportedError
 from fp8_te_init._backends.te_rows import BLOCKS, MX, te_kind
+from tests.helpers import te_double, te_sources
+from tests.helpers.sharded_models import shard, train_on
+from tests.helpers.te_models import block_recipe, built, te_free
 
 MAKES = ["te_double", "te_sources"][: 1 if te_sources.missing() else 2]
 
@@ -22,7 +21,7 @@ MAKES = ["te_double", "te_sources"][: 1 if te_sources.missing() else 2]
 @contextlib.contextmanager
 def ready(make):
     """The double or the sources, in a rank that runs other tests afterwards."""
-    yield importlib.import_module(make).install()
+    yield importlib.import_module(f"tests.helpers.{make}").install()
     te_double.remove()
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import te_double
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +17,7 @@ import fp8_te_init as fti
 from fp8_common import get_format
 from fp8_common.torch._quantize import dequantize, quantize
 from fp8_te_init._kept_in_module import kept_values
+from tests.helpers import te_double
 
 
 def model(**options) -> nn.Sequential:

@@ -1,9 +1,7 @@
 """Every row of the compile tables, and what a captured graph must still refuse."""
 
-import importlib.util
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; the rows stand in their own module
-
-import compile_rows as rows
-
 import fp8_torch_fsdp as f8
+from benchmarks import compile_table
 from fp8_common import Fp8Error
-from fp8_common.torch import _product as product
+from fp8_common.torch import _multiply as product
 from fp8_torch_fsdp._traceable import linear
+from tests.helpers import compile_rows as rows
 
 ROOT = Path(__file__).parents[3]
 VOCABULARIES = (32, 2256, 2257)
@@ -28,16 +24,9 @@ def recorded():
     return json.loads((ROOT / "benchmarks/results/compile-table.json").read_text())
 
 
-def compile_table():
-    spec = importlib.util.spec_from_file_location("compile_table", ROOT / "benchmarks/compile_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_guide_shows_what_was_recorded():
     page = (ROOT / "docs/guides/torch-compile.md").read_text()
-    assert compile_table().with_tables(page, recorded()) == page
+    assert compile_table.with_tables(page, recorded()) == page
     assert "OTHER BITS" not in page
 
 
@@ -184,11 +173,11 @@ def test_uneven_shards_and_hsdp_are_captured_whole(run_ranks, world_size, copies
 
 
 def merged_gathers(rank, world_size):
-    original, linear.again = linear.again, lambda shard, grad: shard
+    original, linear.copy_in_backward = linear.copy_in_backward, lambda shard, grad: shard
     try:
         result = rows.run_row(rank, world_size, "traceable_block", "dynamic", "aot_eager")
     finally:
-        linear.again = original
+        linear.copy_in_backward = original
     return result["fp8_gathers_in_forward"], result["fp8_gathers_in_backward"]
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +13,10 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand in their own module
-
-from whole_states import unlike, whole
-
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common import torch as f8t
+from tests.helpers.whole_states import unlike, whole
 
 pytestmark = pytest.mark.distributed
 

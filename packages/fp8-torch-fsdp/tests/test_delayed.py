@@ -90,7 +90,7 @@ def test_evaluation_observes_nothing():
     model(torch.randn(8, 32) * 100)
     with torch.no_grad():
         model.train()(torch.randn(8, 32) * 100)
-    assert model.fp8_input.key == -1
+    assert model.fp8_input.observed_key == -1
     f8.sync_float8_amax_and_scale_history(model)
     assert not model.fp8_input.ready
 
@@ -187,4 +187,4 @@ def test_meta_initialisation():
         module.reset_parameters()
     assert isinstance(model.weight, f8.ShardedFloat8Weight)
     train_step(model, torch.randn(8, 32))
-    assert model.fp8_input.key >= 0
+    assert model.fp8_input.observed_key >= 0

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch._ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -9,8 +9,8 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from fp8_common import E4M3, E5M2, Fp8Error, Fp8UnsupportedError
 from fp8_common import torch as f8t
+from fp8_common.torch._multiply import multiply
 from fp8_common.torch._operands import cast_operand
-from fp8_common.torch._product import multiply
 
 
 def sqnr(reference: torch.Tensor, value: torch.Tensor) -> float:
@@ -76,8 +76,8 @@ def test_emulated_products_agree_with_the_scaled_product(rowwise):
 def test_power_of_2_scales_reach_the_weight():
     from fp8_common import POWER_OF_2
 
-    low = layer(weight=f8.CastConfig(policy=POWER_OF_2))
-    scale = low.weight.strategy.scale_of(torch.tensor(0.3), record=False)
+    low = layer(recipe=f8.Recipe(name="custom", weight=f8.CastConfig(policy=POWER_OF_2)))
+    scale = low.weight.strategy.scale_from_amax(torch.tensor(0.3))
     assert scale == 2.0 ** torch.floor(torch.log2(torch.tensor(448 / 0.3)))
 
 

@@ -58,7 +58,7 @@ def configs(draw: Any) -> f8.Float8LinearConfig:
         off = f8.CastConfig(scaling="disabled")
         operands.update(input_for_grad_weight=off, grad_output_for_grad_weight=off)
     return f8.Float8LinearConfig(
-        **operands,
+        recipe=f8.Recipe(name="drawn", **operands),
         all_gather=f8.AllGatherConfig(cache=draw(st.sampled_from(("step", "none")))),
         pad_inner_dim=draw(st.booleans()),
     )

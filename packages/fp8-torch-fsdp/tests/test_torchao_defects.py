@@ -8,33 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
 from fp8_common import POWER_OF_2
 from fp8_torch_fsdp import precompute_float8_dynamic_scale_for_fsdp as precompute
+from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.distributed
 
 WIDTHS = (16, 24, 10)
 GROWTH = 100.0
-
-
-class Collectives(TorchDispatchMode):
-    """Collects (operator, dtypes) of every collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "barrier" not in func._schema.name:
-            tensors = torch.utils._pytree.tree_leaves((args, kwargs))
-            self.seen.append((func._schema.name, {t.dtype for t in tensors if isinstance(t, torch.Tensor)}))
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name):
-        return sum(name in seen for seen, _ in self.seen)
 
 
 def chain(widths=WIDTHS):
@@ -170,7 +153,11 @@ def tied_weights(rank, world_size):
 
 
 def powers_of_two(rank, world_size):
-    model = shard(convert(chain(), weight=f8.CastConfig(policy=POWER_OF_2)), world_size, reshard_after_forward=False)
+    model = shard(
+        convert(chain(), recipe=f8.Recipe(name="power of 2", weight=f8.CastConfig(policy=POWER_OF_2))),
+        world_size,
+        reshard_after_forward=False,
+    )
     checks = {}
     for step in range(3):
         losses = train(model, optimizer_of(model), rank, steps=1, after_step=precompute)
@@ -264,11 +251,11 @@ def one_cast_for_each_step(rank, world_size):
     optimizer, casts, reductions = optimizer_of(model), [], []
     for _ in range(4):
         before = f8.cast_count(model)
-        with Collectives() as collectives:
+        with CollectiveCounter() as collectives:
             train(model, optimizer, rank, steps=1)
         casts.append(f8.cast_count(model) - before)
-        reductions.append(collectives.count("allreduce"))
-    gathers = collectives.count("allgather")
+        reductions.append(collectives.count("all_reduce"))
+    gathers = collectives.count("all_gather")
     return {
         "casts": casts == [8] * 4,
         "all-reduces": reductions == [1] * 4,
@@ -278,9 +265,9 @@ def one_cast_for_each_step(rank, world_size):
 
 def no_float8_in_collectives(rank, world_size):
     model = shard(convert(chain()), world_size)
-    with Collectives() as collectives:
+    with CollectiveCounter() as collectives:
         train(model, optimizer_of(model), rank, after_step=precompute)
-    dtypes = set().union(*(dtypes for name, dtypes in collectives.seen if "allgather" in name))
+    dtypes = set(collectives.dtypes("all_gather"))
     try:
         codes = torch.zeros(4, dtype=torch.float8_e4m3fn)
         dist.all_gather_into_tensor(torch.zeros(4 * world_size, dtype=torch.float8_e4m3fn), codes)
@@ -299,9 +286,9 @@ def explicit(rank, world_size, attach):
     for step in range(4):
         losses = []
         for model, optimizer, hook in zip((automatic, manual), optimizers, (None, after_step), strict=True):
-            with Collectives() as collectives:
+            with CollectiveCounter() as collectives:
                 losses += train(model, optimizer, rank, steps=1, after_step=hook)
-            reductions.append(collectives.count("allreduce"))
+            reductions.append(collectives.count("all_reduce"))
         checks[f"losses of step {step}"] = losses[0] == losses[1]
     # the first forward synchronizes before any step; an explicit call after each step adds the next one's
     checks["all-reduces"] = reductions == [1, 2] + [1, 1] * 3

@@ -1,6 +1,7 @@
 """The traceable mode has FSDP2's numbers, parameters and state dicts, and says so where it cannot do something."""
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -12,20 +13,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp import _compat as compat
-from fp8_torch_fsdp._traceable.ops import again
+from fp8_torch_fsdp._traceable.ops import copy_in_backward
+from tests.helpers.collectives import CollectiveCounter
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static", "shardwise")
 WIDTHS = {"even": (24, 48, 12), "uneven": (24, 7, 40), "empty_rank": (24, 2, 40), "blocks": (24, 200, 150)}
 STATIC = f8.Float8LinearConfig(
-    input=f8.CastConfig(scaling="static", static_scale=64.0),
-    weight=f8.CastConfig(scaling="static", static_scale=256.0),
-    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+    recipe=f8.Recipe(
+        name="static",
+        input=f8.CastConfig(scaling="static", static_scale=64.0),
+        weight=f8.CastConfig(scaling="static", static_scale=256.0),
+        grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+    )
 )
 
 
@@ -56,8 +60,7 @@ def build(widths="even", recipe="tensorwise", dtype=torch.float32, high_precisio
         gather["scale_scope"] = "shard"
     name = "tensorwise" if recipe == "shardwise" else recipe
     config = STATIC if recipe == "static" else f8.Float8LinearConfig.from_recipe_name(name)
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    config = f8.Float8LinearConfig(**fields | {"all_gather": f8.AllGatherConfig(**gather)})
+    config = dataclasses.replace(config, all_gather=f8.AllGatherConfig(**gather))
     keep = (lambda module, name: module.out_features != 5) if high_precision_head else None
     return f8.convert_to_float8_training(model, config=config, module_filter_fn=keep)
 
@@ -135,9 +138,9 @@ def test_ten_adamw_steps_equal_fsdp2(run_ranks, world_size, recipe, widths, dtyp
         assert not different, "gradients, weights, scales and histories"
         assert all(a == b for a, b in losses)
         assert losses[-1][0] < losses[0][0]
-        assert reductions == (
-            10 if world_size > 1 and recipe in ("tensorwise", "tensorwise_delayed", "blockwise") else 0
-        )
+        # under delayed scaling, also when the backward has ended
+        per_step = {"tensorwise": 1, "tensorwise_delayed": 2, "blockwise": 1}.get(recipe, 0)
+        assert reductions == (10 * per_step if world_size > 1 else 0)
         assert len(local) > 4
 
 
@@ -151,26 +154,13 @@ def test_hsdp_equals_fsdp2_and_copies_stay_equal(run_ranks, recipe):
         assert losses[-1][1] < losses[0][1]
 
 
-class CountCollectives(TorchDispatchMode):
-    """Notes every gather and reduce-scatter with its bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_c10d_functional" in str(func) and "wait" not in str(func):
-            self.seen.append((str(func).split(".")[1], args[0].dtype, args[0].numel() * args[0].itemsize))
-        return func(*args, **(kwargs or {}))
-
-
 def count(rank, world_size, recipe, fp8):
     model = f8.fully_shard_traceable(build("even", recipe, enabled=fp8))
     loss_of(model, batch(rank, 0)).backward()
     model.zero_grad()
-    with CountCollectives() as forward:
+    with CollectiveCounter() as forward:
         loss = loss_of(model, batch(rank, 1))
-    with CountCollectives() as backward:
+    with CollectiveCounter() as backward:
         loss.backward()
     return forward.seen, backward.seen
 
@@ -178,17 +168,18 @@ def count(rank, world_size, recipe, fp8):
 @pytest.mark.distributed
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_again(run_ranks, recipe, fp8):
+def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(run_ranks, recipe, fp8):
     sizes = [24 * 48, 48 * 12]
     item = 1 if fp8 else 4
     scales = [4 * 48 // 2, 4 * 12 // 2] if recipe == "rowwise" and fp8 else []
     dtype = torch.uint8 if fp8 else torch.float32
     for forward, backward in run_ranks(2, count, recipe, fp8):
-        sent = [n for name, d, n in forward if d == dtype and n in [s * item // 2 for s in sizes] + scales]
-        assert sorted(sent) == sorted([s * item // 2 for s in sizes] + scales)
-        again_sent = [n for name, d, n in backward if name == "all_gather_into_tensor"]
+        expected = [s * item // 2 for s in sizes] + scales
+        sent = [one.nbytes for one in forward if one.dtype == dtype and one.nbytes in expected]
+        assert sorted(sent) == sorted(expected)
+        again_sent = [one.nbytes for one in backward if one.kind == "all_gather"]
         assert sorted(again_sent) == sorted([*sent, 5 * 12 * 4 // 2 + 12 * 4 // 2]), "the head too: 5 rows, padded to 6"
-        reduced = [n for name, d, n in backward if name == "reduce_scatter_tensor"]
+        reduced = [one for one in backward if one.kind == "reduce_scatter"]
         assert len(reduced) == 1 + 2 * 4 + 2, (
             "embedding; weight, bias and norm of both layers; weight and bias of the head"
         )
@@ -257,7 +248,7 @@ def tied(rank, world_size):
     model[1].other._parameters["weight"] = model[1].linear._parameters["weight"]
     f8.fully_shard_traceable(model)
     same = model[1].other._parameters["weight"] is model[1].linear._parameters["weight"]
-    shared = model[1].other.wire.state is model[1].linear.wire.state
+    shared = model[1].other.distribution.wire.state is model[1].linear.distribution.wire.state
     model[1].linear.forward = lambda x: model[1].other(x)
     loss_of(model, batch(rank, 0)).backward()
     return same, shared, model[1].other.weight.grad is not None
@@ -360,10 +351,10 @@ def test_refusals_say_what_to_do_on_all_ranks(run_ranks):
 
 def test_the_second_gather_takes_a_copy_that_depends_on_the_gradient():
     shard, grad = torch.arange(6, dtype=torch.uint8).view(2, 3).t(), torch.ones(2)
-    copy = again(shard, grad)
+    copy = copy_in_backward(shard, grad)
     assert torch.equal(copy, shard)
     assert copy.data_ptr() != shard.data_ptr()
-    opcheck(torch.ops.fp8_torch_fsdp.again.default, (shard.contiguous(), grad))
+    opcheck(torch.ops.fp8_torch_fsdp.copy_in_backward.default, (shard.contiguous(), grad))
 
 
 def test_compat_names_what_torch_lacks(monkeypatch):

@@ -5,29 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
+from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.distributed
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Collects (kind, dtype, elements this rank contributes) of every collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name = func._schema.name
-            if "allgather" in name:
-                tensor = args[1] if isinstance(args[1], torch.Tensor) else args[1][0]
-                self.seen.append(("all_gather", tensor.dtype, tensor.numel()))
-            elif "allreduce" in name:
-                self.seen.append(("all_reduce", args[0][0].dtype, args[0][0].numel()))
-        return func(*args, **(kwargs or {}))
 
 
 def bytes_of_one_step(rank, world_size, all_gather):

@@ -24,7 +24,7 @@ from fp8_common._quantize import (
 )
 from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
 from fp8_common._rounding import decode, encode, encode_stochastic
-from fp8_common._rules import Decision, Rule, Rules
+from fp8_common._rules import Decision, Rule, Rules, select_modules
 from fp8_common._scaling import amax_to_scale, amax_to_scale_inv, reciprocal
 from fp8_common.presets import PRESETS
 
@@ -76,5 +76,6 @@ __all__ = [
     "quantize_stochastic",
     "random_bits",
     "reciprocal",
+    "select_modules",
     "update_history",
 ]

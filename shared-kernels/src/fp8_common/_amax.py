@@ -1,4 +1,4 @@
-"""Decides what the absolute maximum of a tensor is: an integer maximum over float bits with the sign cleared.
+"""The absolute maximum (amax) of an array, as an integer maximum over float bits with the sign cleared.
 
 For non-negative floats the order of the bits is the order of the values, infinity sorts above every number and NaN
 above infinity. So the integer maximum needs no rounding, does not depend on the order of reduction, survives
@@ -34,6 +34,7 @@ def as_float32(x: ArrayLike, what: str = "x") -> NDArray[np.float32]:
     if array.dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {array.dtype}. Convert it to float32 first.")
     with np.errstate(invalid="ignore"):  # a signalling NaN is no error
+        # Widening only: no input dtype has a value that float32 lacks, so nothing is rounded here.
         return array.astype(np.float32)
 
 
@@ -52,8 +53,9 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
         Fp8Error: `x` has another dtype.
     """
     axes = tuple(axis) if isinstance(axis, Sequence) else axis
+    # np.max of floats keeps a NaN too; keys are what the GPU kernels and the all-reduces compare.
     keys = float_key(as_float32(x))
-    # `initial` is what an empty tensor has.
+    # Keys are never negative, so `initial` changes nothing but the result of an empty reduction.
     return key_to_float(np.max(keys, axis=axes, keepdims=keepdims, initial=0))
 
 

@@ -1,4 +1,7 @@
-"""Decides how a tensor is cut into scale blocks: partial blocks at the edges, scales in row-major block order."""
+"""Scale blocks of the last two dimensions: their grid, the amax of each, and scales repeated over them.
+
+Blocks at the right and lower edges may be partial. Scales lie in row-major order of the blocks.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +30,7 @@ def check_block(block: Block, ndim: int) -> Block:
 
 def block_grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     """Return the shape of the scales for data of `shape`: the last two dimensions divided, rounded up."""
+    # Leading dimensions are batch dimensions, not divided; a vector has columns only, so its block loses the rows.
     sides = (1,) * (len(shape) - 2) + tuple(block)[-min(len(shape), 2) :]
     return tuple(-(-n // side) for n, side in zip(shape, sides, strict=True))
 
@@ -38,7 +42,7 @@ def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
         return block_amax(x[None], (1, block[1]))[0]
     rows, columns = block
     padding = [(0, 0)] * (x.ndim - 2) + [(0, grid[-2] * rows - x.shape[-2]), (0, grid[-1] * columns - x.shape[-1])]
-    # Zeros do not change an amax.
+    # Partial blocks are padded with zeros, which do not change an amax.
     split = np.pad(x, padding).reshape(*grid[:-1], rows, grid[-1], columns)
     return amax(split, axis=(-3, -1))
 
@@ -54,5 +58,6 @@ def expand_blocks(scale: NDArray[np.float32], block: Block, shape: tuple[int, ..
             f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
             f"{block_grid(shape, block)}, got {tuple(scale.shape)}."
         )
+    # Repeated past the edge and then cut: the last block may be partial.
     wide = np.repeat(scale, block[1], axis=-1)[..., : shape[-1]]
     return wide if len(shape) == 1 or block[0] == 1 else np.repeat(wide, block[0], axis=-2)[..., : shape[-2], :]

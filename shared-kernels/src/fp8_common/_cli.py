@@ -1,31 +1,28 @@
-"""Decides the `fp8` command: its arguments, its output and its exit codes.
+"""The `fp8` command: its arguments, its output and its exit codes.
 
-0: done. 1: `fp8 doctor` found a broken plugin. 2: bad input, explained in one sentence.
+0: done. 1: `fp8 doctor` found a broken plugin. 2: bad input, or an output that cannot be written, explained in one
+sentence.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from fp8_common import __version__
 from fp8_common import _cli_doctor as cli_doctor
 from fp8_common import _cli_explain as cli_explain
 from fp8_common import _cli_formats as cli_formats
 from fp8_common import _env as env
+from fp8_common._cli_frame import Parser, framed
 from fp8_common._cli_text import json_ready
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import DATA_FORMATS
 from fp8_common._machine import detect
 from fp8_common._plugins import discover
 
-
-class _Parser(argparse.ArgumentParser):
-    """Answers bad arguments with one sentence instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message.rstrip('.')}. See {self.prog} --help.\n")
+COMMANDS = ("doctor", "formats", "explain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,16 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None takes the process's own.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args([_shield_number(argument) for argument in arguments])
-    try:
-        return options.run(options)
-    except Fp8Error as error:
-        print(f"fp8 {options.command}: {error}", file=sys.stderr)
-        return 2
+    command = " ".join(["fp8", *(argument for argument in arguments[:1] if argument in COMMANDS)])
+    return framed(command, lambda: _run([_escape_negative_number(argument) for argument in arguments]))
+
+
+def _run(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    return options.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fp8", description="FP8 formats, what this machine does with them, and single numbers.")
+    parser = Parser(prog="fp8", description="FP8 formats, what this machine does with them, and single numbers.")
     parser.add_argument("--version", action="version", version=f"fp8-common {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -58,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = _add(commands, "explain", _explain, "what becomes of one number: bits, neighbours, rounding error")
     explain.add_argument("value", metavar="VALUE", help="the number: 0.3, 1e-4, 0x1.8p-3, -inf, nan")
     names = ", ".join(fmt.name for fmt in DATA_FORMATS)
-    explain.add_argument("--format", default="e4m3", metavar="F", help=f"one of {names}; e4m3 if left out")
+    explain.add_argument(
+        "--format", default="e4m3", type=str.lower, metavar="F", help=f"one of {names}; e4m3 if left out"
+    )
     explain.add_argument("--scale", default="1", metavar="S", help="multiplies into FP8; 1 if left out")
     return parser
 
@@ -70,8 +70,9 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], sum
     return command
 
 
-def _shield_number(argument: str) -> str:
+def _escape_negative_number(argument: str) -> str:
     """Put a blank before negative numbers, which argparse would take for options (-inf, -0x1p-3)."""
+    # argparse recognizes plain negative decimals only. The blank hides the sign from it, and float() ignores blanks.
     if not argument.startswith("-"):
         return argument
     try:

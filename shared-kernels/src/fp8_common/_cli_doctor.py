@@ -1,4 +1,4 @@
-"""Decides what `fp8 doctor` reports: the machine, its FP8 paths and why, and every plugin."""
+"""The report of `fp8 doctor`: the machine, its FP8 paths with the reason for each, and every plugin."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,18 +7,19 @@ from typing import Any
 from fp8_common import __version__
 from fp8_common._cli_text import table
 from fp8_common._env import Backend
-from fp8_common._hardware import Device, Path, cast_path, native_formats, product_paths, wire_path
+from fp8_common._hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
 from fp8_common._machine import Machine
 from fp8_common._plugins import PluginReport
 
 SCHEMA = 1
+"""Version of the JSON report."""
 
 
 def paths(machine: Machine, device: Device, backend: Backend) -> tuple[Path, ...]:
     """Return every FP8 path on one device of the machine."""
     triton = machine.versions.get("triton")
     cast = cast_path(device, backend=backend, triton=triton, kernels=machine.kernels)
-    return (cast, *product_paths(device), wire_path())
+    return (cast, *product_paths(device), gather_path())
 
 
 def facts(machine: Machine, plugins: Sequence[PluginReport], backend: Backend) -> dict[str, Any]:

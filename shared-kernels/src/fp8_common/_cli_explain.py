@@ -1,4 +1,4 @@
-"""Decides what `fp8 explain` says about one number on its way into FP8 and back."""
+"""The report of `fp8 explain`: one number cast to FP8 and back, its neighbours and its rounding errors."""
 
 import math
 from typing import Any
@@ -20,6 +20,7 @@ def parse_number(text: str) -> float:
         Fp8Error: The text is no number.
     """
     try:
+        # float.fromhex reads "10" as sixteen, so it is asked only where the prefix says hexadecimal.
         return float.fromhex(text) if "0x" in text.lower() else float(text)
     except (ValueError, OverflowError) as error:
         raise Fp8Error(f"{text.strip()!r} is not a number. Write it like 0.3, 1e-4, 0x1.8p-3, inf or nan.") from error
@@ -37,7 +38,7 @@ def facts(value: float, fmt: str | Format, scale: float = 1.0) -> dict[str, Any]
         Fp8Error: The format is unknown, or the scale is not a positive finite float32.
     """
     fmt = get_data_format(fmt)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # overflow to infinity is part of the answer
         value32, scale32 = np.float32(value), np.float32(scale)
         scaled = value32 * scale32
     if not (math.isfinite(scale32) and scale32 > 0):
@@ -88,7 +89,7 @@ def text(entry: dict[str, Any]) -> str:
 
 
 def _remark(entry: dict[str, Any]) -> str:
-    """Say what deserves attention about the rounding."""
+    """Name the special case of the rounding, if it is one; the first that applies."""
     if math.isnan(entry["result"]):
         return ", NaN stays NaN"
     if entry["saturated"]:
@@ -121,6 +122,7 @@ def _neighbours(result: float, fmt: Format) -> tuple[float | None, float | None]
 
 
 def _is_tie(scaled: float, result: float, below: float | None, above: float | None) -> bool:
+    # Midpoints of FP8 values are exact in float64, so equality is the right comparison.
     middles = [(result + other) / 2 for other in (below, above) if other is not None]
     return scaled in middles
 

@@ -1,4 +1,4 @@
-"""Decides what `fp8 formats` shows: every format's fields, limits and special codes."""
+"""The table of `fp8 formats`: fields, limits and special codes of every format."""
 
 from typing import Any
 
@@ -46,6 +46,7 @@ def _facts(fmt: Format) -> dict[str, Any]:
         "smallest_subnormal": fmt.smallest_subnormal if fmt.mantissa_bits else None,
         "has_infinity": fmt.has_infinity,
         "has_negative_zero": fmt.signed and not fmt.fnuz,
+        # NaN alone is not equal to itself.
         "nan_codes": [code for code in range(256) if values[code] != values[code]],
     }
 

@@ -1,4 +1,4 @@
-"""Decides how the `fp8` command writes tables, and numbers that JSON has no words for."""
+"""Text tables, and numbers written as text or as strict JSON, for the `fp8` command."""
 
 import math
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""Decides which environment variables exist. No other file reads the environment.
+"""The environment variables of the fp8 packages. No other file reads the environment.
 
 | variable | values | meaning |
 |---|---|---|
 | `FP8_COMMON_BACKEND` | `auto` (default), `triton`, `reference` | which implementation casts on a GPU |
-| `FP8_JAX_OWG_MODE` | `auto` (default), `extended`, `fan_out` | how overwrite-with-gradient values meet in JAX |
+| `FP8_JAX_OWG_MODE` | `auto` (default), `extended`, `fan_out` | how JAX combines overwrite-with-gradient values |
 """
 
 import os
@@ -51,8 +51,9 @@ def owg_mode(environ: Mapping[str, str] | None = None) -> OwgMode:
 
 
 def _choice(variable: str, choices: tuple[_Choice, ...], environ: Mapping[str, str] | None) -> _Choice:
+    # An empty variable counts as unset, so that `NAME= command` overrides one that is exported.
     value = (os.environ if environ is None else environ).get(variable, "") or "auto"
-    for known in choices:
+    for known in choices:  # and not `in`, so that type checkers see one of the choices returned
         if value == known:
             return known
     raise Fp8Error(f"{variable} must be one of {', '.join(choices)}, got {value!r}. Unset it for auto.")

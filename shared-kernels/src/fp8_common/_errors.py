@@ -1,4 +1,4 @@
-"""Decides which exceptions the fp8 packages raise; every one says what, what it got and what to do."""
+"""The exceptions of the fp8 packages. A message says what is wrong, what was given and what to do."""
 
 
 class Fp8Error(ValueError):

@@ -1,4 +1,4 @@
-"""Decides what each 8-bit format is: its fields, limits and special codes. Nothing else repeats these numbers.
+"""`Format`: fields, limits and special codes of each 8-bit format. No other file repeats these numbers.
 
 Source: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Specification (E8M0), and the
 FNUZ variants of "8-bit Numerical Formats for Deep Neural Networks" (arXiv:2206.02915).
@@ -49,6 +49,7 @@ class Format:
     @cached_property
     def max(self) -> float:
         """Largest finite value."""
+        # Decoded by ml_dtypes, an implementation independent of this package's own `decode`.
         return float(np.uint8(self.max_code).view(self.numpy_dtype))
 
     @cached_property
@@ -59,6 +60,7 @@ class Format:
     @cached_property
     def max_exponent(self) -> int:
         """floor(log2(max)): 8 for E4M3, 15 for E5M2. The MX specification calls it emax."""
+        # The maximum of a format is never so close to a power of two that log2 would round to it.
         return int(np.floor(np.log2(self.max)))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Decides which FP8 paths a device has. Facts in, answers out: nothing here looks at the machine it runs on.
+"""The FP8 paths of a device, as functions of facts about it; nothing here inspects the machine.
 
 Sources: NVIDIA's cuBLASLt documentation (FP8 products and their scale modes by compute capability), what
 `torch._scaled_mm` accepts, and AMD's CDNA3 and CDNA4 instruction set guides. `fp8_common._machine` gathers the
@@ -15,13 +15,14 @@ from fp8_common._recipe import GRANULARITIES, Granularity
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
 Status = Literal["native", "reference", "emulated", "unavailable"]
 
+# gfx942 multiplies the FNUZ variants, every other device with FP8 units those of the OCP specification.
 OCP = ("e4m3", "e5m2")
 FNUZ = ("e4m3fnuz", "e5m2fnuz")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """The facts about one device that decide its FP8 paths.
+    """The facts about one device on which its FP8 paths depend.
 
     Attributes:
         kind: Vendor, or "cpu".
@@ -104,6 +105,7 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: 
     """
     if backend == "reference":
         return Path(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
+    # Asked for every backend but "reference": "auto" falls back with the reason, "triton" refuses with it.
     obstacle = _triton_obstacle(device, triton, kernels)
     if obstacle is None:
         return Path(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
@@ -112,7 +114,7 @@ def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: 
     return Path(name="cast", status="reference", why=f"{obstacle[0].upper()}{obstacle[1:]}.")
 
 
-def wire_path() -> Path:
+def gather_path() -> Path:
     """Return how FP8 data crosses between processes: the same everywhere."""
     why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
     return Path(name="all-gather", status="native", why=why)
@@ -152,6 +154,7 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
             native,
             "MX block scales need sm_100 or gfx950 and newer" if not native else "MX scales are built in",
         )
+    # What is left are the granularities with float32 block scales.
     if device.kind == "nvidia" and device.capability is not None and device.capability[0] == 9:
         return True, "cuBLAS applies float32 block scales on sm_90 from CUDA 12.9 on"
     return False, "cuBLAS applies float32 block scales on sm_90 alone"

@@ -1,7 +1,8 @@
-"""Decides how delayed scaling remembers amax: a window of exactly L observations.
+"""The amax history of delayed scaling: exactly L observations for each tensor.
 
-At the end of a step the window rolls by -1, slot 0 takes the new amax, and the window is reduced: the result gives
-the scale used in the next step.
+At the end of a step the history rolls by -1, slot 0 takes the new amax, and the history is reduced: the result gives
+the scale of the next step. Slot 0 is the newest, slot 1 the oldest and the last slot the second newest, because
+TransformerEngine and flax roll in this direction.
 """
 
 import numpy as np
@@ -17,31 +18,32 @@ def update_history(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Record one observation per tensor and return the amax that the next scale is made from.
 
-    An infinite or NaN amax is not recorded: the window of that tensor stays as it was.
+    An infinite or NaN amax is not recorded: the history of that tensor stays as it was.
 
     Args:
-        history: float32 [L, ...], the windows; slot 0 is the newest.
+        history: float32 [L, ...]; slot 0 is the newest.
         amax: float32 [...], this step's amax.
-        algo: "max" over the window, or "most_recent" (slot 0).
+        algo: "max" over the history, or "most_recent" (slot 0).
 
     Returns:
         (new history [L, ...], amax for the next scale [...]), both float32.
 
     Raises:
-        Fp8Error: Shapes do not fit, the window is empty, or `algo` is unknown.
+        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
     """
     window, observed = as_float32(history, "history"), as_float32(amax, "amax")
     check_history(window.shape, observed.shape, algo)
+    # The roll brings the oldest observation into slot 0, where the new one replaces it.
     rolled = np.roll(window, -1, axis=0)
     # Through the key: an observation of -0 or with a sign counts as its magnitude.
     rolled[0] = key_to_float(float_key(observed))
-    # The whole window stays, unrolled: one bad step must not push out a good observation.
+    # The whole history stays, unrolled: one step that overflowed must not push out a good observation.
     updated = np.where(float_key(observed) >= INF_KEY, window, rolled)
     return updated, reduce_history(updated, algo)
 
 
 def reduce_history(history: NDArray[np.float32], algo: HistoryAlgo) -> NDArray[np.float32]:
-    """Return the amax [...] that a window [L, ...] stands for."""
+    """Return the amax [...] that the next scale is made from, of a history [L, ...]."""
     return key_to_float(np.max(float_key(history), axis=0)) if algo == "max" else history[0].copy()
 
 
@@ -49,7 +51,7 @@ def check_history(history: tuple[int, ...], amax: tuple[int, ...], algo: str) ->
     """Refuse shapes and names that `update_history` cannot work with; shared by all frameworks.
 
     Raises:
-        Fp8Error: Shapes do not fit, the window is empty, or `algo` is unknown.
+        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
     """
     if algo not in HISTORY_ALGOS:
         raise Fp8Error(f"algo must be one of {', '.join(HISTORY_ALGOS)}, got {algo!r}.")

@@ -1,4 +1,4 @@
-"""Decides how kernels are launched: which one, with which tile, how many programs and warps. Pure Python.
+"""Launch plans of the Triton kernels: kernel, tile, programs, warps and arguments. Pure Python.
 
 A plan follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX launch the same code,
 results do not depend on what ran before, and CUDA graphs can capture the first call. Plans neither import triton nor
@@ -34,7 +34,9 @@ FORMATS = (E4M3, E5M2)
 LONGEST_ROW = 16384
 """Rows up to this length stay in the registers of one program."""
 
-Rule = tuple[str, int, int, int, bool, str, str, float]
+ScaleRule = tuple[str, int, int, int, bool, str, str, float]
+"""(formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division): a `ScalePolicy`
+as plain values, which Triton can hash and compile into a kernel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ def check_capability(capability: tuple[int, int]) -> None:
         )
 
 
-def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, Rule]:
+def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
     """Return (numerator, RULE): what kernels need to know about a policy. RULE is the same for all formats.
 
     Raises:
@@ -97,12 +99,14 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
     zero, nonfinite = policy.zero, policy.nonfinite
     factor = 1.0
     if policy.formula == "divide":
+        # Multiplying the largest value by a power of two is exact, so the margin costs no second rounding.
         fmax = float(np.float32(fmax * 2.0**-policy.margin))
     elif policy.formula == "divide_then_margin":
         factor = 2.0**-policy.margin
     else:
-        # DeepGEMM's formula answers for zero, infinity and NaN by itself, whatever the policy's fields say.
+        # DeepGEMM's formula covers zero, infinity and NaN by itself, whatever the policy's fields say.
         zero, nonfinite = "eps", "propagate"
+    # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
     keys = (_key(policy.eps), _key(policy.lower), _key(policy.upper))
     return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
 
@@ -131,6 +135,7 @@ def cast_plan(
     With a policy, `scale_ptr` is the int32 key from `amax_plan` and the scale is an output: dynamic scaling in two
     launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
     """
+    # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
     return LaunchPlan(
         kernel="cast",
         grid=_tiles(n, 4096),
@@ -148,7 +153,8 @@ def cast_transpose_plan(
 ) -> LaunchPlan:
     """Plan y = fp8(x * scale) and its transpose for x [m, n]; policy and `with_amax` as in `cast_plan`."""
     packed = m % 4 == 0
-    # Four adjacent rows are packed into words, see `fp8_common._kernels.transpose`.
+    # Four adjacent rows are packed into words, see `fp8_common._kernels.transpose`; 128 rows are 32 words, so that
+    # the transpose is written in lines of 128 bytes. Without packing a square tile keeps both directions equal.
     bm, bn = (128, 64) if packed else (64, 64)
     return LaunchPlan(
         kernel="cast_transpose",
@@ -168,10 +174,12 @@ def rowwise_plan(
 ) -> LaunchPlan:
     """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first."""
     constexprs = _scale_constexprs(fmt, policy) | {"ALIGNED": n % 16 == 0}
+    # Triton tiles have sides that are powers of two; what is beyond the row is masked.
     bn = max(16, _next_power_of_2(n))
     if n > LONGEST_ROW:
         kernel, grid, tile, warps = "rowwise_long", m, {"BN": 4096}, 8
     else:
+        # Short rows share a program. A warp holds 1024 elements, 32 a thread, so that the longest row needs 16 warps.
         bm = max(1, 4096 // bn)
         kernel, grid, tile, warps = "rowwise", _tiles(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
     return LaunchPlan(
@@ -214,9 +222,10 @@ def block_plan(
     pointers: dict[str, str | None] = {"x_ptr": _input(dtype), "y_ptr": _fp8(fmt)}
     outputs: tuple[str, ...] = ("y_ptr", "scale_ptr")
     if rows == 1:
-        # 64 elements a thread: with fewer, what every thread computes of its row weighs too much
+        # 64 elements a thread: with fewer, computing the row's scale in every thread is too large a share of the work.
         tile, aligned, bm, warps = {"BM": 64}, n % 16 == 0, 64, 4
     else:
+        # Rows of the transpose start at multiples of m, so both sides must be multiples of 16.
         tile, aligned, bm, warps = {}, m % 16 == n % 16 == 0, 128, 8
         pointers["yt_ptr"] = _fp8(fmt) if transpose else None
         outputs = ("y_ptr", "yt_ptr", "scale_ptr") if transpose else outputs
@@ -254,6 +263,7 @@ def mx_plan(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil
 
 def delayed_update_plan(tensors: int, length: int, policy: ScalePolicy) -> LaunchPlan:
     """Plan a step of delayed scaling for all tensors at once: history [length, tensors]."""
+    # A program holds the whole history of its tensors, padded to a power of two, in at most 4096 elements.
     rows = _next_power_of_2(length)
     columns = max(1, min(32, 4096 // rows))
     return LaunchPlan(
@@ -276,6 +286,7 @@ def dequantize_plan(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[
     Raises:
         Fp8Error: No kernel has this block.
     """
+    # 0 stands for the whole side: the kernel then needs no index into the scales along it.
     rows = 0 if block[0] >= m else block[0]
     columns = 0 if block[1] >= n else block[1]
     if columns not in (0, 128):
@@ -325,11 +336,13 @@ def stochastic_plan(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset
 
 FOREACH_BLOCK, FOREACH_ITERS = 4096, 4
 FOREACH_CHUNK = FOREACH_BLOCK * FOREACH_ITERS
+# What both kernels read besides the addresses: per tensor its length, per program its tensor and its chunk.
 _TABLE = {"numel_ptr": "i64", "tensor_ptr": "i32", "chunk_ptr": "i32"}
 
 
 def foreach_chunks(sizes: list[int]) -> tuple[list[int], list[int]]:
     """Return, for every program of a foreach kernel, its tensor and its chunk of that tensor."""
+    # A tensor without elements has no chunk, hence no program.
     pairs = [(t, c) for t, size in enumerate(sizes) for c in range(_tiles(size, FOREACH_CHUNK))]
     return [t for t, _ in pairs], [c for _, c in pairs]
 
@@ -357,7 +370,7 @@ def foreach_cast_plan(programs: int, dtype: str, fmt: str | Format, *, aligned: 
         scalars={},
         constexprs={"DTYPE": _input(dtype), "F8": _fp8(fmt)} | _foreach_tile(aligned),
         num_warps=8,
-        outputs=(),
+        outputs=(),  # written through the addresses of a table, not through a pointer argument
     )
 
 
@@ -391,6 +404,7 @@ def _scale_constexprs(fmt: str | Format, policy: ScalePolicy | None) -> dict[str
 
 
 def _matrix(m: int, n: int) -> dict[str, tuple[str, int]]:
+    # Rows and columns are int32; the kernels compute offsets, which are products of both, in int64.
     if max(m, n) >= 1 << 31:
         raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
     return {"M": ("i32", m), "N": ("i32", n)}
@@ -414,10 +428,12 @@ def _kernel_format(fmt: str | Format) -> Format:
 
 
 def _key(value: float) -> int:
+    """The bits of a non-negative float32, ordered as its values are."""
     return int(np.float32(value).view(np.int32))
 
 
 def _tiles(n: int, side: int) -> int:
+    """The number of tiles of `side` that cover `n`."""
     return -(-n // side)
 
 

@@ -1,7 +1,7 @@
-"""Decides how the facts about this machine are gathered: without importing a framework that is not installed.
+"""What this machine has: devices, CPU and installed versions, for `fp8 doctor`.
 
-Only `detect` looks, and only when it is called (by `fp8 doctor`). A framework that is installed but broken
-becomes a note, never an error.
+Nothing is inspected before `detect` is called. It imports no framework that is not installed, and one that is
+installed but broken becomes a note, never an error.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common._hardware import Device
+from fp8_common._hardware import Device, Path, gather_path, product_path
+from fp8_common._recipe import Granularity
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,14 @@ class Machine:
         """The device that work runs on: the first accelerator, else the CPU."""
         return self.devices[1] if len(self.devices) > 1 else self.devices[0]
 
+    def product_path(self, granularity: Granularity) -> Path:
+        """Return how products of one granularity run on the accelerator."""
+        return product_path(self.accelerator, granularity)
+
+    def gather_path(self) -> Path:
+        """Return how FP8 data crosses between processes."""
+        return gather_path()
+
 
 def detect() -> Machine:
     """Look at this machine: its devices through nvidia-smi and the installed frameworks, and its versions."""
@@ -75,9 +84,11 @@ def detect() -> Machine:
     accelerators: list[Device] = []
     notes: list[str] = []
     for name, probe in (("torch", _torch_devices), ("jax", _jax_devices)):
+        # The first framework that sees an accelerator is enough: importing the other costs seconds and GPU memory.
         if name in versions and not accelerators:
             accelerators, note = _try_framework(name, probe)
             notes += [note] if note else []
+    # Asked last: it cannot tell whether a framework can use the GPU, which is what the report is about.
     if not accelerators and (accelerators := nvidia_smi_devices()):
         notes.append("The driver sees a GPU that no installed framework can use; install a build with GPU support.")
     return Machine(
@@ -138,7 +149,7 @@ def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[lis
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, for reports of one line."""
+    """Return the first line of an exception's text, for reports that give each problem one line."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 
@@ -149,6 +160,7 @@ def _torch_devices(torch: Any) -> list[Device]:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         if torch.version.hip:
+            # "gfx942:sramecc+:xnack-": feature flags follow the target.
             arch = facts.gcnArchName.partition(":")[0]
             device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
         else:
@@ -178,7 +190,8 @@ def usable_cores() -> int:
 
 
 def processor_name() -> str:
-    """Return the processor's name: /proc/cpuinfo knows it on Linux, where `platform` does not."""
+    """Return the processor's name."""
+    # On Linux `platform.processor()` is empty or the machine type; /proc/cpuinfo has the name.
     try:
         for line in FilePath("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Decides where the random bits of stochastic rounding come from: Philox 4x32-10, a counter-based generator.
+"""The random bits of stochastic rounding: Philox 4x32-10, a counter-based generator.
 
 Element i takes word i % 4 of counter i // 4 + offset under the 64-bit key `seed`; the counter is the four words
 (low 32 bits, high 32 bits, 0, 0). So any element's bits follow from its index: runs repeat, shards and frameworks
@@ -29,8 +29,10 @@ def random_bits(seed: int, shape: tuple[int, ...], offset: int = 0) -> NDArray[n
     """
     size = int(np.prod(shape, dtype=np.int64))
     counter = np.arange(-(-size // 4), dtype=np.uint64) + np.uint64(offset)
+    # The upper half of the 128-bit counter stays zero: 2^64 counters are enough, and Triton's generator takes no more.
     zeros = np.zeros_like(counter)
     words = philox((counter & WORD, counter >> np.uint64(32), zeros, zeros), seed)
+    # The four words of a counter belong to four consecutive elements; a last, incomplete group is cut.
     return np.stack(words, axis=-1).reshape(-1)[:size].astype(np.uint32).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Decides how plugins make themselves known: entry points of the group `fp8.plugins`.
+"""Plugin discovery through the entry points of the group `fp8.plugins`, and the check of their versions.
 
 An entry point names a function `describe(machine: Machine) -> PluginInfo`, or a ready `PluginInfo`. It must
 be quick and must not need a GPU. In a plugin's pyproject.toml:
@@ -45,7 +45,7 @@ class PluginInfo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PluginReport:
-    """What became of one entry point.
+    """The result of asking one entry point.
 
     Attributes:
         entry: Name and target of the entry point.
@@ -90,7 +90,7 @@ def check_version(name: str, version: str) -> None:
     """Refuse to run a plugin beside another version of fp8-common; plugins call it when they are imported.
 
     Raises:
-        Fp8UnsupportedError: Naming both versions and the command that mends it.
+        Fp8UnsupportedError: The versions differ; the message names both and the command that installs equal ones.
     """
     conflict = version_conflict(name, version)
     if conflict:
@@ -99,7 +99,7 @@ def check_version(name: str, version: str) -> None:
 
 def _ask(entry: importlib.metadata.EntryPoint, machine: Machine) -> PluginReport:
     label = f"{entry.name} = {entry.value}"
-    # asked before loading: a plugin of another version is likely to fail with an error that hides the reason
+    # Compared before loading: a plugin of another version is likely to fail with an error that hides the reason.
     conflict = version_conflict(entry.dist.name, entry.dist.version) if entry.dist else None
     try:
         target = entry.load()

@@ -11,6 +11,7 @@ from fp8_common._errors import Fp8Error
 from fp8_common._records import Record
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+# Within these limits a scale and its reciprocal are both normal, so hardware that flushes subnormals agrees.
 SCALE_MIN = 2.0**-126
 SCALE_MAX = 2.0**100
 MAX_MARGIN = 16
@@ -57,8 +58,10 @@ class ScalePolicy(Record):
     def __post_init__(self) -> None:
         """Refuse values that no implementation could honour."""
         self.check_choices()
+        # `type(...) is int`, since isinstance would accept True.
         if type(self.margin) is not int or abs(self.margin) > MAX_MARGIN:
             raise Fp8Error(f"margin must be an integer from -{MAX_MARGIN} to {MAX_MARGIN}, got {self.margin!r}.")
+        # A subnormal eps would be zero on hardware that flushes subnormals.
         if not (self.eps == 0 or (SCALE_MIN <= self.eps < math.inf)):
             raise Fp8Error(f"eps must be 0 or a normal positive float32 (>= 2^-126), got {self.eps!r}.")
         if self.zero == "eps" and self.eps == 0:
@@ -70,7 +73,8 @@ class ScalePolicy(Record):
 
 
 CANONICAL = ScalePolicy()
-"""The rule of this project: IEEE division, previous scale where amax says nothing, scales in [2^-126, 2^100]."""
+"""The rule of this project: IEEE division, the previous scale where amax is zero, infinite or NaN, scales in
+[2^-126, 2^100]."""
 
 POWER_OF_2 = ScalePolicy(name="power_of_2", power_of_2=True)
 """The canonical rule with power-of-two scales."""

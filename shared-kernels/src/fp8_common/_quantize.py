@@ -1,4 +1,4 @@
-"""Decides how tensors become FP8 data plus scales, at every granularity. This file is the definition of the data.
+"""Quantization and dequantization at every granularity; the definition that all frameworks equal.
 
 The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate.
 Scales multiply into FP8; going back multiplies by RN32(1 / scale).
@@ -66,7 +66,8 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
         fmt: The FP8 format of `q`.
         dtype: float32, float16 or bfloat16.
     """
-    return _back(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
+    # A product with the rounded reciprocal, not a quotient: GPUs multiply, and the two differ in the last bit.
+    return _unscaled(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
 
 
 def quantize_rowwise(
@@ -140,15 +141,16 @@ def dequantize_mx(
     data = np.asarray(q)
     check_block(MX_BLOCK, data.ndim)
     scale_inv = expand_blocks(e8m0_to_scale_inv(codes), MX_BLOCK, data.shape)
-    return _back(decode(data, get_data_format(fmt)), scale_inv, dtype)
+    return _unscaled(decode(data, get_data_format(fmt)), scale_inv, dtype)
 
 
 def _scaled(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     with np.errstate(all="ignore"):
-        # In float32, as every framework and GPU does it: float64 would round once less and give other codes.
+        # In float32, as every framework and GPU does it: in float64 the product would not be rounded before the
+        # rounding to FP8, which gives other codes near midpoints.
         return as_float32(x) * as_float32(scale, "scale")
 
 
-def _back(values: NDArray[np.float32], scale_inv: NDArray[np.float32], dtype: DTypeLike) -> NDArray[np.generic]:
-    with np.errstate(all="ignore"):
+def _unscaled(values: NDArray[np.float32], scale_inv: NDArray[np.float32], dtype: DTypeLike) -> NDArray[np.generic]:
+    with np.errstate(all="ignore"):  # overflow to infinity in float16 is a result, not an error
         return (values * scale_inv).astype(dtype)

@@ -1,4 +1,4 @@
-"""Decides what a training recipe is: for each operand of a linear layer, its format, scaling and granularity.
+"""`Recipe` and `CastRecipe`: format, scaling and granularity of every operand of a linear layer.
 
 Plugins read these objects; nothing here knows a framework. The names follow a layer y = x w^T: the products
 are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
@@ -7,12 +7,12 @@ are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_data_format
+from fp8_common._formats import FORMATS, Format, get_data_format
 from fp8_common._policy import CANONICAL, POWER_OF_2, SCALE_MIN, ScalePolicy
 from fp8_common._records import Record
 from fp8_common.presets import mx
@@ -25,6 +25,8 @@ SCALINGS: tuple[Scaling, ...] = typing.get_args(Scaling)
 GRANULARITIES: tuple[Granularity, ...] = typing.get_args(Granularity)
 PRODUCTS: tuple[Product, ...] = typing.get_args(Product)
 
+# Two operands can be multiplied if their granularities are in one family: scales that are constant along the contracted
+# dimension, float32 scales of 128 values of it, or MX scales of 32.
 _FAMILY = {
     "tensorwise": "vector",
     "rowwise": "vector",
@@ -56,7 +58,8 @@ class CastRecipe(Record):
     static_scale: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse combinations that mean nothing."""
+        """Refuse contradictory combinations; write the format by its short name."""
+        # The dataclass is frozen, and its __init__ has already set the name that the caller wrote.
         object.__setattr__(self, "format", get_data_format(self.format).name)
         self.check_choices()
         self._check_policy()
@@ -91,7 +94,14 @@ class CastRecipe(Record):
     @property
     def fp8_format(self) -> Format:
         """The `Format` that `format` names."""
-        return get_data_format(self.format)
+        return FORMATS[self.format]  # __post_init__ has checked the name
+
+    @property
+    def from_itself(self) -> "CastRecipe":
+        """This cast with delayed scaling replaced by dynamic scaling; others as they are."""
+        if self.scaling != "delayed":
+            return self
+        return dataclasses.replace(self, scaling="dynamic", policy=dataclasses.replace(self.policy, history=0))
 
     @property
     def enabled(self) -> bool:
@@ -146,14 +156,20 @@ class Recipe(Record):
         raise Fp8Error(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}.")
 
 
-def get_recipe(recipe: str | Recipe) -> Recipe:
-    """Return the named recipe, or the recipe itself.
+def get_recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a user names, holds, or has as a dictionary (`Recipe.to_dict`).
 
     Raises:
-        Fp8Error: The name belongs to no recipe.
+        Fp8Error: The name belongs to no recipe, the dictionary is not that of one, or it is something else.
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, Mapping):
+        return Recipe.from_dict(recipe)
+    if not isinstance(recipe, str):
+        raise Fp8Error(
+            f"A recipe is a name ({', '.join(RECIPES)}), a Recipe or its dictionary, got {type(recipe).__name__}."
+        )
     if recipe not in RECIPES:
         raise Fp8Error(f"Unknown recipe {recipe!r}. Use one of {', '.join(RECIPES)}, or build a Recipe.")
     return RECIPES[recipe]
@@ -172,6 +188,7 @@ def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) ->
         )
     if a.fp8_format.fnuz != b.fp8_format.fnuz:
         raise Fp8Error(f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none.")
+    # E4M3 has 3 mantissa bits and E5M2 has 2: below 5 means E5M2 on both sides.
     if a.fp8_format.mantissa_bits + b.fp8_format.mantissa_bits < 5:
         raise Fp8Error(f"{where} no hardware multiplies {a.format} by {b.format}. Use an E4M3 format on one side.")
 

@@ -1,7 +1,7 @@
-"""Decides how settings are checked and written down: frozen dataclasses to plain dictionaries and back.
+"""`Record`: base of the settings dataclasses, with checks and conversion to and from dictionaries.
 
-A dictionary holds only what strict JSON can carry; infinity is the string "inf". Reading refuses what it does
-not know, so that a setting is never dropped in silence.
+A dictionary holds only what strict JSON can carry; infinity is the string "inf". Reading refuses unknown keys, so
+that a setting is never dropped in silence.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from fp8_common._errors import Fp8Error
 
+# The types of a JSON value that each annotation accepts: JSON does not tell 1.0 from 1.
 _KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 
 
@@ -91,7 +92,8 @@ def _dump(value: Any) -> Any:
 
 
 def _load(annotation: Any, value: Any, where: str) -> Any:
-    """Return `value` as `annotation` says it, or refuse it."""
+    """Return `value` in the type of `annotation`, or raise."""
+    # Optional fields come first: `X | None` is no class, which the tests below need.
     if isinstance(annotation, types.UnionType):
         members = typing.get_args(annotation)
         return None if value is None and type(None) in members else _load(members[0], value, where)
@@ -104,6 +106,7 @@ def _load(annotation: Any, value: Any, where: str) -> Any:
         return annotation.from_dict(value)
     if annotation is float and value in ("inf", "-inf"):
         return float(value)
+    # bool is a subclass of int, so True would pass for a number.
     if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation is not bool):
         raise Fp8Error(f"{where} must be of type {annotation.__name__}, got {value!r}.")
     try:

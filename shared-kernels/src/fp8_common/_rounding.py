@@ -1,4 +1,4 @@
-"""Decides how a number becomes an 8-bit code and back: the oracle that every other cast must equal bit for bit.
+"""Numbers to 8-bit codes and back; the definition that every other cast equals bit for bit.
 
 Rounding is to nearest, ties to even, once, and saturates to the largest finite value. Infinity saturates too,
 NaN stays NaN. Stochastic rounding takes its random bits from the caller.
@@ -29,6 +29,7 @@ def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
         Fp8Error: `fmt` is E8M0 or unknown.
     """
     fmt = get_data_format(fmt)
+    # float64 holds every input exactly and leaves room to scale it by powers of two, so rint is the only rounding.
     value = _as_float64(x)
     grid, exponent = _to_grid(np.abs(value), fmt)
     return _assemble(value, np.rint(grid), exponent, fmt)
@@ -112,12 +113,15 @@ def _to_grid(magnitude: NDArray[np.float64], fmt: Format) -> tuple[NDArray[np.fl
 def _assemble(
     value: NDArray[np.float64], steps: NDArray[np.float64], exponent: NDArray[np.int64], fmt: Format
 ) -> NDArray[np.uint8]:
-    """Put exponent, rounded mantissa, sign and special values together; a carry flows into the exponent."""
+    """Put exponent, rounded mantissa, sign and special values together."""
+    # `steps` includes the implicit leading bit, 2^mantissa_bits, which adds one to the exponent field: hence bias - 1,
+    # and field 0 for subnormals, whose steps are fewer. A mantissa that rounds up to 2 carries the same way.
     code = ((exponent + fmt.bias - 1) << fmt.mantissa_bits) + steps.astype(np.int64)
-    # Saturate after rounding: what rounds up past the largest value ends here, too.
+    # Saturate after rounding, so that values which round up past the largest one are covered, too.
     code = np.where(np.isinf(value), fmt.max_code, np.minimum(code, fmt.max_code))
     sign = np.signbit(value).astype(np.int64) << 7
     if fmt.fnuz:
+        # 0x80, which would be -0, is the one NaN of these formats.
         sign = np.where(code == 0, 0, sign)
         return np.where(np.isnan(value), fmt.nan_code, code | sign).astype(np.uint8)
     return (np.where(np.isnan(value), fmt.nan_code, code) | sign).astype(np.uint8)
@@ -127,6 +131,7 @@ def _assemble(
 def _values(fmt: Format) -> NDArray[np.float32]:
     """The 256 values of a format, computed from its fields."""
     code = np.arange(256)
+    # E8M0 has no sign, no zero and no subnormals: all eight bits are exponent, and the leading bit is always there.
     sign = np.where(code >> 7, -1.0, 1.0) if fmt.signed else np.ones(256)
     magnitude = code & 0x7F if fmt.signed else code
     field = magnitude >> fmt.mantissa_bits
@@ -135,6 +140,7 @@ def _values(fmt: Format) -> NDArray[np.float32]:
     exponent = np.maximum(field, 1) if fmt.signed else field
     steps = fraction + (leading.astype(np.int64) << fmt.mantissa_bits)
     value = sign * np.ldexp(steps.astype(np.float64), exponent - fmt.bias - fmt.mantissa_bits)
+    # Every code above the largest finite one is special; of these, E5M2's first is infinity.
     if fmt.fnuz:
         value[fmt.nan_code] = np.nan
     else:
@@ -143,5 +149,5 @@ def _values(fmt: Format) -> NDArray[np.float32]:
         infinity = magnitude == fmt.max_code + 1
         value[infinity] = sign[infinity] * np.inf
     table = value.astype(np.float32)
-    table.setflags(write=False)
+    table.setflags(write=False)  # it is cached, so a caller must not change it
     return table

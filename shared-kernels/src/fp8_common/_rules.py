@@ -1,4 +1,4 @@
-r"""Decides which modules a recipe applies to: ordered include and exclude rules over fully qualified names.
+r"""`Rule` and `Rules`: ordered include and exclude patterns over fully qualified module names.
 
 A rule is written as one string:
 
@@ -17,9 +17,9 @@ import dataclasses
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 from fp8_common._errors import Fp8Error
 from fp8_common._recipe import Recipe, get_recipe
@@ -59,6 +59,7 @@ class Rule:
         """
         if not isinstance(text, str):
             raise Fp8Error(f"A module rule must be a string or a Rule, got {text!r}.")
+        # The recipe is split off first, since the pattern before it may hold anything; then "!", then "re:".
         pattern, recipe = text.strip(), None
         if written := _WITH_RECIPE.fullmatch(pattern):
             pattern, recipe = written["pattern"], get_recipe(written["recipe"])
@@ -70,7 +71,7 @@ class Rule:
 
     @property
     def setting(self) -> tuple[bool, Recipe | None]:
-        """What the rule decides; two rules with one setting never contradict."""
+        """The outcome of the rule; rules with equal settings never contradict each other."""
         return self.include, self.recipe
 
     def __str__(self) -> str:
@@ -129,9 +130,10 @@ class Rules:
 
     def match(self, fqn: str) -> Decision:
         """Return what the rules say about one module."""
-        for rule in reversed(self.rules):
+        for rule in reversed(self.rules):  # later rules win
             if rule.matches(fqn):
                 return Decision(fqn=fqn, include=rule.include, recipe=rule.recipe, rule=rule)
+        # A list of exceptions alone means "everything but these"; with any include, only what is named.
         return Decision(fqn=fqn, include=not any(rule.include for rule in self.rules))
 
     def apply(self, names: Iterable[str]) -> list[Decision]:
@@ -159,6 +161,7 @@ class Rules:
                 stacklevel=3,
             )
             return
+        # A rule that never wins is an error only where the winners disagree with it; otherwise it is redundant.
         winners = {str(decision.rule): decision.rule for decision in matched if decision.rule is not None}
         if all(winner.setting != rule.setting for winner in winners.values()):
             raise Fp8Error(
@@ -168,9 +171,31 @@ class Rules:
             )
 
 
+def select_modules(
+    modules: Mapping[str, Any], keep: "Callable[[Any, str], bool] | Rules | Iterable[str | Rule] | None"
+) -> dict[str, Decision]:
+    """Return what a filter or rules say about every module that could be converted, by its name.
+
+    Args:
+        modules: The modules by fully qualified name.
+        keep: Called with (module, name), False leaves the module as it is; or rules; None includes all.
+
+    Warns:
+        UserWarning: For each rule that matches no name.
+
+    Raises:
+        Fp8Error: A rule cannot be read, or decides nothing.
+    """
+    if keep is None or callable(keep):
+        included = {name: keep is None or bool(keep(module, name)) for name, module in modules.items()}
+        return {name: Decision(fqn=name, include=include) for name, include in included.items()}
+    return {decision.fqn: decision for decision in Rules.parse(keep).apply(modules)}
+
+
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
     if not pattern.startswith("re:"):
+        # Translated here, because `fnmatch.fnmatch` changes case and slashes on Windows.
         return re.compile(fnmatch.translate(pattern))
     try:
         return re.compile(pattern[3:])

@@ -1,4 +1,4 @@
-"""Decides the number that multiplies a tensor into FP8, from its amax. This file is the definition of every scale."""
+"""The scale that multiplies a tensor into FP8, from its amax; the definition that all frameworks equal."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -9,6 +9,7 @@ from fp8_common._formats import Format, get_data_format
 from fp8_common._policy import CANONICAL, ScalePolicy
 
 EXPONENT_MASK = 0x7F800000
+"""Exponent field of float32 bits."""
 
 
 def amax_to_scale(
@@ -40,8 +41,9 @@ def amax_to_scale(
     if policy.formula == "descale":
         return reciprocal(amax_to_scale_inv(value, fmt, policy))
     key = float_key(value)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # amax of zero, infinity and NaN divide too; their scales are replaced below
         scale = _limit(_quotient(_at_least_eps(value, policy), fmt, policy), policy)
+    # Current scaling has no previous scale; 1.0 leaves the data as it is.
     fallback = np.ones((), np.float32) if prev is None else as_float32(prev, "prev")
     return _replace_unusable(scale, key, policy, fallback)
 
@@ -76,6 +78,7 @@ def _at_least_eps(amax: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.
 
 def _quotient(amax: NDArray[np.float32], fmt: Format, policy: ScalePolicy) -> NDArray[np.float32]:
     if policy.formula == "divide_then_margin":
+        # The quotient may overflow before the margin brings it back, which flax and MS-AMP do too.
         return np.float32(fmt.max) / amax * np.float32(2.0**-policy.margin)
     # The margin goes into the numerator, which stays exact; the quotient may be at an end of the range already.
     return np.float32(fmt.max * 2.0**-policy.margin) / amax
@@ -84,7 +87,7 @@ def _quotient(amax: NDArray[np.float32], fmt: Format, policy: ScalePolicy) -> ND
 def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float32]:
     scale = np.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
     if policy.power_of_2:
-        # exp2(floor(log2(scale))) would round up just below powers of two.
+        # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) would round up just below powers of two.
         scale = (scale.view(np.int32) & np.int32(EXPONENT_MASK)).view(np.float32)
     return scale
 
@@ -92,8 +95,8 @@ def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float3
 def _replace_unusable(
     scale: NDArray[np.float32], key: NDArray[np.int32], policy: ScalePolicy, prev: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Put the policy's answer where amax is zero, infinite or NaN."""
-    # Decided on the bits of amax: the limits have made ordinary numbers of the scales of zero and infinity.
+    """Put the scale that the policy prescribes where amax is zero, infinite or NaN."""
+    # By the bits of amax, not by the scale: after the limits, the scales of zero and infinity are ordinary numbers.
     replacement = {"previous": prev, "one": np.float32(1)}
     if policy.zero != "eps":
         scale = np.where(key == 0, replacement[policy.zero], scale)

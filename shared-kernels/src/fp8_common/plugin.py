@@ -1,22 +1,12 @@
-"""What plugins need beside the public names: how a plugin tells of itself to `fp8 doctor`, and where it runs.
+"""What plugins need beside the public names: how a plugin tells of itself to `fp8 doctor`, and shared settings.
 
 The parts that know a framework are `fp8_common.torch.plugin` and `fp8_common.jax.plugin`. Nothing else of fp8_common is
 for plugins: modules and names with an underscore change without notice.
 """
 
 from fp8_common._env import owg_mode
-from fp8_common._hardware import product_path, wire_path
-from fp8_common._machine import Machine, installed_versions
+from fp8_common._machine import Machine
 from fp8_common._plugins import PluginInfo, check_version
 from fp8_common._records import Record
 
-__all__ = [
-    "Machine",
-    "PluginInfo",
-    "Record",
-    "check_version",
-    "installed_versions",
-    "owg_mode",
-    "product_path",
-    "wire_path",
-]
+__all__ = ["Machine", "PluginInfo", "Record", "check_version", "owg_mode"]

@@ -1,4 +1,4 @@
-"""Decides that these tests run where kernels can be compiled: triton is installed and does not interpret."""
+"""Collection of the compile tests: only where triton is installed and does not interpret."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""What the compiler is given: the same PTX however it is reached, refusals that say why, known crashes."""
+"""Ahead-of-time compilation: the same PTX however it is reached, refusals with reasons, known crashes."""
 
 import ctypes
 import inspect

@@ -1,4 +1,4 @@
-"""Compiled kernels pass every gate, on every architecture, and fail it when they are made worse on purpose."""
+"""Compiled kernels stay within every limit on every architecture, and worsened kernels exceed them."""
 
 import dataclasses
 import importlib.util

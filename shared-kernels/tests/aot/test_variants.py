@@ -1,6 +1,6 @@
-"""What the gates of speed leave out compiles too and computes right: odd shapes, unaligned tensors, every policy.
+"""Kernel variants outside of the speed limits: odd shapes, unaligned tensors, every policy.
 
-Accesses are narrow there by nature, and a few bytes may be spilled; every gate about numbers holds.
+Their accesses are necessarily narrow, and a few bytes may be spilled; every check about numbers holds.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Decides that every result is written down at once where `--record FILE` asks for it: a run cut short loses none."""
+"""The option `--record FILE`: every result is appended to a file at once, so an interrupted run loses none."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Decides that these tests run where Triton interprets: TRITON_INTERPRET=1, set before triton is imported."""
+"""Fixtures for tests of kernels under Triton's interpreter (TRITON_INTERPRET=1 before triton is imported)."""
 
 import os
 

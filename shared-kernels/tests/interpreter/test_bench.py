@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures, run without its clock: every implementation works, and the result is JSON."""
+"""The GPU benchmark without its clock: every implementation works, and the result is JSON."""
 
 import json
 
@@ -6,13 +6,20 @@ import pytest
 import torch
 
 import fp8_common as f8
+from fp8_common.bench.peers import Peers
 from fp8_common.bench.record import document, render
 from fp8_common.torch import _bench as bench
 
 
+class Broken(Peers):
+    """A peer that fails when it runs: it must be left out."""
+
+    def runs(self, x, fmt):
+        return {"mx": {"broken": lambda: 1 / 0}}
+
+
 def test_every_task_runs_and_is_checked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    monkeypatch.setattr(bench.bench_peers, "runs_for", lambda x, fmt: {"mx": {"broken": lambda: 1 / 0}})
     monkeypatch.setattr(bench, "COLUMNS", 256)
     monkeypatch.setattr(bench, "WARM_UP", 1)
     times = iter(range(1, 10000))
@@ -23,12 +30,11 @@ def test_every_task_runs_and_is_checked(monkeypatch):
 
     x = bench.example(128 * 256 * 2, torch.bfloat16, torch.device("cpu"))
     measured = []
-    tasks = bench.tasks(x, f8.E4M3)
+    tasks = bench.tasks(x, f8.E4M3, Broken())
     assert tuple(tasks) == bench.KERNELS
     for kernel, (moved, runs, check) in tasks.items():
         runs = runs | bench.copying(moved, x.device)
         measured += bench.compare(kernel, x, moved, runs, check, timer, rounds=1)
-    monkeypatch.setattr(bench.bench_peers, "precompute", lambda weights, device: {})
     monkeypatch.setattr(bench, "FOREACH_SHARDS", 3)
     measured += bench.compare_foreach(x.device, timer, rounds=1)
     result = json.loads(render(document(measured, device="a test", ceiling=100.0)))
@@ -83,3 +89,8 @@ def test_nothing_begins_after_the_time_is_up(on_cpu):
     result = json.loads(text)
     assert result["rows"] == []
     assert result["left_out"] == [f"{kernel}, float32, {size} MB" for size in (1, 2) for kernel in ("cast", "mx")]
+
+
+def test_an_unknown_task_is_refused_before_anything_is_timed(on_cpu):
+    with pytest.raises(f8.Fp8Error, match=r"There is no task 'frobnicate' to time\. Use one of foreach amax"):
+        bench.run(megabytes=[1], dtypes=["float32"], fmt="e4m3", kernels=["frobnicate"])

@@ -1,7 +1,4 @@
-"""Operators take the kernels where they apply, and the shards of an FSDP group share launches."""
-
-import dataclasses
-from types import SimpleNamespace
+"""Operators use the kernels where they apply."""
 
 import pytest
 import torch
@@ -15,9 +12,6 @@ from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _ops as ops
 from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._fsdp.launches import cast_together, refresh_keys
-from fp8_common.torch._fsdp.member import Member
-from fp8_common.torch._fsdp.weight_state import WeightState
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-5, 7, 12 * 160).reshape(12, 160)
@@ -94,34 +88,3 @@ def test_a_gpu_without_fp8_is_refused_only_on_demand(monkeypatch):
         f8t.quantize(X, TWO, "e4m3")
     monkeypatch.setenv("FP8_COMMON_BACKEND", "auto")
     assert f8t.quantize(X, TWO, "e4m3").dtype == torch.float8_e4m3fn
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensorwise:
-    tensorwise_format: f8.Format = f8.E4M3
-
-    def wire_from_codes(self, codes, state):
-        return (codes.view(torch.uint8).reshape(-1),), state.agreed_scale
-
-
-def member_of(shard):
-    """A member whose parameter is known to FSDP2 only by its shard and by where that is."""
-    local = SimpleNamespace(_data=shard, _state=WeightState(strategy=Tensorwise()))
-    return Member(param=SimpleNamespace(local=local, device=shard.device))
-
-
-def test_a_group_of_shards_takes_two_launches(launched):
-    shards = [torch.randn(n) for n in (0, 3, 1000, 16400, 77)]
-    members = [member_of(shard) for shard in shards]
-    refresh_keys(members)
-    assert launched == ["foreach_amax"]
-    for member in members:
-        assert_same_bits(member.state.keys.view(torch.float32)[0], f8.amax(member.shard.numpy()))
-        member.state.scale = torch.tensor(2.0 + member.shard.numel())
-    cast_together(members)
-    cast_together(members)
-    assert launched == ["foreach_amax", "foreach_cast"]
-    for member in members:
-        want = f8.quantize(member.shard.numpy(), member.state.scale.numpy(), "e4m3")
-        assert_same_bits(member.state.wire[0][0], want)
-        assert member.state.casts == 1

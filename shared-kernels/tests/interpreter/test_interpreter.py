@@ -1,4 +1,4 @@
-"""The interpreter that the other tests rely on: what it gets wrong as shipped, and that the replacement does not."""
+"""Triton's interpreter: its errors as shipped, and that the replacements do not have them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Decides that JAX sees eight CPU devices, so that sharding is tested on every machine."""
+"""Eight CPU devices for JAX, so that sharding is tested on every machine."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""amax: an integer maximum that no order, subnormal or NaN can disturb."""
+"""amax: an integer maximum, independent of order, exact for subnormals, keeping NaN."""
 
 import ml_dtypes
 import numpy as np

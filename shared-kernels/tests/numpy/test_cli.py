@@ -1,8 +1,10 @@
-"""The `fp8` command: what it prints, what it refuses."""
+"""The `fp8` command: its output and its refusals."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,8 @@ from fp8_common import FORMATS, __version__
 from fp8_common import _cli as cli
 from fp8_common import _cli_doctor as cli_doctor
 from fp8_common import _cli_explain as cli_explain
-from fp8_common._hardware import Device, Path
+from fp8_common._hardware import Device
+from fp8_common._hardware import Path as HardwarePath
 from fp8_common._plugins import PluginReport
 from fp8_common.plugin import Machine, PluginInfo
 
@@ -31,7 +34,7 @@ GOOD = PluginReport(
         name="fp8-torch-fsdp",
         version="0.1.0",
         summary="FP8 all-gather.",
-        paths=(Path(name="wire", status="native", why="It can."),),
+        paths=(HardwarePath(name="wire", status="native", why="It can."),),
     ),
 )
 BROKEN = PluginReport(entry="bad = x:y", problem="ImportError: no such thing")
@@ -264,3 +267,33 @@ def test_the_module_runs_with_numpy_only():
 def test_numbers_are_parsed_exactly():
     assert cli_explain.parse_number("0x1.8p-3") == 0.1875
     assert cli_explain.parse_number(" -1e-4") == -1e-4
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2fnuz"])
+def test_formats_may_be_written_in_capitals(run, name):
+    assert explain(run, "0.3", "--format", name)["format"] == name.lower()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["doctor"], ["formats", "--json"], ["--version"]], ids=" ".join)
+def test_an_output_that_cannot_be_written_is_one_sentence(arguments, unbuffered):
+    command = [sys.executable, "-m", "fp8_common._cli", *arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    if arguments == ["--version"] and unbuffered:
+        assert done.stderr == "", "argparse writes it, and passes over what fails"
+        return
+    assert done.returncode == 2
+    name = " ".join(["fp8", *(argument for argument in arguments[:1] if argument != "--version")])
+    assert done.stderr == f"{name}: the output cannot be written (No space left on device).\n"
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = [sys.executable, "-m", "fp8_common._cli", "formats"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

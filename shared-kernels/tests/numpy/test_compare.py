@@ -1,4 +1,4 @@
-"""assert_same_bits: what is the same, what is not, and what a failure says."""
+"""assert_same_bits: what counts as equal, and what a failure reports."""
 
 import ml_dtypes
 import numpy as np

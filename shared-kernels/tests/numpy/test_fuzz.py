@@ -1,4 +1,4 @@
-"""Whatever text or dictionary comes in, the answer is a result or one `Fp8Error`: never another exception."""
+"""Arbitrary text and dictionaries as input: the result is a value or one `Fp8Error`, never another exception."""
 
 import contextlib
 import json

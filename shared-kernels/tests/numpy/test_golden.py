@@ -1,4 +1,4 @@
-"""The committed vectors: every rule still gives what was written down."""
+"""The committed golden vectors equal what every rule computes now."""
 
 import dataclasses
 import json

@@ -1,12 +1,19 @@
-"""Which FP8 paths a device has, from facts alone."""
+"""The FP8 paths of a device, from facts alone."""
 
 import pytest
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common import _env as env
-from fp8_common._hardware import Device, cast_path, check_products, native_formats, product_paths
+from fp8_common._hardware import (
+    Device,
+    cast_path,
+    check_products,
+    gather_path,
+    native_formats,
+    product_path,
+    product_paths,
+)
 from fp8_common._recipe import GRANULARITIES
-from fp8_common.plugin import product_path, wire_path
 
 CPU = Device(kind="cpu", name="a processor")
 OCP, FNUZ = ("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz")
@@ -74,8 +81,8 @@ def test_how_casts_run(device, backend, triton, kernels, status, why):
 
 
 def test_the_wire_is_uint8_everywhere():
-    assert wire_path().status == "native"
-    assert "uint8" in wire_path().why
+    assert gather_path().status == "native"
+    assert "uint8" in gather_path().why
 
 
 def test_products_are_refused_with_device_need_and_remedy():

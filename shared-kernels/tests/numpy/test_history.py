@@ -1,4 +1,4 @@
-"""Delayed scaling's memory: a window of exactly L observations."""
+"""The amax history of delayed scaling: exactly L observations."""
 
 import numpy as np
 import pytest

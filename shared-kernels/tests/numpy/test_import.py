@@ -1,4 +1,4 @@
-"""Importing fp8_common stays light."""
+"""Importing fp8_common loads no framework; its public names exist, and its errors have common bases."""
 
 import subprocess
 import sys

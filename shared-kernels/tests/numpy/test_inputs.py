@@ -1,4 +1,4 @@
-"""The adversarial inputs hold what they promise."""
+"""The adversarial inputs hold the values that their docstrings name."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""Detection: what frameworks and drivers say becomes facts, and what fails becomes a note."""
+"""Machine detection: facts from frameworks and drivers, and notes where they fail."""
 
 import subprocess
 import sys

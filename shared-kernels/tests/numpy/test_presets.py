@@ -1,4 +1,4 @@
-"""The presets: every cell of the table of peers, and each peer's formula derived independently."""
+"""The presets: every entry of the documented table, and each library's formula derived independently."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Properties of the whole core, over whatever hypothesis draws."""
+"""Properties of the NumPy core on inputs drawn by hypothesis."""
 
 import ml_dtypes
 import numpy as np

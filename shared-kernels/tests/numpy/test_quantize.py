@@ -1,4 +1,4 @@
-"""Quantizing at every granularity, against a loop that treats each slice or block as a tensor of its own."""
+"""Quantization at every granularity, against a loop over slices or blocks as tensors of their own."""
 
 import ml_dtypes
 import numpy as np

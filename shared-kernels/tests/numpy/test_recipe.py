@@ -1,4 +1,4 @@
-"""Recipes: what they refuse, what the named ones are, and that they survive JSON."""
+"""Recipes: refused combinations, the named ones, and JSON round trips."""
 
 import dataclasses
 import json

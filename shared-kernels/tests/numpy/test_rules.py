@@ -1,4 +1,4 @@
-"""Module rules: what matches, which rule wins, and what is an error."""
+"""Module rules: which names match, which rule wins, which rules are errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint is read as data: whatever is in the file, the answer is an index or one `Fp8Error`."""
+"""Reading the index of a checkpoint: any content of the file gives an index or one `Fp8Error`."""
 
 import os
 import pickle

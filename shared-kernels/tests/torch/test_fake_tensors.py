@@ -1,4 +1,4 @@
-"""Fake tensors pass through every cast, and leave nothing behind for real ones; no default device does either."""
+"""Fake tensors pass through every cast and leave nothing in caches; neither does a default device."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def outputs(found):
 @pytest.mark.parametrize("tables", ["none yet", "kept"])
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name, tables):
-    for kept in (values_table, delayed_ops._are, delayed_ops._numerators):
+    for kept in (values_table, delayed_ops._has_format, delayed_ops._numerators):
         kept.cache_clear()
     want = None
     if tables == "kept":
@@ -73,7 +73,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name
 @pytest.mark.parametrize("name", CALLS)
 def test_a_default_device_decides_nothing(name):
     want = outputs(CALLS[name]("cpu"))
-    for kept in (values_table, delayed_ops._are, delayed_ops._numerators):
+    for kept in (values_table, delayed_ops._has_format, delayed_ops._numerators):
         kept.cache_clear()
     with torch.device("meta"):
         found = outputs(CALLS[name]("cpu"))

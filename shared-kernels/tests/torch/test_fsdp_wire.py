@@ -1,12 +1,13 @@
-"""The parts of the FSDP2 wire that need no second process."""
+"""The buffers of the all-gather, private names of FSDP2, and the pool of ranks that other tests use."""
 
 import inspect
 
 import pytest
 import torch
 
-from fp8_common.torch._fsdp import WeightState, compat, pad_rows, refill, unpad
-from fp8_common.torch._ranks import RankError, RankPool
+from fp8_common.torch._fsdp import compat
+from fp8_common.torch._fsdp.buffers import pad_rows, refill, unpad
+from tests.helpers.ranks import RankError, RankPool
 
 
 def test_this_torch_has_the_private_names():
@@ -35,24 +36,6 @@ def test_refill_is_no_change_to_autograd():
     refill(target, torch.ones(3))
     assert target.sum() == 3
     assert target._version == 0
-
-
-def test_state_knows_stale_from_fresh():
-    state, shard = WeightState(strategy=None), torch.zeros(4)
-    assert state.is_stale(shard)
-    state.mark_synced(shard)
-    assert not state.may_be_stale(shard)
-    shard.add_(1)
-    assert state.is_stale(shard)
-    assert state.was_edited(shard)
-    state.mark_synced(shard)
-    alias = state.lend(shard)
-    assert state.may_be_stale(shard)
-    assert not state.is_stale(shard)
-    state.mark_synced(shard)
-    del alias
-    assert state.is_stale(shard), "a write through a lent alias can leave no trace: its return counts as a change"
-    assert not state.was_edited(shard)
 
 
 def add(rank, world_size, number):

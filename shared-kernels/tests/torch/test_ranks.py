@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8_common.torch._ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -1,4 +1,4 @@
-"""Private names of torch still mean what this package takes them to mean."""
+"""The private names of torch that this package uses still mean what it takes them to mean."""
 
 import subprocess
 import sys

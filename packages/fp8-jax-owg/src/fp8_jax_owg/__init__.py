@@ -6,7 +6,6 @@ autodiff adds these up; here they are combined by MAX: in scans, under vmap, ove
 
 from fp8_common.jax import dequantize, quantize
 from fp8_common.plugin import check_version
-from fp8_jax_owg._boundary import fan_out, gate, read, replicated, scan, share
 from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg._checks import (
     Collective,
@@ -32,11 +31,12 @@ from fp8_jax_owg._gather import fp8_all_gather
 from fp8_jax_owg._marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._mode import get_mode, use_mode
-from fp8_jax_owg._norms import clip_by_global_norm, global_norm, scale_gradients
+from fp8_jax_owg._norms import all_finite, clip_by_global_norm, global_norm, scale_gradients
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._ragged import fp8_ragged_dot
 from fp8_jax_owg._report import OwgReport, TensorReport, report
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling
+from fp8_jax_owg._sharing import fan_out, gate, read, replicated, scan, share
 from fp8_jax_owg._transforms import cast_params, grad, value_and_grad
 
 __version__ = "0.1.0"
@@ -52,6 +52,7 @@ __all__ = [
     "OwgReport",
     "TensorReport",
     "accumulate",
+    "all_finite",
     "apply_updates",
     "assert_fp8_collectives",
     "assert_fp8_dots",

@@ -1,16 +1,24 @@
-"""Decides how one operand of a product is cast: its scale from its state, or from itself if it has none."""
+"""The cast of one operand of a product: its scale from its state, or from itself if it has none."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
+from fp8_common import Format, ScalePolicy
+from fp8_common.jax import amax, amax_to_scale
+from fp8_common.jax.plugin import from_bits, quantize_to_codes, to_bits
 from fp8_jax_owg._meta import TensorMeta
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
-from fp8_jax_owg.observation import observe, observed_amax, used_scale
+from fp8_jax_owg._sharing import like
+from fp8_jax_owg.observation import observe, used_scale
+
+NAN_BITS = np.int32(0x7FC00000)
+"""Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that was not there."""
 
 State = dict[Tensor, TensorMeta]
 """The state of each tensor of a product; empty for current scaling."""
@@ -24,27 +32,28 @@ class Seen(NamedTuple):
         scale_inv: float32 scalar, the dequantization scale that was used.
     """
 
-    amax: jax.Array | None
+    amax: jax.Array
     scale_inv: jax.Array
 
 
 class Operand(NamedTuple):
-    """One operand of a product in FP8.
+    """One operand of a product in FP8, as it is saved for the backward pass.
 
     Attributes:
-        data: The native float8 dtype, shape of the array.
-        scale_inv: float32, scalar or with the summed dimensions of length 1; multiplies `data` back.
-        amax: float32 scalar, what delayed scaling observed; None for current scaling.
+        codes: uint8, shape of the array. Not of the native dtype: what `jax.checkpoint` saves of a float8 dtype it
+            rounds to fewer exponents than E4M3 has, and XLA on CPUs copies bytes faster when loops stack them.
+        scale_inv: float32, scalar or with the summed dimensions of length 1; multiplies values back. NaN where the amax
+            is not finite, so that the product is not either.
+        seen: What delayed scaling observed; None for current scaling.
     """
 
-    data: jax.Array
+    codes: jax.Array
     scale_inv: jax.Array
-    amax: jax.Array | None
+    seen: Seen | None
 
-    @property
-    def seen(self) -> Seen:
-        """What the next state needs of this cast."""
-        return Seen(self.amax, self.scale_inv)
+    def values(self, fmt: Format) -> jax.Array:
+        """Return the codes in the native dtype of their format."""
+        return lax.bitcast_convert_type(self.codes, fmt.numpy_dtype)
 
 
 def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tuple[int, ...] = ()) -> Operand:
@@ -59,23 +68,40 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
     """
     fmt = format_of(tensor, scaling)
     if isinstance(scaling, DelayedScaling):
-        meta = state[tensor]
-        used = used_scale(meta.scale, meta.history, fmt, scaling.policy)
-        scale, scale_inv = computed_once(used[0][0], used[1][0])
-        return Operand(quantize(x, scale, fmt), scale_inv, observed_amax(x, meta.history))
-    by_row = keeps_operands(scaling)
-    scale = amax_to_scale(amax(x, axis=axes if by_row else None, keepdims=by_row), fmt, scaling.policy)
-    scale_inv = reciprocal(scale)
-    if not by_row:
+        return _cast_delayed(x, state[tensor], fmt=fmt, policy=scaling.policy)
+    return _cast_current(x, axes=axes if keeps_operands(scaling) else None, fmt=fmt, policy=scaling.policy)
+
+
+# Functions of their own in the traced program, so that products of equal shapes are traced and lowered once.
+@partial(jax.jit, static_argnames=("fmt", "policy"))
+def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> Operand:
+    used, used_inv = used_scale(meta.scale, meta.history, fmt, policy)
+    greatest = amax(x)
+    scale, scale_inv = computed_once(used[0], used_inv[0])
+    codes = quantize_to_codes(x, scale, fmt)
+    return Operand(codes, spoiled(scale_inv, greatest), Seen(like(greatest, meta.history), scale_inv))
+
+
+@partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
+def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, policy: ScalePolicy) -> Operand:
+    greatest = amax(x, axis=axes, keepdims=axes is not None)
+    scale = amax_to_scale(greatest, fmt, policy)
+    scale_inv = lax.div(jnp.ones_like(scale), scale)
+    if axes is None:
         scale, scale_inv = computed_once(scale, scale_inv)
-    return Operand(quantize(x, scale, fmt), scale_inv, None)
+    return Operand(quantize_to_codes(x, scale, fmt), spoiled(scale_inv, greatest), None)
+
+
+def spoiled(scale_inv: jax.Array, amax: jax.Array) -> jax.Array:
+    """Return the dequantization scale, NaN where the amax is not finite: FP8 codes saturate and would hide infinity."""
+    return from_bits(jnp.where(jnp.isfinite(amax), to_bits(scale_inv), NAN_BITS))
 
 
 def computed_once(scale: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return both float32 scalars, from memory.
 
-    XLA on CPUs drops barriers before it fuses, and would compute the scale, about a hundred operations, again for
-    every element of every array that it is used for. It writes an array of two before it reads from it.
+    XLA on CPUs drops barriers before it fuses, and would compute the scale, dozens of operations, again for every
+    element of every array that it is used for. It writes an array of two before it reads from it.
     """
     pair = lax.optimization_barrier(jnp.stack([scale, scale_inv]))
     return pair[0], pair[1]
@@ -86,7 +112,7 @@ def keeps_operands(scaling: Scaling) -> bool:
     return isinstance(scaling, CurrentScaling) and scaling.granularity == "row"
 
 
-def next_state(state: State, seen: Mapping[Tensor, Seen]) -> State:
+def next_state(state: State, seen: Mapping[Tensor, Seen | None]) -> State:
     """Return the next value of every leaf, as its gradient carries it.
 
     Args:
@@ -94,8 +120,13 @@ def next_state(state: State, seen: Mapping[Tensor, Seen]) -> State:
         seen: What the casts of these tensors left.
     """
     histories = {tensor: meta.history for tensor, meta in state.items()}
+    return _observe_all(histories, {tensor: seen[tensor] for tensor in state}) if state else {}
+
+
+@jax.jit
+def _observe_all(histories: dict[Tensor, jax.Array], seen: dict[Tensor, Seen]) -> State:
     # Behind a barrier, or XLA takes what belongs to the histories out of a loop and keeps copies of each.
-    histories, found = lax.optimization_barrier((histories, {tensor: seen[tensor] for tensor in state}))
+    histories, found = lax.optimization_barrier((histories, seen))
     return {
         tensor: TensorMeta(*observe(found[tensor].amax, found[tensor].scale_inv.reshape(1), history))
         for tensor, history in histories.items()

@@ -1,4 +1,4 @@
-"""Decides the casts that a layer of one's own is built from: quantize alone, or quantize and dequantize.
+"""The casts that a layer of one's own is built from: quantize alone, or quantize and dequantize.
 
 Every function that takes a scale and an amax history gives both their next value as gradient.
 """
@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common import Format
-from fp8_common.jax._arrays import as_codes
-from fp8_common.jax._quantize import multiply_back
+from fp8_common import Format, Fp8Error
+from fp8_common.jax.plugin import multiply_back
 from fp8_jax_owg._casting import Operand, Seen, cast, next_state
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
+from fp8_jax_owg._meshes import vary_alike
 from fp8_jax_owg._meta import TensorMeta, read_tensor_meta
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import DelayedScaling, Tensor, format_of
 
 
@@ -34,7 +35,7 @@ class _Cast:
 
 
 def in_q(
-    x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: DelayedScaling | None = None
+    x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Quantize an input of a product, and observe it.
 
@@ -42,7 +43,7 @@ def in_q(
         x: float16, bfloat16 or float32. It gets a zero gradient: codes have none, the product gives it.
         scale: float32 (1,), the stored scale.
         amax_history: float32 (length,).
-        scaling: The rule; None is `DelayedScaling()`.
+        scaling: `DelayedScaling`, or a recipe with delayed scaling; None is `DelayedScaling()`.
 
     Returns:
         (E4M3 array of the shape of `x`, float32 scalar that multiplies it back).
@@ -50,28 +51,29 @@ def in_q(
     Raises:
         Fp8Error: Unsupported dtypes or shapes.
     """
-    how = scaling or DelayedScaling()
-    return _in_q(_Cast(scaling=how, tensor="input"), as_operand(x, "x"), read_tensor_meta(scale, amax_history))
+    meta = read_tensor_meta(scale, amax_history)
+    return _in_q(_delayed(scaling, "input"), vary_alike(as_operand(x, "x"), meta), meta)
 
 
-def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: DelayedScaling | None = None) -> jax.Array:
+def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
     """Return `x` as E4M3 represents it, and observe it; the gradient of `x` passes unchanged.
 
     Arguments and errors are those of `in_q`; the result has the shape and dtype of `x`.
     """
-    how = scaling or DelayedScaling()
-    return _in_qdq(_Cast(scaling=how, tensor="input"), as_operand(x, "x"), read_tensor_meta(scale, amax_history))
+    meta = read_tensor_meta(scale, amax_history)
+    return _in_qdq(_delayed(scaling, "input"), vary_alike(as_operand(x, "x"), meta), meta)
 
 
-def out_qdq(
-    y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: DelayedScaling | None = None
-) -> jax.Array:
+def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
     """Return `y`; its gradient passes as the gradient format represents it, and is observed.
 
     Arguments and errors are those of `in_q`.
     """
-    how = scaling or DelayedScaling()
-    return _out_qdq(_Cast(scaling=how, tensor="output_grad"), as_operand(y, "y"), read_tensor_meta(scale, amax_history))
+    return _out_qdq(
+        _delayed(scaling, "output_grad"),
+        as_operand(y, "y"),
+        read_tensor_meta(scale, amax_history),
+    )
 
 
 def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -91,20 +93,26 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
 
 
-Residuals = tuple[TensorMeta, Seen]
+def _delayed(scaling: ScalingChoice | None, tensor: Tensor) -> _Cast:
+    found = as_scaling(scaling or DelayedScaling())
+    if not isinstance(found, DelayedScaling):
+        raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {found!r}.")
+    return _Cast(scaling=found, tensor=tensor)
+
+
+Residuals = tuple[TensorMeta, Seen | None]
 
 
 def _apply(how: _Cast, x: jax.Array, meta: TensorMeta) -> Operand:
     return cast(first_order_only(x), how.tensor, {how.tensor: meta}, how.scaling)
 
 
-def _next(how: _Cast, meta: TensorMeta, seen: Seen) -> TensorMeta:
+def _next(how: _Cast, meta: TensorMeta, seen: Seen | None) -> TensorMeta:
     return next_state({how.tensor: meta}, {how.tensor: seen})[how.tensor]
 
 
 def _back(how: _Cast, made: Operand, dtype: np.dtype) -> jax.Array:
-    scale_inv = made.scale_inv.reshape((1,) * made.data.ndim)
-    return multiply_back(as_codes(made.data, how.fmt), scale_inv, how.fmt, dtype)
+    return multiply_back(made.codes, made.scale_inv.reshape((1,) * made.codes.ndim), how.fmt, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,7 +122,7 @@ def _in_q(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[jax.Array, jax.Ar
 
 def _in_q_fwd(how: _Cast, x: jax.Array, meta: TensorMeta) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     made = _apply(how, x, meta)
-    return (made.data, made.scale_inv), (meta, made.seen)
+    return (made.values(how.fmt), made.scale_inv), (meta, made.seen)
 
 
 def _in_q_bwd(how: _Cast, residuals: Residuals, _: object) -> tuple[None, TensorMeta]:

@@ -1,4 +1,4 @@
-"""Decides how a program proves that it runs in FP8: by what JAX traced, and by what XLA compiled.
+"""Checks that a program runs in FP8: of the products that JAX traced, and the collectives that XLA compiled.
 
 Layers fall back to wider products and gathers without a word when a rule misses a layer or a compiler moves a cast.
 These functions look, raise, and return what they saw.

@@ -1,4 +1,4 @@
-"""Decides how gradients of micro-batches and devices become one, and how they change a state.
+"""Gradients of micro-batches and devices combined into one, and the change of a state by them.
 
 Parameters are added or averaged, overwritten leaves are combined by MAX and put in the place of the old ones; -inf
 stands for "not observed" and keeps what was there.
@@ -12,13 +12,13 @@ from jax import lax
 
 from fp8_common import Fp8Error
 from fp8_jax_owg import _compat as compat
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves
 
 
 def init_accumulator(variables: Any) -> Any:
     """Return what `accumulate` starts from: zeros for parameters, -inf for overwritten leaves."""
-    return map_leaves(jnp.zeros_like, lambda x: jnp.full_like(x, wire.NOT_OBSERVED), variables)
+    return map_leaves(jnp.zeros_like, lambda x: jnp.full_like(x, cotangents.NOT_OBSERVED), variables)
 
 
 def accumulate(accumulator: Any, gradients: Any) -> Any:
@@ -29,7 +29,7 @@ def accumulate(accumulator: Any, gradients: Any) -> Any:
         gradients: From `value_and_grad(..., unobserved="-inf")`, all for the same state; the history then rolls once
             for all of them.
     """
-    return map_leaves(jnp.add, wire.maximum, accumulator, gradients)
+    return map_leaves(jnp.add, cotangents.maximum, accumulator, gradients)
 
 
 def pmean(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
@@ -67,7 +67,7 @@ def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, n
 
     def overwritten(gradient: jax.Array) -> jax.Array:
         over = tuple(a for a in axes if not tracked or a in compat.varying_axes(gradient))
-        return wire.from_ordered(lax.pmax(wire.to_ordered(gradient), over)) if over else gradient
+        return cotangents.from_ordered(lax.pmax(cotangents.to_ordered(gradient), over)) if over else gradient
 
     return map_leaves(parameter, overwritten, gradients)
 

@@ -1,4 +1,4 @@
-"""Decides how private APIs of JAX are reached. No other file of this package imports `jax._src`.
+"""The private APIs of JAX that are used. No other file of this package imports `jax._src`.
 
 JAX documents neither how to define an extended dtype nor how eager gradients of one are added. Where something
 here is missing, `PROBLEM` says what, importing still works, and `fp8_jax_owg._mode` chooses the public way.

@@ -1,4 +1,4 @@
-"""Decides how a product of two operands and its two transposes are written: by one letter per dimension.
+"""`Contraction`: a product of two operands and its two transposes, written with one letter per dimension.
 
 `Contraction("mk", "kn", "mn")` is a matrix product. Its gradients are contractions with the letters swapped, so one
 description serves all three products of a layer, `dot_general` and two-operand `einsum` alike.

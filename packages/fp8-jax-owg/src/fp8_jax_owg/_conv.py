@@ -1,4 +1,4 @@
-"""Decides how a convolution runs in FP8: forward with FP8 operands, backward in bfloat16.
+"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward and bfloat16 operands backward.
 
 XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the output
 gradient is not cast to FP8 and has no state; the operands of the backward pass are the FP8 values of the forward one.
@@ -19,8 +19,10 @@ from fp8_common import Fp8Error
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import Precision, as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
+from fp8_jax_owg._meshes import vary_alike
 from fp8_jax_owg._meta import Meta
-from fp8_jax_owg._scaling import Scaling, Tensor
+from fp8_jax_owg._recipes import ScalingChoice
+from fp8_jax_owg._scaling import Scaling, Tensor, format_of
 
 CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
 """The tensors of a convolution that are cast, and so have state."""
@@ -54,7 +56,7 @@ def fp8_conv_general_dilated(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward.
 
@@ -96,7 +98,7 @@ def fp8_conv_general_dilated(
     }
     dtype = np.dtype(a.dtype if preferred_element_type is None else preferred_element_type)
     how = _Conv(scaling=scaling, dtype=dtype, operand_dtypes=(a.dtype, b.dtype), options=tuple(options.items()))
-    return _convolve(how, a, b, state)
+    return _convolve(how, *vary_alike((a, b), state), state)
 
 
 Residuals = tuple[Operand, Operand, State]
@@ -110,14 +112,16 @@ def _convolve(how: _Conv, lhs: jax.Array, rhs: jax.Array, state: State) -> jax.A
 def _convolve_fwd(how: _Conv, lhs: jax.Array, rhs: jax.Array, state: State) -> tuple[jax.Array, Residuals]:
     a = cast(first_order_only(lhs), "input", state, how.scaling)
     b = cast(first_order_only(rhs), "kernel", state, how.scaling)
-    product = how.apply(a.data, b.data, jnp.float32)
+    fmt = format_of("input", how.scaling)
+    product = how.apply(a.values(fmt), b.values(fmt), jnp.float32)
     return (product * (a.scale_inv * b.scale_inv)).astype(how.dtype), (a, b, state)
 
 
 def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array, State]:
     a, b, state = residuals
     # The codes as bfloat16, which holds every E4M3 value: their scales multiply the results, in float32.
-    _, transposed = jax.vjp(how.apply, a.data.astype(jnp.bfloat16), b.data.astype(jnp.bfloat16))
+    fmt = format_of("input", how.scaling)
+    _, transposed = jax.vjp(how.apply, a.values(fmt).astype(jnp.bfloat16), b.values(fmt).astype(jnp.bfloat16))
     d_lhs, d_rhs = transposed(first_order_only(g).astype(jnp.bfloat16))
     of_lhs, of_rhs = how.operand_dtypes
     return (

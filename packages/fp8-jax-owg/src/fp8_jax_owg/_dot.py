@@ -1,4 +1,4 @@
-"""Decides how a product of two arrays runs in FP8: which casts, which three products, what is kept in between.
+"""`fp8_dot_general`: a product of two arrays in FP8 with its two gradients, and what is saved for them.
 
 Forward each operand is cast once, and the codes serve a backward product too. Of an observation only the amax is kept
 for the backward pass, a scalar: histories are rolled there, or a scan would stack one for every iteration.
@@ -15,16 +15,17 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common._amax import INPUT_DTYPES
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._contraction import Contraction, DimensionNumbers
 from fp8_jax_owg._first_order import first_order_only
-from fp8_jax_owg._meshes import refuse_explicit_axes
+from fp8_jax_owg._meshes import refuse_explicit_axes, vary_alike
 from fp8_jax_owg._meta import Meta, tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
-from fp8_jax_owg._scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
+from fp8_jax_owg._scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
 
 Kernel = jax.Array | Fp8Param
+INPUT_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 Precision = Any
 """What `lax.dot_general` takes as precision."""
 
@@ -54,6 +55,23 @@ class Product:
         """The precision of both gradients."""
         return lax.Precision.HIGHEST if self.precision is None else self.precision
 
+    def multiply(
+        self,
+        how: Contraction,
+        lhs: tuple[Operand, Tensor],
+        rhs: tuple[Operand, Tensor],
+        dtype: np.dtype,
+        precision: Precision = None,
+        like: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the product of two cast tensors, accumulated in float32 and scaled back, sharded like `like`."""
+        (a, of_a), (b, of_b) = lhs, rhs
+        values = a.values(format_of(of_a, self.scaling)), b.values(format_of(of_b, self.scaling))
+        result = how.apply(*values, jnp.float32, precision, like)
+        # One factor for both: a large and a small scale in turn could overflow though the product does not.
+        factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
+        return (result * factor).astype(dtype)
+
 
 def fp8_dot_general(
     lhs: ArrayLike,
@@ -63,7 +81,7 @@ def fp8_dot_general(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`lax.dot_general` with FP8 operands in the product and in both of its gradients.
 
@@ -79,8 +97,8 @@ def fp8_dot_general(
             switches fast accumulation of gradients off.
         preferred_element_type: The dtype of the result; None is that of `lhs`.
         meta: The six leaves of `init_meta`, for delayed scaling; None for current scaling.
-        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()` with `meta`, else
-            `CurrentScaling()`.
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary); None
+            is `DelayedScaling()` with `meta`, else `CurrentScaling()`.
 
     Returns:
         The shape of `lax.dot_general`.
@@ -102,7 +120,7 @@ def fp8_contract(
     dtype: DTypeLike | None,
     *,
     meta: Meta | None,
-    scaling: Scaling | None,
+    scaling: ScalingChoice | None,
 ) -> jax.Array:
     """Return a contraction of checked operands in FP8; arguments as in `fp8_dot_general`."""
     is_cast = isinstance(rhs, Fp8Param)
@@ -119,7 +137,7 @@ def fp8_contract(
         kernel_is_cast=is_cast,
         precision=precision,
     )
-    return _fp8_product(product, lhs, rhs, state)
+    return _fp8_product(product, *vary_alike((lhs, rhs), state), state)
 
 
 def as_operand(x: ArrayLike, name: str) -> jax.Array:
@@ -140,7 +158,7 @@ def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
 
 
 def match_scaling(
-    meta: Meta | None, scaling: Scaling | None, tensors: tuple[Tensor, ...] = TENSORS
+    meta: Meta | None, scaling: ScalingChoice | None, tensors: tuple[Tensor, ...] = TENSORS
 ) -> tuple[Scaling, State]:
     """Return the rule, and the state of each tensor (empty for current scaling).
 
@@ -149,6 +167,7 @@ def match_scaling(
     """
     if scaling is None:
         scaling = CurrentScaling() if meta is None else DelayedScaling()
+    scaling = as_scaling(scaling)
     if isinstance(scaling, DelayedScaling):
         if meta is None:
             raise Fp8Error("Delayed scaling needs its state: pass meta=init_meta(scaling), or use CurrentScaling().")
@@ -167,25 +186,10 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> tup
     how, scaling = product.contraction, product.scaling
     a = cast(lhs, "input", state, scaling, how.axes_of(how.lhs))
     if isinstance(rhs, Fp8Param):
-        b = Operand(rhs.data, rhs.scale_inv, None)
+        b = Operand(lax.bitcast_convert_type(rhs.data, jnp.uint8), rhs.scale_inv, None)
     else:
         b = cast(rhs, "kernel", state, scaling, how.axes_of(how.rhs))
-    return multiply(how, a, b, product.dtype, product.precision), (a, b)
-
-
-def multiply(
-    how: Contraction,
-    a: Operand,
-    b: Operand,
-    dtype: np.dtype,
-    precision: Precision = None,
-    like: jax.Array | None = None,
-) -> jax.Array:
-    """Return the product of two cast operands, accumulated in float32 and scaled back, sharded like `like`."""
-    result = how.apply(a.data, b.data, jnp.float32, precision, like)
-    # One factor for both: a large and a small scale in turn could overflow though the product does not.
-    factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
-    return (result * factor).astype(dtype)
+    return product.multiply(how, (a, "input"), (b, "kernel"), product.dtype, product.precision), (a, b)
 
 
 def _aligned(how: Contraction, operand: Operand, letters: str) -> jax.Array:
@@ -209,8 +213,9 @@ def _product_bwd(
     how, scaling = product.contraction, product.scaling
     c = cast(g, "output_grad", state, scaling)
     of_lhs, of_rhs = product.operand_dtypes
-    d_lhs = multiply(how.for_lhs, c, b, of_lhs, product.backward_precision, a.data)
-    d_rhs = multiply(how.for_rhs, a, c, of_rhs, product.backward_precision, b.data)
+    input_, kernel, grad = (a, "input"), (b, "kernel"), (c, "output_grad")
+    d_lhs = product.multiply(how.for_lhs, grad, kernel, of_lhs, product.backward_precision, a.codes)
+    d_rhs = product.multiply(how.for_rhs, input_, grad, of_rhs, product.backward_precision, b.codes)
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     if product.kernel_is_cast:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
@@ -224,11 +229,11 @@ def _gradients_by_row(product: Product, lhs: jax.Array, rhs: jax.Array, g: jax.A
     how = product.contraction.for_lhs
     a = cast(g, "output_grad", {}, scaling, how.axes_of(how.lhs))
     b = cast(rhs, "kernel", {}, scaling, how.axes_of(how.rhs))
-    d_lhs = multiply(how, a, b, of_lhs, precision)
+    d_lhs = product.multiply(how, (a, "output_grad"), (b, "kernel"), of_lhs, precision)
     how = product.contraction.for_rhs
     a = cast(lhs, "input", {}, scaling, how.axes_of(how.lhs))
     b = cast(g, "output_grad", {}, scaling, how.axes_of(how.rhs))
-    return d_lhs, multiply(how, a, b, of_rhs, precision)
+    return d_lhs, product.multiply(how, (a, "input"), (b, "output_grad"), of_rhs, precision)
 
 
 _fp8_product.defvjp(_product_fwd, _product_bwd)

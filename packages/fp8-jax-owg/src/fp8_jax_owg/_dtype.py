@@ -1,4 +1,4 @@
-"""Decides the dtype `fp32_max_grad`: float32 whose cotangents are combined by MAX, with -inf as their zero.
+"""The dtype `fp32_max_grad`: float32 whose cotangents are combined by MAX, with -inf as their zero.
 
 It is an extended dtype of JAX: for XLA it is float32, autodiff asks it how to add. It never leaves a traced
 function: `fp8_jax_owg.share` makes it and `read` turns it back.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_jax_owg import _compat as compat
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 
 
 class max_grad(jax.dtypes.extended):
@@ -50,12 +50,12 @@ class MaxGradRules:
         """How autodiff combines two cotangents."""
         # The conversion is free: for XLA both dtypes are float32.
         plain = (lax.convert_element_type(one, dtype.float_dtype) for one in (x, y))
-        return lax.convert_element_type(wire.maximum(*plain), dtype)
+        return lax.convert_element_type(cotangents.maximum(*plain), dtype)
 
     @staticmethod
     def zero(dtype: Any) -> Any:
         """The cotangent of what was not used: -inf."""
-        return lax.convert_element_type(wire.NOT_OBSERVED, dtype)
+        return lax.convert_element_type(cotangents.NOT_OBSERVED, dtype)
 
     @staticmethod
     def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:

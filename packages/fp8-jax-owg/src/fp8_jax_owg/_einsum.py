@@ -1,4 +1,4 @@
-"""Decides how `einsum` of two operands becomes one FP8 product: what touches one operand alone comes first."""
+"""`fp8_einsum`: an equation of two operands as one FP8 product, after the sums and diagonals of each operand."""
 
 import string
 from collections import Counter
@@ -13,7 +13,7 @@ from fp8_jax_owg._contraction import Contraction
 from fp8_jax_owg._dot import Kernel, Precision, as_kernel, as_operand, fp8_contract
 from fp8_jax_owg._meta import Meta
 from fp8_jax_owg._parameter import Fp8Param
-from fp8_jax_owg._scaling import Scaling
+from fp8_jax_owg._recipes import ScalingChoice
 
 
 def fp8_einsum(
@@ -24,7 +24,7 @@ def fp8_einsum(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands, as `fp8_dot_general` computes it.
 

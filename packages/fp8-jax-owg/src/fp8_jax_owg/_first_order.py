@@ -1,4 +1,4 @@
-"""Decides what a second derivative of an FP8 product is: an error, because a cast has no derivative to take twice."""
+"""`first_order_only`: an identity that refuses to be differentiated, for rules that are derivatives already."""
 
 import jax
 

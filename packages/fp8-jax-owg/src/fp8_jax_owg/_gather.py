@@ -1,4 +1,4 @@
-"""Decides how sharded parameters travel: as FP8 codes, one byte per element, with one scale for all shards.
+"""`fp8_all_gather`: sharded parameters gathered as FP8 codes, one byte per element, with one scale for all shards.
 
 The codes are gathered as uint8, because XLA on CPUs widens a float8 all-gather to 16 bits. The gradient goes back in
 the parameter's own dtype, never in FP8: sums over devices need the bits.
@@ -16,14 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax import amax, amax_to_scale, quantize, reciprocal
-from fp8_common.jax._arrays import as_codes, as_native, float_key, from_bits
-from fp8_jax_owg._casting import Seen, State, computed_once, next_state
+from fp8_common.jax import amax, amax_to_scale, reciprocal
+from fp8_common.jax.plugin import float_key, from_bits, quantize_to_codes
+from fp8_jax_owg._casting import Seen, State, computed_once, next_state, spoiled
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._meta import read_tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, format_of
 from fp8_jax_owg.observation import used_scale
 
@@ -69,7 +70,7 @@ def fp8_all_gather(
     gathered: NamedSharding | None = None,
     scale: jax.Array | None = None,
     amax_history: jax.Array | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> Fp8Param:
     """Cast a sharded parameter to E4M3 and gather it as one byte per element.
 
@@ -104,7 +105,7 @@ def fp8_all_gather(
     if scale is not None and amax_history is not None:
         state = {"kernel": read_tensor_meta(scale, amax_history, "kernel")}
     how = _Gather(
-        scaling=_scaling(scaling, bool(state)),
+        scaling=_matching(scaling, bool(state)),
         dtype=array.dtype,
         axis_name=axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
         axis=axis,
@@ -114,8 +115,8 @@ def fp8_all_gather(
     return _gather(how, array, state)
 
 
-def _scaling(scaling: Scaling | None, delayed: bool) -> Scaling:
-    scaling = scaling or (DelayedScaling() if delayed else CurrentScaling())
+def _matching(scaling: ScalingChoice | None, delayed: bool) -> Scaling:
+    scaling = as_scaling(scaling or (DelayedScaling() if delayed else CurrentScaling()))
     if isinstance(scaling, DelayedScaling) != delayed:
         raise Fp8Error("DelayedScaling needs scale and amax_history, and CurrentScaling takes none.")
     if isinstance(scaling, CurrentScaling) and scaling.granularity == "row":
@@ -144,9 +145,10 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
         scale = amax_to_scale(greatest, fmt, how.scaling.policy)
         scale_inv = reciprocal(scale)
     scale, scale_inv = computed_once(scale, scale_inv)
-    codes = how.all_gather(as_codes(quantize(x, scale, fmt), fmt))
-    data = as_native(codes, fmt)
-    return Fp8Param(data, scale_inv, data.astype(x.dtype)), _Residuals(Seen(greatest, scale_inv), state)
+    codes = how.all_gather(quantize_to_codes(x, scale, fmt))
+    data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
+    made = Fp8Param(data, spoiled(scale_inv, greatest), data.astype(x.dtype))
+    return made, _Residuals(Seen(greatest, scale_inv), state)
 
 
 def _gather_bwd(how: _Gather, residuals: _Residuals, g: Fp8Param) -> tuple[jax.Array, State]:

@@ -1,4 +1,4 @@
-"""Decides which leaves of a tree are overwritten with their gradient.
+"""Marks of the leaves of a tree that are overwritten with their gradient, and maps over trees by them.
 
 A leaf is, if it lies in a Linen collection `_overwrite_with_gradient`, or under a node whose class says so with the
 attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and `Overwrite` for everything else.

@@ -1,4 +1,4 @@
-"""Decides what the state of one product is: a scale and an amax history for input, kernel and output gradient.
+"""The state of one product: a scale and an amax history for input, kernel and output gradient.
 
 Names and shapes are flax's: six float32 leaves, `<tensor>_scale` of shape (1,), which goes back from FP8, and
 `<tensor>_amax_history` of shape (length,), newest entry first. A checkpoint of either library loads in the other.
@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common import Fp8Error
-from fp8_jax_owg._boundary import read
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
+from fp8_jax_owg._sharing import read
 
 Meta = Mapping[str, jax.Array]
 """The leaves of one product by their names."""
@@ -30,17 +31,24 @@ class TensorMeta(NamedTuple):
     history: jax.Array
 
 
-def init_meta(scaling: DelayedScaling | None = None, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array]:
+def init_meta(scaling: ScalingChoice | None = None, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array]:
     """Return the leaves of one product before its first step: scales 1, histories 0.
 
     Args:
-        scaling: Gives the length of the histories; None stands for `DelayedScaling()`.
+        scaling: `DelayedScaling` or a recipe with delayed scaling, which gives the length of the histories; None
+            stands for `DelayedScaling()`.
         tensors: Which tensors have leaves.
 
     Returns:
         float32 arrays `<tensor>_scale` (1,) and `<tensor>_amax_history` (length,).
+
+    Raises:
+        Fp8Error: The scaling has no state.
     """
-    length = (scaling or DelayedScaling()).amax_history_length
+    delayed = as_scaling(scaling or DelayedScaling())
+    if not isinstance(delayed, DelayedScaling):
+        raise Fp8Error(f"{delayed!r} has no state: leave meta out, or use DelayedScaling.")
+    length = delayed.amax_history_length
     scales = {f"{tensor}_scale": jnp.ones((1,), jnp.float32) for tensor in tensors}
     return scales | {f"{tensor}_amax_history": jnp.zeros((length,), jnp.float32) for tensor in tensors}
 

@@ -1,4 +1,4 @@
-"""Decides how values used several times meet: by the extended dtype ("extended") or in slots ("fan_out").
+"""The two modes in which cotangents of shared values are combined: "extended" (a dtype) and "fan_out" (slots).
 
 The extended dtype needs no number of uses, but private APIs of JAX. So it is tried out once per process, on a loop
 that sees 1, 5, 3, 2, eagerly and compiled; unless both give 5, everything falls back to public API. The choice is

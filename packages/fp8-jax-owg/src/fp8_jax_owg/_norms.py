@@ -1,4 +1,4 @@
-"""Decides what counts for the norm of a gradient: parameters; next values of overwritten leaves do not."""
+"""Norms, clipping and scaling of gradients: of parameters alone, next values of overwritten leaves are left out."""
 
 from typing import Any
 
@@ -13,6 +13,16 @@ def global_norm(gradients: Any) -> jax.Array:
     leaves = jax.tree.leaves(split(gradients)[0])
     squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+
+
+def all_finite(gradients: Any) -> jax.Array:
+    """Return whether the gradients of all parameters are finite, bool []: whether the step may be taken.
+
+    An infinite or NaN input, kernel or output gradient of an FP8 product makes its results NaN, so it shows here,
+    although the FP8 codes themselves saturate. For `apply_gradients(valid=...)` and `where_step_valid`.
+    """
+    leaves = jax.tree.leaves(split(gradients)[0])
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or [jnp.bool_(True)]))
 
 
 def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:

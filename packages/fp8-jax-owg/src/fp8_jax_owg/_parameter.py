@@ -1,4 +1,4 @@
-"""Decides what a parameter is that was cast to FP8 before the layer that uses it: codes, a scale, a way back."""
+"""`Fp8Param`: a parameter that was cast to FP8 before the layer that uses it."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
-"""Decides what `fp8 doctor` says about this plugin."""
+"""What `fp8 doctor` says about this plugin."""
 
-from fp8_common.plugin import Machine, PluginInfo, product_path
+from fp8_common.plugin import Machine, PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:
@@ -9,5 +9,5 @@ def describe(machine: Machine) -> PluginInfo:
         name="fp8-jax-owg",
         version="0.1.0",
         summary="FP8 for JAX and Flax: delayed scaling whose state accumulates by MAX in scans and pipelines.",
-        paths=(product_path(machine.accelerator, "tensorwise"),),
+        paths=(machine.product_path("tensorwise"),),
     )

@@ -1,4 +1,4 @@
-"""Decides how a ragged product runs in FP8: rows of lhs in consecutive groups, each multiplied by its own matrix.
+"""`fp8_ragged_dot`: rows of lhs in consecutive groups, each multiplied in FP8 by a matrix of its own.
 
 Mixture-of-experts layers use it with one group for each expert. Groups may be empty, and rows behind the last group
 belong to none: they give zeros, get none, and are not observed.
@@ -17,9 +17,10 @@ from fp8_common import Fp8Error
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
-from fp8_jax_owg._meshes import refuse_explicit_axes
+from fp8_jax_owg._meshes import refuse_explicit_axes, vary_alike
 from fp8_jax_owg._meta import Meta
-from fp8_jax_owg._scaling import Scaling
+from fp8_jax_owg._recipes import ScalingChoice
+from fp8_jax_owg._scaling import Scaling, format_of
 
 BY_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -43,7 +44,7 @@ def fp8_ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     *,
     meta: Meta | None = None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> jax.Array:
     """`lax.ragged_dot` with FP8 operands in the product and in both of its gradients.
 
@@ -74,7 +75,8 @@ def fp8_ragged_dot(
         raise Fp8Error('fp8_ragged_dot has one scale per tensor: use CurrentScaling(granularity="tensor").')
     dtype = np.dtype(a.dtype if preferred_element_type is None else preferred_element_type)
     how = _Ragged(scaling=scaling, dtype=dtype, operand_dtypes=(a.dtype, b.dtype))
-    return _ragged(how, a, b, sizes.astype(jnp.int32), state)
+    a, b, sizes = vary_alike((a, b, sizes.astype(jnp.int32)), state)
+    return _ragged(how, a, b, sizes, state)
 
 
 Residuals = tuple[Operand, Operand, jax.Array, State]
@@ -91,7 +93,8 @@ def _ragged_fwd(
     scaling = how.scaling
     a = cast(_rows_of_groups(first_order_only(lhs), sizes), "input", state, scaling)
     b = cast(first_order_only(rhs), "kernel", state, scaling)
-    product = lax.ragged_dot(a.data, b.data, sizes, preferred_element_type=jnp.float32)
+    fmt = format_of("input", scaling)
+    product = lax.ragged_dot(a.values(fmt), b.values(fmt), sizes, preferred_element_type=jnp.float32)
     return _scaled_back(product, a, b, how.dtype), (a, b, sizes, state)
 
 
@@ -100,9 +103,10 @@ def _ragged_bwd(how: _Ragged, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     scaling = how.scaling
     g = _rows_of_groups(first_order_only(g), sizes)
     c = cast(g, "output_grad", state, scaling)
-    matrices = jnp.swapaxes(b.data, 1, 2)
-    d_lhs = lax.ragged_dot(c.data, matrices, sizes, lax.Precision.HIGHEST, jnp.float32)
-    d_rhs = lax.ragged_dot_general(a.data, c.data, sizes, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
+    fmt, of_gradient = format_of("input", scaling), format_of("output_grad", scaling)
+    matrices, gradient = jnp.swapaxes(b.values(fmt), 1, 2), c.values(of_gradient)
+    d_lhs = lax.ragged_dot(gradient, matrices, sizes, lax.Precision.HIGHEST, jnp.float32)
+    d_rhs = lax.ragged_dot_general(a.values(fmt), gradient, sizes, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
     of_lhs, of_rhs = how.operand_dtypes
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     return _scaled_back(d_lhs, c, b, of_lhs), _scaled_back(d_rhs, a, c, of_rhs), None, observed

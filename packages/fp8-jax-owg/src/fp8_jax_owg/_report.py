@@ -1,4 +1,4 @@
-"""Decides what a user can read about the state of delayed scaling, and how a SUM where MAX belongs betrays itself."""
+"""`report`: the state of delayed scaling as a table, and the signs of a SUM where a MAX belongs."""
 
 import dataclasses
 import math
@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8_common._formats import get_data_format
+from fp8_common import get_format
 from fp8_jax_owg._marker import owg_flags
 
 SCALE, HISTORY = "_scale", "_amax_history"
 GROWTH = 1.9
-"""Mean growth per step that no training shows over a whole window, and a SUM of two or more uses does."""
+"""Mean growth per step that no training shows over a whole history, and a SUM of two or more uses does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class TensorReport:
         name: Place in the tree, with the index of stacked states.
         scale: Dequantization scale of the last step.
         amax: The newest amax.
-        window: The greatest amax of the window.
+        history_max: The greatest amax of the history.
         headroom: How many powers of two the newest amax may grow before values saturate; negative if they did.
         saturated: Whether values saturated in the last step.
         observed: Whether anything was ever recorded.
@@ -35,7 +35,7 @@ class TensorReport:
     name: str
     scale: float
     amax: float
-    window: float
+    history_max: float
     headroom: float
     saturated: bool
     observed: bool
@@ -57,11 +57,10 @@ class OwgReport:
     def __str__(self) -> str:
         """Return a table with one line for each tensor."""
         width = max([len(tensor.name) for tensor in self.tensors], default=4)
-        lines = [f"{'name':{width}}  {'scale':>10}  {'amax':>10}  {'window':>10}  {'headroom':>8}  remarks"]
-        lines += [
-            f"{t.name:{width}}  {t.scale:10.3g}  {t.amax:10.3g}  {t.window:10.3g}  {t.headroom:8.1f}  {_remarks(t)}"
-            for t in self.tensors
-        ]
+        lines = [f"{'name':{width}}  {'scale':>10}  {'amax':>10}  {'max':>10}  {'headroom':>8}  remarks"]
+        for t in self.tensors:
+            numbers = "  ".join(f"{number:10.3g}" for number in (t.scale, t.amax, t.history_max))
+            lines.append(f"{t.name:{width}}  {numbers}  {t.headroom:8.1f}  {_remarks(t)}")
         return "\n".join(lines)
 
 
@@ -103,14 +102,14 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
     scale, history = float(pair[0].reshape(-1)[0]), pair[1]
-    amax, window = float(history[0]), float(history.max())
-    limit = get_data_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
+    amax, history_max = float(history[0]), float(history.max())
+    limit = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
     headroom = math.log2(limit / amax) if amax > 0 and 0 < limit < math.inf and math.isfinite(amax) else math.inf
     return TensorReport(
         name=name,
         scale=scale,
         amax=amax,
-        window=window,
+        history_max=history_max,
         headroom=headroom,
         saturated=headroom < 0,
         observed=bool(history.any()) or scale != 1,

@@ -1,13 +1,13 @@
-"""Decides how a layer finds its scales: from a window of earlier steps (delayed) or from the tensor (current)."""
+"""`DelayedScaling` and `CurrentScaling`: scales from the amax of earlier steps, or from the tensor itself."""
 
 import dataclasses
 from typing import Literal
 
-from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error, ScalePolicy
-from fp8_common._policy import HistoryAlgo
+from fp8_common import CANONICAL, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, POWER_OF_2, Format, Fp8Error, ScalePolicy
 from fp8_common.plugin import Record
 
-Fp8Format = Literal["HYBRID", "E4M3"]
+Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]
+HistoryAlgo = Literal["max", "most_recent"]
 Granularity = Literal["tensor", "row"]
 Tensor = Literal["input", "kernel", "output_grad"]
 TENSORS: tuple[Tensor, ...] = ("input", "kernel", "output_grad")
@@ -19,10 +19,11 @@ class DelayedScaling(Record):
     """Scales that come from the amax of earlier steps; needs the leaves of `init_meta` for each product.
 
     Attributes:
-        amax_history_length: How many observations the window holds, at least 1.
+        amax_history_length: How many observations the history holds, at least 1.
         margin: The scale aims at `max * 2^-margin` of the format; an integer from -16 to 16.
-        amax_compute_algo: The window stands for its maximum ("max") or its newest entry ("most_recent").
-        fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all.
+        amax_compute_algo: What stands for the history: its maximum ("max") or its newest entry ("most_recent").
+        fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
+            "E4M3_FNUZ" take the formats of AMD MI300.
     """
 
     amax_history_length: int = 1024
@@ -51,11 +52,14 @@ class CurrentScaling(Record):
     Attributes:
         granularity: One scale per tensor, or one per "row": per slice along the dimensions that a product sums
             over. Rows keep the operands in their own precision for the backward pass, where the rows are others.
-        fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all.
+        fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
+            "E4M3_FNUZ" take the formats of AMD MI300.
+        power_of_2: Round scales down to powers of two.
     """
 
     granularity: Granularity = "tensor"
     fp8_format: Fp8Format = "HYBRID"
+    power_of_2: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
@@ -64,12 +68,20 @@ class CurrentScaling(Record):
     @property
     def policy(self) -> ScalePolicy:
         """The scale rule of `fp8_common`: 1.0 for an amax that is zero or not finite."""
-        return CANONICAL
+        return POWER_OF_2 if self.power_of_2 else CANONICAL
 
 
 Scaling = DelayedScaling | CurrentScaling
+FORMATS: dict[Fp8Format, tuple[Format, Format]] = {
+    "HYBRID": (E4M3, E5M2),
+    "E4M3": (E4M3, E4M3),
+    "HYBRID_FNUZ": (E4M3FNUZ, E5M2FNUZ),
+    "E4M3_FNUZ": (E4M3FNUZ, E4M3FNUZ),
+}
+"""The format forward and that of output gradients."""
 
 
 def format_of(tensor: Tensor, scaling: Scaling) -> Format:
     """Return the format that a tensor is cast to."""
-    return E5M2 if tensor == "output_grad" and scaling.fp8_format == "HYBRID" else E4M3
+    forward, gradient = FORMATS[scaling.fp8_format]
+    return gradient if tensor == "output_grad" else forward

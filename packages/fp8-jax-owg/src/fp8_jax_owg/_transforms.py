@@ -1,4 +1,4 @@
-"""Decides how a loss is differentiated: ordinary gradients for parameters, next values for overwritten leaves.
+"""`value_and_grad` and `grad`: ordinary gradients for parameters, next values for overwritten leaves.
 
 Leaves are shared at the top of the loss, once. So a layer that is called several times, under whatever transform,
 combines what it observes by MAX. What was not observed keeps its value, element by element.
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common import Fp8Error
-from fp8_jax_owg import _wire as wire
-from fp8_jax_owg._boundary import check_float32, share
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves, owg_flags
 from fp8_jax_owg._mode import get_mode
+from fp8_jax_owg._sharing import check_float32, share
 from fp8_jax_owg._uses import check_single_uses
 from fp8_jax_owg.observation import resolve
 
@@ -57,7 +57,7 @@ def value_and_grad(
         return fun(*converted, **kwargs)
 
     differentiate = jax.value_and_grad(shared_fun, argnums, has_aux)
-    finish = resolve if unobserved == "old" else lambda _, gradient: wire.from_wire(gradient)
+    finish = resolve if unobserved == "old" else lambda _, gradient: cotangents.decode(gradient)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Decides whether a loss uses a state more often than mode "fan_out" combines: JAX would add up what the uses return.
+"""The uses of a state in a traced loss: where mode "fan_out" does not combine several, JAX would add them up.
 
 The traced program tells. A state may pass through gates, casts and slices; every layer that it ends in is a use. Uses
 of different slices do not meet, those of both branches of a condition neither, and a loop that takes a slice of its

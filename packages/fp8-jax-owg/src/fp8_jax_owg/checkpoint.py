@@ -1,4 +1,4 @@
-"""Decides how older checkpoints become variables of today's model.
+"""`upgrade`: the variables of a model from checkpoints of another shape.
 
 Everything at rest is float32 arrays in plain trees, so orbax saves and restores it like any other variable. What
 needs help are checkpoints of another shape: without FP8 state, with another history length, with scales that multiply

@@ -1,4 +1,4 @@
-"""Decides what delayed scaling returns as the gradient of its state, and where the history rolls: in the backward.
+"""Observations of delayed scaling: the scale a step uses, its amax, and the next state as a gradient.
 
 The state of one operand is flax's: `scale` [1], which dequantizes (RN(1 / scale into FP8)), and `amax_history` [L].
 In a step, every use of an operand
@@ -12,19 +12,23 @@ combine them, and gradients of several micro-batches that start from the same st
 history rolls once per optimizer step, provided that the state is overwritten once per optimizer step, which
 `fp8_jax_owg.optax.MultiSteps` and the train states see to.
 
-An amax that is infinite or NaN records nothing. Gradients are encoded as `fp8_jax_owg._wire` describes.
+An amax that is infinite or NaN records nothing. Gradients are encoded as `fp8_jax_owg._cotangent_encoding` describes.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
-from fp8_common._amax import INF_KEY
 from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
-from fp8_common.jax._arrays import float_key, from_bits, to_bits
-from fp8_common.jax._history import reduce_history
-from fp8_jax_owg import _wire as wire
-from fp8_jax_owg._boundary import check_float32, like
+from fp8_common.jax.plugin import float_key, from_bits, to_bits
+from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg._sharing import check_float32, like
+
+SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
+MAX_SCALE = CANONICAL.upper
+"""Scales into FP8 up to here have normal reciprocals, which XLA divides exactly."""
 
 
 def used_scale(
@@ -33,7 +37,8 @@ def used_scale(
     """Return the scale of this step, from what earlier steps have recorded.
 
     Args:
-        scale: float32 [1], the stored dequantization scale; kept while the history holds nothing to go by.
+        scale: float32 [1], the stored dequantization scale; kept while the history holds nothing to go by, limited to
+            [2^-100, 2^126].
         history: float32 [L], the stored amax history.
         fmt: The format the values go to; static under jit.
         policy: The rule; its `algo` reduces the history. Static under jit.
@@ -45,15 +50,16 @@ def used_scale(
         Fp8Error: The state is not float32 or its shapes do not fit.
     """
     check_float32(scale), check_float32(history)
-    previous = reciprocal(scale)
+    # A checkpoint may hold a scale that is zero or infinite: both directions stay normal numbers.
+    stored = lax.clamp(SMALLEST_SCALE_INV, scale, GREATEST_SCALE_INV)
     # plain `jax.grad` leaves zeros as they travel, slightly below zero: as integers they are less than zero, too
     entries = from_bits(jnp.maximum(to_bits(history), 0))
-    seen = jnp.broadcast_to(reduce_history(entries, policy.algo), scale.shape)
-    into = amax_to_scale(seen, fmt, policy, prev=previous)
+    seen = jnp.broadcast_to(entries[0] if policy.algo == "most_recent" else amax(entries, axis=0), scale.shape)
+    into = amax_to_scale(seen, fmt, policy, prev=1 / stored)
     key = float_key(seen)
-    keeps = ((key == 0) & (policy.zero == "previous")) | ((key >= INF_KEY) & (policy.nonfinite == "previous"))
+    keeps = ((key == 0) & (policy.zero == "previous")) | (~jnp.isfinite(seen) & (policy.nonfinite == "previous"))
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
-    return into, jnp.where(keeps, scale, reciprocal(into))
+    return into, jnp.where(keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else 1 / into)
 
 
 def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:
@@ -81,15 +87,14 @@ def observe(amax: jax.Array, scale_inv: jax.Array, history: jax.Array) -> tuple[
         (gradient of scale [1], gradient of history [L]), float32, encoded for autodiff.
     """
     rolled, _ = update_history(history, amax)
-    recorded = float_key(amax) < INF_KEY
-    kept = (jnp.where(recorded, new, wire.NOT_OBSERVED) for new in (scale_inv, rolled))
-    gradient_of_scale, gradient_of_history = map(wire.to_wire, kept)
+    kept = (jnp.where(jnp.isfinite(amax), new, cotangents.NOT_OBSERVED) for new in (scale_inv, rolled))
+    gradient_of_scale, gradient_of_history = map(cotangents.encode, kept)
     return gradient_of_scale, gradient_of_history
 
 
 def not_observed(tree: jax.Array) -> jax.Array:
     """Return, for each leaf, the gradient that says "nothing was observed"."""
-    return jax.tree.map(lambda x: jnp.full_like(x, wire.NOT_OBSERVED), tree)
+    return jax.tree.map(lambda x: jnp.full_like(x, cotangents.NOT_OBSERVED), tree)
 
 
 def resolve(old: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -99,5 +104,5 @@ def resolve(old: jax.Array, gradient: jax.Array) -> jax.Array:
         old: float32 [...], the state.
         gradient: float32 [...], its gradient, encoded.
     """
-    observed = wire.from_wire(gradient)
-    return jnp.where(wire.is_observed(observed), observed, old)
+    observed = cotangents.decode(gradient)
+    return jnp.where(cotangents.is_observed(observed), observed, old)

@@ -1,4 +1,4 @@
-"""Decides how a pipeline runs on stacked stages: vmap over stages, scan over time, a roll that hands on activations.
+"""Pipelines of stacked stages: vmap over stages, scan over time, a roll that hands on activations.
 
 `vmap` over a stage axis that is sharded is what compilers turn into stages on devices of their own, and the roll into
 a permutation between neighbours (Xu et al., GSPMD, arXiv:2105.04663, section 3.3). In a circular pipeline every stage
@@ -20,11 +20,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8_common import Fp8Error
-from fp8_jax_owg._boundary import gate, scan
 from fp8_jax_owg._dtype import is_shared
+from fp8_jax_owg._histories import SUFFIX, is_history
 from fp8_jax_owg._marker import owg_flags
 from fp8_jax_owg._meshes import refuse_explicit_axes
-from fp8_jax_owg._window import SUFFIX, is_history
+from fp8_jax_owg._sharing import gate, scan
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
 """`stage(variables, activations, key)` returns activations of the same shapes."""

@@ -1,4 +1,4 @@
-"""Decides how models with praxis-like metadata take part: parameters in one tree, marks in a second one.
+"""Masks from praxis-like metadata: parameters in one tree, what they are in a second one.
 
 In praxis every parameter has a `WeightHParams` with `collections`, a list of names; what is overwritten with its
 gradient carries one of them. Only this attribute is looked at, so praxis is not needed.

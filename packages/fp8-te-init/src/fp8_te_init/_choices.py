@@ -1,6 +1,7 @@
 """`resolve_config`: one configuration from names, recipes of this project, or recipes of TransformerEngine."""
 
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from fp8_common import Fp8Error, Recipe, get_recipe
@@ -23,7 +24,7 @@ def resolve_config(recipe: "str | Recipe | Any | None", config: PrimaryConfig | 
     """Return the configuration of the native layers.
 
     Args:
-        recipe: A name, a `Recipe`, a recipe object of TransformerEngine, or None for "tensorwise".
+        recipe: A name, a `Recipe` or its dictionary, a recipe object of TransformerEngine, or None for "tensorwise".
         config: A configuration instead.
 
     Raises:
@@ -33,7 +34,7 @@ def resolve_config(recipe: "str | Recipe | Any | None", config: PrimaryConfig | 
         if recipe is not None:
             raise Fp8Error(f"Pass recipe or config, not both; got recipe={recipe!r} and a config.")
         return config
-    if recipe is None or isinstance(recipe, str | Recipe):
+    if recipe is None or isinstance(recipe, str | Recipe | Mapping):
         return PrimaryConfig(recipe=get_recipe(recipe or "tensorwise"))
     name = _TE_RECIPES.get(type(recipe).__name__)
     if name is None:

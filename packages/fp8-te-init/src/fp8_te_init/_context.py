@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8_common import Recipe
-from fp8_common.torch._dtypes import INPUT_DTYPES
+from fp8_common.torch import INPUT_DTYPES
 from fp8_te_init._backends.te_context import adopt, is_deferred, te_context
 from fp8_te_init._backends.te_rows import te_kind
 from fp8_te_init._choices import check_choice, is_for_te_alone, resolve_config

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe
-from fp8_common.torch._dtypes import INPUT_DTYPES
-from fp8_common.torch._replaced import mark_replaced
+from fp8_common.torch import INPUT_DTYPES
+from fp8_common.torch.plugin import mark_replaced
 from fp8_te_init._choices import check_choice, resolve_config
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._kept_in_module import register

@@ -10,15 +10,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch._dtypes import INPUT_DTYPES
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
-from fp8_common.torch._replaced import mark_replaced
+from fp8_common.torch import INPUT_DTYPES
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch, mark_replaced
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_in_module import kept_for, reconcile
 from fp8_te_init._kept_values import keeper
-from fp8_te_init._products import linear
 from fp8_te_init._shards import place_of
 from fp8_te_init._state_dict import keep_scales_in_state_dicts
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
@@ -26,7 +24,7 @@ from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 aten = torch.ops.aten
 
 
-class PrimaryFloat8Linear(nn.Linear):
+class PrimaryFloat8Linear(nn.Linear, LinearOperands):
     """A linear layer whose weight parameter holds FP8 codes and nothing else.
 
     Made by `convert_linear`, or inside `primary_weights`. The bias stays in high precision. `state_dict()` holds the
@@ -116,8 +114,6 @@ class PrimaryFloat8Linear(nn.Linear):
         Raises:
             Fp8Error: The last dimension is not `in_features`, or the weight is distributed and not gathered.
         """
-        if input.shape[-1] != self.in_features:
-            raise Fp8Error(f"This layer expects [..., {self.in_features}] as input, got {tuple(input.shape)}.")
         if isinstance(self.weight, DTensor):
             raise Fp8Error(
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
@@ -128,10 +124,22 @@ class PrimaryFloat8Linear(nn.Linear):
                 "The weight of this FP8 layer was replaced by a plain parameter behind its back (module._parameters). "
                 "Assign it as layer.weight = ..., use load_state_dict, or build a plain nn.Linear."
             )
-        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        output = linear(input, self.weight, self.config)
+        output = self.product(input, self.weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
+        """Return the weight [out_features, in_features] as an operand: its codes as they are, or plain values cast now.
+
+        Plain values are what a caller put in the place of the weight, `torch.func.functional_call` for example.
+        """
+        if isinstance(weight, GatheredFloat8Weight):
+            return Operand.of(weight)
+        layout = ScaleLayout.of(self.config.weight)
+        if isinstance(weight, PrimaryFloat8Weight):
+            codes, scale = weight.codes, weight.scale
+        else:
+            codes, scale = layout.cast_whole(weight)
+        return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, layout.block)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
-from fp8_common.torch._fsdp.compat import reshard_gathered
-from fp8_te_init._agree import Agreement, agree_on
+from fp8_common.torch.plugin import fsdp
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import float32_like, local_of, version_of
 from fp8_te_init._errors import StaleInitError
 from fp8_te_init._parameter_mark import kept_of
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._weight import primary_of
 
@@ -143,7 +143,7 @@ class MasterOptimizer(Optimizer):
             increment_version(parameter)
             written.append(local_of(parameter))
         self.reductions += agree_on(agreements, step=step)
-        reshard_gathered(written)
+        fsdp.reshard_gathered(written)
         for parameter in self._masters:
             self.note(parameter)
 

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from fp8_te_init._agree import Agreement, agree_on
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import local_of
 from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._parameter_mark import kept_of
 from fp8_te_init._parameters import named_parameters
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of, place_of
 from fp8_te_init._sources import Rows
 from fp8_te_init._sources.philox import Distribution, PhiloxSource

@@ -1,6 +1,6 @@
 """What `fp8 doctor` says about this plugin."""
 
-from fp8_common.plugin import Machine, PluginInfo, product_path, wire_path
+from fp8_common.plugin import Machine, PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:
@@ -9,5 +9,5 @@ def describe(machine: Machine) -> PluginInfo:
         name="fp8-te-init",
         version="0.1.0",
         summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
-        paths=(product_path(machine.accelerator, "tensorwise"), wire_path()),
+        paths=(machine.product_path("tensorwise"), machine.gather_path()),
     )

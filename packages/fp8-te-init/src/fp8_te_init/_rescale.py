@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_te_init._agree import Agreement, agree_on
 from fp8_te_init._kept_in_module import kept_for, kept_values
 from fp8_te_init._kept_values import KeptValues
 from fp8_te_init._parameters import NamedWeight, fp8_weights
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._sources import ResidualSource
 

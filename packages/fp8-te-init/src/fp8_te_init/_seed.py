@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
-from fp8_te_init._agree import Agreement, agree_on
 from fp8_te_init._backends import requantizable
 from fp8_te_init._compat import local_of
 from fp8_te_init._errors import MissingInitError, StaleInitError
@@ -23,6 +22,7 @@ from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._kept_in_module import kept_for, kept_values, named_kept, release_under
 from fp8_te_init._parameters import NamedWeight, fp8_weights, named_parameters
 from fp8_te_init._raise_together import groups_of, raise_together
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of, place_of
 from fp8_te_init._sources import Rows
 from fp8_te_init._sources.checkpoint import Checkpoint, CheckpointReader, CheckpointSource, reader_of

@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from fp8_common import CastRecipe
-from fp8_common._blocks import Block
-from fp8_common.torch import torch_dtype
-from fp8_common.torch._amax import key_to_float
-from fp8_common.torch._quantize import dequantize, quantize
-from fp8_common.torch._rounding import values as decoded_values
-from fp8_common.torch._scaling import divide, scale_from_amax
+from fp8_common.torch import torch_dtype, update_history
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
 from fp8_te_init._config import GatherFormat
-from fp8_te_init._grids import amax_keys, block_of, grid_shape, scale_of_rows
 
 if TYPE_CHECKING:
     from fp8_te_init._kept_values import KeptValues
@@ -31,7 +26,7 @@ class PrimaryState:
     Attributes:
         cast: How the weight is cast.
         codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end.
-        scale: float32 scales of the whole weight, into FP8; the shape that `grids.grid_shape` gives.
+        scale: float32 scales of the whole weight, into FP8; the shape that the layout of `cast` gives.
         full_shape: [rows, columns] of the whole weight.
         first_row: Index of the first row held here.
         sharded: Whether other ranks may hold other rows, so that scales have to be agreed on.
@@ -61,13 +56,14 @@ class PrimaryState:
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
         """Return the state of a whole weight of zeros."""
+        window = cast.policy.history  # 0 for every scaling but delayed
         return cls(
             cast=cast,
             codes=torch.zeros(shape, dtype=torch.uint8, device=device),
-            scale=torch.ones(grid_shape(cast, shape), device=device),
+            scale=torch.ones(ScaleLayout.of(cast).shape(shape), dtype=torch.float32, device=device),
             full_shape=shape,
             gather=gather,
-            history=torch.zeros(cast.policy.history, device=device) if cast.scaling == "delayed" else None,
+            history=torch.zeros(window, dtype=torch.float32, device=device) if window else None,
         )
 
     def around(self, codes: torch.Tensor, *, sharded: bool | None = None) -> "PrimaryState":
@@ -97,9 +93,14 @@ class PrimaryState:
         return twin
 
     @property
-    def block(self) -> Block | None:
-        """The block of each scale, where scales do not broadcast."""
-        return block_of(self.cast)
+    def layout(self) -> ScaleLayout:
+        """How the scales lie on the weight."""
+        return ScaleLayout.of(self.cast)
+
+    @property
+    def geometry(self) -> ShardGeometry:
+        """Which part of the weight is held here."""
+        return ShardGeometry(full_shape=self.full_shape, first_index=self.first_row)
 
     @property
     def rows(self) -> int:
@@ -113,28 +114,28 @@ class PrimaryState:
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized storage [rows, columns], padding included."""
-        scale = self._row_scales(self.codes.shape[0])
-        return dequantize(self.codes.view(torch_dtype(self.cast.format)), scale, self.cast.fp8_format, dtype)
+        scale = self._row_scales(self.codes)
+        return dispatch.dequantize(self.codes.view(torch_dtype(self.cast.format)), scale, self.cast.fp8_format, dtype)
 
     def own_values(self) -> torch.Tensor:
         """Return float32 [n, columns], dequantized, without padding."""
-        raw = decoded_values(self.own_codes.view(torch_dtype(self.cast.format)), self.cast.fp8_format)
+        raw = dispatch.values(self.own_codes.view(torch_dtype(self.cast.format)), self.cast.fp8_format)
         return raw * self.own_scale_inv()
 
     def own_scale_inv(self) -> torch.Tensor:
         """Return float32 scales back from FP8 that broadcast to [n, columns]."""
-        return divide(1.0, self._row_scales(self.rows))
+        return dispatch.reciprocal(self._row_scales(self.own_codes))
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] of the rows held here, with the present scales."""
-        return quantize(values, self._row_scales(values.shape[0]), self.cast.fp8_format).view(torch.uint8)
+        return self.layout.cast_part(values, self.scale, self.geometry).view(torch.uint8)
 
-    def _row_scales(self, rows: int) -> torch.Tensor:
-        return scale_of_rows(self.scale, self.cast, self.full_shape, self.first_row, rows)
+    def _row_scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layout.of_part(self.scale, rows.shape, self.geometry)
 
     def keys(self, values: torch.Tensor) -> torch.Tensor:
         """Return the int32 keys [k] of values [n, columns] that MAX combines over ranks."""
-        return amax_keys(values, self.cast, self.full_shape, self.first_row)
+        return self.layout.keys(values, self.geometry)
 
     def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
         """Quantize values [n, columns] of the rows held here with scales from the agreed `keys`.
@@ -145,12 +146,12 @@ class PrimaryState:
             step: Whether an optimizer made the values: delayed scaling then uses the scale of earlier steps and
                 records this one; otherwise the weight starts anew.
         """
-        amax = key_to_float(keys).reshape(self.scale.shape)
+        amax = self.layout.amax(keys, self.full_shape)
         if self.history is not None:
             amax = self._recorded(amax, step=step)
         # an amax that says nothing leaves a delayed scale as it was, and a current one is 1
         previous = None if self.history is None else self.scale
-        self.scale = scale_from_amax(amax, self.cast.fp8_format, self.cast.policy, prev=previous)
+        self.scale = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy, previous)
         self.codes[: self.rows] = self.quantized(values)
         self.unagreed, self.held = False, None
 
@@ -158,11 +159,10 @@ class PrimaryState:
         """Record an amax and return the one that the scale of now is made from."""
         if self.history is None:
             return amax
-        policy = self.cast.policy
-        known = self.history.amax() if policy.algo == "max" else self.history[0]
-        history = self.history.roll(1) if step else torch.zeros_like(self.history)
-        history[0] = torch.where(torch.isfinite(amax), amax, history[0])
-        self.history = history
+        algo = self.cast.policy.algo
+        known = delayed_ops.reduce_history(self.history, algo)
+        before = self.history if step else torch.zeros_like(self.history)
+        self.history, _ = update_history(before, amax, algo)
         return known if step else amax
 
     def take_scale(self, scale: torch.Tensor, history: torch.Tensor | None = None) -> None:
@@ -177,14 +177,15 @@ class PrimaryState:
         self.writes += 1
         own = whole[self.first_row : self.first_row + self.rows]
         # the amax needs no reduction if the ranks drew the same weight; whether they did is found at the next gather
-        self.store(own, amax_keys(whole, self.cast, self.full_shape, 0), step=False)
+        keys = self.layout.keys(whole, ShardGeometry(full_shape=self.full_shape))
+        self.store(own, keys, step=False)
         self._wait_for_agreement(own, keep)
 
     def write(self, values: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None" = None) -> None:
         """Take over new values [rows, columns] of the storage.
 
         A whole weight is quantized with its own scale. Where other ranks hold rows, the scale is this rank's guess
-        until the ranks agree (`agree.agree_on`, at the next gather at the latest).
+        until the ranks agree (`_scale_agreement.agree_on`, at the next gather at the latest).
 
         Args:
             values: Padding included.

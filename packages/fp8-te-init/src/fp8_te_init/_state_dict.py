@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8_common.torch._dtypes import FLOAT8_DTYPES
-from fp8_te_init._agree import Agreement, agree_on
+from fp8_common.torch import FLOAT8_DTYPES
 from fp8_te_init._checkpoint_names import HISTORY, SCALE
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._kept_values import keeper
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 from fp8_te_init._wire import waiting_values

@@ -16,10 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fp8_common import CastRecipe, Fp8Error, Fp8StaleError
-from fp8_common.torch import torch_dtype
-from fp8_common.torch._dtypes import FLOAT8_DTYPES
-from fp8_common.torch._fsdp import is_view, refill
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch import FLOAT8_DTYPES, torch_dtype
+from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp, tensor_subclass
 from fp8_te_init import _wire as wire
 from fp8_te_init._collectives import broadcast_for_ddp, is_collective, refuse_or_broadcast
 from fp8_te_init._config import GatherFormat
@@ -191,11 +189,11 @@ class PrimaryFloat8Weight(torch.Tensor):
             broadcast_for_ddp(args[0])
         if func is aten.copy_.default and isinstance(args[0], cls) and _is_codes(args[1]):
             return _copy_codes(args[0], args[1])
-        if func._schema.is_mutable and any(True for _ in _written(func, args, kwargs)):
+        if any(True for _ in _written(func, args, kwargs)):
             return _write(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, cls):
-            if is_view(func):
+            if tensor_subclass.is_view(func):
                 result = func(first._codes, *args[1:], **kwargs)
                 return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state, first.dtype), result)
             copied = _copied(first, func, args[1:], kwargs)
@@ -220,14 +218,14 @@ class PrimaryFloat8Weight(torch.Tensor):
         scale, state = metadata
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and state.gather == "fp8":
-            refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
+            fsdp.refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
             return None
         codes = wire.receive(all_gather_outputs[0], state, scale)
         if target is not None:
-            refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
-            refill(target.scale, scale)
+            fsdp.refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
+            fsdp.refill(target.scale, scale)
             return None
-        gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.block)
+        gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.layout.block)
         return gathered, () if state.gather == "fp8" else (codes,)
 
 
@@ -298,12 +296,9 @@ def _copied(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -
 
 
 def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator[PrimaryFloat8Weight]:
-    """Yield every primary weight that the operator writes to, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, PrimaryFloat8Weight))
+    """Yield every primary weight that the operator writes to."""
+    written = tensor_subclass.written_tensors(func, args, kwargs)
+    return (tensor for tensor in written if isinstance(tensor, PrimaryFloat8Weight))
 
 
 def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:

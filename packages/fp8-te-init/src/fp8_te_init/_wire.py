@@ -11,11 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common import Fp8Error
 from fp8_common.torch import torch_dtype
-from fp8_common.torch._fsdp import pad_rows, unpad
-from fp8_common.torch._fsdp.compat import find_root, sharded_params
-from fp8_common.torch._quantize import expand_blocks, quantize
-from fp8_te_init._agree import Agreement, agree_on
+from fp8_common.torch.plugin import ShardGeometry, fsdp
 from fp8_te_init._native_rows import NativeRows
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._state import PrimaryState
 
 
@@ -31,7 +29,7 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
         _agree_under_root(weight)
     padded = torch.Size((-(-state.full_shape[0] // mesh.size()), state.full_shape[1]))
     if state.gather == "fp8":
-        return (pad_rows(state.codes if state.codes.shape == padded else state.own_codes, padded),)
+        return (fsdp.pad_rows(state.codes if state.codes.shape == padded else state.own_codes, padded),)
     values = torch.zeros(padded, device=state.codes.device)
     values[: state.rows] = state.own_values()
     return (values,)
@@ -40,19 +38,18 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
 def receive(buffer: torch.Tensor, state: PrimaryState, scale: torch.Tensor) -> torch.Tensor:
     """Return float8 [rows, columns] of the whole weight from the gathered buffer."""
     if state.gather == "fp8":
-        return unpad(buffer, state.full_shape, torch_dtype(state.cast.format))
-    return requantized(unpad(buffer, state.full_shape, torch.float32), scale, state)
+        return fsdp.unpad(buffer, state.full_shape, torch_dtype(state.cast.format))
+    return requantized(fsdp.unpad(buffer, state.full_shape, torch.float32), scale, state)
 
 
 def requantized(gathered: torch.Tensor, scale: torch.Tensor, state: PrimaryState) -> torch.Tensor:
     """Return float8 codes of dequantized float32 values: exactly those that the values were made of."""
-    wide = scale if state.block is None else expand_blocks(scale, state.block, gathered.shape)
-    return quantize(gathered, wide, state.cast.fp8_format)
+    return state.layout.cast_part(gathered, scale, ShardGeometry(full_shape=state.full_shape))
 
 
 def _check(weight: torch.Tensor) -> None:
     """Refuse, on all ranks, what FSDP2 does not support for tensors that it gathers in their own format."""
-    for param in sharded_params(find_root(weight)):
+    for param in fsdp.sharded_params(fsdp.find_root(weight)):
         if not isinstance(param.local, type(weight)):
             continue
         if param.reshards_to_part_of_the_mesh or param.is_tensor_parallel:
@@ -66,7 +63,7 @@ def _check(weight: torch.Tensor) -> None:
 
 def _agree_under_root(weight: torch.Tensor) -> None:
     """Agree on the scales of every weight under the same FSDP root that waits for it: all ranks come here together."""
-    params = [param for param in sharded_params(find_root(weight)) if isinstance(param.local, type(weight))]
+    params = [param for param in fsdp.sharded_params(fsdp.find_root(weight)) if isinstance(param.local, type(weight))]
     waiting = [
         Agreement(
             weight=param.local.quantized_rows,

@@ -6,8 +6,10 @@
 Nothing else changes in a training loop: scales are synchronized with one all-reduce per step, automatically.
 """
 
+from fp8_common import Recipe
 from fp8_common.plugin import check_version
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch import GemmConfig
+from fp8_common.torch.plugin import GatheredFloat8Weight
 from fp8_torch_fsdp._checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_torch_fsdp._communication import enable_float8_all_gather
 from fp8_torch_fsdp._config import (
@@ -15,7 +17,6 @@ from fp8_torch_fsdp._config import (
     CastConfig,
     DelayedScalingConfig,
     Float8LinearConfig,
-    GemmConfig,
 )
 from fp8_torch_fsdp._convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp._counters import amax_reduction_count, cast_count
@@ -53,6 +54,7 @@ __all__ = [
     "GatheredFloat8Weight",
     "GemmConfig",
     "PrepareFloat8ModuleInput",
+    "Recipe",
     "ShardedFloat8Weight",
     "WeightReport",
     "amax_reduction_count",

@@ -1,4 +1,4 @@
-"""Decides that a checkpoint is whole before anything is loaded from it.
+"""Checkpoints that are looked at before anything is loaded from them: whole, or refused.
 
 `torch.distributed.checkpoint` reads tensor by tensor, straight into the model: a missing or short file is noticed when
 half of the weights are already overwritten. These functions look first, and write so that a cut is visible.
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fp8_common import Fp8Error
-from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch import read_metadata
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):

@@ -1,4 +1,4 @@
-"""Decides FP8 communication without FP8 compute: weights are gathered as codes and arrive as plain tensors."""
+"""`enable_float8_all_gather`: FP8 communication without FP8 compute, for layers of any kind."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch._replaced import mark_replaced
+from fp8_common.torch.plugin import mark_replaced
 from fp8_torch_fsdp._config import CastConfig
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import keep_state_dicts_plain

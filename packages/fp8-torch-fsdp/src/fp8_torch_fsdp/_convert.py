@@ -1,18 +1,20 @@
-"""Decides which layers of a model become FP8 layers, and says so."""
+"""`convert_to_float8_training` and `unconvert`: which layers of a model become FP8 layers, and what stays and why."""
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fp8_common import Fp8Error
-from fp8_common.torch._replaced import mark_replaced
+from fp8_common import Fp8Error, Recipe, select_modules
+from fp8_common.torch.plugin import mark_replaced
 from fp8_torch_fsdp._config import Float8LinearConfig
-from fp8_torch_fsdp._filters import ModuleFilter
+from fp8_torch_fsdp._filters import ModuleSelection
 from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._local_plan import synchronize_before_forward
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._synchronize import synchronize_before_forward
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +23,17 @@ def convert_to_float8_training(
     model: nn.Module,
     *,
     config: Float8LinearConfig | None = None,
-    recipe: str | None = None,
-    module_filter_fn: ModuleFilter | None = None,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
+    module_filter_fn: ModuleSelection = None,
 ) -> nn.Module:
     """Replace the `nn.Linear` layers of `model` by `Float8Linear`, in place. Call it before `fully_shard`.
 
     Args:
         model: Any module; if it is itself a linear layer, the replacement is returned.
         config: How to cast and gather; or
-        recipe: the name of a recipe ("tensorwise", the default; see `Float8LinearConfig.from_recipe_name`).
-        module_filter_fn: Called with (layer, fully qualified name); False leaves the layer as it is.
+        recipe: a recipe instead: a name ("tensorwise" by default), a `Recipe`, or its dictionary.
+        module_filter_fn: Called with (layer, fully qualified name); False leaves the layer as it is. Or `Rules`, by
+            the names of layers, which may give each layer a recipe of its own.
 
     Returns:
         The converted model. Weights that are gathered in FP8 become new parameters: make the optimizer afterwards.
@@ -40,16 +43,16 @@ def convert_to_float8_training(
             out, or a model without any linear layer to convert.
     """
     config = _choose(config, recipe)
-    chosen, left = _select(model, module_filter_fn)
+    chosen, left = _select(model, module_filter_fn, config)
     if not chosen:
         done = sum(isinstance(module, Float8Linear) for module in model.modules())
         why = f" {done} are FP8 layers already." if done else _why_left(left)
         raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
     replacements: dict[nn.Module, Float8Linear] = {
-        module: Float8Linear.from_linear(module, config) for module in chosen
+        module: Float8Linear.from_linear(module, own) for module, own in chosen.items()
     }
     if config.all_gather.enabled:
-        _wrap_weights(model, replacements, config)
+        _wrap_weights(model, replacements)
     _replace(model, replacements)
     model = replacements.get(model, model)
     if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in replacements.values()):
@@ -77,19 +80,25 @@ def unconvert(model: nn.Module) -> nn.Module:
     return replacements.get(model, model)
 
 
-def _choose(config: Float8LinearConfig | None, recipe: str | None) -> Float8LinearConfig:
+def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
     return config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
 
 
-def _select(model: nn.Module, keep: ModuleFilter | None) -> tuple[list[nn.Linear], dict[str, str]]:
-    """Return the layers to convert, and the names of other linear layers with the reason they stay."""
-    chosen, left, refused = [], {}, []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or isinstance(module, Float8Linear):
-            continue
-        if keep is not None and not keep(module, name):
+def _select(
+    model: nn.Module, keep: ModuleSelection, config: Float8LinearConfig
+) -> tuple[dict[nn.Linear, Float8LinearConfig], dict[str, str]]:
+    """Return the layers to convert with their configurations, and the names of others with the reason they stay."""
+    chosen, left, refused = dict[nn.Linear, Float8LinearConfig](), dict[str, str](), []
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not isinstance(module, Float8Linear)
+    }
+    for name, decision in select_modules(linear, keep).items():
+        module = linear[name]
+        if not decision.include:
             left[name] = "filtered"
         elif hasattr(module, "parametrizations") or "weight" not in module._parameters:
             refused.append(name)
@@ -98,7 +107,8 @@ def _select(model: nn.Module, keep: ModuleFilter | None) -> tuple[list[nn.Linear
         elif isinstance(module.weight, UninitializedParameter):
             raise Fp8Error(f"{name or 'The layer'} has no weight yet: run the model once to make its lazy layers real.")
         else:
-            chosen.append(module)
+            own = decision.recipe
+            chosen[module] = config if own is None else dataclasses.replace(config, recipe=own)
     if refused:
         raise Fp8Error(
             f"{', '.join(refused)} cannot be converted: the weight is parametrized, computed anew in each forward. "
@@ -125,7 +135,7 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
                 setattr(parent, name, replacements[child])
 
 
-def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear], config: Float8LinearConfig) -> None:
+def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear]) -> None:
     """Wrap each weight that FP8 layers alone use; layers that share a weight share its wrapper and its scale."""
     users: dict[int, int] = {}
     for module in model.modules():
@@ -135,7 +145,7 @@ def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear],
         if len(layers) != users[id(layers[0].weight)]:
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
-        wrapped = _wrapped(layers[0], config)
+        wrapped = _wrapped(layers[0])
         mark_replaced(layers[0].weight, "convert_to_float8_training")
         for layer in layers:
             layer._parameters["weight"] = wrapped
@@ -149,13 +159,13 @@ def _by_weight(layers: Iterable[Float8Linear]) -> list[list[Float8Linear]]:
     return list(groups.values())
 
 
-def _wrapped(layer: Float8Linear, config: Float8LinearConfig) -> nn.Parameter:
+def _wrapped(layer: Float8Linear) -> nn.Parameter:
     if hasattr(layer.weight, "_local_tensor"):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
         )
-    data = ShardedFloat8Weight.of(layer.weight.data, layer.strategy, cache=config.all_gather.cache == "step")
+    data = ShardedFloat8Weight.of(layer.weight.data, layer.strategy, cache=layer.config.all_gather.cache == "step")
     return nn.Parameter(data, requires_grad=layer.weight.requires_grad)
 
 

@@ -1,10 +1,11 @@
-"""Decides what a model reports about its own work: casts of weights and amax reductions on this rank."""
+"""Counts of what a model did on this rank: casts of weights and MAX all-reduces; its plans and its FP8 weights."""
 
 from collections.abc import Iterator
 
 from torch import nn
 
-from fp8_common.torch._fsdp import SyncPlan, named_shards
+from fp8_common.torch.plugin import fsdp
+from fp8_torch_fsdp._scale_plan import ScalePlan, plan_of_root
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 
@@ -17,20 +18,20 @@ def cast_count(model: nn.Module) -> int:
 
 
 def amax_reduction_count(model: nn.Module) -> int:
-    """Return how many amax all-reduces the FSDP roots under `model` issued on this rank."""
+    """Return how many MAX all-reduces for scales the roots under `model` issued on this rank."""
     return sum(plan.reductions for plan in plans_of(model))
 
 
-def plans_of(model: nn.Module) -> list[SyncPlan]:
-    """Return the synchronization plans of the FSDP roots that hold FP8 weights of `model`."""
+def plans_of(model: nn.Module) -> list[ScalePlan]:
+    """Return the plans that synchronize scales of `model`: those of FSDP roots first."""
     plans = {id(plan): plan for _, weight in sharded_weights(model) if (plan := weight._state.plan()) is not None}
-    plans |= {id(plan): plan for module in model.modules() if (plan := getattr(module, "fp8_plan", None)) is not None}
+    plans |= {id(plan): plan for module in model.modules() if (plan := plan_of_root(module)) is not None}
     return list(plans.values())
 
 
 def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedFloat8Weight]]:
     """Yield name and shard of every weight of `model` that is gathered in FP8, gathered at the moment or not."""
-    held = dict(named_shards(model))
+    held = dict(fsdp.named_shards(model))
     for name, parameter in model.named_parameters():
         local = held.get(name, getattr(parameter, "_local_tensor", parameter))
         if isinstance(local, ShardedFloat8Weight):

@@ -1,13 +1,15 @@
-"""Decides which layers are worth converting: by name, and by whether FP8 hardware takes their sizes at a profit."""
+"""`auto_filter_for_recipe`: which layers are worth converting, by name and by whether FP8 hardware gains with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from fp8_common import Fp8Error
+from fp8_common import Fp8Error, Recipe, Rule, Rules
 from fp8_torch_fsdp._config import Float8LinearConfig
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+ModuleSelection = ModuleFilter | Rules | Iterable[str | Rule] | None
+"""Which layers to convert: a filter of (layer, name), or rules by name; None is all of them."""
 
 ALIGNMENT = 16
 """FP8 matrix units take dimensions that are multiples of this; other sizes are padded or refused there."""
@@ -18,14 +20,14 @@ SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128":
 """For each granularity of the weight, the smallest (out_features, in_features) that are worth it."""
 
 
-def auto_filter_for_recipe(recipe: str | Float8LinearConfig, filter_fqns: Sequence[str] = ()) -> ModuleFilter:
+def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqns: Sequence[str] = ()) -> ModuleFilter:
     """Return a `module_filter_fn` that leaves out layers which are too small or odd-sized to gain, or named.
 
     A layer is kept in high precision if its full name contains one of `filter_fqns`, if one of its dimensions is no
     multiple of 16, or if one is below `SMALL` for the recipe. The limits are estimates; measure for your hardware.
 
     Args:
-        recipe: Name of a recipe, or a configuration.
+        recipe: Name of a recipe, a `Recipe`, or a configuration.
         filter_fqns: Parts of names of layers to leave out, for example "output" or "lm_head".
 
     Returns:
@@ -36,7 +38,7 @@ def auto_filter_for_recipe(recipe: str | Float8LinearConfig, filter_fqns: Sequen
     """
     if isinstance(filter_fqns, str):
         raise Fp8Error(f"filter_fqns must be a list of names, got the string {filter_fqns!r}. Write [{filter_fqns!r}].")
-    config = Float8LinearConfig.from_recipe_name(recipe) if isinstance(recipe, str) else recipe
+    config = recipe if isinstance(recipe, Float8LinearConfig) else Float8LinearConfig.from_recipe_name(recipe)
     smallest = SMALL[config.weight.granularity]
 
     def keep(module: nn.Module, name: str) -> bool:

@@ -1,29 +1,56 @@
-"""Decides how a linear layer computes in FP8: three products, each operand cast once."""
+"""`Float8Linear`: a linear layer that computes in FP8, and how it takes part in distributed models.
 
+What a layer exchanges with other ranks is its `Distribution`, the one way to extend it: FSDP2 needs none, tensor
+parallelism and `fully_shard_traceable` bring their own.
+"""
+
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch._delayed import DelayedScale
-from fp8_common.torch._dispatch import reciprocal
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
-from fp8_common.torch._operands import Operand, cast_folded, cast_operand
-from fp8_torch_fsdp import _products as products
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess, dispatch
 from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import keep_state_dicts_plain
 from fp8_torch_fsdp._strategies import Strategy, strategy_for
 
-if TYPE_CHECKING:
-    from fp8_torch_fsdp._tensor_parallel.layers import TensorParallel
+
+class Distribution(WeightAccess):
+    """How a layer works with its parameters: by default it has them whole when it computes.
+
+    Under FSDP2 too, which gathers before the forward and before the backward. As a `WeightAccess` it says where the
+    products get the weight from.
+    """
+
+    parts: Mapping[str, Any] = MappingProxyType({})
+    """What `Strategy.cast_whole` has to know about the parts of a weight that other ranks hold."""
+
+    def forward(self, layer: "Float8Linear", input: torch.Tensor) -> torch.Tensor:
+        """Return the output for `input`; see `Float8Linear.forward`."""
+        if isinstance(layer.weight, DTensor):
+            raise Fp8Error(
+                "Float8Linear cannot compute with this distributed weight. Make layers tensor-parallel with "
+                "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
+            )
+        return with_bias(layer.distributed_product(input, layer.weight), layer.bias)
+
+    def __deepcopy__(self, memo: dict) -> "Distribution":
+        """A copied layer works with the same ranks."""
+        return self
 
 
-class Float8Linear(nn.Linear):
+WHOLE = Distribution()
+"""The distribution of layers that have their whole parameters when they compute; it has no state."""
+
+
+class Float8Linear(nn.Linear, LinearOperands):
     """A linear layer whose three matrix products run in FP8.
 
     Made by `convert_to_float8_training`, or from a layer by `from_linear`. Under FSDP2 its weight arrives as FP8 codes;
@@ -33,13 +60,13 @@ class Float8Linear(nn.Linear):
     Attributes:
         config: How to cast and gather.
         strategy: How the weight is cast.
-        parallel: What a tensor-parallel layer exchanges with the other ranks; None for all other layers.
+        distribution: What the layer exchanges with other ranks.
         watcher: Called by a `Float8Monitor` with operand name, matrix and its FP8 form; None costs nothing.
     """
 
     config: Float8LinearConfig
     strategy: Strategy
-    parallel: "TensorParallel | None"
+    distribution: Distribution
     watcher: Any
     fp8_input: DelayedScale | None
     fp8_weight: DelayedScale | None
@@ -58,10 +85,11 @@ class Float8Linear(nn.Linear):
             `nn.Linear`, it is an instance too.
         """
         cls = _fp8_class(cls, type(linear))
+        # without __init__, which would make parameters: everything is taken over from the layer
         self = cls.__new__(cls)
         self.__dict__ = linear.__dict__.copy()
         self._modules = dict(linear._modules)  # subclasses may own other layers
-        self.config, self.watcher, self.parallel = config, None, None
+        self.config, self.watcher, self.distribution = config, None, WHOLE
         device = linear.weight.device
         self.fp8_input = _delayed(config.input, config, device)
         self.fp8_weight = _delayed(config.weight, config, device)
@@ -82,68 +110,48 @@ class Float8Linear(nn.Linear):
         Raises:
             Fp8Error: The last dimension is not `in_features`, or the weight is distributed in an unknown way.
         """
-        if self.parallel is not None:
-            return self.parallel.forward(self, input)
-        if isinstance(self.weight, DTensor):
-            raise Fp8Error(
-                "Float8Linear cannot compute with this distributed weight. Make layers tensor-parallel with "
-                "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
-            )
-        output = self.product(input, self.weight)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return self.distribution.forward(self, input)
 
-    def product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return input @ weight.T in FP8, differentiable; `weight` is this layer's in any state, or this rank's part.
-
-        Raises:
-            Fp8Error: The last dimensions differ.
-        """
-        if input.shape[-1] != weight.shape[-1]:
-            raise Fp8Error(f"Float8Linear expects [..., {weight.shape[-1]}] as input, got {tuple(input.shape)}.")
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        return self.apply_products(input, weight)
-
-    def apply_products(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the checked product of `product` and its gradients."""
-        return _Float8Products.apply(input, weight, self, self.records)
+    def distributed_product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return input @ weight.T in FP8; `weight` is the layer's in any state, or this rank's part of it."""
+        return self.product(input, weight, access=self.distribution, record=self.records)
 
     @property
     def records(self) -> bool:
         """Whether a forward now is one that delayed scaling observes."""
         return self.training and torch.is_grad_enabled()
 
-    def cast(self, name: str, x: torch.Tensor, cast: CastRecipe, *, record: bool) -> Operand:
-        """Cast a matrix whose contracted dimension is the last as the operand `name`, "input" or "grad_output"."""
-        if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
-            return Operand(x.codes, reciprocal(x.scale), cast.fp8_format)
-        operand = cast_operand(x, cast, getattr(self, f"fp8_{name}"), record=record)
-        if self.watcher is not None:
-            self.watcher(name, x, operand)
-        return operand
+    def scale_state(self, name: str) -> DelayedScale | None:
+        """Return the state of delayed scaling of "input" or "grad_output"; None without it."""
+        return self.fp8_input if name == "input" else self.fp8_grad_output
 
-    def cast_folded(self, grad: torch.Tensor, fold: torch.Tensor) -> Operand:
-        """Cast a gradient [rows, out_features] multiplied by float32 `fold` [out_features], the weight's row scales."""
-        operand = cast_folded(grad, fold, self.config.grad_output)
-        if self.watcher is not None:
-            self.watcher("grad_output", grad.float() * fold, operand)
-        return operand
+    @property
+    def watched(self) -> bool:
+        """Whether a `Float8Monitor` is attached."""
+        return self.watcher is not None
+
+    def observe(self, name: str, x: torch.Tensor, operand: Operand) -> None:
+        """Hand an operand to the monitor."""
+        self.watcher(name, x, operand)
 
     def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
         """Return the weight [out_features, in_features] as an operand: as it was gathered, or cast now."""
         if isinstance(weight, GatheredFloat8Weight):
-            codes, scale = weight.codes, weight.scale
-        else:
-            plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            parts = {} if self.parallel is None else self.parallel.parts
-            codes, scale = self.strategy.cast_whole(plain, record=record, **parts)
-        return Operand(codes, reciprocal(scale), self.config.weight.fp8_format, self.strategy.block)
+            return Operand.of(weight)
+        plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
+        codes, scale = self.strategy.cast_whole(plain, record=record, **self.distribution.parts)
+        return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, self.strategy.layout.block)
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""
         gathered = "fp8" if self.config.all_gather.enabled else "high precision"
         cast = self.config.weight
         return f"{super().extra_repr()}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
+
+
+def with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `output` [..., features] plus the bias in its dtype."""
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 @cache
@@ -159,32 +167,3 @@ def _delayed(cast: CastRecipe, config: Float8LinearConfig, device: torch.device)
         return None
     initial = config.delayed.initial if config.delayed else "dynamic"
     return DelayedScale(cast, initial=initial, device=device)
-
-
-class _Float8Products(torch.autograd.Function):
-    """y = x w^T, dx = dy w, dw = dy^T x, each with both operands in FP8."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Float8Linear, record: bool) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        x_operand = layer.cast("input", rows, layer.config.input, record=record)
-        w_operand = layer.weight_operand(weight, record=record)
-        # The weight is saved as it is, not as codes: FSDP2 may free and refill it before the backward.
-        ctx.save_for_backward(weight, *products.kept_of_input(layer.config, rows, x_operand))
-        ctx.layer, ctx.record, ctx.shape, ctx.dtype = layer, record, x.shape, x.dtype
-        return products.output(layer, x_operand, w_operand, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, *saved = ctx.saved_tensors
-        layer: Float8Linear = ctx.layer
-        rows = grad.reshape(-1, grad.shape[-1])
-        shared = products.cast_once(layer, rows, ctx.record)
-        grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_input = products.grad_input(layer, rows, weight, shared).to(ctx.dtype)
-            grad_input = products.reshaped(grad_input, ctx.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = products.grad_weight(layer, rows, saved, shared, weight.dtype)
-        return grad_input, grad_weight, None, None

@@ -1,4 +1,4 @@
-"""Decides how to watch FP8 training: statistics stay on the device until somebody asks for them.
+"""`Float8Monitor`: statistics of FP8 training, which stay on the device until somebody asks for them.
 
 Watching costs a pass or two over each operand, and nothing while no monitor is attached.
 """
@@ -9,11 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from fp8_common.torch._amax import amax_all
-from fp8_common.torch._fsdp import StepCounter
-from fp8_common.torch._operands import Operand
-from fp8_common.torch._quantize import expand_blocks
-from fp8_common.torch._rounding import values
+from fp8_common.torch.plugin import Operand, dispatch
 from fp8_torch_fsdp._counters import sharded_weights
 from fp8_torch_fsdp._linear import Float8Linear
 
@@ -93,7 +89,8 @@ class Float8Monitor:
         collected: dict[str, float] = {}
         for name, weight in sharded_weights(self._model):
             state = weight._state
-            if state.seen is None:
+            plan = state.plan()
+            if plan is None or state.changes.seen is None:
                 continue
             if state.scale is not None:
                 collected[f"{name}/wire/scale"] = state.scale.min().item()
@@ -101,7 +98,7 @@ class Float8Monitor:
                 collected[f"{name}/wire/amax"] = state.agreed.max().view(torch.float32).item()
             nonfinite = (~torch.isfinite(weight.plain)).sum() / max(weight.numel(), 1)
             collected[f"{name}/wire/nonfinite"] = nonfinite.item()
-            collected[f"{name}/wire/age"] = float(StepCounter.count - state.synced_at)
+            collected[f"{name}/wire/age"] = float(plan.steps.count - state.synced_at)
         return collected
 
     @torch.no_grad()
@@ -123,14 +120,12 @@ class _Watcher:
 
 
 def _measure(x: torch.Tensor, operand: Operand) -> _Statistics:
-    scale_inv = operand.scale_inv
-    if operand.block:
-        scale_inv = expand_blocks(scale_inv, operand.block, operand.codes.shape)
+    scale_inv = operand.wide_scale_inv
     finite = torch.isfinite(x)
     limit = operand.fmt.max * scale_inv
-    became = values(operand.codes, operand.fmt)
+    became = dispatch.values(operand.codes, operand.fmt)
     return _Statistics(
-        amax=amax_all(x),
+        amax=dispatch.amax(x),
         scale_inv=operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(()),
         # one part in 2^20 above the limit is the rounding of scale and limit, not saturation
         saturated=(finite & (x.abs() > limit * (1 + 2.0**-20))).sum(),

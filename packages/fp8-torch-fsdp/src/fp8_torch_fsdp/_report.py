@@ -1,11 +1,11 @@
-"""Decides what a user can read about the all-gather of a model: for each weight, what travels and why."""
+"""`float8_all_gather_report`: for each weight of a model, what travels in the all-gather and why."""
 
 import dataclasses
 
 import torch
 from torch import nn
 
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch.plugin import GatheredFloat8Weight
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
@@ -105,7 +105,7 @@ def _strategy_of(local: torch.Tensor, owner: nn.Module | None) -> Strategy | Non
     """Return how a weight travels in FP8: as its tensor says, or its layer under `fully_shard_traceable`."""
     if isinstance(local, ShardedFloat8Weight):
         return local.strategy
-    wire = getattr(owner, "wire", None)
+    wire = getattr(getattr(owner, "distribution", None), "wire", None)
     return wire.strategy if isinstance(wire, Float8Wire) else None
 
 

@@ -1,27 +1,21 @@
-"""Decides what an FP8 linear weight is before the all-gather: a high-precision shard that tracks its changes.
+"""`ShardedFloat8Weight`: an FP8 linear weight before the all-gather, a high-precision shard that tracks its changes.
 
-`ShardedFloat8Weight` is the first of two life-cycle states; `GatheredFloat8Weight` is the other. Optimizers,
-checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
+It is the first of two life-cycle states; `GatheredFloat8Weight` is the other. Optimizers, checkpoints
+and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees FP8.
 """
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch._fsdp import (
-    WeightState,
-    gather_inputs,
-    is_view,
-    mark_mutations,
-    refill,
-    track_optimizer_steps,
-)
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight, decoded, stable_hash
+from fp8_common.torch.plugin import GatheredFloat8Weight, dispatch, fsdp, tensor_subclass
+from fp8_torch_fsdp._gather import gather_inputs
 from fp8_torch_fsdp._strategies import Strategy
+from fp8_torch_fsdp._weight_state import WeightState
 
 aten = torch.ops.aten
 
@@ -41,7 +35,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     Args:
         data: The plain tensor, float32, bfloat16 or float16 [rows, columns].
-        state: What is known about it; see `fp8_common.torch._fsdp.WeightState`.
+        state: What is known about it.
     """
 
     _data: torch.Tensor
@@ -66,7 +60,6 @@ class ShardedFloat8Weight(torch.Tensor):
     @classmethod
     def of(cls, data: torch.Tensor, strategy: Strategy, *, cache: bool = True) -> "ShardedFloat8Weight":
         """Wrap a plain weight that nothing is known about yet."""
-        track_optimizer_steps(cls)
         return cls(data, WeightState(strategy=strategy, cache=cache))
 
     @property
@@ -76,7 +69,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     def lend(self) -> torch.Tensor:
         """Return a plain alias that may be written to; the weight counts as changed as long as it lives."""
-        return self._state.lend(self._data)
+        return self._state.changes.lend(self._data)
 
     def data_ptr(self) -> int:
         """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
@@ -106,7 +99,7 @@ class ShardedFloat8Weight(torch.Tensor):
     @property
     def strategy(self) -> Strategy:
         """How this weight is scaled."""
-        return cast(Strategy, self._state.strategy)  # `of` put it there
+        return self._state.strategy
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show the high-precision values."""
@@ -130,7 +123,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Name what a compiled graph depends on besides the values: the same in every process."""
-        return stable_hash(self, type(self.strategy).__name__, self.strategy.cast, self.strategy.decode)
+        return tensor_subclass.stable_hash(self, type(self.strategy).__name__, self.strategy.cast, self.strategy.decode)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -140,13 +133,15 @@ class ShardedFloat8Weight(torch.Tensor):
     ) -> Any:
         """Run `func` on the plain tensors, record writes, and keep weights weights."""
         kwargs = kwargs or {}
-        mark_mutations(func, args, kwargs, cls)
+        for written in tensor_subclass.written_tensors(func, args, kwargs):
+            if isinstance(written, cls):
+                written._state.mark_changed()
         source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda w: w._data, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
-        if is_view(func):
+        if tensor_subclass.is_view(func):
             return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
         if func is aten._to_copy.default and result.dtype == source.dtype:
             return cls(result, source._state.copied())
@@ -174,24 +169,24 @@ class ShardedFloat8Weight(torch.Tensor):
         if target is not None and not strategy.decode:
             # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
             if target.filled_from is None or target.filled_from is not kept:
-                refill(target.scale, scale)
+                fsdp.refill(target.scale, scale)
                 target.filled_from = kept
             return None
         codes = strategy.codes_from_wire(all_gather_outputs, full_shape)
         if not strategy.decode:
-            whole = GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.block)
+            whole = GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.layout.block)
             whole.filled_from = kept
             return whole, ()
-        plain = decoded(codes, scale, strategy.cast.format, strategy.block, param_dtype)
+        fmt, block = strategy.cast.fp8_format, strategy.layout.block
+        plain = dispatch.dequantize(codes, scale, fmt, param_dtype, block)
         if target is None:
             return plain, (plain,)
-        refill(target, plain)
+        fsdp.refill(target, plain)
         return None
 
 
 def _kind(state: WeightState) -> tuple[type, CastRecipe]:
-    strategy = cast(Strategy, state.strategy)
-    return type(strategy), strategy.cast
+    return type(state.strategy), state.strategy.cast
 
 
 torch.serialization.add_safe_globals([ShardedFloat8Weight])

@@ -1,4 +1,4 @@
-"""Decides what checkpoints see: plain tensors under the usual names, that need no package to load."""
+"""What checkpoints see of FP8 weights: plain tensors under the usual names, that need no package to load."""
 
 from functools import partial
 from typing import Any

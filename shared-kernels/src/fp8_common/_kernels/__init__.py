@@ -1,7 +1,15 @@
-"""Decides which Triton kernels there are, by name. The only part of fp8-common that imports triton.
+"""The Triton kernels by name. The only part of fp8-common that imports triton.
 
-Kernels only compute: which one runs, with which tile and how many warps, is decided by `fp8_common._launch`, for torch
-and JAX alike. Every kernel equals the NumPy definition of its function bit for bit (NaN codes apart).
+`fp8_common._launch` chooses the kernel, its tile and its warps, for torch and JAX alike. Every kernel equals the NumPy
+definition of its function bit for bit (NaN codes apart).
+
+Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments are compiled in. Scalars are not
+specialized, so that one compiled kernel serves all sizes. Offsets are int64: tensors may exceed 2^31 elements. Tiles
+that lie whole inside a flat tensor load without masks: where the compiler cannot prove the alignment of a mask, it
+loads single elements.
+
+A `return` in a branch on a compiled-in value needs an `else` after it: Triton compiles what follows the `if` even where
+that branch was taken, and fails there if types or values do not fit.
 """
 
 import importlib
@@ -35,5 +43,6 @@ def get_kernel(name: str) -> Any:
         KeyError: No kernel has this name.
         ImportError: triton is not installed.
     """
+    # Imported late: this package can be imported, and asked for names, where triton is not installed.
     module = importlib.import_module(f"{__name__}.{KERNELS[name]}")
     return getattr(module, f"{name}_kernel")

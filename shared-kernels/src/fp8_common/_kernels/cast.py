@@ -1,4 +1,4 @@
-"""Decides how a tensor is multiplied by one scale and rounded to FP8 in one pass, with or without its own amax."""
+"""The cast kernel: multiply by one scale and round to FP8 in one pass, with or without the input's amax."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,15 @@ from fp8_common._kernels.device import narrow_key, scale_of_key, to_fp8, widen_k
 
 @triton.jit
 def tensor_scale(scale_ptr, scale_out_ptr, FMAX: tl.constexpr, RULE: tl.constexpr):
-    """The scale itself, or (with a RULE) made from an int32 amax key; the first program writes it down."""
+    """The given scale, or (with a RULE) the one made from an int32 amax key, which the first program also stores."""
     if RULE is None:
         return tl.load(scale_ptr)
-    scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
-    if tl.program_id(0) == 0:
-        tl.store(scale_out_ptr, scale)
-    return scale
+    else:
+        # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
+        scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
+        if tl.program_id(0) == 0:
+            tl.store(scale_out_ptr, scale)
+        return scale
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -31,11 +33,10 @@ def cast_kernel(
 ):
     """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None.
 
-    With a RULE, `scale` holds the int32 key of the amax of x. Tiles are walked backwards: the amax pass read the end
-    of x last, so it is still in the L2 cache.
+    With a RULE, `scale` holds the int32 key of the amax of x, and tiles are walked backwards.
     """
     scale = tensor_scale(scale_ptr, scale_out_ptr, FMAX, RULE)
-    # After a pass for the amax the end of x is what the L2 cache still holds: begin there.
+    # With a RULE the amax kernel has just read x, and its end is what the L2 cache still holds: begin there.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     base = tile.to(tl.int64) * BLOCK
     at = base + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Decides how a plan is compiled and run: ahead of time for a compute capability, or now, on tensors.
+"""Launch plans compiled ahead of time for a compute capability, or run at once on tensors.
 
 Both ways give Triton the same types, constants and alignment, so the PTX is the same whichever framework launches it.
 """
@@ -18,7 +18,9 @@ from fp8_common._launch import LaunchPlan
 
 DTYPES = {d.name: d for d in (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)}
 DTYPE_NAMES = ("DTYPE", "F8")
+"""The constexprs that hold a dtype, which plans give by name."""
 ALIGNMENT = 16
+"""Bytes; with it Triton makes accesses of up to 16 bytes, without it one per element."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,7 @@ def source(plan: LaunchPlan, kernel: Any = None) -> ASTSource:
     """Return what Triton compiles for a plan: every pointer is 16-byte aligned, no scalar is specialized."""
     function = kernel or get_kernel(plan.kernel)
     fixed = constants(plan)
+    # A pointer that is left out is a compile-time None, so the kernel's branches on it disappear.
     types = {name: f"*{kind}" for name, kind in plan.pointers.items()}
     types |= {name: kind for name, (kind, _) in plan.scalars.items()}
     signature = {name: "constexpr" if name in fixed else types[name] for name in function.arg_names}
@@ -97,6 +100,7 @@ def compile_function(
         capability: Ten times the major plus the minor compute capability.
         num_warps: Warps per program.
     """
+    # Autotuners and heuristics wrap the function that is compiled, each in its `fn`.
     while not isinstance(function, triton.runtime.JITFunction):
         function = function.fn
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
@@ -113,8 +117,9 @@ def compile_function(
 
 def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any]) -> None:
     """Launch a plan on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter)."""
-    if plan.grid == 0:
+    if plan.grid == 0:  # CUDA refuses an empty grid
         return
+    # By name, as Triton binds arguments; those that are left out are among the constants.
     arguments = {name: tensors[name] for name, kind in plan.pointers.items() if kind}
     arguments |= {name: value for name, (_, value) in plan.scalars.items()}
     get_kernel(plan.kernel)[(plan.grid,)](**arguments, **constants(plan), num_warps=plan.num_warps)

@@ -1,4 +1,4 @@
-"""Decides how delayed scaling moves on by a step for all tensors of a model at once.
+"""The kernel that updates the histories and scales of delayed scaling for all tensors of a model at once.
 
 The rule is `fp8_common.update_history` followed by `amax_to_scale`. Dims: history_LT is [L, T], the rest [T].
 """
@@ -25,13 +25,15 @@ def delayed_update_kernel(
     BL: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Roll each window by -1, put the new amax in slot 0 (unless it is not finite), make the next scale.
+    """Roll each history by -1, put the new amax in slot 0 (unless it is not finite), make the next scale.
 
     `fmax` [T] is the largest value of each tensor's format, margin included. New and old may be the same memory.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     slot = tl.arange(0, BL)[:, None]
     inside = (slot < L) & (t < T)[None, :]
+    # A roll by -1 over the L slots of a tile of BL: the last takes slot 0. Both versions are loaded, because Triton
+    # cannot shift a tile in registers; the second read comes from the cache.
     source = tl.where(slot == L - 1, 0, slot + 1)
     old = tl.load(history_ptr + slot.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
     rolled = tl.load(history_ptr + source.to(tl.int64) * T + t[None, :], mask=inside, other=0.0)
@@ -43,7 +45,8 @@ def delayed_update_kernel(
     counted = (slot < L) if ALGO == "max" else (slot == 0)
     key = tl.max(tl.where(counted, as_bits(new) & KEY_MASK, 0), axis=0)
     scale = scale_of_key(key, prev, fmax, RULE)
-    tl.debug_barrier()  # in place, a slot may be written only after its neighbour was read
+    # In place, a slot may be written only after the thread that needs it has read it; `debug_barrier` is __syncthreads.
+    tl.debug_barrier()
     tl.store(new_history_ptr + slot.to(tl.int64) * T + t[None, :], new, mask=inside)
     tl.store(new_scale_ptr + t, scale, mask=t < T)
     tl.store(scale_inv_ptr + t, reciprocal(scale), mask=t < T)

@@ -1,4 +1,4 @@
-"""Decides how FP8 data goes back: q * RN32(1 / scale) in float32, then rounded to the dtype of the result.
+"""Kernels that dequantize: q * RN32(1 / scale) in float32, rounded to the dtype of the result.
 
 Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m // rows, n // columns].
 """
@@ -30,8 +30,10 @@ def dequantize_kernel(
     r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)[:, None]
     c = tile * BN + tl.arange(0, BN)[None, :]
     at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    # Tiles are as wide as a block (BN == COLUMNS), so the number of a tile is the column of its scale.
     column = 0 if COLUMNS == 0 else tile
     stride = 1 if COLUMNS == 0 else tiles_n
+    # The rounded reciprocal is part of the definition: q / scale would differ in the last bit.
     if ROWS == 0:
         scale_inv = reciprocal(tl.load(scale_ptr + column))
     else:
@@ -54,6 +56,7 @@ def dequantize_mx_kernel(
     """The same for MX data, whose E8M0 codes are uint8 [M, ceil(N / 32)]; exact in float32."""
     if ALIGNED:
         N = multiple_of_16(N)
+    # The tile is seen as rows of 32 values, one MX block each, so that the scales broadcast.
     BLOCKS: tl.constexpr = BN // 32
     tiles_n, columns = tl.cdiv(N, BN), tl.cdiv(N, 32)
     r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)[:, None]

@@ -1,7 +1,7 @@
-"""Decides what every kernel does with one number or tile: integer amax keys, scales, E8M0 codes, casts.
+"""Device functions for one number or tile: integer amax keys, scales, E8M0 codes, casts to FP8.
 
-Device functions, the counterparts of `fp8_common.amax`, `scaling`, `e8m0` and `rounding`. Comparisons that decide
-about zero, infinity and NaN are made on integer keys, because floating point min and max drop NaN on a GPU.
+The counterparts of `fp8_common.amax`, `amax_to_scale`, `amax_to_e8m0` and `encode`. Zero, infinity and NaN are told
+apart on integer keys, because floating point min and max drop NaN on a GPU.
 """
 
 import triton
@@ -20,12 +20,15 @@ INF_KEY = tl.constexpr(0x7F800000)
 KEY_MASK = tl.constexpr(0x7FFFFFFF)
 MANTISSA = tl.constexpr(0x007FFFFF)
 NAN_BITS = tl.constexpr(0x7FC00000)
+# Bits of 2^-127, a float32 subnormal: the one E8M0 value whose exponent field is not its code.
 HALF_OF_SMALLEST_NORMAL = tl.constexpr(0x00400000)
 
 
 @triton.jit
 def multiple_of_16(n):
-    """n, in a form that shows the compiler that 16 divides it: rows start aligned and accesses become wide."""
+    """n, in a form that shows the compiler that 16 divides it."""
+    # Rows then start at multiples of 16 elements, and accesses become 16 bytes wide. Written as arithmetic, because the
+    # usual attribute of an argument is part of Triton's specialization, which sizes are excluded from.
     return n // 16 * 16
 
 
@@ -34,16 +37,21 @@ def narrow_key(x):
     """Bits of |x| as an integer of the width of x; ordered like |x|, infinity and then NaN on top."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & KEY_MASK
-    return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+    else:
+        # Kept at 16 bits whatever type the constant takes.
+        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
 
 
 @triton.jit
 def widen_key(key, DTYPE: tl.constexpr):
-    """The float32 key of |x| from a key of DTYPE; reductions widen int16 to int32, so narrow it first."""
+    """The float32 key of |x| from a key of DTYPE."""
     if DTYPE.primitive_bitwidth == 32:
         return key
-    value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return value.to(tl.int32, bitcast=True) & KEY_MASK
+    else:
+        # Reductions promote int16 to int32, hence the first conversion. Going through the float keeps the value; masked
+        # once more, because converting a NaN may set its sign.
+        value = key.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return value.to(tl.int32, bitcast=True) & KEY_MASK
 
 
 @triton.jit
@@ -61,7 +69,8 @@ def as_bits(x):
 @triton.jit
 def to_fp8(v, F8: tl.constexpr):
     """Round a float32 tile to F8: nearest even, saturating, NaN stays."""
-    if tl.float8e4nv == F8:
+    # Inline PTX: Triton's own conversion goes through float16 on sm_89 and rounds twice. Four elements fill a register.
+    if F8 == tl.float8e4nv:
         codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         codes = tl.inline_asm_elementwise(PACK_E5M2, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)
@@ -71,7 +80,9 @@ def to_fp8(v, F8: tl.constexpr):
 @triton.jit
 def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
     """Round four float32 tiles to F8; also return int32 words that hold the codes of one position in all four."""
-    if tl.float8e4nv == F8:
+    # Four elements of four tiles make a 4x4 matrix of bytes, which the PTX returns by rows and by columns. Packing with
+    # shifts in Triton instead crashes ptxas 12.8 (Triton 3.7.1).
+    if F8 == tl.float8e4nv:
         q0, q1, q2, q3, column = tl.inline_asm_elementwise(
             PACK_ROWS_E4M3,
             PACK_ROWS_CONSTRAINTS,
@@ -97,12 +108,14 @@ def to_fp8_rows(v0, v1, v2, v3, F8: tl.constexpr):
 @triton.jit
 def reciprocal(scale):
     """RN32(1 / scale), IEEE division."""
+    # Not 1.0 / scale, which Triton compiles to the approximate div.full.f32.
     return tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: tl.constexpr):
     """Biased E8M0 exponent (int32) from a float32 key; see `fp8_common.amax_to_e8m0`."""
+    # int32 is enough here, unlike in NumPy: a NaN key that "even" overflows is replaced by 255 below.
     EMAX: tl.constexpr = (MAX_KEY >> 23) - 127
     exponent = key >> 23
     if MODE == "rceil":
@@ -120,6 +133,7 @@ def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: t
 @triton.jit
 def scale_of_e8m0(code):
     """Multiplier into FP8: 2^(127 - code), NaN for 255."""
+    # Built from bits: exp2 is approximate, and a product may flush 2^-127.
     bits = tl.where(code == 254, HALF_OF_SMALLEST_NORMAL, (254 - code) << 23)
     return as_float(tl.where(code == 255, NAN_BITS, bits))
 
@@ -140,11 +154,12 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     """
     # As integers, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
     raised = tl.maximum(key, RULE[1])
-    # What is not finite is replaced by 1 for the division, and decided about below, on the key.
+    # Infinity and NaN are replaced by 1.0 for the division; their scales are chosen below, by the key.
     amax = as_float(tl.where(raised < INF_KEY, raised, 0x3F800000))
     if RULE[0] == "descale":
         descale = tl.div_rn(amax, fmax)
         if RULE[4]:
+            # Rounded up to a power of two: any mantissa bit adds one to the exponent field.
             power = (as_bits(descale) >> 23) + ((as_bits(descale) & MANTISSA) != 0).to(tl.int32)
             descale = as_float(tl.minimum(tl.maximum(power, 1), 254) << 23)
         scale = reciprocal(descale)
@@ -153,11 +168,12 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
         # Scales are positive, so their bits are ordered like them.
         bits = tl.minimum(tl.maximum(bits, RULE[2]), RULE[3])
         if RULE[4]:
-            bits = bits & INF_KEY
+            bits = bits & INF_KEY  # clears the mantissa
         scale = as_float(bits)
     if RULE[5] != "eps":
         scale = tl.where(key == 0, prev if RULE[5] == "previous" else 1.0, scale)
     if RULE[6] == "propagate":
         scale = tl.where(key == INF_KEY, 0.0, scale)
         return as_float(tl.where(key > INF_KEY, NAN_BITS, as_bits(scale)))
-    return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)
+    else:
+        return tl.where(key >= INF_KEY, prev if RULE[6] == "previous" else 1.0, scale)

@@ -1,4 +1,4 @@
-"""Decides how one launch handles a list of tensors of one dtype, empty and odd-sized ones included.
+"""Kernels for the amax and the cast of a list of tensors of one dtype in one launch.
 
 The list is a table on the device: the address and length of every tensor, and for every program its tensor and which
 chunk of it. No program exists for an empty tensor.
@@ -14,6 +14,8 @@ from fp8_common._kernels.device import to_fp8
 @triton.jit
 def tensor_at(ptrs_ptr, t, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The pointer in row t of a table of addresses; ALIGNED promises multiples of 16 bytes."""
+    # Triton knows nothing about an address that it loads; the hint must follow the conversion to a pointer, or every
+    # access handles a single element.
     p = tl.load(ptrs_ptr + t).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(p, 16) if ALIGNED else p
 
@@ -55,6 +57,7 @@ def foreach_cast_kernel(
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)
+    # F8 comes as an argument: addresses in a table have no element type.
     x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), tensor_at(out_ptrs_ptr, t, F8, ALIGNED)
     o = tl.arange(0, BLOCK)
     if base + BLOCK * ITERS <= n:

@@ -1,4 +1,4 @@
-"""Decides how parts of Triton's interpreter are replaced for a while; what replaces them comes from the caller."""
+"""A context manager that replaces float conversions and inline assembly of Triton's interpreter."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def interpreting() -> bool:
 
 @contextmanager
 def replaced(convert: Callable[..., Any], assemble: Callable[..., list[Any]]) -> Iterator[None]:
-    """Use other float conversions and inline assembly while the `with` block runs.
+    """Use the given functions for float conversions and inline assembly while the `with` block runs.
 
     Args:
         convert: (bits, name of the source dtype, name of the target dtype) -> bits.
@@ -36,6 +36,7 @@ def replaced(convert: Callable[..., Any], assemble: Callable[..., list[Any]]) ->
         arrays = assemble(asm, [value.data for value in values], [k.primitive_bitwidth for k in kinds], pack)
         return _Results([interpreter.TensorHandle(a, kind) for a, kind in zip(arrays, kinds, strict=True)])
 
+    # Private names of Triton; `tests/interpreter/test_interpreter.py` fails when they change.
     saved = interpreter._convert_float, interpreter.InterpreterBuilder.create_inline_asm
     interpreter._convert_float = lambda x, source, target, mode: convert(x, source.name, target.name)
     interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm

@@ -1,4 +1,4 @@
-"""Decides how OCP MX data is made: one E8M0 code for every 32 consecutive elements of a row."""
+"""The kernel that quantizes to OCP MX: one E8M0 code for every 32 consecutive elements of a row."""
 
 import triton
 import triton.language as tl
@@ -29,6 +29,8 @@ def mx_kernel(
     tile = tl.program_id(0) % tiles_n
     c = tile * BN + tl.arange(0, BN)[None, :]
     at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    # The tile is seen as rows of 32 values, one MX block each: the reduction stays inside a row, and scales broadcast.
+    # Elements beyond the edge are zeros, which do not change an amax.
     x = tl.reshape(tl.load(x_ptr + at, mask=mask, other=0.0), (BM * BLOCKS, 32))
     key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
     code = e8m0_of_key(key, MODE, MAX_KEY, MANTISSA_BITS)

@@ -1,4 +1,4 @@
-"""Decides how every row of a matrix gets its own scale: rows that fit in registers in one pass, longer ones in two.
+"""Kernels that quantize with one scale per row: short rows in one pass, long ones in two.
 
 With FOLD, column n of x is multiplied by `fold[n]` first, in float32. That is what the backward of a row-wise scaled
 weight needs: the weight's row scales move into the gradient, so one FP8 copy of the weight serves both passes.
@@ -17,7 +17,8 @@ def load_values(x_ptr, fold_ptr, at, c, mask, N):
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if fold_ptr is not None:
         return x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)
-    return x
+    else:
+        return x
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -35,6 +36,7 @@ def rowwise_kernel(
     BN: tl.constexpr,
 ):
     """Make scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
+    # The row stays in registers between its amax and its cast, so x is read once.
     if ALIGNED:
         N = multiple_of_16(N)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -65,11 +67,14 @@ def rowwise_long_kernel(
         N = multiple_of_16(N)
     row = tl.program_id(0).to(tl.int64) * N
     c = tl.arange(0, BN)
+    # A key per column of the tile, reduced once after the loop. int32 for both widths: keys are never negative, so
+    # widening one keeps its value.
     key = tl.zeros((BN,), tl.int32)
     for start in range(0, N, BN):
         x = load_values(x_ptr, fold_ptr, row + start + c, start + c, start + c < N, N)
         key = tl.maximum(key, narrow_key(x).to(tl.int32))
     top = tl.max(key, axis=0)
+    # Folded values are float32, whose keys are already wide.
     if fold_ptr is None:
         top = widen_key(top, x_ptr.dtype.element_ty)
     scale = scale_of_key(top, 1.0, FMAX, RULE)

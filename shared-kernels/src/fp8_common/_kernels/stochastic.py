@@ -1,7 +1,8 @@
-"""Decides how stochastic rounding draws its bits: Philox 4x32-10, element i uses word i % 4 of counter i // 4.
+"""The kernel of stochastic rounding, with random bits from Philox 4x32-10.
 
-The key is the 64-bit seed (low word first); the counter is (low, high word of i // 4 + offset, 0, 0). The rule is
-`fp8_common.encode_stochastic`, and `fp8_common._philox` draws the same bits on NumPy.
+Element i uses word i % 4 of counter i // 4 + offset. The key is the 64-bit seed (low word first); the counter is its
+(low word, high word, 0, 0). The rule is `fp8_common.encode_stochastic`; `fp8_common._philox` draws the same bits on
+NumPy.
 """
 
 import triton
@@ -14,6 +15,7 @@ from fp8_common._kernels.device import KEY_MASK, as_bits, as_float, to_fp8
 def random_words(seed, counter, BLOCK: tl.constexpr):
     """uint32 [BLOCK] from counters [BLOCK / 4], the four words of a counter side by side."""
     w0, w1, w2, w3 = tl.randint4x(seed, counter)
+    # `join` adds a last dimension of length 2 and `reshape` numbers it fastest: w0 and w1 must be joined last.
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(pairs, (BLOCK,)).to(tl.uint32, bitcast=True)
 
@@ -21,12 +23,16 @@ def random_words(seed, counter, BLOCK: tl.constexpr):
 @triton.jit
 def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA_BITS: tl.constexpr):
     """Move float32 v to the format's grid, up with the probability of its distance from below; NaN stays."""
+    # Saturated first, on the bits: infinity and larger magnitudes become the maximum. NaN is restored at the end.
     key = tl.minimum(as_bits(v) & KEY_MASK, MAX_KEY)
     magnitude, exponent = as_float(key), tl.maximum((key >> 23) - 127, MIN_EXPONENT)
+    # Scaled by a power of two built from its bits, so that the format's grid in this binade becomes the integers.
     grid = magnitude * as_float((MANTISSA_BITS - exponent + 127) << 23)
     below = grid.to(tl.int32).to(tl.float32)
+    # 23 random bits and a 1 below them: an odd multiple of 2^-24, exact in float32 and never 0.
     threshold = ((bits >> 9) * 2 + 1).to(tl.int32).to(tl.float32) * (2.0**-24)
     steps = below + (threshold < grid - below).to(tl.float32)
+    # On the grid now: the cast to FP8 that follows is exact.
     rounded = steps * as_float((exponent - MANTISSA_BITS + 127) << 23)
     signed = as_float(as_bits(rounded) | (as_bits(v) & -0x80000000))
     return tl.where(v == v, signed, v)

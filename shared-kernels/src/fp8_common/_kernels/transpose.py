@@ -1,8 +1,8 @@
-"""Decides how FP8 data and its transpose are written from one read.
+"""The kernel that casts a matrix and writes both the FP8 data and its transpose from one read.
 
-Hopper multiplies FP8 matrices only in one layout, so weights and gradients are needed both ways. Four adjacent rows
-are converted together and packed into words down the columns: the transpose moves words, not bytes, through shared
-memory. Dims: x_MN is [M, N]; yt_NM is [N, M].
+Hopper multiplies FP8 matrices in one layout only (both operands contiguous along the contracted dimension), so weights
+and gradients are needed both ways. Four adjacent rows are converted together and packed into words down the columns:
+the transpose moves words, not bytes, through shared memory. Dims: x_MN is [M, N]; yt_NM is [N, M].
 """
 
 import triton
@@ -15,6 +15,7 @@ from fp8_common._kernels.device import multiple_of_16, narrow_key, to_fp8, to_fp
 @triton.jit
 def max_narrow_key(x):
     """Narrow key of max |x| over a 2-D tile."""
+    # tl.max promotes int16 to int32; narrowed in between, so that the second reduction is 16 bits wide too.
     return tl.max(tl.max(narrow_key(x), axis=1).to(narrow_key(x).dtype), axis=0)
 
 
@@ -40,6 +41,8 @@ def store_with_transpose(
     tl.store(y_ptr + at + N, q1, mask=mask)
     tl.store(y_ptr + at + 2 * N, q2, mask=mask)
     tl.store(y_ptr + at + 3 * N, q3, mask=mask)
+    # `column` holds four vertical neighbours, which are four horizontal neighbours of the transpose: one int32 store.
+    # The address is a multiple of 4 because M is.
     words = yt_ptr.to(tl.pointer_type(tl.int32))
     c = n0 + tl.arange(0, BN)[:, None]
     r = m0 // 4 + tl.arange(0, BM // 4)[None, :]
@@ -68,6 +71,7 @@ def cast_transpose_kernel(
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     scale = tensor_scale(scale_ptr, scale_out_ptr, FMAX, RULE)
+    # Backwards after a pass for the amax, as in `cast_kernel`.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
     m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
@@ -87,6 +91,7 @@ def cast_transpose_kernel(
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
         q = to_fp8(x.to(tl.float32) * scale, y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, q, mask=mask)
+        # Stored byte by byte: where 4 does not divide M, rows of the transpose do not start at words.
         tl.store(yt_ptr + c.to(tl.int64) * M + r, q, mask=mask)
         if amax_ptr is not None:
             tl.atomic_max(amax_ptr, widen_key(max_narrow_key(x), DTYPE), sem="relaxed")

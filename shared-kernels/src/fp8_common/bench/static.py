@@ -1,9 +1,9 @@
-"""Decides the static report: what the machine code of every kernel needs, ours and, where importable, torchao's."""
+"""Decides the static report: what the machine code of every kernel needs, ours and those of given peers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from fp8_common.bench import peers_static
+from fp8_common.bench.peers import NONE, Peers
 from fp8_common.testing import aot
 
 HEADER = (
@@ -13,26 +13,29 @@ HEADER = (
 RULE = "|---|---|---|---|---|---|---|---|---|---|---|"
 
 
-def report(architectures: Sequence[int], dtype: str = "bfloat16", fmt: str = "e4m3") -> str:
+def report(architectures: Sequence[int], dtype: str = "bfloat16", fmt: str = "e4m3", peers: Peers = NONE) -> str:
     """Return the report as a Markdown table.
 
     Args:
         architectures: Compute capabilities, e.g. 90.
         dtype: Input dtype.
         fmt: The FP8 format.
+        peers: Whose kernels stand below ours.
 
     Raises:
         Fp8UnsupportedError: Triton is not installed.
     """
-    return "\n".join([f"triton {_version()}, {dtype} and {fmt}", "", HEADER, RULE, *rows(architectures, dtype, fmt)])
+    return "\n".join(
+        [f"triton {_version()}, {dtype} and {fmt}", "", HEADER, RULE, *rows(architectures, dtype, fmt, peers)]
+    )
 
 
-def rows(architectures: Iterable[int], dtype: str, fmt: str) -> Iterator[str]:
+def rows(architectures: Iterable[int], dtype: str, fmt: str, peers: Peers = NONE) -> Iterator[str]:
     """Yield a table row per kernel and architecture, and one per peer kernel."""
     for capability in architectures:
         for case in aot.cases(dtype, fmt):
             yield _row(aot.measure(case, capability))
-        for name, figures in peers_static.torchao_rows(capability):
+        for name, figures in peers.machine_code(capability):
             yield _peer_row(name, capability, figures)
 
 

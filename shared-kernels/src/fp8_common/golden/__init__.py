@@ -1,4 +1,4 @@
-"""Golden vectors: inputs and results of every numerical rule, written down once, to notice a changed rule.
+"""Golden vectors: committed inputs and results of every numerical rule, which show when a rule changes.
 
 `load` returns the committed vectors; `build` computes them with NumPy; `python -m fp8_common.golden` writes
 them and `python -m fp8_common.golden --check` compares. Other implementations run the inputs and compare with

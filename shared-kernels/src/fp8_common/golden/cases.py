@@ -1,4 +1,4 @@
-"""Decides what the golden vectors pin: which function, with which settings, on which inputs.
+"""The cases of the golden vectors: functions, their settings and their inputs.
 
 The inputs come from fixed formulas, never from a random generator whose stream could change.
 """
@@ -98,7 +98,7 @@ def _e8m0_scale(a: Arrays) -> Arrays:
 
 
 def _history(a: Arrays, algo: HistoryAlgo, length: int) -> Arrays:
-    """Observe each row of `observed` in turn; record every window and every reduced amax."""
+    """Observe each row of `observed` in turn; return the history and the reduced amax after each."""
     window = np.zeros((length, *a["observed"].shape[1:]), np.float32)
     windows, reduced = [], []
     for observed in a["observed"]:
@@ -156,13 +156,14 @@ def build() -> dict[str, Case]:
     return cases
 
 
-_Plan = Iterator[tuple[str, str, dict[str, Any], Arrays]]
+_Calls = Iterator[tuple[str, str, dict[str, Any], Arrays]]
 
 
-def _code_cases() -> _Plan:
+def _code_cases() -> _Calls:
     for fmt in FORMATS:
         yield f"decode/{fmt}", "decode", {"fmt": fmt}, {"codes": all_codes(fmt)}
     for fmt in DATA_FORMATS:
+        # Every fourth bit pattern in order: the vectors are committed, so their size counts.
         x = np.unique(adversarial(fmt).view(np.uint32))[::4].view(np.float32)
         yield f"encode/{fmt}", "encode", {"fmt": fmt.name}, {"x": x}
         x = mixed(96) * np.float32(fmt.smallest_normal * 2)
@@ -174,7 +175,7 @@ def _code_cases() -> _Plan:
         )
 
 
-def _amax_cases() -> _Plan:
+def _amax_cases() -> _Calls:
     observed = adversarial_amax()
     prev = np.array([3.5, 0.25], np.float32)[np.arange(observed.size) % 2]
     for name, policy in POLICIES.items():
@@ -192,7 +193,7 @@ def _amax_cases() -> _Plan:
             yield f"history/{algo}/{length}", "update_history", settings, {"observed": steps}
 
 
-def _tensor_cases() -> _Plan:
+def _tensor_cases() -> _Calls:
     special = special_values()
     x = np.stack([special, mixed(special.size)])
     for axis in (None, 0, 1):
@@ -207,7 +208,7 @@ def _tensor_cases() -> _Plan:
     yield from _granularity_cases()
 
 
-def _granularity_cases() -> _Plan:
+def _granularity_cases() -> _Calls:
     wide, tall, odd = mixed(2, 130), mixed(130, 3), mixed(3, 70)
     odd[0, 3], odd[1, 40], odd[2, :32] = np.nan, np.inf, 0
     for fmt in ("e4m3", "e5m2"):
@@ -226,6 +227,7 @@ def _granularity_cases() -> _Plan:
 def scramble(*shape: int) -> NDArray[np.uint32]:
     """Return well mixed uint32 words that depend on their index alone (the finalizer of MurmurHash3)."""
     word = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)
+    # In uint64, cut to 32 bits after each product.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         word = ((word ^ (word >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
     return word.astype(np.uint32).reshape(shape)
@@ -234,6 +236,7 @@ def scramble(*shape: int) -> NDArray[np.uint32]:
 def mixed(*shape: int) -> NDArray[np.float32]:
     """Return float32 of both signs with magnitudes from 2^-12 to 2^12 and all mantissa bits in use."""
     word = scramble(*shape)
+    # Sign, exponent and mantissa from different bits of the words.
     exponent = (word >> 8) % 24 + (127 - 12)
     sign = word & np.uint32(0x80000000)
     return (

@@ -1,4 +1,4 @@
-"""Decides how golden vectors are kept: one JSON file of hexadecimal words, which a diff can show."""
+"""The golden vectors' file: JSON of hexadecimal words, readable in a diff."""
 
 import importlib.resources
 import json
@@ -54,6 +54,7 @@ def dump(cases: Mapping[str, Case]) -> str:
         references = {}
         for key, array in case.inputs.items():
             words = _words(array)
+            # The same words get the name under which they were written first.
             references[key] = written.setdefault(json.dumps(words), f"{key}{len(written)}")
             inputs[references[key]] = words
         entries[name] = {
@@ -73,7 +74,7 @@ def write(cases: Mapping[str, Case], path: Path) -> None:
 def compare(committed: Mapping[str, Case], computed: Mapping[str, Case]) -> list[str]:
     """Return what is missing, new or different, one text for each.
 
-    NaN is a class here as everywhere: the sign of a computed NaN depends on the processor.
+    Any NaN equals any NaN: the sign of a computed NaN depends on the processor.
     """
     problems = [f"{name}: is not in the committed vectors" for name in computed if name not in committed]
     for name, case in committed.items():
@@ -106,12 +107,13 @@ def _differences(committed: Case, computed: Case) -> list[str]:
 
 def _words(array: NDArray[Any]) -> dict[str, Any]:
     """Write an array as dtype, shape and its bits, each element a hexadecimal word of fixed width."""
+    # Big endian, so that the words read like the numbers, on every machine.
     bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").astype(f">u{array.dtype.itemsize}")
     return {"dtype": array.dtype.name, "shape": list(array.shape), "hex": bits.tobytes().hex()}
 
 
 def _array(words: dict[str, Any]) -> NDArray[Any]:
-    # ml_dtypes, imported by this package, registers its names with NumPy
+    # np.dtype knows "bfloat16" and the float8 names because ml_dtypes, which this package imports, registers them.
     dtype = np.dtype(words["dtype"])
     bits = np.frombuffer(bytes.fromhex(words["hex"]), f">u{dtype.itemsize}").astype(f"u{dtype.itemsize}")
     return bits.view(dtype).reshape(words["shape"])

@@ -5,17 +5,20 @@ promotion. Everything has zero gradients except `fake_quantize`, which is straig
 and errors are those of `fp8_common`. Needs jax >= 0.10.
 """
 
+try:
+    import jax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_common.jax needs {error.name}, which is not installed. Run: pip install 'fp8-common[jax]'",
+        name=error.name,
+    ) from None
+
 from fp8_common._quantize import Quantized
-from fp8_common.jax._amax import amax
-from fp8_common.jax._block_scaled import (
-    dequantize_blockwise,
-    dequantize_mx,
-    quantize_blockwise,
-    quantize_mx,
-)
+from fp8_common.jax._block_scaled import dequantize_blockwise, dequantize_mx
+from fp8_common.jax._dispatch import amax, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
 from fp8_common.jax._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from fp8_common.jax._history import update_history
-from fp8_common.jax._quantize import dequantize, quantize, quantize_rowwise, quantize_stochastic
+from fp8_common.jax._quantize import dequantize, quantize_stochastic
 from fp8_common.jax._rounding import decode, encode, encode_stochastic
 from fp8_common.jax._scaling import amax_to_scale, amax_to_scale_inv, reciprocal
 from fp8_common.jax._straight_through import fake_quantize

@@ -1,4 +1,4 @@
-"""Decides which arrays the JAX functions accept, and how float32 values are seen as integers.
+"""Checks of the arrays that the JAX functions accept, and the bits of float32 values as integers.
 
 Integers matter here more than elsewhere: XLA on CPUs flushes float32 subnormals to zero in every float
 operation, so whatever must stay exact is compared, selected and assembled on bits.
@@ -23,8 +23,8 @@ NAN_KEY = 0x7FC00000
 """Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that were not there."""
 
 
-def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
-    """Return `x` as a float32 array, exactly.
+def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
+    """Return `x` as an array of its own dtype.
 
     Args:
         x: Array (NumPy, JAX or traced) of float16, bfloat16 or float32.
@@ -36,7 +36,12 @@ def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
     dtype = _dtype(x)
     if dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {dtype}. Convert it to float32 first.")
-    return jnp.asarray(x, dtype).astype(jnp.float32)
+    return jnp.asarray(x, dtype)
+
+
+def as_float32(x: ArrayLike, what: str = "x") -> jax.Array:
+    """Return `x` as a float32 array, exactly; arguments and errors are those of `as_input`."""
+    return as_input(x, what).astype(jnp.float32)
 
 
 def as_codes(codes: ArrayLike, fmt: str | Format) -> jax.Array:

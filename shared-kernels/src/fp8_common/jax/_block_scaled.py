@@ -1,4 +1,4 @@
-"""Decides how JAX arrays become FP8 data with block scales: 1x128, 128x128 and the 1x32 of OCP MX."""
+"""The references of the casts with block scales, in jnp code: 1x128, 128x128 and the 1x32 of OCP MX."""
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +13,13 @@ from fp8_common.jax._blocks import block_amax, expand_blocks
 from fp8_common.jax._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from fp8_common.jax._quantize import multiply_back, quantize
 from fp8_common.jax._scaling import amax_to_scale, reciprocal
-from fp8_common.jax._triton_bridge import selects_kernels
-
-WITH_KERNELS = ((1, 128), (128, 128))
 
 
 def quantize_blockwise(
     x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized:
-    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
-
-    Args:
-        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
-        fmt: The FP8 format.
-        block: (1, 128) for activations and gradients, (128, 128) for weights.
-        policy: The scale rule.
-
-    Returns:
-        float8 data [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
-
-    Raises:
-        Fp8Error: Unsupported dtype, format or block.
-    """
+    """Quantize blocks; arguments and errors are those of `fp8_common.jax.quantize_blockwise`."""
     value = as_float32(x)
-    if check_block(block, value.ndim) in WITH_KERNELS and selects_kernels():
-        from fp8_common.jax import _kernels as kernels  # made of this module's functions
-
-        return kernels.quantize_blockwise(jnp.asarray(x), fmt, block, policy)
     scale = amax_to_scale(block_amax(value, check_block(block, value.ndim)), fmt, policy)
     return Quantized(quantize(value, expand_blocks(scale, block, value.shape), fmt), scale)
 
@@ -59,25 +39,8 @@ def dequantize_blockwise(
 
 
 def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
-    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
-
-    Args:
-        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
-        fmt: The element format.
-        mode: How the scale is rounded; see `amax_to_e8m0`.
-
-    Returns:
-        float8 data [..., N]; float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8; a NaN scale
-        marks a block with an infinity or a NaN, all of whose data is NaN.
-
-    Raises:
-        Fp8Error: Unsupported dtype, format or mode.
-    """
+    """Quantize to OCP MX; arguments and errors are those of `fp8_common.jax.quantize_mx`."""
     value = as_float32(x)
-    if selects_kernels():
-        from fp8_common.jax import _kernels as kernels
-
-        return kernels.quantize_mx(jnp.asarray(x), fmt, mode)
     codes = amax_to_e8m0(block_amax(value, check_block(MX_BLOCK, value.ndim)), fmt, mode)
     scale = expand_blocks(e8m0_to_scale(codes), MX_BLOCK, value.shape)
     return Quantized(quantize(value, scale, fmt), as_native(codes, E8M0))

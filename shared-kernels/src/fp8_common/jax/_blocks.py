@@ -1,4 +1,4 @@
-"""Decides how JAX cuts an array into scale blocks: the grid of `fp8_common._blocks`."""
+"""The amax of each scale block, and scales repeated over their blocks, on the grid of `fp8_common._blocks`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Decides the E8M0 scale of an MX block in JAX: the integer operations of `fp8_common._e8m0` on int32."""
+"""E8M0 scales of MX blocks: the integer operations of `fp8_common._e8m0` on int32."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Decides which dimensions of an operation with a kernel may stay sharded over devices, and what must be combined.
+"""`Layout`: which dimensions of an operation with a kernel may stay sharded over devices, and what is combined.
 
 A custom call is opaque to the partitioners. For each dimension of the first operand a layout says how many elements
 belong together; a shard that holds whole groups is worked on where it is. Only where a group would be cut, a block of

@@ -1,4 +1,4 @@
-"""Decides which JAX operations have kernels: for each its reference, its plan, and how it batches and shards.
+"""JAX primitives for operations with kernels: each with its reference, its plan, its batching and its sharding.
 
 On every platform but CUDA, and for shapes without a kernel, an operation lowers to the reference in this package, so
 programs are portable and results the same bits. Inside, each is two primitives: the outer one is what `vmap` and the
@@ -7,7 +7,7 @@ partitioners see, the inner one is the call on one device's shard.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -41,19 +41,6 @@ class KernelOp:
     reference: Callable[..., Arrays]
     plan: Callable[..., LaunchPlan | None]
     layout: Layout
-
-    def __post_init__(self) -> None:
-        """Let the reference be nothing but jnp code, though it is made of functions that choose."""
-        object.__setattr__(self, "reference", _without_kernels(self.reference))
-
-
-def _without_kernels(reference: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    @wraps(reference)
-    def plain(*x: jax.Array, **params: Any) -> Arrays:
-        with triton_bridge.references_only():
-            return reference(*x, **params)
-
-    return plain
 
 
 def bindable(op: KernelOp) -> Callable[..., Sequence[jax.Array]]:

@@ -1,4 +1,4 @@
-"""Decides how float32 products stay exact where XLA flushes subnormals: both ways of a scale.
+"""Products and quotients of float32 that are exact although XLA flushes subnormals: both ways of a scale.
 
 XLA on CPUs treats subnormal operands as zero and replaces subnormal results by zero. A subnormal is an
 integer times 2^-149, so an operand becomes that integer with the power of two moved to the scale, and a

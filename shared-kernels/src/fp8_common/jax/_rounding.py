@@ -1,4 +1,4 @@
-"""Decides how JAX turns numbers into FP8 codes and back.
+"""FP8 codes of numbers, rounded to nearest even or at random, and the numbers of codes.
 
 The cast is written with integer operations and one float addition instead of XLA's own conversion: that one
 does not saturate (overflow becomes NaN in E4M3, infinity in E5M2), and on CPUs it is several times slower.
@@ -91,8 +91,8 @@ def round_to_codes(x: jax.Array, fmt: Format) -> jax.Array:
     bits = to_bits(lax.stop_gradient(x))
     magnitude, base = _magnitude_and_binade(bits, fmt)
     # XLA flushes a subnormal x in this sum; it rounds to 0 in every format anyway.
-    magic = from_bits(base + jnp.int32((23 - fmt.mantissa_bits) << 23))
-    steps = to_bits(from_bits(magnitude) + magic) - to_bits(magic)
+    magic = base + jnp.int32((23 - fmt.mantissa_bits) << 23)
+    steps = to_bits(from_bits(magnitude) + from_bits(magic)) - magic
     return _assemble(bits, base, steps, fmt)
 
 

@@ -1,4 +1,4 @@
-"""Decides how JAX computes scales: the rules of `fp8_common._scaling`, exact though XLA flushes subnormals."""
+"""Scales from amax by the rules of `fp8_common._scaling`, exact although XLA flushes subnormals."""
 
 from functools import partial
 
@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._amax import INF_KEY
+from fp8_common._amax import INF_KEY, MIN_NORMAL_KEY
 from fp8_common._formats import Format, get_data_format
-from fp8_common._policy import CANONICAL, ScalePolicy
+from fp8_common._policy import CANONICAL, SCALE_MAX, SCALE_MIN, ScalePolicy
 from fp8_common.jax._arrays import (
     EXPONENT_MASK,
     HIDDEN_BIT,
@@ -88,6 +88,8 @@ def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: Sca
     if policy.formula == "descale":
         return _reciprocal(_descale(amax, fmt=fmt, policy=policy))
     key = float_key(lax.stop_gradient(amax))
+    if _stays_normal(policy):
+        return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, lax.stop_gradient(prev))
     scale = _limit(_quotient(_at_least_eps(key, policy), fmt, policy), policy)
     return _replace_unusable(scale, key, policy, lax.stop_gradient(prev))
 
@@ -125,6 +127,20 @@ def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
     return estimate + above.astype(jnp.int32) - below.astype(jnp.int32)
 
 
+def _stays_normal(policy: ScalePolicy) -> bool:
+    """Whether the limits of a policy keep every scale, and its reciprocal, among the normal float32."""
+    limited = policy.lower >= SCALE_MIN and policy.upper <= SCALE_MAX
+    return limited and policy.formula == "divide" and not policy.eps and policy.nonfinite != "propagate"
+
+
+def _normal_scale(key: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
+    """Return the limited quotient of amax given by its bits: a subnormal amax gives the upper limit, as 2^-126 does."""
+    amax = from_bits(jnp.maximum(key, jnp.int32(MIN_NORMAL_KEY)))
+    # Behind a barrier: XLA would turn a division by a broadcast into a product with its reciprocal.
+    quotient = lax.div(jnp.full_like(amax, np.float32(fmt.max * 2.0**-policy.margin)), lax.optimization_barrier(amax))
+    return _limit(quotient, policy)
+
+
 def _at_least_eps(key: jax.Array, policy: ScalePolicy) -> jax.Array:
     """Raise small amax to eps, on bits: NaN sorts above every eps and stays."""
     eps = int(np.float32(policy.eps).view(np.int32))
@@ -138,7 +154,7 @@ def _quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
 
 
 def _limit(scale: jax.Array, policy: ScalePolicy) -> jax.Array:
-    scale = jnp.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
+    scale = lax.clamp(np.float32(policy.lower), scale, np.float32(policy.upper))
     return from_bits(to_bits(scale) & jnp.int32(EXPONENT_MASK)) if policy.power_of_2 else scale
 
 
@@ -146,6 +162,8 @@ def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, pre
     """Put the policy's answer where amax is zero, infinite or NaN; bits of `prev` pass unchanged."""
     # Selected, never multiplied: a subnormal `prev` would come out as zero.
     replacement = {"previous": jnp.broadcast_to(prev, scale.shape), "one": jnp.ones_like(scale)}
+    if policy.zero == policy.nonfinite:
+        return jnp.where((key == 0) | (key >= INF_KEY), replacement[policy.zero], scale)
     if policy.zero != "eps":
         scale = jnp.where(key == 0, replacement[policy.zero], scale)
     if policy.nonfinite == "propagate":

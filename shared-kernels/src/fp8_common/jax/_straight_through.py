@@ -1,4 +1,4 @@
-"""Decides the gradient of a cast to FP8 and back: the identity, the convention of quantized training."""
+"""`fake_quantize`: a cast to FP8 and back whose gradient is the identity, the convention of quantized training."""
 
 from functools import partial
 
@@ -7,7 +7,8 @@ from jax.typing import ArrayLike
 
 from fp8_common._formats import Format, get_data_format
 from fp8_common.jax._arrays import as_float32
-from fp8_common.jax._quantize import dequantize, quantize
+from fp8_common.jax._dispatch import quantize
+from fp8_common.jax._quantize import dequantize
 
 
 def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:

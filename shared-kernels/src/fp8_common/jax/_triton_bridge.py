@@ -1,4 +1,4 @@
-"""Decides how a launch plan becomes a call in a compiled JAX program for CUDA.
+"""The call of a Triton kernel in a compiled JAX program for CUDA, made from a launch plan.
 
 Built on `jaxlib`'s own Triton support, not on jax-triton: the plan is compiled to PTX as torch does it, and embedded
 with its grid and scalars. Lowering needs no GPU when the compute capability is given, only jax's CUDA plugin.
@@ -20,7 +20,6 @@ from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._launch import LaunchPlan
 
 CALL_TARGET = "triton_kernel_call_ffi"
-_references_only: contextvars.ContextVar[bool] = contextvars.ContextVar("references_only", default=False)
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
@@ -37,16 +36,6 @@ def lowering_for(capability: int) -> Iterator[None]:
         _capability.reset(token)
 
 
-@contextmanager
-def references_only() -> Iterator[None]:
-    """Trace jnp code, whatever `selects_kernels` would say."""
-    token = _references_only.set(True)
-    try:
-        yield
-    finally:
-        _references_only.reset(token)
-
-
 def selects_kernels() -> bool:
     """Return whether functions of `fp8_common.jax` trace operations that have kernels, or plain jnp code.
 
@@ -56,7 +45,7 @@ def selects_kernels() -> bool:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
     """
     choice = backend()
-    if choice == "reference" or _references_only.get():
+    if choice == "reference":
         return False
     obstacle = _obstacle()
     if obstacle is not None and choice == "triton":
@@ -70,12 +59,7 @@ def uses_kernels(plan: LaunchPlan) -> bool:
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
     """
-    if plan.grid == 0 or backend() == "reference":
-        return False
-    obstacle = _obstacle()
-    if obstacle is not None and backend() == "triton":
-        raise Fp8UnsupportedError(f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to let XLA compile the cast.")
-    return obstacle is None
+    return plan.grid != 0 and selects_kernels()
 
 
 def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[Any]:

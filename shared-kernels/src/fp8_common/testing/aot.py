@@ -1,8 +1,9 @@
-"""Decides what compiled kernels must look like, on any machine: the static cases, their figures and their gates.
+"""Static checks of compiled kernels, on any machine: the cases, their figures and their limits.
 
-A gate that fails names what is wrong with the machine code; on a GPU it would show as lost bandwidth or wrong bits.
-The issue budget is what a GPU can execute while its memory moves the ideal bytes of an element; figures of public
-data sheets. Kernels get half of it, so that they stay bound by memory; on sm_100 all of it.
+Kernels are compiled ahead of time and their machine code is counted. A limit that is exceeded names what is wrong; on a
+GPU it would show as lost bandwidth or wrong bits. The issue budget is the number of instructions that a GPU can execute
+while its memory moves the ideal bytes of an element, from public data sheets. Kernels may use half of it, so that they
+stay bound by memory; on sm_100 all of it.
 """
 
 import dataclasses
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from fp8_common._kernels.compiler import Compiled
 
 ARCHITECTURES = (89, 90, 100)
+# Lanes per processor and clock, times processors, times clock in Hz, over memory bandwidth in bytes/s.
 INSTRUCTIONS_PER_BYTE = {
     89: 128 * 142 * 2.52e9 / 0.864e12,  # L40S
     90: 128 * 132 * 1.755e9 / 3.35e12,  # H100 SXM
     100: 128 * 148 * 1.965e9 / 8.0e12,  # B200
 }
 ISSUE_SHARE = {89: 0.5, 90: 0.5, 100: 1.0}
+# Per streaming multiprocessor: registers, resident threads and bytes of shared memory, by compute capability.
 REGISTERS, THREADS, SHARED = 65536, {89: 1536, 90: 2048, 100: 2048}, {89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 SIZE = 8192
+"""Rows and columns of the matrices in the cases; a multiple of 16, so that accesses may be wide."""
 INPUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -81,7 +85,7 @@ class Figures:
 
 def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
     """Return every kernel in its usual variants for one input dtype and one format."""
-    families = (_flat_cases, _transposed_cases, _scaled_cases, _mx_cases, _back_cases)
+    families = (_flat_cases, _transposed_cases, _scaled_cases, _mx_cases, _dequantize_cases)
     return [case for family in families for case in family(dtype, fmt)]
 
 
@@ -221,8 +225,8 @@ def _mx_cases(dtype: str, fmt: str) -> list[Case]:
     ]
 
 
-def _back_cases(dtype: str, fmt: str) -> list[Case]:
-    """The ways back from FP8, and the update of delayed scaling, whose size does not matter."""
+def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
+    """Dequantization, and the update of delayed scaling, too small for its speed to matter."""
     b = INPUT_BYTES[dtype]
     blocks = {"tensor": (SIZE, SIZE), "row": (1, SIZE), "1x128": (1, 128), "128x128": (128, 128)}
     back = [
@@ -259,6 +263,7 @@ def measure(case: Case, capability: int, **changes: Any) -> Figures:
 
     compiled = compile_plan(case.plan, capability, **changes)
     sass = disassemble(compiled.cubin)
+    # Only one program of a large tensor runs the path for the last tile, so its narrow accesses do not count.
     if case.tail:
         sass = sass.without_tail()
     threads = case.plan.num_warps * 32
@@ -281,7 +286,9 @@ def failures(figures: Figures) -> list[str]:
     case, sass, ptx = figures.case, figures.sass, figures.compiled.ptx
     ideal = case.read + case.written
     budget = INSTRUCTIONS_PER_BYTE[figures.capability] * ISSUE_SHARE[figures.capability] * ideal
+    # Pointers named y... are FP8 results of a cast; q_ptr is an FP8 input.
     casts = any(kind and kind.startswith("fp8") for name, kind in case.plan.pointers.items() if name[0] == "y")
+    # Every message with its condition, all evaluated: a report names everything that is wrong at once.
     found = {
         f"spills {sass.spilled} bytes per thread": sass.spilled > 0,
         f"{figures.narrow} narrow accesses, {case.narrow} allowed": figures.narrow > case.narrow,
@@ -304,11 +311,12 @@ def failures(figures: Figures) -> list[str]:
 
 
 def _is_table(case: Case, width: int) -> bool:
-    """Foreach kernels read addresses and lengths, 8 bytes each, once per thread."""
+    """Whether accesses of this width read the table of a foreach kernel: addresses and lengths of 8 bytes."""
     return width == 8 and case.plan.kernel.startswith("foreach")
 
 
 def _occupancy(registers: int, shared: int, warps: int, capability: int) -> float:
+    # Registers are allocated to warps in units of 256, shared memory with 1 KiB more per program for the system.
     most = THREADS[capability] // 32
     per_warp = -(-max(registers, 16) * 32 // 256) * 256
     programs = min(most // warps, REGISTERS // (per_warp * warps), SHARED[capability] // (shared + 1024))

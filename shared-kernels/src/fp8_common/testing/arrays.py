@@ -1,4 +1,4 @@
-"""Decides how tensors become NumPy arrays with the same bits, without importing their library."""
+"""Conversion of tensors to NumPy arrays with the same bits, without importing their library."""
 
 import sys
 from typing import Any
@@ -23,8 +23,10 @@ def as_numpy(x: Any) -> NDArray[Any]:
     if not hasattr(x, "detach"):
         return np.asarray(x)
     tensor = x.detach().cpu()
+    # The library is found through the dtype's name ("torch.float8_e4m3fn"): whoever made the tensor has imported it.
     library, _, name = str(tensor.dtype).rpartition(".")
     if name not in _SAME_BITS:
         return tensor.numpy()
+    # NumPy cannot take these dtypes from the tensor, so the bits travel as unsigned integers.
     carrier, dtype = _SAME_BITS[name]
     return tensor.contiguous().view(getattr(sys.modules[library], carrier)).numpy().view(dtype)

@@ -1,7 +1,7 @@
-"""Decides when two results are the same: bit for bit, except that any NaN equals any NaN.
+"""`assert_same_bits`: comparison of two results bit for bit, any NaN being equal to any NaN.
 
-Libraries disagree on the code of a NaN and on nothing else, so NaN is compared as a class and the rest
-bytewise: -0 is not 0, and a distance counts representable values (ULP), -0 and 0 being neighbours.
+Libraries disagree on the code of a NaN, so NaN is compared as a class and the rest bytewise: -0 is not 0, and a
+distance counts representable values (ULP), -0 and 0 being neighbours.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from fp8_common._rounding import decode
 from fp8_common.testing.arrays import as_numpy
 
 SHOWN = 8
-"""How many offenders a failure lists."""
+"""How many differing values a failure lists."""
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 _NAN_DISTANCE = np.uint64(2**64 - 1)
@@ -49,7 +49,7 @@ def assert_same_bits(
 
     Raises:
         AssertionError: Shapes, dtypes or values differ. The message holds the count, a histogram of
-            distances, the first offenders with index, source, value and bits, and the seed.
+            distances, the first differing values with index, source, value and bits, and the seed.
         Fp8Error: The arguments themselves make no sense.
     """
     if max_ulp < 0:
@@ -62,7 +62,7 @@ def assert_same_bits(
     lines = [
         f"{name}: {bad.sum()} of {bad.size} values ({100 * bad.mean():.3g} %) differ by more than {max_ulp} ULP",
         f"  ULP histogram: {_histogram(distance[bad])}",
-        *_offenders(got_array, want_array, distance, bad, _checked_source(source, bad.shape), found),
+        *_table(got_array, want_array, distance, bad, _checked_source(source, bad.shape), found),
     ]
     if seed is not None:
         lines.append(f"  seed: {seed!r}")
@@ -95,7 +95,7 @@ def _format_of(dtype: np.dtype[Any]) -> Format | None:
 def _distance(got: NDArray[Any], want: NDArray[Any], fmt: Format | None) -> NDArray[np.uint64]:
     """How many values apart both sides are, uint64; the largest number where one alone is NaN."""
     a, b = _ordinal(got, fmt), _ordinal(want, fmt)
-    # unsigned subtraction wraps, so the difference of any two int64 is right
+    # Unsigned subtraction wraps, so the difference is right even where that of the int64 overflows.
     distance = np.where(a > b, a.view(np.uint64) - b.view(np.uint64), b.view(np.uint64) - a.view(np.uint64))
     got_nan, want_nan = _is_nan(got, fmt), _is_nan(want, fmt)
     distance = np.where(got_nan & want_nan, np.uint64(0), distance)
@@ -109,6 +109,7 @@ def _ordinal(x: NDArray[Any], fmt: Format | None) -> NDArray[np.int64]:
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
     if fmt is not None and not fmt.signed:
         return np.asarray(bits & 0xFF)
+    # Floats are sign and magnitude; ~magnitude counts down from -1, so that -0 and 0 are neighbours.
     magnitude = bits & np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1)
     return np.asarray(np.where(bits < 0, ~magnitude, magnitude))
 
@@ -125,7 +126,7 @@ def _histogram(distance: NDArray[np.uint64]) -> str:
     steps = [int(step) for step in distance[~nan]]
     bins: dict[int, int] = {}
     for step in steps:
-        power = (step - 1).bit_length()
+        power = (step - 1).bit_length()  # 1: 0, 2: 1, 3-4: 2, 5-8: 3 ...
         bins[power] = bins.get(power, 0) + 1
     parts = [f"{_range(power)}: {bins[power]}" for power in sorted(bins)]
     return ", ".join(parts + ([f"NaN on one side: {nan.sum()}"] if nan.any() else []))
@@ -145,7 +146,7 @@ def _checked_source(source: Any, shape: tuple[int, ...]) -> NDArray[Any] | None:
     return array
 
 
-def _offenders(
+def _table(
     got: NDArray[Any],
     want: NDArray[Any],
     distance: NDArray[np.uint64],
@@ -153,7 +154,7 @@ def _offenders(
     source: NDArray[Any] | None,
     fmt: Format | None,
 ) -> Iterable[str]:
-    """Return the header and one line for each of the first offenders."""
+    """Return a header and one line for each of the first differing values."""
     rows = [("index", "source", "got", "wanted", "ULP")]
     for where in np.argwhere(bad)[:SHOWN]:
         index = tuple(int(i) for i in where)

@@ -1,4 +1,4 @@
-"""Decides which inputs a cast is tried with: the few values on which implementations differ.
+"""Adversarial inputs for casts and scale rules: the values on which implementations differ.
 
 Eight bits are few, so everything can be covered: every code, every midpoint between two codes and the float32
 values next to it, and every special value of the source type.
@@ -63,6 +63,7 @@ def midpoints(fmt: str | Format) -> NDArray[np.float32]:
         Fp8Error: `fmt` is E8M0 or unknown.
     """
     values = _positive_values(get_data_format(fmt))
+    # Where the value after the largest would be, were the spacing to go on.
     beyond = 2 * values[-1] - values[-2]
     middle = ((values + np.append(values[1:], beyond)) / 2).astype(np.float32)
     return _both_signs(with_neighbours(middle, 1))
@@ -87,6 +88,8 @@ def special_values(dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
     one = (2 ** (_EXPONENT_BITS[dtype] - 1) - 1) << mantissa
     normal = 1 << mantissa
     positive = [0, 1, 2, normal // 2, normal - 1, normal, normal + 1, one - 1, one, one + 1, inf - 1, inf]
+    # Signalling with the smallest payload; quiet with none, one and the largest. Half of the smallest normal is the
+    # upper mantissa bit, which marks a quiet NaN.
     nans = [inf + 1, inf + normal // 2, inf + normal // 2 + 1, inf + normal - 1]
     bits = np.array(positive + nans, f"u{dtype.itemsize}")
     return np.concatenate([bits, bits | np.array(1 << (width - 1), bits.dtype)]).view(dtype)
@@ -111,6 +114,7 @@ def adversarial(fmt: str | Format, dtype: DTypeLike = np.float32, scale: float =
     if not 0 < scale < np.inf:
         raise Fp8Error(f"scale must be positive and finite, got {scale!r}.")
     values = _positive_values(fmt)
+    # The last sum is that of the largest value and the one beyond it, 2 * v[-1] - v[-2].
     middle = np.append(values[1:] + values[:-1], 3 * values[-1] - values[-2]) / 2
     extreme = fmt.max * np.array([1.001, 1.5, 2, 4, 2.0**20])
     tiny = fmt.smallest_subnormal * np.array([0.25, 0.499, 0.501, 0.75])
@@ -132,8 +136,10 @@ def adversarial_amax() -> NDArray[np.float32]:
     powers = [fmt.max * 2.0**power for fmt in DATA_FORMATS for power in (-100, -33, -1, 1, 33, 100)]
     with np.errstate(all="ignore"):
         exact = np.array([*limits, *corners, *powers], np.float64).astype(np.float32)
+    # 1.5 * 2^k in steps through the whole range, subnormals included.
     ladder = np.ldexp(np.float32(1.5), np.arange(-149, 127, 23)).astype(np.float32)
     special = special_values(np.float32)
+    # Unique by bits: by value, NaN would be merged and subnormals could be.
     return np.unique(
         np.concatenate([with_neighbours(exact, 1), ladder, special[~np.signbit(special)]]).view(np.uint32)
     ).view(np.float32)

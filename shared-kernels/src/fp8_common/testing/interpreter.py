@@ -1,8 +1,9 @@
-"""Decides how Triton's interpreter is made exact: conversions from the oracle, inline assembly on the PTX machine.
+"""`exact_interpreter`: Triton's interpreter with exact conversions and with inline assembly.
 
 As shipped (triton 3.6 and 3.7) the interpreter rounds to FP8 with ties away from zero, drops a carry and loses NaN,
-and it refuses inline assembly. `exact_interpreter` mends both while it is active. The interpreter itself is chosen by
-TRITON_INTERPRET=1 before triton is imported, for the whole process.
+and it refuses inline assembly. While `exact_interpreter` is active, conversions are those of `fp8_common.encode`, and
+inline PTX runs in `fp8_common.testing.ptx_machine`. The interpreter itself is chosen by TRITON_INTERPRET=1 before
+triton is imported, for the whole process.
 """
 
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
         raise Fp8UnsupportedError(f"No exact conversion from {source} to {target}; know {', '.join(NUMPY_DTYPES)}.")
     values = np.ascontiguousarray(x).view(NUMPY_DTYPES[source])
     with np.errstate(all="ignore"):
+        # Results are bits in an unsigned dtype, which is how the interpreter stores what NumPy has no dtype for.
         if target in NARROW:
             return encode(values.astype(np.float32), NARROW[target]).reshape(np.shape(x))
         converted = values.astype(NUMPY_DTYPES[target])
@@ -70,6 +72,7 @@ def assemble(asm: str, values: list[NDArray[Any]], widths: list[int], pack: int)
     """
     shape, size = values[0].shape, values[0].size
     inputs = [register for value in values for register in _registers(value, pack)]
+    # Registers per output: `pack` bytes share words of four; 32-bit results have a register each.
     counts = [max(1, pack * width // 32) for width in widths]
     words = ptx_machine.run(asm, inputs, sum(counts))
     outputs = []
@@ -81,7 +84,8 @@ def assemble(asm: str, values: list[NDArray[Any]], widths: list[int], pack: int)
 
 
 def _registers(data: NDArray[Any], pack: int) -> list[NDArray[np.uint32]]:
-    """Deal elements out in groups of `pack`: 32-bit registers of the first, second, ... element of every group."""
+    """Return the 32-bit registers that hold the first, second, ... element of every group of `pack` elements."""
+    # Narrow elements share a register: Triton packs them in order, the first into the lowest bits.
     flat = np.ascontiguousarray(data).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-flat.size % pack, flat.dtype)])
     words = padded.view(np.uint32).reshape(padded.size // pack, -1)

@@ -1,7 +1,7 @@
-"""Decides how inline PTX runs on NumPy: the few instructions that the kernels use, as the PTX ISA describes them.
+"""An interpreter for inline PTX on NumPy: the few instructions that the kernels use.
 
-Triton's interpreter has no inline assembly. With this machine it executes the very text that ships, so a wrong
-operand order or byte selector fails a test without a GPU.
+Triton's interpreter has no inline assembly. With this one it executes the text that ships, so a wrong operand order or
+byte selector fails a test without a GPU. Source: the PTX ISA, sections on `cvt`, `mov` and `prmt`.
 """
 
 import re
@@ -29,9 +29,10 @@ def run(asm: str, inputs: Sequence[Word], outputs: int) -> list[Word]:
         The output registers.
 
     Raises:
-        Fp8UnsupportedError: The text holds an instruction that the machine does not know.
+        Fp8UnsupportedError: The text holds an instruction that is not implemented.
     """
     registers: dict[str, Word] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+    # Register declarations carry no work; names appear when they are first written.
     for match in _INSTRUCTION.finditer(re.sub(r"\.reg[^;]*;", "", asm)):
         destination, *sources = _operands(match["operands"])
         registers[destination] = _instruction(match["name"])(*(_value(s, registers) for s in sources))
@@ -49,10 +50,11 @@ def _value(operand: str, registers: dict[str, Word]) -> Word:
 def _instruction(name: str) -> Callable[..., Word]:
     convert = re.fullmatch(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32", name)
     if convert:
+        # The first source becomes the upper byte.
         return lambda upper, lower: _code(upper, convert[1]) << np.uint32(8) | _code(lower, convert[1])
     if name in ("mov.b32", "prmt.b32"):
         return {"mov.b32": _join_halves, "prmt.b32": _permute_bytes}[name]
-    raise Fp8UnsupportedError(f"The PTX machine does not know {name!r}. Teach it in fp8_common.testing.ptx_machine.")
+    raise Fp8UnsupportedError(f"The PTX interpreter does not know {name!r}. Add it in fp8_common.testing.ptx_machine.")
 
 
 def _code(bits: Word, fmt: str) -> Word:

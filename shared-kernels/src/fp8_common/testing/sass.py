@@ -1,4 +1,4 @@
-"""Decides what a compiled kernel is judged by: the machine instructions it executes, read without a GPU.
+"""Counts of the machine instructions (SASS) of a compiled kernel, read without a GPU.
 
 Triton's NVIDIA backend carries `nvdisasm` and `cuobjdump`. The kernels' loops over whole tiles are unrolled, so
 instructions in the text are instructions executed. Kernels with a separate path for the last, partial tile load and
@@ -12,12 +12,14 @@ import subprocess
 import tempfile
 from collections import Counter
 
+# A line of nvdisasm: offset in a comment, an optional predicate (@P0, @!UP1), then the opcode with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)", re.M)
 _BLOCK_END = re.compile(r"^\.L_x_\d+:|\b(?:BRA|EXIT)\b.*$", re.M)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _GLOBAL = re.compile(r"^(LDG|STG)\b")
 TAIL_ACCESSES = 8
 """Accesses of up to 4 bytes that make a block the tail; the path for whole tiles loads at most scales so."""
+# Bytes by modifier; accesses without one of these move 4.
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
@@ -94,7 +96,7 @@ def _width(opcode: str) -> int:
 
 
 def _instructions(opcodes: Counter[str]) -> int:
-    return sum(count for name, count in opcodes.items() if name != "NOP")
+    return sum(count for name, count in opcodes.items() if name != "NOP")  # padding at the end
 
 
 def _run(tool: str, *arguments: str) -> str:

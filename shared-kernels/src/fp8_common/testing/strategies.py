@@ -1,4 +1,4 @@
-"""Decides what hypothesis draws for FP8 properties: bit patterns, no value likelier than another.
+"""Hypothesis strategies for FP8 properties: values drawn as bit patterns, each as likely as another.
 
 Needs hypothesis (the extra `fp8-common[testing]`); nothing else imports this file.
 """
@@ -6,9 +6,17 @@ Needs hypothesis (the extra `fp8-common[testing]`); nothing else imports this fi
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from numpy.typing import DTypeLike, NDArray
+
+try:
+    from hypothesis import strategies as st
+    from hypothesis.extra import numpy as hnp
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_common.testing.strategies needs {error.name}, which is not installed. "
+        "Run: pip install 'fp8-common[testing]'",
+        name=error.name,
+    ) from None
 
 from fp8_common._formats import DATA_FORMATS, Format
 from fp8_common._policy import CANONICAL, POWER_OF_2, SCALE_MAX, SCALE_MIN, ScalePolicy

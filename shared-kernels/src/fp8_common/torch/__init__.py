@@ -7,7 +7,13 @@ passes gradients straight through.
 
 from collections.abc import Sequence
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_common.torch needs {error.name}, which is not installed. Run: pip install 'fp8-common[torch]'",
+        name=error.name,
+    ) from None
 
 from fp8_common._blocks import Block, check_block
 from fp8_common._e8m0 import check_mode
@@ -17,12 +23,17 @@ from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
-from fp8_common.torch._dtypes import INPUT_DTYPES, as_codes, torch_dtype
+from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch._dtypes import FLOAT8_DTYPES, INPUT_DTYPES, as_codes, torch_dtype
+from fp8_common.torch._linear_config import GemmConfig
 from fp8_common.torch._rounding import cast_stochastic
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
 __all__ = [
+    "FLOAT8_DTYPES",
+    "INPUT_DTYPES",
+    "GemmConfig",
     "amax",
     "amax_to_e8m0",
     "amax_to_scale",
@@ -41,6 +52,7 @@ __all__ = [
     "quantize_mx",
     "quantize_rowwise",
     "quantize_stochastic",
+    "read_metadata",
     "reciprocal",
     "torch_dtype",
     "update_history",

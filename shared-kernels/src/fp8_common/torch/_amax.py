@@ -1,13 +1,13 @@
-"""Decides the absolute maximum of tensors, exactly: NaN wins, then infinity; an empty tensor has 0."""
+"""The absolute maximum (amax) of torch tensors, and its MAX all-reduce: NaN wins, then infinity."""
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fp8_common._amax import KEY_MASK
 from fp8_common.torch._dtypes import as_float32
 
+# Element size in bytes: the integer dtype of a key, and the mask that clears the sign.
 _KEY_DTYPES = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
 
 
@@ -15,47 +15,36 @@ def amax_all(x: torch.Tensor) -> torch.Tensor:
     """Return max |x| over all elements as a float32 scalar tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    # aminmax keeps NaN and makes no copy of |x|; -0 becomes 0 by abs.
-    low, high = torch.aminmax(as_float32_lazily(x))
+    # One pass without a copy of |x|, and both results keep a NaN. -low is -0 for an all-zero tensor, hence abs.
+    low, high = torch.aminmax(check_input_dtype(x))
     return torch.maximum(-low, high).float().abs()
-
-
-def amax_over_ranks(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the largest of the float32 `amax` that the ranks of `group` hold, element by element; NaN wins.
-
-    Args:
-        amax: float32, not negative, of the same shape on every rank.
-        group: The ranks, which all call this; None is this rank alone.
-    """
-    if group is None or group.size() == 1:
-        return amax
-    # As int32: gloo's float MAX keeps or loses a NaN depending on the rank that has it.
-    key = float_key(amax)
-    dist.all_reduce(key, op=dist.ReduceOp.MAX, group=group)
-    return key_to_float(key)
 
 
 def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
     """Return max |x| over `dims` as float32, by the integer order of the bits without sign."""
-    as_float32_lazily(x)
-    if x.numel() == 0:
+    check_input_dtype(x)
+    if x.numel() == 0:  # torch.amax refuses to reduce a dimension of length 0
         reduced = {d % x.ndim for d in dims}
         shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     integer, mask = _KEY_DTYPES[x.element_size()]
-    # On 16-bit values the keys are 16 bits wide, too: half the memory of a detour over float32.
+    # Keys of 16-bit values are 16 bits wide: half the memory of keys of their float32 values.
     key = torch.amax(x.view(integer) & mask, dim=tuple(dims), keepdim=keepdim)
     return key.view(x.dtype).float()
 
 
-def as_float32_lazily(x: torch.Tensor) -> torch.Tensor:
-    """Check that `x` has a dtype that can be quantized, without converting it: its order is already float32's."""
-    as_float32(x[:0] if x.ndim else x)
+def check_input_dtype(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` if its dtype can be quantized, without converting it.
+
+    Raises:
+        Fp8Error: `x` is not float16, bfloat16 or float32.
+    """
+    as_float32(x[:0] if x.ndim else x)  # an empty part: the check alone, at no cost
     return x
 
 
 def float_key(x: torch.Tensor) -> torch.Tensor:
-    """Return the float32 bits with the sign cleared, as int32: what amax all-reduces are made of."""
+    """Return the float32 bits with the sign cleared, as int32; the integers of MAX all-reduces."""
     return x.view(torch.int32) & KEY_MASK
 
 

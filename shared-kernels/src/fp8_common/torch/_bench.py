@@ -1,4 +1,4 @@
-"""Decides how the kernels are timed on a GPU, against what PyTorch, torchao and TransformerEngine do for the same task.
+"""Decides how the kernels are timed on a GPU, against what PyTorch, and peers if any are given, do for the same task.
 
 Every round times all implementations once in alternating order with a cold L2 cache; medians are over the rounds.
 The ceiling is a plain copy of as many bytes, which takes turns with them. Results of ours are compared with the NumPy
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import fp8_common as f8
-from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import Format, get_format
 from fp8_common._policy import CANONICAL
+from fp8_common.bench.peers import NONE, Peers
 from fp8_common.bench.record import COPY, Log, Measurement
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
-from fp8_common.torch import _bench_peers as bench_peers
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all
@@ -51,6 +51,7 @@ def run(
     kernels: Sequence[str] = (),
     minutes: float = math.inf,
     save: Callable[[str], None] = lambda text: None,
+    peers: Peers = NONE,
 ) -> str:
     """Measure on the current GPU and return the result as JSON.
 
@@ -64,10 +65,13 @@ def run(
         kernels: Names of the tasks to measure; all if empty.
         minutes: No task begins later than this.
         save: Takes the result so far after every task, so that a run that is cut short leaves one.
+        peers: Whose implementations are timed beside ours.
 
     Raises:
+        Fp8Error: A name in `kernels` is no task.
         Fp8UnsupportedError: There is no GPU, or it cannot run the kernels.
     """
+    check_kernels(kernels)
     device, end = gpu(), time.monotonic() + 60 * minutes
     timer, form = cuda_timer(), get_format(fmt)
     log = Log(device=torch.cuda.get_device_name(), ceiling=copy_ceiling(timer), save=save)
@@ -76,17 +80,27 @@ def run(
     log.left_out = [kernel for kernel in wanted if kernel == FOREACH]
     log.left_out += [_label(kernel, *at) for at in inputs for kernel in wanted if kernel != FOREACH]
     if FOREACH in wanted:
-        log.attempt(FOREACH, lambda: compare_foreach(device, timer))
+        log.attempt(FOREACH, lambda: compare_foreach(device, timer, peers=peers))
     for name, size in inputs:
         if time.monotonic() > end:
             break
         torch.compiler.reset()  # the same functions on another input: no recompilation, no dynamic shapes
         x = example(size << 20, getattr(torch, name), device)
-        for kernel, (moved, runs, check) in tasks(x, form).items():
+        for kernel, (moved, runs, check) in tasks(x, form, peers).items():
             if kernel in wanted and time.monotonic() < end:
                 runs = runs | copying(moved, device)
                 log.attempt(_label(kernel, name, size), partial(compare, kernel, x, moved, runs, check, timer))
     return log.text()
+
+
+def check_kernels(kernels: Sequence[str]) -> None:
+    """Refuse names that are no tasks.
+
+    Raises:
+        Fp8Error: There is one.
+    """
+    if unknown := [name for name in kernels if name not in (FOREACH, *KERNELS)]:
+        raise Fp8Error(f"There is no task {unknown[0]!r} to time. Use one of {', '.join((FOREACH, *KERNELS))}.")
 
 
 def gpu() -> torch.device:
@@ -116,7 +130,7 @@ def example(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.randn(rows, COLUMNS, generator=generator).to(device=device, dtype=dtype)
 
 
-def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
+def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[int, dict[str, Run], Run]]:
     """Return for each kernel: bytes moved at least, implementations, and the check of ours (returns True)."""
     n, size, scale = x.numel(), x.element_size(), torch.tensor(3.0, device=x.device)
     backend = triton_backend
@@ -141,13 +155,13 @@ def tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], 
         "mx": lambda: backend.quantize_mx(x, fmt, "rceil"),
     }
     read, written = {"tensorwise": 2}, {"amax": 0, "cast + transpose": 2 * n}
-    peers = bench_peers.runs_for(x, fmt)
+    offered = peers.runs(x, fmt)
     result = {}
     for name, run in ours.items():
         runs = {"ours": run, "torch eager": eager[name], "torch.compile": torch.compile(eager[name], dynamic=False)}
         result[name] = (
             n * size * read.get(name, 1) + written.get(name, n),
-            runs | peers.get(name, {}),
+            runs | offered.get(name, {}),
             _checker(name, x, fmt, run),
         )
     return result
@@ -179,15 +193,15 @@ def compare(
     ]
 
 
-def compare_foreach(device: torch.device, timer: Timer, rounds: int = ROUNDS) -> list[Measurement]:
-    """Time the amax of 200 FSDP shards: ours in one launch, and ways with torch and torchao."""
+def compare_foreach(device: torch.device, timer: Timer, rounds: int = ROUNDS, peers: Peers = NONE) -> list[Measurement]:
+    """Time the amax of 200 FSDP shards: ours in one launch, torch's ways, and those of peers."""
     shards = [torch.randn(4096 * (1 + i % 7) * 16, device=device, dtype=torch.float32) for i in range(FOREACH_SHARDS)]
     everything = torch.cat(shards)
     want = torch.stack([amax_all(shard) for shard in shards])
     runs = {
         "ours": lambda: foreach.amax_keys(shards),
         "torch._foreach_norm": lambda: torch.stack(torch._foreach_norm(shards, ord=float("inf"))),
-        **bench_peers.precompute(FOREACH_SHARDS, device),
+        **peers.precompute(FOREACH_SHARDS, device),
     }
     moved = everything.numel() * 4
     return compare(

@@ -1,7 +1,7 @@
-"""Decides how the index of a checkpoint's folder is read: as data, without running what it names.
+"""A reader for the index of a `torch.distributed.checkpoint` folder that runs no code from it.
 
-`torch.distributed.checkpoint` keeps the index as a pickle, and reads it as one. A pickle may call any function, and a
-damaged one raises any exception.
+The index (`.metadata`) is a pickle. Unpickling may call any function that the file names, and a damaged file raises any
+exception; here only the classes of an index are found, and every failure is an `Fp8Error`.
 """
 
 import pickle
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fp8_common._errors import Fp8Error
 
 _METADATA = Metadata.__module__
+# What an index holds besides the classes of `_METADATA` and torch's dtypes, over the supported torch versions.
 _OTHERS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -26,12 +27,13 @@ _OTHERS = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Finds the classes that an index is made of, and nothing else."""
+    """An unpickler that finds the classes of an index and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # a dotted name walks through attributes: "os.system" would be found in a module that imports os
+        # The base class resolves dots as attributes: "os.system" would be found in any module that imports os.
         if "." not in name:
             found = super().find_class(module, name) if module in {_METADATA, "torch"} else None
+            # Classes defined there only: the module also holds what it imports, such as functions of other modules.
             of_metadata = isinstance(found, type) and found.__module__ == _METADATA
             if of_metadata or isinstance(found, torch.dtype):
                 return found
@@ -57,10 +59,11 @@ def read_metadata(folder: str | Path) -> Metadata:
             metadata = _IndexUnpickler(stream).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
             raise TypeError(f"it holds a {type(metadata).__name__}")
+        # Checked here because reading would use these as a file name and a range of bytes.
         for place in (metadata.storage_data or {}).values():
             if not (isinstance(place.relative_path, str) and type(place.offset) is type(place.length) is int):
-                raise TypeError("a place in a file is none")
-    # not fewer: which exception a damaged pickle raises depends on the byte
+                raise TypeError("an entry names no file and range of bytes")
+    # Every exception: which one a damaged pickle raises depends on the byte that is wrong.
     except Exception as error:
         raise Fp8Error(f"{file} is damaged ({type(error).__name__}: {error}). Use another checkpoint.") from error
     return metadata

@@ -1,4 +1,4 @@
-"""The one place outside FSDP that knows private names of torch: constants for the compiler, fake tensors."""
+"""The private names of torch that are used outside of FSDP: compiler constants and fake tensors."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def assume_constant_result(function: Function) -> Function:
     """Do what `torch.compiler.assume_constant_result` does, without importing the compiler.
 
-    That decorator imports Dynamo, half a second that everybody would pay who imports a package of this family.
+    That decorator imports Dynamo, which would add half a second to every import of these packages.
 
     Args:
         function: Its result depends on nothing but its arguments.

@@ -1,18 +1,53 @@
-"""Decides the operator that moves delayed scaling on by a step for all tensors of a model: one launch on a GPU."""
+"""Delayed scaling on tensors: the keys of what was observed, and the step of all histories of a model.
 
+On a GPU `roll_histories` is one launch for all tensors that share a rule.
+"""
+
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
+from fp8_common._amax import INF_KEY
 from fp8_common._formats import get_data_format
 from fp8_common._launch import scale_rule
 from fp8_common._policy import ScalePolicy
+from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._history import update_history
-from fp8_common.torch._ops import NAMESPACE, policy_of_key
+from fp8_common.torch._amax import float_key, key_to_float
+from fp8_common.torch._history import reduce_history, update_history
+from fp8_common.torch._ops import NAMESPACE, policy_key, policy_of_key
 from fp8_common.torch._scaling import divide, scale_from_amax
 
+__all__ = ["UNOBSERVED", "delayed_update", "observed_key", "reduce_history", "roll_histories"]
+
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+UNOBSERVED = -1
+"""Key of an operand that was not observed; below every amax, so that MAX ignores it."""
+
+
+def observed_key(amax: torch.Tensor) -> torch.Tensor:
+    """Return the int32 keys of float32 `amax`, UNOBSERVED where it is infinite or NaN: that is not recorded."""
+    key = float_key(amax)
+    return torch.where(key >= INF_KEY, UNOBSERVED, key)
+
+
+def roll_histories(
+    history: torch.Tensor, keys: torch.Tensor, scale: torch.Tensor, casts: Sequence[CastRecipe]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the histories and scales after a step in which every operand was observed.
+
+    Args:
+        history: float32 [L, T], slot 0 the newest.
+        keys: int32 [T]: what the step observed; entries below 0 count as 0.
+        scale: float32 [T]: the scales into FP8 of the step.
+        casts: T casts that share one policy.
+    """
+    formats = ",".join(cast.format for cast in casts)
+    amax = key_to_float(keys.clamp(min=0))
+    rolled, following, _ = delayed_update(history, amax, scale, formats, policy_key(casts[0].policy))
+    return rolled, following
 
 
 @torch.library.custom_op(f"{NAMESPACE}::delayed_update", mutates_args=())
@@ -21,7 +56,7 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
 
     Args:
         history: float32 [L, T], slot 0 the newest.
-        amax: float32 [T]: what this step saw; infinite and NaN ones are not recorded.
+        amax: float32 [T], observed in this step; infinite and NaN ones are not recorded.
         scale: float32 [T]: the scales into FP8 of this step.
         formats: The names of the T formats, with commas between.
         policy: `fp8_common.torch._ops.policy_key` of the rule that all share.
@@ -30,10 +65,11 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
     if all(triton_backend.applies(amax, name, rule) for name in set(names)):
         return triton_backend.delayed_update(history, amax, scale, _numerators(names, rule, amax.device), rule)
     window, largest = update_history(history, amax, rule.algo)
+    # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
     result = scale
     for name in dict.fromkeys(names):
         own = scale_from_amax(largest, get_data_format(name), rule, prev=scale)
-        result = torch.where(_are(names, name, amax.device), own, result)
+        result = torch.where(_has_format(names, name, amax.device), own, result)
     return window, result, divide(1.0, result)
 
 
@@ -45,10 +81,11 @@ def _(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: s
 @lru_cache(maxsize=64)
 def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
     """Return the float32 [T] numerators of the scales; sent to the device once."""
+    # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph.
     return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
-def _are(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
-    """Return bool [T]: which of `names` are `name`."""
+def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
+    """Return bool [T]: whether each of `names` is `name`; sent to the device once."""
     return torch.tensor([other == name for other in names], device=device)

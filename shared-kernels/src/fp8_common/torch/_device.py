@@ -1,4 +1,4 @@
-"""Decides where FP8 products run on hardware and where they are emulated."""
+"""Whether FP8 products run on hardware or are emulated on a device."""
 
 import logging
 from functools import cache
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProductChoice(Protocol):
-    """What decides where products run: any configuration with this field."""
+    """Any configuration with the field `emulate`."""
 
     @property
     def emulate(self) -> Literal["auto"] | bool:
@@ -37,11 +37,13 @@ def should_emulate(device: torch.device, config: ProductChoice) -> bool:
     return not supported
 
 
+# Under torch.compile the answer is a constant of the graph; Dynamo would otherwise trace into the capability query.
 @assume_constant_result
 def _has_fp8_products(device: torch.device) -> bool:
     return _look_up(device)
 
 
+# Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
 @cache
 def _look_up(device: torch.device) -> bool:
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Decides who runs a cast: the functions themselves in eager mode, opaque operators while a graph is being captured.
+"""Casts and reductions, called directly in eager mode and as opaque operators under torch.compile.
 
 Both paths end in the same code, so compiled and eager results are the same bits: a compiler that sees one node cannot
 reorder a division or contract a multiplication. Calling a function directly saves the operators' overhead in eager
@@ -28,11 +28,13 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return triton_backend.amax_all(x) if triton_backend.applies(x) else amax_all(x)
 
 
-def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> torch.Tensor:
-    """Return the float32 scale into FP8, of the shape of float32 `amax`."""
+def scale_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the float32 scale into FP8, of the shape of float32 `amax`; `prev` is used where `amax` says nothing."""
     if torch.compiler.is_compiling():
-        return ops.amax_to_scale(amax, None, fmt.name, ops.policy_key(policy))
-    return _scale_from_amax(amax, fmt, policy)
+        return ops.amax_to_scale(amax, prev, fmt.name, ops.policy_key(policy))
+    return _scale_from_amax(amax, fmt, policy, prev)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decides which torch dtype stands for which format, and which tensors can be quantized."""
+"""The torch dtype of each format, and the dtypes of tensors that can be quantized."""
 
 from functools import cache
 
@@ -22,7 +22,8 @@ def torch_dtype(fmt: str | Format) -> torch.dtype:
     Raises:
         Fp8Error: Unknown format.
     """
-    return getattr(torch, get_format(fmt).dtype_name)
+    # a Format is taken as it is: casts ask often
+    return getattr(torch, (fmt if isinstance(fmt, Format) else get_format(fmt)).dtype_name)
 
 
 def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
@@ -52,6 +53,6 @@ def as_codes(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 @cache
 def values_table(fmt: str | Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the 256 values of a format in `dtype` on `device`; exact in float32, and in bfloat16 but for E8M0's 0."""
-    # made by NumPy: a default device or a mode that is active now must not decide about what is kept
+    # Made by NumPy: the table is cached, so a default device or a tensor mode that is active now must not shape it.
     table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), get_format(fmt)))
     return table.to(dtype=dtype, device=device)

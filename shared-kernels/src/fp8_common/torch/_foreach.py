@@ -1,8 +1,8 @@
-"""Decides how the amax and the cast of many tensors are done at once: one launch for all of one dtype on a GPU.
+"""The amax and the cast of a list of tensors: one kernel launch for each dtype on a GPU.
 
-FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and kept
-while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches.
-Both are operators; elsewhere their references go through the list.
+FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and cached
+while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches. Both
+are operators. Elsewhere than on a GPU they call the references for one tensor after the other.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from fp8_common.torch._ops import NAMESPACE
 from fp8_common.torch._quantize import quantize
 
 Row = tuple[int, int]
+"""(address, elements) of a tensor."""
 TABLES_KEPT = 64
+"""Size of the cache of tables."""
 
 
 def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -28,7 +30,7 @@ def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
-    return foreach_amax(list(tensors))
+    return foreach_amax(list(tensors)) if torch.compiler.is_compiling() else _amax_keys(tensors)
 
 
 def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
@@ -40,14 +42,16 @@ def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> 
         fmt: The format of the results.
 
     Returns:
-        Contiguous tensors of the shapes of `tensors`; they share one buffer.
+        Contiguous tensors of the shapes of `tensors`; they may share one buffer.
     """
-    return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
+    if torch.compiler.is_compiling():
+        return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
+    if not triton_backend.applies(tensors[0], fmt):
+        return [quantize(x, scale, fmt).contiguous() for x, scale in zip(tensors, scales.unbind(), strict=True)]
+    return _parts(_launched(tensors, scales, fmt), tensors)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
-def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """int32 keys [len(tensors)] of max |x|."""
+def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not triton_backend.applies(tensors[0]):
         return torch.stack([float_key(amax_all(x)) for x in tensors])
     keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -55,6 +59,7 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
         dense = [tensors[i].contiguous() for i in places]
         table = _table(tuple((x.data_ptr(), x.numel()) for x in dense), (), tensors[0].device)
         plan = launch.foreach_amax_plan(table["programs"], _name(dtype), aligned=table["aligned"])
+        # The usual list has one dtype; then the kernel writes the result itself.
         whole = len(places) == len(tensors)
         found = keys if whole else keys.new_zeros(len(places))
         triton_backend.run(plan, keys.device, amax_ptr=found, **table["tensors"])
@@ -63,21 +68,9 @@ def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
     return keys
 
 
-@foreach_amax.register_fake
-def _(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0].new_empty(len(tensors), dtype=torch.int32)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::foreach_cast", mutates_args=())
-def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
-    """FP8 data of all tensors one after the other, each from a multiple of 16 on."""
-    form, first = get_data_format(fmt), tensors[0]
-    if not triton_backend.applies(first, form):
-        buffer = first.new_zeros(sum(_room(tensors)), dtype=torch.uint8).view(torch_dtype(form))
-        for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
-            part.copy_(quantize(x, scale, form))
-        return buffer
-    buffer = first.new_empty(sum(_room(tensors)), dtype=torch_dtype(form))
+def _launched(tensors: Sequence[torch.Tensor], scales: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return FP8 data of all tensors one after the other, made by the kernels."""
+    buffer = tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(form))
     outputs = _parts(buffer, tensors)
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
@@ -89,18 +82,44 @@ def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) ->
     return buffer
 
 
+@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
+def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """int32 keys [len(tensors)] of max |x|."""
+    return _amax_keys(tensors)
+
+
+@foreach_amax.register_fake
+def _(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].new_empty(len(tensors), dtype=torch.int32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::foreach_cast", mutates_args=())
+def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    """FP8 data of all tensors one after the other, each from a multiple of 16 on."""
+    # One buffer and not a list of parts: the outputs of an operator must not share memory.
+    form, first = get_data_format(fmt), tensors[0]
+    if not triton_backend.applies(first, form):
+        # Zeros where the kernels leave padding unwritten; made as uint8, because few operations know float8.
+        buffer = first.new_zeros(sum(_padded_sizes(tensors)), dtype=torch.uint8).view(torch_dtype(form))
+        for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
+            part.copy_(quantize(x, scale, form))
+        return buffer
+    return _launched(tensors, scales, form)
+
+
 @foreach_cast.register_fake
 def _(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
-    return tensors[0].new_empty(sum(_room(tensors)), dtype=torch_dtype(fmt))
+    return tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt))
 
 
-def _room(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _padded_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Elements of each tensor, rounded up to 16 so that every part starts aligned for 16-byte stores."""
     return [-(-x.numel() // 16) * 16 for x in tensors]
 
 
 def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the part of the buffer that belongs to each tensor, in its shape."""
-    parts = buffer.split(_room(tensors))
+    parts = buffer.split(_padded_sizes(tensors))
     return [part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
@@ -113,18 +132,20 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device) -> dict:
-    """Put addresses, lengths and the chunks of all programs on the device, in one transfer."""
-    # Kept by addresses and sizes, which is all that it holds: a new tensor at an old address changes nothing.
+    """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
+    # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
     tensor, chunk = launch.foreach_chunks([size for _, size in rows])
     columns = {
         "ptrs_ptr": [address for address, _ in rows],
         "numel_ptr": [size for _, size in rows],
         "out_ptrs_ptr": list(outputs),
     }
+    # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
     narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
     tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
     tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
+    # An empty tensor may have the address 0; nothing is read there.
     addresses = [address for (address, size) in rows if size] + list(outputs)
     return {
         "tensors": tensors,

@@ -1,6 +1,7 @@
-"""Decides the operators for what one kernel does at once: amax with the cast, a transposed copy, folded rows.
+"""Operators that one kernel computes in one pass: cast with amax, with transpose, with folded scales.
 
-Like those of `fp8_common.torch._ops`, opaque to the compiler; the references below define them elsewhere.
+Opaque to the compiler, like those of `fp8_common.torch._ops`. Where the kernels do not apply, each is a composition of
+the references. The plain functions are for eager mode, see `fp8_common.torch._dispatch`.
 """
 
 import torch
@@ -69,6 +70,7 @@ def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
     if triton_backend.applies(x, form):
         return triton_backend.quantize_transposed(x, scale, form)
     data = quantize(x.contiguous(), scale, form)
+    # As uint8, which all operations support.
     return data, data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
@@ -95,6 +97,7 @@ def quantize_philox(x: torch.Tensor, scale: torch.Tensor, seed: int, offset: int
     form = get_data_format(fmt)
     if triton_backend.applies(x, form):
         return triton_backend.quantize_stochastic(x, scale, form, seed, offset)
+    # Drawn by NumPy whatever the device: any element's bits follow from its index alone, so all agree.
     bits = torch.from_numpy(random_bits(seed, tuple(x.shape), offset)).to(x.device)
     return quantize_stochastic(x.contiguous(), scale, form, bits)
 

@@ -1,19 +1,21 @@
-"""Decides how activations and gradients become FP8 operands of a matrix product.
+"""FP8 operands of a matrix product, and how activations and gradients are cast to them.
 
 An operand is a matrix whose contracted dimension is the last: a product is `a @ b.T`, the layout of FP8 hardware.
 """
 
 import dataclasses
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from fp8_common._blocks import Block
-from fp8_common._formats import Format
+from fp8_common._formats import Format, get_format
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._amax import amax_over_ranks
-from fp8_common.torch._delayed import DelayedScale
+from fp8_common.torch._gathered_weight import GatheredFloat8Weight
+from fp8_common.torch._quantize import expand_blocks
+from fp8_common.torch._reduce import amax_over_ranks
 
 BLOCK_1X128 = (1, 128)
 
@@ -34,6 +36,16 @@ class Operand:
     fmt: Format
     block: Block | None = None
 
+    @classmethod
+    def of(cls, gathered: GatheredFloat8Weight) -> "Operand":
+        """Return what was cast before it was gathered."""
+        return cls(gathered.codes, dispatch.reciprocal(gathered.scale), get_format(gathered.fmt), gathered.block)
+
+    @property
+    def wide_scale_inv(self) -> torch.Tensor:
+        """The scales back from FP8, broadcasting to the codes: those of blocks are repeated."""
+        return self.scale_inv if self.block is None else expand_blocks(self.scale_inv, self.block, self.codes.shape)
+
     def transposed(self) -> "Operand":
         """Return the matrix with its other dimension contracted; scales must be a scalar or square blocks."""
         block = None if self.block is None else (self.block[1], self.block[0])
@@ -41,8 +53,23 @@ class Operand:
         return Operand(self.codes.t(), scale_inv, self.fmt, block)
 
 
+class ScaleState(Protocol):
+    """The state of delayed scaling of one tensorwise operand."""
+
+    @property
+    def always_ready(self) -> bool:
+        """Whether `scale` is the one to use, whatever the operand holds: amax and cast are then one pass."""
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 scalar into FP8, from earlier steps."""
+
+    def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
+        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to."""
+
+
 def cast_operand(
-    x: torch.Tensor, cast: CastRecipe, delayed: DelayedScale | None = None, *, record: bool = False
+    x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False
 ) -> Operand:
     """Cast a matrix whose contracted dimension is the last.
 
@@ -74,7 +101,7 @@ def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operan
 def cast_tensorwise(
     x: torch.Tensor,
     cast: CastRecipe,
-    delayed: DelayedScale | None,
+    delayed: ScaleState | None,
     *,
     record: bool,
     group: dist.ProcessGroup | None = None,

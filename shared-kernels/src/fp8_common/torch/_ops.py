@@ -1,7 +1,11 @@
-"""Decides the operators `torch.ops.fp8_common.*`: what torch.compile and FX graphs see of this package.
+"""The operators `torch.ops.fp8_common.*`: what torch.compile and FX graphs see of this package.
 
 Each is opaque to the compiler, so compiled and eager results are the same bits. Formats travel as names, policies as
-strings (`policy_key`). None has a derivative except `fake_quantize`, which is straight-through.
+strings (`policy_key`), because an operator's schema has no place for dataclasses. None has a derivative except
+`fake_quantize`, which is straight-through.
+
+Below each operator stands its fake: shapes and dtypes for tracing, without data. The data keep the strides of the input
+(`empty_like`), values have the contiguous strides of the references (`new_empty`).
 """
 
 import dataclasses
@@ -27,8 +31,8 @@ NAMESPACE = "fp8_common"
 
 
 def policy_key(policy: ScalePolicy) -> str:
-    """Return the string that stands for `policy` in operator arguments; plain enough for every compiler to fold."""
-    # As text, because an operator's schema has no place for dataclasses; `policy_of_key` reads it back.
+    """Return the string that stands for `policy` in operator arguments; `policy_of_key` reads it back."""
+    # One f-string of plain attributes, which compilers fold to a constant while tracing.
     return (
         f"{policy.name}|{policy.margin}|{policy.power_of_2}|{policy.eps}|{policy.zero}|{policy.nonfinite}|"
         f"{policy.upper}|{policy.lower}|{policy.formula}|{policy.mx_mode}|{policy.history}|{policy.algo}"
@@ -42,6 +46,7 @@ def policy_of_key(key: str) -> ScalePolicy:
     return ScalePolicy(**{field.name: _READERS.get(str(field.type), str)(text) for field, text in fields})
 
 
+# By the repr of the annotation, which for plain types is the class itself. bool("False") is True, hence the comparison.
 _READERS: dict[str, Callable[[str], Any]] = {
     "<class 'int'>": int,
     "<class 'float'>": float,

@@ -1,4 +1,4 @@
-"""Decides how tensors become FP8 data plus scales in torch, at every granularity; plain eager functions.
+"""Quantization of torch tensors at every granularity, as plain eager functions.
 
 These are the references behind the operators of `fp8_common.torch._ops`. They equal `fp8_common.quantize` bit for bit.
 """
@@ -19,6 +19,8 @@ from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, s
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype."""
+    # The product is a new tensor, so clamping in place saves a copy. Clamped, because torch's cast does not saturate in
+    # every version; clamp keeps NaN.
     scaled = as_float32(x) * as_float32(scale, "scale")
     return scaled.clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
@@ -74,6 +76,7 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     if x.ndim == 1:
         return block_amax(x[None], block)[0]
     grid = block_grid(tuple(x.shape), block)
+    # Zeros do not change an amax.
     padded = F.pad(x, (0, grid[-1] * columns - x.shape[-1], 0, grid[-2] * rows - x.shape[-2]))
     return amax_over(padded.reshape(*grid[:-1], rows, grid[-1], columns), (-3, -1), keepdim=False)
 

@@ -1,4 +1,4 @@
-"""Decides how an optimizer that was made too early is noticed: it holds parameters that a conversion has replaced.
+"""Notices optimizers that were made too early: they hold parameters that a conversion has replaced.
 
 Without this it would step without an error and train nothing, because the old parameters get no gradients any more.
 """

@@ -1,7 +1,7 @@
-"""Decides how torch rounds to FP8: saturate explicitly, then the library's own cast, which rounds to nearest even.
+"""Rounding of torch tensors to FP8, and the values of FP8 codes.
 
-The clamp is explicit because torch 2.11 and 2.13 disagree on overflow: e4m3 saturates in one and not in the other,
-e5m2 goes to infinity in both. `clamp` keeps NaN.
+torch's own cast rounds to nearest even. It is preceded by an explicit clamp, because versions differ on overflow: e4m3
+saturates in torch 2.13 and not in 2.11, e5m2 becomes infinite in both. `clamp` keeps NaN.
 """
 
 import torch
@@ -31,13 +31,14 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     magnitude = x.abs().clamp(max=fmt.max)
     bits = magnitude.view(torch.int32)
     exponent = ((bits >> 23) - 127).clamp(min=fmt.min_exponent)
+    # Scaled so that the grid of the format in this binade becomes the integers; exact, since only exponents change.
     grid = magnitude * _power_of_2(fmt.mantissa_bits - exponent)
     below = grid.floor()
-    # By way of int64: torch shifts int32 with its sign, and has few operators for uint32.
+    # Through int64: torch shifts int32 with its sign, and has few operators for uint32.
     upper_bits = (random_bits.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) >> 9
     threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
     rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
-    # The exponent of a NaN is no exponent: what was computed for it means nothing.
+    # NaN has no binade, so what was computed for it is meaningless.
     rounded = torch.where(torch.isnan(x), x, torch.copysign(rounded, x))
     return cast(rounded, fmt)
 
@@ -52,7 +53,7 @@ def values(codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.fl
     """
     fmt = get_format(fmt)
     codes = as_codes(codes, fmt)
-    if is_fake(codes):  # it does not mix with a table that is kept for real ones
+    if is_fake(codes):  # operations must not mix fake tensors with the real, cached table
         return codes.view(torch_dtype(fmt)).to(dtype)
     index = codes.reshape(-1).int()
     return torch.index_select(values_table(fmt, dtype, codes.device), 0, index).view(codes.shape)

@@ -1,6 +1,7 @@
-"""Decides the scale in torch: the same operations, in the same order, as `fp8_common._scaling`.
+"""The scale in torch: the operations of `fp8_common._scaling`, in the same order.
 
-Numerators are tensors: torch turns `number / tensor` into `reciprocal * number`, which rounds twice.
+Numerators are tensors: torch computes `number / tensor` as `tensor.reciprocal() * number`, which rounds twice; with the
+numerator 448, the last bit differs for 27 % of values.
 """
 
 import torch
@@ -26,11 +27,13 @@ def scale_from_amax(
         return divide(1.0, scale_inv_from_amax(value, fmt, policy))
     key = float_key(value)
     if policy.formula == "divide_then_margin":
+        # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
         scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
     else:
         scale = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(value, policy))
     scale = scale.clamp(policy.lower, policy.upper)
     if policy.power_of_2:
+        # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
     fallback = torch.ones_like(scale) if prev is None else as_float32(prev, "prev").expand_as(scale)
     return _replace_unusable(scale, key, policy, fallback)
@@ -49,6 +52,7 @@ def scale_inv_from_amax(
 
 def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
     """Return RN32(numerator / x), IEEE division of float32 tensors."""
+    # `numerator / x` would multiply by a reciprocal, see above.
     return torch.div(torch.full_like(x, numerator), x)
 
 
@@ -58,9 +62,11 @@ def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     exponent, mantissa = key >> 23, key & MANTISSA_MASK
     if mode == "rceil":
         limit = int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32))
+        # amax / max exceeds 2^(difference of the exponents) exactly if amax's mantissa exceeds max's.
         above = (mantissa > (limit & MANTISSA_MASK)).int()
         code = torch.where(exponent == 0, 0, exponent - ((limit >> 23) - 127) + above)
     elif mode == "even":
+        # Half a step of the format's mantissa; the carry rounds up. A NaN's key may overflow, and is replaced below.
         code = ((key + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent
     else:
         code = exponent - fmt.max_exponent + ((mantissa != 0).int() if mode == "ceil" else 0)
@@ -75,6 +81,7 @@ def scale_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
 def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 multiplier back from FP8 of uint8 E8M0 codes, built from bits: 2^(code-127), NaN for 255."""
     code = codes.to(torch.int32)
+    # A code is the exponent field of its value, except that 2^-127 is subnormal in float32.
     bits = torch.where(code == 0, 0x00400000, code << 23)
     return torch.where(code == E8M0.nan_code, 0x7FC00000, bits).view(torch.float32)
 
@@ -85,7 +92,8 @@ def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
 
 
 def _replace_unusable(scale: torch.Tensor, key: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
-    """Put the policy's answer where amax is zero, infinite or NaN."""
+    """Put the scale that the policy prescribes where amax is zero, infinite or NaN."""
+    # By the key of amax: after the limits, the scales of zero and infinity are ordinary numbers.
     one = torch.ones_like(scale)
     if policy.zero != "eps":
         scale = torch.where(key == 0, prev if policy.zero == "previous" else one, scale)

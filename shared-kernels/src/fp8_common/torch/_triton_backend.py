@@ -1,4 +1,4 @@
-"""Decides when tensors are handled by the Triton kernels, and hands them over.
+"""The Triton kernels on torch tensors, and the rule for which tensors they handle.
 
 Same functions and results as `fp8_common.torch.quantize` and `amax`; shapes without a kernel (scales that broadcast,
 other axes, batched blocks) go to these references. `FP8_COMMON_BACKEND` chooses: "auto" takes the kernels for CUDA
@@ -32,6 +32,7 @@ def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolic
     Raises:
         Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
     """
+    # The environment is read at every call, so that tests and users can change it; the device is looked up once.
     choice = backend()
     if choice == "reference" or is_fake(x) or (fmt is not None and not launch.supports(fmt, policy)):
         return False
@@ -63,7 +64,7 @@ def amax_all(x: torch.Tensor) -> torch.Tensor:
 def amax_key(x: torch.Tensor) -> torch.Tensor:
     """Return the int32 key [1] of max |x|; 0 for an empty tensor."""
     dense = _dense(x)
-    # The kernel takes an atomic maximum with what is there.
+    # The kernel takes an atomic maximum with what is stored there; 0 is the smallest key.
     key = torch.zeros(1, dtype=torch.int32, device=x.device)
     run(launch.amax_plan(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
     return key
@@ -71,7 +72,7 @@ def amax_key(x: torch.Tensor) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)); one scale for the whole tensor has a kernel."""
-    # A scale [1, 1] for x [n] would make the result a matrix, which broadcasting does and a kernel does not.
+    # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which only the reference does.
     if scale.numel() != 1 or scale.ndim > x.ndim:
         return _quantize.quantize(x, scale, fmt)
     dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
@@ -92,6 +93,7 @@ def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tup
 def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and the float32 scalar scale from the tensor's own amax: two launches."""
     dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    # Written by the first program; 1.0 stays for an empty tensor, for which nothing is launched.
     scale = torch.ones(1, dtype=torch.float32, device=x.device)
     key = amax_key(dense)
     plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, policy=policy)
@@ -190,6 +192,7 @@ def dequantize_blockwise(
     q: torch.Tensor, scale: torch.Tensor, fmt: Format, block: Block, dtype: torch.dtype
 ) -> torch.Tensor:
     """Undo `quantize_blockwise`; blocks of 128 columns have a kernel."""
+    # Scales of another shape go to the reference, which raises the error.
     whole = tuple(scale.shape) == block_grid(tuple(q.shape), block)
     if not whole or block[1] != 128 or (block[0] > 1 and q.ndim != 2) or not _regular(q):
         return _quantize.dequantize_blockwise(q, scale, fmt, block, dtype)
@@ -255,7 +258,7 @@ def _obstacle(device: torch.device) -> str | None:
     """Say what keeps the kernels from a device; None if nothing does."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if interpreting():
+    if interpreting():  # the interpreter runs the kernels on CPU tensors
         return None
     if device.type != "cuda" or torch.version.hip:
         return f"the kernels need an NVIDIA GPU, and the tensor is on {device.type}"
@@ -283,15 +286,19 @@ def _scale(scale: torch.Tensor) -> torch.Tensor:
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """Return x in the memory order that `torch.empty_like(x)` has, so that elementwise kernels see flat memory."""
+    # `empty_like` keeps the order of dimensions of dense tensors and drops gaps and overlaps. Reading x in that order
+    # lets a transposed matrix be cast without a copy, into data that are transposed the same way.
     order = torch.empty_like(x)
     return x if order.stride() == x.stride() else order.copy_(x)
 
 
 def _regular(x: torch.Tensor) -> bool:
+    """Whether kernels that work on rows can read x: contiguous, and not a scalar."""
     return x.is_contiguous() and x.ndim >= 1
 
 
 def _matrix(x: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and columns of x, all dimensions but the last counted as rows."""
     n = x.shape[-1]
     return (x.numel() // n if n else 0), n
 

@@ -1,5 +1,13 @@
 """FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and layers."""
 
+try:
+    import flax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_jax_owg.linen needs {error.name}, which is not installed. Run: pip install 'fp8-jax-owg[flax]'",
+        name=error.name,
+    ) from None
+
 from fp8_jax_owg.linen._boxes import OwgBox, owg_init
 from fp8_jax_owg.linen._dense import Fp8Dense
 from fp8_jax_owg.linen._operations import (

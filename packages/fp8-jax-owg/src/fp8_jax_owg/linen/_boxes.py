@@ -1,4 +1,4 @@
-"""Decides how a parameter says that it is overwritten with its gradient: a box around its value, as for sharding."""
+"""`OwgBox`: the box around a parameter that is overwritten with its gradient, as flax boxes sharded ones."""
 
 from collections.abc import Callable
 from typing import Any

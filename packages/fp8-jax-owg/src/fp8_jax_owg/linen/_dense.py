@@ -1,10 +1,11 @@
-"""Decides what a dense layer in FP8 is: flax's own, with another product."""
+"""`Fp8Dense`: flax's `nn.Dense` with an FP8 product."""
 
 import functools
 
 from flax import linen as nn
 
-from fp8_jax_owg._scaling import DelayedScaling, Scaling
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
+from fp8_jax_owg._scaling import DelayedScaling
 from fp8_jax_owg.linen._operations import Fp8DotGeneralOp
 
 
@@ -12,13 +13,14 @@ class Fp8Dense(nn.Dense):
     """`nn.Dense` whose product runs in FP8; parameters, names and other settings are flax's.
 
     Attributes:
-        scaling: `DelayedScaling` (the default) or `CurrentScaling`.
+        scaling: `DelayedScaling` (the default), `CurrentScaling`, or a recipe of `fp8_common`.
     """
 
-    scaling: Scaling = DelayedScaling()
+    scaling: ScalingChoice = DelayedScaling()
 
     def __post_init__(self) -> None:
         """Choose the product, unless one was chosen."""
+        self.scaling = as_scaling(self.scaling)
         if self.dot_general_cls is None and self.dot_general is None:
             self.dot_general_cls = functools.partial(Fp8DotGeneralOp, scaling=self.scaling)
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Decides what Linen layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`.
+"""What Linen layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`.
 
 `nn.Dense(..., dot_general_cls=Fp8DotGeneralOp)`; `functools.partial(Fp8DotGeneralOp, scaling=...)` passes settings. All
 take the attributes of `fp8_jax_owg.linen._variables.Fp8Op`.

@@ -1,4 +1,4 @@
-"""Decides how a Linen module becomes a pipeline: its variables get a stage axis, `apply` keeps its signature.
+"""Pipelines of a Linen module: its variables get a stage axis, `apply` keeps its signature.
 
 Which variables are overwritten with their gradient is found inside, in one of four ways:
 

@@ -1,4 +1,4 @@
-"""Decides how a Linen training state changes: the optimizer sees parameters, overwritten leaves are replaced."""
+"""`TrainState` of Linen: the optimizer sees parameters, overwritten leaves are replaced."""
 
 from collections.abc import Callable
 from typing import Any

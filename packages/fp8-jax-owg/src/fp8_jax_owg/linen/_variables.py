@@ -1,4 +1,4 @@
-"""Decides where Linen modules keep the state of a product: flax's collection, flax's names."""
+"""`Fp8Op`: the base of Linen operations, with the state of a product in flax's collection under flax's names."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,8 @@ from flax import linen as nn
 from fp8_common import Fp8Error
 from fp8_jax_owg._marker import COLLECTION
 from fp8_jax_owg._meta import init_meta
-from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Scaling, Tensor
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
+from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
 """The collection; flax has the same, so checkpoints of either load in the other."""
@@ -19,15 +20,16 @@ class Fp8Op(nn.Module):
     """Base of the operations: it holds the leaves of one product, if its scaling needs any.
 
     Attributes:
-        scaling: `DelayedScaling` or `CurrentScaling`.
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary).
         amax_history_length: Overrides that of `scaling`, under the name that flax's operations give it.
     """
 
-    scaling: Scaling = DelayedScaling()
+    scaling: ScalingChoice = DelayedScaling()
     amax_history_length: int | None = None
 
     def __post_init__(self) -> None:
         """Take the length as flax passes it."""
+        self.scaling = as_scaling(self.scaling)
         if self.amax_history_length is not None and isinstance(self.scaling, DelayedScaling):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
         super().__post_init__()

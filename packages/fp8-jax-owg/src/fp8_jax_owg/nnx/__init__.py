@@ -1,5 +1,13 @@
 """FP8 for Flax NNX: a Variable type for overwrite-with-gradient state, layers, and the conversion of models."""
 
+try:
+    import flax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fp8_jax_owg.nnx needs {error.name}, which is not installed. Run: pip install 'fp8-jax-owg[flax]'",
+        name=error.name,
+    ) from None
+
 from fp8_jax_owg.nnx._convert import convert_to_fp8
 from fp8_jax_owg.nnx._layers import Fp8Einsum, Fp8Linear
 from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp

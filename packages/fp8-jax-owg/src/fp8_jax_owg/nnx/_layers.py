@@ -1,10 +1,10 @@
-"""Decides what layers in FP8 are in NNX: flax's own, with another product."""
+"""`Fp8Linear` and `Fp8Einsum`: flax's NNX layers with an FP8 product."""
 
 from typing import Any
 
 from flax import nnx
 
-from fp8_jax_owg._scaling import Scaling
+from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg.nnx._operations import Fp8DotGeneralOp, Fp8EinsumOp
 
 
@@ -14,7 +14,7 @@ class Fp8Linear(nnx.Linear):
     Args:
         in_features: Size of the last dimension of inputs.
         out_features: Size of the last dimension of outputs.
-        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()`.
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None is `DelayedScaling()`.
         rngs: For the kernel's initializer.
         **settings: The other arguments of `nnx.Linear`.
     """
@@ -24,7 +24,7 @@ class Fp8Linear(nnx.Linear):
         in_features: int,
         out_features: int,
         *,
-        scaling: Scaling | None = None,
+        scaling: ScalingChoice | None = None,
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
@@ -38,7 +38,7 @@ class Fp8Einsum(nnx.Einsum):
         einsum_str: The equation of input and kernel.
         kernel_shape: Shape of the kernel.
         bias_shape: Shape of the bias; None for none.
-        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()`.
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None is `DelayedScaling()`.
         rngs: For the kernel's initializer.
         **settings: The other arguments of `nnx.Einsum`.
     """
@@ -49,7 +49,7 @@ class Fp8Einsum(nnx.Einsum):
         kernel_shape: tuple[int, ...],
         bias_shape: tuple[int, ...] | None = None,
         *,
-        scaling: Scaling | None = None,
+        scaling: ScalingChoice | None = None,
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Decides what NNX layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`.
+"""What NNX layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`.
 
 Each operation is a module that holds the leaves of one product as attributes, under flax's names. A layer needs an
 operation of its own: two layers that share one share its scales.
@@ -16,7 +16,8 @@ from fp8_jax_owg._conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg._dot import fp8_dot_general
 from fp8_jax_owg._einsum import fp8_einsum
 from fp8_jax_owg._meta import init_meta
-from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Scaling, Tensor
+from fp8_jax_owg._recipes import ScalingChoice, as_scaling
+from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
 from fp8_jax_owg.nnx._variables import OverwriteWithGradient
 
 
@@ -24,13 +25,13 @@ class Fp8Op(nnx.Module):
     """Base of the operations: it holds the leaves of one product, if its scaling needs any.
 
     Args:
-        scaling: `DelayedScaling` or `CurrentScaling`; None is `DelayedScaling()`.
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None is `DelayedScaling()`.
     """
 
     tensors: tuple[Tensor, ...] = TENSORS
 
-    def __init__(self, scaling: Scaling | None = None) -> None:
-        self.scaling = scaling or DelayedScaling()
+    def __init__(self, scaling: ScalingChoice | None = None) -> None:
+        self.scaling = as_scaling(scaling or DelayedScaling())
         self.names: tuple[str, ...] = ()
         if isinstance(self.scaling, DelayedScaling):
             leaves = init_meta(self.scaling, self.tensors)

@@ -1,4 +1,4 @@
-"""Decides how an NNX model is trained: the optimizer sees parameters, overwritten variables are replaced."""
+"""`Optimizer` of NNX: it updates parameters and replaces overwritten variables."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Decides how NNX modules become a pipeline: copies of a stage with stacked variables.
+"""Pipelines of an NNX module: copies of a stage with stacked variables.
 
 Which variables are overwritten with their gradient, their type tells: `OverwriteWithGradient`.
 """

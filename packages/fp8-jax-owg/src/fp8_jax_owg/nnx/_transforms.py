@@ -1,4 +1,4 @@
-"""Decides how the loss of an NNX model is differentiated: like `nnx.value_and_grad`, with overwritten leaves."""
+"""`value_and_grad` of an NNX model: like `nnx.value_and_grad`, with overwritten leaves."""
 
 import functools
 from collections.abc import Callable

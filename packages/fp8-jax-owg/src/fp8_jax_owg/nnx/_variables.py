@@ -1,4 +1,4 @@
-"""Decides the type of overwrite-with-gradient values in NNX; filters, transforms and the optimizer go by it."""
+"""`OverwriteWithGradient`: the NNX variable type of overwritten values; filters and the optimizer go by it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Decides how optax trains variables with overwritten leaves: it never sees them.
+"""`bypass_owg`: optax optimizers that never see overwritten leaves.
 
 Weight decay, moments, norms and factored statistics would all be wrong for a value that is replaced, and their
 state would waste memory. The wrappers give overwritten leaves past the optimizer: `updates` holds their next values

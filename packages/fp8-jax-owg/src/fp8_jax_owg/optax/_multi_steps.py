@@ -1,4 +1,4 @@
-"""Decides how gradients of several micro-batches become one step of the optimizer.
+"""`MultiSteps`: one step of the optimizer for the gradients of several micro-batches.
 
 The history rolls once per step, because the state is overwritten once per step.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fp8_common import Fp8Error
-from fp8_jax_owg import _wire as wire
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import merge, split
 
 
@@ -61,7 +61,7 @@ class MultiSteps:
         # optax divides floats by its integer counter
         with jax.numpy_dtype_promotion("standard"):
             changes, inner = self._parameters.update(parameters, state.parameters, known, **extra)
-        seen = jax.tree.map(wire.maximum, state.overwritten, overwritten)
+        seen = jax.tree.map(cotangents.maximum, state.overwritten, overwritten)
         due = self._parameters.has_updated(inner)
         nothing = _nothing(seen)
         emitted = jax.tree.map(lambda a, b: jnp.where(due, a, b), seen, nothing)
@@ -78,4 +78,4 @@ class MultiSteps:
 
 
 def _nothing(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.full_like(x, wire.NOT_OBSERVED), tree)
+    return jax.tree.map(lambda x: jnp.full_like(x, cotangents.NOT_OBSERVED), tree)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8_common.torch._fsdp import pad_rows, unpad
+from fp8_common.torch.plugin import fsdp
 
 _MARK = "_fp8_te_init_pads"
 
@@ -42,7 +42,7 @@ def _padding(own: Callable[..., Any]) -> Callable[..., Any]:
         share = -(-orig_size[0] // mesh.size())
         if share * mesh.size() == orig_size[0]:
             return tensors, (metadata, None)
-        padded = tuple(pad_rows(tensor, torch.Size((share, *tensor.shape[1:]))) for tensor in tensors)
+        padded = tuple(fsdp.pad_rows(tensor, torch.Size((share, *tensor.shape[1:]))) for tensor in tensors)
         return padded, (metadata, orig_size[0])
 
     return pre_all_gather
@@ -64,17 +64,15 @@ def _unpadding(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pre_all_gather(self: Any, mesh: Any) -> tuple[tuple[torch.Tensor, ...], tuple]:
-    from fp8_common.torch._fsdp.compat import find_root, sharded_params
-
-    held = next(param for param in sharded_params(find_root(self)) if param.local is self)
-    return (pad_rows(self._data, held.padded_shape),), (self._scale_inv, held.full_shape)
+    held = next(param for param in fsdp.sharded_params(fsdp.find_root(self)) if param.local is self)
+    return (fsdp.pad_rows(self._data, held.padded_shape),), (self._scale_inv, held.full_shape)
 
 
 def _post_all_gather(
     self: Any, outputs: tuple[torch.Tensor, ...], metadata: tuple, param_dtype: torch.dtype, *, out: Any = None
 ) -> Any:
     scale_inv, full_shape = metadata
-    data = unpad(outputs[0], full_shape, torch.uint8)
+    data = fsdp.unpad(outputs[0], full_shape, torch.uint8)
     target = getattr(out, "_local_tensor", out)
     if target is not None:
         target._data, target._transpose_invalid = data, True

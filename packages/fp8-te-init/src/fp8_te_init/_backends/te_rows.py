@@ -9,14 +9,12 @@ where their scales could not be read right.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from fp8_common import Format, Fp8UnsupportedError, get_format
+from fp8_common import CastRecipe, Format, Fp8UnsupportedError, get_format
 from fp8_common.presets import te_current
 from fp8_common.torch import torch_dtype
-from fp8_common.torch._amax import amax_all, float_key, key_to_float
-from fp8_common.torch._quantize import block_amax, expand_blocks, quantize
-from fp8_common.torch._rounding import values as decoded_values
-from fp8_common.torch._scaling import divide, scale_from_amax
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch
 from fp8_te_init._compat import local_of
 from fp8_te_init._shards import group_of, place_of
 from fp8_te_init._sources.base import Rows
@@ -29,6 +27,7 @@ NEEDED = {
 }
 """The attributes that this file uses of each class; a test looks for them in the real ones."""
 _SHARD_ROWS = {BLOCKS: 128, MX: 32}
+_ONE_SCALE = ScaleLayout.of(CastRecipe())
 
 
 def te_kind(tensor: object) -> str | None:
@@ -143,7 +142,7 @@ class TeRows:
 
     def values(self) -> torch.Tensor:
         """Return float32 [n, columns], dequantized."""
-        return decoded_values(self.codes().view(torch_dtype(self.fmt)), self.fmt) * self.scale_inv()
+        return dispatch.values(self.codes().view(torch_dtype(self.fmt)), self.fmt) * self.scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of high-precision values [n, columns] with the present scales.
@@ -152,11 +151,11 @@ class TeRows:
         for each block on its own.
         """
         first, *others = self._possible_scales()
-        codes, present = quantize(values, first, self.fmt).view(torch.uint8), self.codes()
+        codes, present = dispatch.quantize(values, first, self.fmt).view(torch.uint8), self.codes()
         for scale in others:
             if torch.equal(codes, present):
                 break
-            tried = quantize(values, scale, self.fmt).view(torch.uint8)
+            tried = dispatch.quantize(values, scale, self.fmt).view(torch.uint8)
             codes = torch.where(self._blocks_of(tried == present), tried, codes)
         return codes
 
@@ -165,16 +164,16 @@ class TeRows:
         if self._kind == PER_TENSOR:
             return same.all()
         block = (1, 32) if self._kind == MX else (128 if self._tensor._is_2D_scaled else 1, 128)
-        return expand_blocks(block_amax((~same).float(), block), block, same.shape) == 0
+        return _all_in_blocks(same, block)
 
     def _possible_scales(self) -> list[torch.Tensor]:
         scale_inv = self.scale_inv()
-        nearest = divide(1.0, scale_inv)
+        nearest = dispatch.reciprocal(scale_inv)
         steps = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
         known = getattr(getattr(self._tensor, "_quantizer", None), "scale", None)
         if scale_inv.ndim == 0 and known is not None:
             steps.insert(0, known.detach().reshape(()).to(scale_inv.device))
-        return [nearest, *(torch.where(divide(1.0, scale) == scale_inv, scale, nearest) for scale in steps)]
+        return [nearest, *(torch.where(dispatch.reciprocal(scale) == scale_inv, scale, nearest) for scale in steps)]
 
     def pending(self) -> torch.Tensor | None:
         """Return None: a write is quantized at once."""
@@ -184,7 +183,7 @@ class TeRows:
         """Return the int32 key [1] of the amax; none for block scales, which need no agreement."""
         if self._kind != PER_TENSOR:
             return torch.zeros(0, dtype=torch.int32, device=values.device)
-        return float_key(amax_all(values)).reshape(1)
+        return _ONE_SCALE.keys(values, ShardGeometry(full_shape=self.full_shape))
 
     def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
         """Quantize values [n, columns] with the scale from the agreed `keys`, and let go of transposed codes."""
@@ -196,9 +195,9 @@ class TeRows:
         policy = te_current(
             pow2=getattr(quantizer, "force_pow_2_scales", False), eps=getattr(quantizer, "amax_epsilon", 0.0)
         )
-        scale = scale_from_amax(key_to_float(keys).reshape(()), self.fmt, policy)
-        self._raw().copy_(quantize(values, scale, self.fmt).view(torch.uint8).view(tensor.shape))
-        tensor._scale_inv.copy_(divide(1.0, scale).reshape(tensor._scale_inv.shape))
+        scale = dispatch.scale_from_amax(_ONE_SCALE.amax(keys, self.full_shape), self.fmt, policy)
+        self._raw().copy_(dispatch.quantize(values, scale, self.fmt).view(torch.uint8).view(tensor.shape))
+        tensor._scale_inv.copy_(dispatch.reciprocal(scale).reshape(tensor._scale_inv.shape))
         tensor._transpose_invalid = True
         known = getattr(quantizer, "scale", None)
         if isinstance(known, torch.Tensor):
@@ -213,3 +212,11 @@ class TeRows:
             parts = {"codes": tensor._rowwise_data, "scales": tensor._rowwise_scale_inv}
             parts["transposes"] = getattr(tensor, "_columnwise_data", None)
         return {kind: part.nbytes for kind, part in parts.items() if part is not None}
+
+
+def _all_in_blocks(same: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return bool [n, columns]: whether all elements of the block that each belongs to are True."""
+    (n, width), (rows, columns) = same.shape, block
+    padded = F.pad(same, (0, -width % columns, 0, -n % rows), value=True)
+    whole = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns).all(3).all(1)
+    return whole.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:n, :width]

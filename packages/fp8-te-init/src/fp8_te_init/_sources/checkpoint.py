@@ -12,10 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from fp8_common import Fp8Error
-from fp8_common.torch._checkpoint import read_metadata
-from fp8_common.torch._dtypes import FLOAT8_DTYPES
-from fp8_common.torch._quantize import dequantize, expand_blocks
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch import FLOAT8_DTYPES, dequantize, read_metadata
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
 from fp8_te_init._checkpoint_names import SCALE
 from fp8_te_init._compat import local_of
 from fp8_te_init._shards import place_of
@@ -38,7 +37,7 @@ class CheckpointReader:
     read: Callable[[str], torch.Tensor]
 
 
-_BLOCK = (128, 128)
+_LAYOUTS = [ScaleLayout.of(CastRecipe(granularity=name)) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
 
 
 class CheckpointSource(Source):
@@ -101,10 +100,17 @@ class CheckpointSource(Source):
                 "nothing without their scales. Give both, or high-precision values."
             )
         scale = self._reader.read(f"{self._name}{SCALE}")
-        if scale.ndim == 2 and tuple(scale.shape) != (self._shape[0], 1):
-            scale = expand_blocks(scale, _BLOCK, self._shape)
-        scale = scale[self.rows.start : self.rows.stop] if scale.ndim == 2 else scale.reshape(())
-        return dequantize(self._own_rows(tensor), scale, FLOAT8_DTYPES[tensor.dtype], torch.float32)
+        # which granularity it is shows in the shape of the scales
+        layout = next((one for one in _LAYOUTS if one.shape(self._shape) == tuple(scale.shape)), None)
+        if layout is None:
+            raise Fp8Error(
+                f"{self._name}{SCALE} has shape {tuple(scale.shape)} in the checkpoint, which are no scales of a "
+                f"weight {tuple(self._shape)}. Use the checkpoint of this model."
+            )
+        own = self._own_rows(tensor)
+        geometry = ShardGeometry(full_shape=self._shape, first_index=self.rows.start)
+        scale = layout.of_part(scale, own.shape, geometry)
+        return dequantize(own, scale, FLOAT8_DTYPES[tensor.dtype], torch.float32)
 
 
 def reader_of(checkpoint: Checkpoint, prefix: str = "") -> CheckpointReader:

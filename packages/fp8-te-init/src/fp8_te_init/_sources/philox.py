@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from fp8_common import Fp8Error, philox
-from fp8_common._philox import WORD
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
 CHUNK = 1 << 18
@@ -143,5 +142,5 @@ def uniforms(key: int, first: int, last: int) -> NDArray[np.float64]:
     """Return numbers [last - first, 4] in (0, 1) of the counters `first` to `last`: (word + 1/2) / 2^32."""
     counter = np.arange(first, last, dtype=np.uint64)
     zeros = np.zeros_like(counter)
-    words = philox((counter & WORD, counter >> np.uint64(32), zeros, zeros), key)
+    words = philox((counter & np.uint64(0xFFFFFFFF), counter >> np.uint64(32), zeros, zeros), key)
     return (np.stack(words, axis=-1).astype(np.float64) + 0.5) / 2.0**32

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from fp8_common.torch import torch_dtype
-from fp8_common.torch._rounding import values as decoded_values
+from fp8_common.torch.plugin import dispatch
 from fp8_te_init._errors import StaleInitError
 from fp8_te_init._host_memory import mapped_copy, mapped_empty
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
@@ -112,7 +112,7 @@ def _base(quantized: QuantizedRows, part: slice) -> torch.Tensor:
     scale_inv = quantized.scale_inv()
     scale_inv = scale_inv[part] if scale_inv.ndim == 2 else scale_inv
     codes = quantized.codes()[part].view(torch_dtype(quantized.fmt))
-    return (decoded_values(codes, quantized.fmt) * scale_inv).to(torch.bfloat16)
+    return (dispatch.values(codes, quantized.fmt) * scale_inv).to(torch.bfloat16)
 
 
 def ordinal(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""How each kind of weight scaling casts a weight and puts it on the wire: one class per kind, one protocol."""
+"""How each kind of weight scaling casts a weight and makes the buffers of its all-gather: one class per kind."""
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch._delayed import DelayedScale
-from fp8_torch_fsdp._strategies.base import Strategy
+from fp8_torch_fsdp._delayed import DelayedScale
+from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers
 from fp8_torch_fsdp._strategies.blockwise import BlockwiseStrategy
 from fp8_torch_fsdp._strategies.rowwise import RowwiseStrategy
 from fp8_torch_fsdp._strategies.shardwise import ShardwiseStrategy
@@ -16,6 +16,8 @@ __all__ = [
     "StaticStrategy",
     "Strategy",
     "TensorwiseStrategy",
+    "WireBuffers",
+    "delayed_of",
     "strategy_for",
 ]
 
@@ -50,3 +52,8 @@ def strategy_for(
         f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use tensorwise (dynamic, delayed or "
         "static), rowwise (dynamic) or blockwise_128x128 (dynamic)."
     )
+
+
+def delayed_of(strategy: Strategy) -> DelayedScale | None:
+    """Return the state of delayed scaling that a weight's scale comes from; None for other scaling."""
+    return strategy.delayed if isinstance(strategy, DelayedStrategy) else None

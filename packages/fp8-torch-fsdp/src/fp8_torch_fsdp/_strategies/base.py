@@ -1,4 +1,4 @@
-"""Decides what every weight strategy can do; the parts that most of them share."""
+"""`Strategy`: how one kind of weight scaling casts a weight and makes buffers of it; what most of them share."""
 
 import abc
 import dataclasses
@@ -7,43 +7,62 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from fp8_common import CastRecipe, Fp8Error
-from fp8_common._blocks import Block
+from fp8_common import CastRecipe, Format, Fp8Error, Fp8StaleError
 from fp8_common.torch import torch_dtype
-from fp8_common.torch._fsdp import WeightState, pad_rows, unpad
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch, fsdp
+
+WireBuffers = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
+"""uint8 buffers that travel, and the scales that do not travel because every rank has them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy(abc.ABC):
-    """One kind of weight scaling.
+    """One kind of weight scaling. By default the ranks agree on the scales of the whole weight.
 
     Attributes:
         cast: Format, granularity and scale policy of the weight.
         decode: Gathered weights become plain high-precision tensors again.
+        layout: How the scales lie on the weight.
     """
 
     cast: CastRecipe
     decode: bool = False
+    layout: ScaleLayout = dataclasses.field(init=False, compare=False)
 
     scales_each_part: ClassVar[bool] = False
     """Whether the scales of a tensor-parallel rank's part concern that rank alone."""
 
-    block: Block | None = dataclasses.field(default=None, init=False)
-    """The block of each scale, where scales do not broadcast."""
+    scale_follows_from_key: ClassVar[bool] = False
+    """Whether the scale follows from one key and the policy alone, so that many can be computed together."""
 
-    @abc.abstractmethod
-    def local_keys(self, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
-        """Return the int32 keys [k] that the fused MAX all-reduce combines; empty if there is nothing to agree on."""
+    def __post_init__(self) -> None:
+        """Find the layout."""
+        object.__setattr__(self, "layout", ScaleLayout.of(self.cast))
 
-    @abc.abstractmethod
-    def scale_from_keys(self, keys: torch.Tensor, state: WeightState) -> torch.Tensor | None:
-        """Return the scales of the whole weight from the reduced keys."""
+    @property
+    def foreach_format(self) -> Format | None:
+        """The format of weights that many can be cast of in one launch: those with one agreed scale; else None."""
+        return None
 
-    @abc.abstractmethod
+    def problem(self, geometry: ShardGeometry) -> str | None:
+        """Return why a weight that was cut so cannot be scaled; None if it can."""
+        return None
+
+    def local_keys(self, shard: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor:
+        """Return the int32 keys [k] that the fused MAX all-reduce combines; empty if there is nothing to agree on.
+
+        k is the same on every rank.
+        """
+        return self.layout.keys(shard, geometry)
+
+    def scale_from_keys(self, keys: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor | None:
+        """Return the float32 scales of the whole weight from the reduced keys [k]; None if each rank has its own."""
+        return self.layout.scales(keys, geometry.full_shape)
+
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float8 codes and scales of a whole weight, the same numbers that the wire gives.
+        """Return float8 codes and scales of a whole weight, the same numbers that a gather gives.
 
         Args:
             weight: The plain weight, or this rank's tensor-parallel part of it.
@@ -51,22 +70,37 @@ class Strategy(abc.ABC):
             group: The ranks that hold the other parts.
             splits_rows: Whether the parts are cut along the last dimension.
         """
+        return self.layout.cast_whole(weight)
 
-    @abc.abstractmethod
     def to_wire(
-        self, shard: torch.Tensor, state: WeightState, world_size: int
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return uint8 buffers, and the scales that every rank has already."""
+        self, shard: torch.Tensor, geometry: ShardGeometry, scale: torch.Tensor | None, world_size: int
+    ) -> WireBuffers:
+        """Return uint8 buffers of a shard, and the scales that every rank has already.
+
+        The number of buffers depends on `world_size` alone, and their sizes never change.
+
+        Args:
+            shard: This rank's part, unpadded.
+            geometry: Which part it is.
+            scale: The scales that the ranks agreed on.
+            world_size: The number of ranks that gather.
+
+        Raises:
+            Fp8StaleError: The ranks have not agreed on scales yet.
+        """
+        if scale is None:
+            raise Fp8StaleError("A weight has no scale that the ranks agreed on. Synchronize its FSDP root first.")
+        return (fsdp.pad_rows(self.layout.cast_part(shard, scale, geometry), geometry.padded_shape),), scale
 
     def record(self, keys: torch.Tensor) -> None:  # noqa: B027 only delayed scaling cares
         """Observe the reduced keys of a weight that training uses now."""
 
-    def codes_from_wire(self, buffers: tuple[torch.Tensor, ...], full_shape: torch.Size) -> torch.Tensor:
+    def codes_from_wire(self, gathered: tuple[torch.Tensor, ...], full_shape: torch.Size) -> torch.Tensor:
         """Return the float8 codes of the whole weight, sharing the gathered buffer."""
-        return unpad(buffers[0], full_shape, torch_dtype(self.cast.fp8_format))
+        return fsdp.unpad(gathered[0], full_shape, torch_dtype(self.layout.fmt))
 
     def scale_from_wire(
-        self, buffers: tuple[torch.Tensor, ...], kept: torch.Tensor | None, full_shape: torch.Size
+        self, gathered: tuple[torch.Tensor, ...], kept: torch.Tensor | None, full_shape: torch.Size
     ) -> torch.Tensor:
         """Return the scales of the whole weight: those kept at hand, unless they travelled.
 
@@ -75,18 +109,16 @@ class Strategy(abc.ABC):
         """
         if kept is None:
             raise Fp8Error(
-                f"{type(self).__name__} got {len(buffers)} gathered buffers and no scales: another strategy made them. "
-                "Convert the model once, before fully_shard."
+                f"{type(self).__name__} got {len(gathered)} gathered buffers and no scales: another strategy made "
+                "them. Convert the model once, before fully_shard."
             )
         return kept
 
-
-def own_part(whole: torch.Tensor, shard: torch.Tensor, state: WeightState) -> torch.Tensor:
-    """Return the part for `shard` of `whole`, which is as long as the gathered weight along the sharded dimension."""
-    start = min(state.first_index, whole.shape[state.shard_dim])
-    return whole.narrow(state.shard_dim, start, shard.shape[state.shard_dim])
+    def scale_from_amax(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the float32 scale for float32 `amax`."""
+        return dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
 
 
-def wire_of(codes: torch.Tensor, state: WeightState) -> tuple[torch.Tensor, ...]:
-    """Return the codes of a shard as one padded uint8 buffer."""
-    return (pad_rows(codes, state.padded_shape),)
+def no_keys(shard: torch.Tensor) -> torch.Tensor:
+    """Return the keys of a weight whose ranks have nothing to agree on."""
+    return torch.zeros(0, dtype=torch.int32, device=shard.device)

@@ -1,4 +1,4 @@
-"""Decides what tensor-parallel ranks exchange: FP8 codes where one scale serves all that follows, else the values.
+"""What tensor-parallel ranks exchange: FP8 codes where one scale serves all that follows, else the values.
 
 A matrix that is cut along the sequence is cast before it is gathered, with the largest amax of all ranks, so that the
 codes are those of the whole matrix. Recipes that cast a matrix twice, along its rows and along its columns, need the
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from fp8_common import Format
-from fp8_common.torch._fsdp.gathered import GatheredFloat8Weight
+from fp8_common.torch.plugin import GatheredFloat8Weight
 
 Cast = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Format]]
 """Makes codes [rows, columns], the scale that all ranks share and the format from a local matrix [rows, columns]."""

@@ -1,4 +1,4 @@
-"""Decides how a tensor-parallel FP8 layer computes: what comes in, the local products, what goes out.
+"""Tensor-parallel FP8 layers: what comes in, the local products, what goes out.
 
 Each rank multiplies its part of the weight. A column-parallel layer holds rows of the weight, sees the whole input and
 makes its columns of the output; a row-parallel layer holds columns, sees its columns of the input and makes a part of
@@ -15,15 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8_common import Format
-from fp8_common.torch._dispatch import reciprocal
-from fp8_common.torch._operands import Operand, cast_tensorwise
-from fp8_torch_fsdp._config import Float8LinearConfig
-from fp8_torch_fsdp._linear import Float8Linear
+from fp8_common.torch.plugin import Operand, cast_tensorwise, dispatch
+from fp8_torch_fsdp._linear import Distribution, Float8Linear, with_bias
 from fp8_torch_fsdp._tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput, SumGradient
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorParallel(abc.ABC):
+class TensorParallel(Distribution, abc.ABC):
     """What one layer exchanges.
 
     Attributes:
@@ -38,23 +36,10 @@ class TensorParallel(abc.ABC):
     output_layout: Placement
     use_local_output: bool
 
-    def __deepcopy__(self, memo: dict) -> "TensorParallel":
-        """A copied layer works with the same ranks."""
-        return self
-
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks."""
         return self.mesh.get_group()
-
-    @property
-    @abc.abstractmethod
-    def parts(self) -> dict[str, Any]:
-        """What `Strategy.cast_whole` has to know about the parts of the weight."""
-
-    @abc.abstractmethod
-    def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
-        """Return the output for an input that is cut as `input_layout` says, or a DTensor."""
 
     def leave(self, output: torch.Tensor, now: Placement) -> torch.Tensor:
         """Bring a local output that is cut as `now` says into the wanted layout."""
@@ -76,9 +61,8 @@ class Colwise(TensorParallel):
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Gather the input, in FP8 where that serves; multiply; the output is cut along its last dimension."""
         whole = gather_input(layer, input, self.mesh, self.input_layout).to_local(grad_placements=[Partial()])
-        output = layer.product(whole, _local(layer.weight))
-        if layer.bias is not None:
-            output = output + _local(layer.bias).to(output.dtype)
+        bias = None if layer.bias is None else _local(layer.bias)
+        output = with_bias(layer.distributed_product(whole, _local(layer.weight)), bias)
         return self.leave(output, Shard(output.ndim - 1))
 
 
@@ -94,17 +78,15 @@ class Rowwise(TensorParallel):
         """Multiply, reduce, add the bias once; the gradient of a cut output is gathered in FP8 where that serves."""
         placed = _in_layout(_placed(input, self.mesh, self.input_layout), Shard(input.ndim - 1))
         local = placed.to_local()
-        partial = layer.product(local, _local(layer.weight))
+        partial = layer.distributed_product(local, _local(layer.weight))
         record, config = layer.records, layer.config
-        cast = _caster(layer, "grad_output", self.group, record) if gradient_has_one_cast(config) else None
+        cast = _caster(layer, "grad_output", self.group, record) if config.gradient_has_one_cast else None
         layout = _positive(self.output_layout, partial)
         output = ReduceOutput.apply(partial, cast, self.mesh, layout)
-        if layer.bias is not None:
-            bias = _local(layer.bias)
-            if layout.is_shard():
-                bias = SumGradient.apply(bias, self.mesh)
-            output = output + bias.to(output.dtype)
-        return self.leave(output, layout)
+        bias = None if layer.bias is None else _local(layer.bias)
+        if bias is not None and layout.is_shard():
+            bias = SumGradient.apply(bias, self.mesh)
+        return self.leave(with_bias(output, bias), layout)
 
 
 def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:
@@ -121,21 +103,10 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
     placed = _placed(input, mesh, layout)
     if placed.placements[0].is_replicate():
         return placed
-    if not input_has_one_cast(layer.config):
+    if not layer.config.input_has_one_cast:
         return placed.redistribute(placements=[Replicate()])
     place = Place(mesh, placed.placements[0], placed.shape)
     return GatherInput.apply(placed.to_local(), _caster(layer, "input", mesh.get_group(), layer.records), place)
-
-
-def input_has_one_cast(config: Float8LinearConfig) -> bool:
-    """Whether one cast of the input serves the output and the weight's gradient."""
-    return config.input.granularity == "tensorwise" and config.grad_weight_casts[1] == config.input
-
-
-def gradient_has_one_cast(config: Float8LinearConfig) -> bool:
-    """Whether one cast of the output's gradient serves the gradients of input and weight."""
-    one_scale = config.grad_output.granularity == "tensorwise" and not config.folds_weight_scales
-    return one_scale and config.grad_weight_casts[0] == config.grad_output
 
 
 def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bool) -> Cast:
@@ -144,9 +115,9 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
 
     def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format]:
         fmt = recipe.fp8_format
-        codes, scale = cast_tensorwise(x, recipe, getattr(layer, f"fp8_{name}"), record=record, group=group)
-        if layer.watcher is not None:
-            layer.watcher(name, x, Operand(codes, reciprocal(scale), fmt))
+        codes, scale = cast_tensorwise(x, recipe, layer.scale_state(name), record=record, group=group)
+        if layer.watched:
+            layer.observe(name, x, Operand(codes, dispatch.reciprocal(scale), fmt))
         return codes, scale, fmt
 
     return cast

@@ -1,4 +1,4 @@
-"""Decides how `parallelize_module` makes FP8 layers tensor-parallel; the styles have the arguments of torch's own."""
+"""Styles for `parallelize_module` that make FP8 layers tensor-parallel, with the arguments of torch's own."""
 
 import copy
 from typing import Any
@@ -40,7 +40,7 @@ class _Float8Parallel(ParallelStyle):
         module.register_parameter("weight", self._cut(module.weight, device_mesh, self._weight))
         if module.bias is not None:
             module.register_parameter("bias", self._cut(module.bias, device_mesh, self._bias))
-        module.parallel = self._kind(
+        module.distribution = self._kind(
             mesh=device_mesh,
             input_layout=self.input_layouts,
             output_layout=self.output_layouts,

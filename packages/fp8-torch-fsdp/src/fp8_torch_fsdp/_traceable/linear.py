@@ -1,4 +1,4 @@
-"""Decides how an FP8 linear layer computes with a weight of which it holds some rows: gather, multiply, let go.
+"""`TraceableShards`: an FP8 linear layer that holds some rows of its weight gathers it for each product and lets it go.
 
 The backward starts the second gather first, computes the weight's gradient meanwhile, and starts to average that
 before it needs the gathered weight: each collective has a product to hide behind.
@@ -7,69 +7,55 @@ before it needs the gathered weight: each collective has a product to hide behin
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from fp8_torch_fsdp import _products as products
-from fp8_torch_fsdp._linear import Float8Linear
-from fp8_torch_fsdp._traceable.ops import again
+from fp8_common.torch.plugin import LinearOperands, Operand
+from fp8_torch_fsdp._linear import Distribution, Float8Linear, with_bias
+from fp8_torch_fsdp._traceable.ops import copy_in_backward
 from fp8_torch_fsdp._traceable.parameters import gathered
-from fp8_torch_fsdp._traceable.placement import local_of
+from fp8_torch_fsdp._traceable.placement import Started, local_of
 from fp8_torch_fsdp._traceable.wires import Wire
 
 
-class TraceableFloat8Linear(Float8Linear):
-    """A Float8Linear that gathers its own weight; made by `fully_shard_traceable`.
+class TraceableShards(Distribution):
+    """The weight of one layer, cut by rows.
 
-    Attributes:
+    Args:
         wire: How the weight travels.
+        rows: The number of rows of the whole weight.
     """
 
-    wire: Wire
+    def __init__(self, wire: Wire, rows: int) -> None:
+        self.wire, self.rows = wire, rows
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return input @ weight.T + bias; see `Float8Linear.forward`."""
-        output = self.product(input, local_of(self.weight))
-        return output if self.bias is None else output + gathered(self.bias, self.wire.place).to(output.dtype)
+    def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
+        """Return the output; the bias is gathered in high precision."""
+        output = layer.distributed_product(input, local_of(layer.weight))
+        bias = None if layer.bias is None else gathered(layer.bias, self.wire.place)
+        return with_bias(output, bias)
 
-    def apply_products(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the product with the whole weight, of which `weight` is this rank's part."""
-        return _GatheredProducts.apply(input, weight, self, self.records)
+    def send_weight(self, layer: LinearOperands, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return first the scales that every rank has already, None if there are none, then this rank's buffers."""
+        buffers, kept = self.wire.buffers(weight)
+        return (kept, *buffers)
 
+    def start_weight(
+        self, layer: LinearOperands, sent: tuple[Any, ...], grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, list[Started]]:
+        """Start to gather the buffers."""
+        kept, *buffers = sent
+        if grad is not None:
+            buffers = [copy_in_backward(buffer, grad) for buffer in buffers]
+        return kept, [self.wire.place.start_gather(buffer) for buffer in buffers]
 
-class _GatheredProducts(torch.autograd.Function):
-    """The three products of `Float8Linear`, each with the weight gathered for it and freed after."""
+    def finish_weight(self, layer: LinearOperands, started: Any, *, record: bool) -> Operand:
+        """Return the gathered weight as an operand."""
+        kept, gathers = started
+        return self.wire.operand([self.wire.place.finish(one) for one in gathers], kept, record=record)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, part: torch.Tensor, layer: TraceableFloat8Linear, record: bool
-    ) -> torch.Tensor:
-        wire = layer.wire
-        buffers, kept = wire.buffers(part)
-        started = [wire.place.start_gather(buffer) for buffer in buffers]
-        rows = x.reshape(-1, x.shape[-1])
-        x_operand = layer.cast("input", rows, layer.config.input, record=record)
-        w_operand = wire.operand([wire.place.finish(one) for one in started], kept, record=record)
-        ctx.save_for_backward(kept, *buffers, *products.kept_of_input(layer.config, rows, x_operand))
-        ctx.layer, ctx.record, ctx.shape, ctx.dtype = layer, record, x.shape, x.dtype
-        ctx.sent, ctx.part_dtype = len(buffers), part.dtype
-        return products.output(layer, x_operand, w_operand, x)
+    def start_gradient(self, layer: LinearOperands, grad_weight: torch.Tensor) -> Started:
+        """Start to average the gradient over all ranks."""
+        return self.wire.place.start_average(grad_weight)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, *rest = ctx.saved_tensors
-        buffers, saved = rest[: ctx.sent], rest[ctx.sent :]
-        layer: TraceableFloat8Linear = ctx.layer
-        wire = layer.wire
-        rows = grad.reshape(-1, grad.shape[-1])
-        started = [wire.place.start_gather(again(b, grad)) for b in buffers] if ctx.needs_input_grad[0] else []
-        shared = products.cast_once(layer, rows, ctx.record)
-        grad_x = grad_part = averaging = None
-        if ctx.needs_input_grad[1]:
-            averaging = wire.place.start_average(products.grad_weight(layer, rows, saved, shared, ctx.part_dtype))
-        if ctx.needs_input_grad[0]:
-            weight: Any = wire.operand([wire.place.finish(one) for one in started], kept, record=False)
-            grad_x = products.reshaped(products.grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
-        if averaging is not None:
-            grad_part = wire.place.finish_average(averaging, layer.out_features)
-        return grad_x, grad_part, None, None
+    def finish_gradient(self, layer: LinearOperands, started: Any) -> torch.Tensor:
+        """Return this rank's rows of the averaged gradient."""
+        return self.wire.place.finish_average(started, self.rows)

@@ -1,4 +1,4 @@
-"""Decides how parameters of ordinary layers are gathered: in high precision, while the layer's forward runs.
+"""Parameters of ordinary layers, gathered in high precision while the layer's forward runs.
 
 `nn.Linear` also gathers again in its backward. Other layers leave their gathered parameters to autograd: a norm keeps
 its few numbers, an embedding none.
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fp8_torch_fsdp._traceable.ops import again
+from fp8_torch_fsdp._traceable.ops import copy_in_backward
 from fp8_torch_fsdp._traceable.placement import Placement, Started, local_of, pad
 
 
@@ -54,7 +54,7 @@ class _GatheredLinear(torch.autograd.Function):
         place: Placement = ctx.place
         grad_x = grad_part = started = averaging = None
         if ctx.needs_input_grad[0]:
-            started = start_whole(place, again(part, grad), ctx.rows)
+            started = start_whole(place, copy_in_backward(part, grad), ctx.rows)
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
             grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Decides how parameters lie on a mesh and how rows travel: cut by rows like FSDP2 does, padded to equal parts.
+"""`Placement`: how parameters lie on a mesh and how rows travel, cut by rows like FSDP2 does, padded to equal parts.
 
 The mesh has one dimension, or two for HSDP: copies first, shards last.
 """

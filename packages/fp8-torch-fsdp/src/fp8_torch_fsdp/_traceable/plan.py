@@ -1,41 +1,40 @@
-"""Decides when the scales of a traceable model are agreed on: one all-reduce before each forward of the root.
+"""`TraceablePlan`: agrees on the scales of a traceable model, in one all-reduce before each forward of the root.
 
 In the hook before the root's forward every rank looks at its rows of every weight. That hook runs outside of captured
 graphs, which read the scales as inputs and check that their weights are those that the scales were made for.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
-from fp8_common.torch import _delayed as delayed
-from fp8_common.torch._fsdp import WeightState, track_optimizer_steps
+from fp8_common.torch.plugin import max_over_ranks
+from fp8_torch_fsdp import _delayed as delayed
+from fp8_torch_fsdp._delayed import delayed_scales
+from fp8_torch_fsdp._scale_plan import ScalePlan
+from fp8_torch_fsdp._strategies import delayed_of
 from fp8_torch_fsdp._traceable.placement import local_of
+from fp8_torch_fsdp._weight_state import WeightState, version_of
 
 
-class TraceablePlan:
-    """The FP8 weights and delayed scales under one root.
-
-    Attributes:
-        scales: The delayed scales under the root.
-        reductions: Number of all-reduces issued so far on this rank.
-    """
+class TraceablePlan(ScalePlan):
+    """The FP8 weights and delayed scales under one root."""
 
     def __init__(
         self, root: nn.Module, weights: Sequence[tuple[nn.Parameter, WeightState]], groups: Sequence[dist.ProcessGroup]
     ) -> None:
         """Hook the forward of `root`; `groups` lead together to every rank that must agree."""
-        self._root = weakref.ref(root)
+        super().__init__(root)
         self._weights, self._groups = list(weights), [group for group in groups if group.size() > 1]
-        self.scales = delayed.delayed_scales(root)
-        self.reductions = 0
-        self._explicit = False
-        track_optimizer_steps()
+        self._versions: list[int | None] = [None] * len(self._weights)
+        self.take(delayed_scales(root), shared=bool(self._groups))
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
+        if self.scales and self._groups:
+            root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
 
     def __deepcopy__(self, memo: dict) -> "TraceablePlan":
         """Refuse, as FSDP2 does: a copy would share its scales with the first model."""
@@ -44,11 +43,12 @@ class TraceablePlan:
             "dict into another one."
         )
 
-    def synchronize_now(self, *, roll: bool) -> None:
+    def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
         """Synchronize on request, after a step."""
         self._synchronize(roll=roll)
 
     def _before_root_forward(self, module: nn.Module, args: object) -> None:
+        self.steps.forget_interrupted()
         self._synchronize(roll=False)
         if module.training and torch.is_grad_enabled():
             with torch.no_grad():
@@ -56,27 +56,42 @@ class TraceablePlan:
                     if state.agreed is not None and state.agreed.numel():
                         state.strategy.record(state.agreed)
 
+    def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._combine_after_backward(output, self._groups)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        super()._after_step(optimizer)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [version_of(local_of(parameter).detach()) for parameter, _ in self._weights]
+
     @torch.no_grad()
     def _synchronize(self, *, roll: bool) -> None:
         """Agree on every scale. Every rank of the root must call it."""
         with torch.inference_mode(False):
             for parameter, state in self._weights:
-                state.keys = state.strategy.local_keys(local_of(parameter), state)
-            parts = [state.known_keys for _, state in self._weights]
+                state.keys = state.strategy.local_keys(local_of(parameter), state.geometry)
+            edited = self._edited()
+            parts = [*(state.known_keys for _, state in self._weights), edited, *self._observations(roll)]
+            reduced, reductions = max_over_ranks(parts, *self._groups)
+            self.reductions += reductions
+            count = len(self._weights)
             if self.scales:
-                parts += [delayed.stack_keys(self.scales), delayed.due(self.scales, roll)]
-            agreed = self._agree(parts)
-            if self.scales:
-                delayed.roll(self.scales, agreed[-2], agreed[-1][0] > 0)
-            for (_, state), keys in zip(self._weights, agreed, strict=False):
+                loaded = {scale for scale in self.scales if scale.was_loaded}
+                self._take_observations(*reduced[-2:])
+                own = [delayed_of(state.strategy) for _, state in self._weights]
+                delayed.restart_edited(own, reduced[:count], reduced[count], loaded)
+            for (_, state), keys in zip(self._weights, reduced, strict=False):
                 state.agreed = keys
-                state.scale = state.strategy.scale_from_keys(keys, state) if keys.numel() else None
+                state.scale = state.strategy.scale_from_keys(keys, state.geometry) if keys.numel() else None
 
-    def _agree(self, parts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the MAX of int32 `parts` over all ranks; without parts there is nothing to send."""
-        payload = torch.cat(parts) if parts else torch.zeros(0)
-        if payload.numel():
-            for group in self._groups:
-                dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
-                self.reductions += 1
-        return payload.split([part.numel() for part in parts])
+    def _edited(self) -> torch.Tensor:
+        """Return int32 [n], whether each weight was written to by something else than a step; [0] without history."""
+        if not self.scales:
+            return torch.zeros(0, dtype=torch.int32)
+        known = self._versions
+        self._note_versions()
+        changed = [before is not None and before != now for before, now in zip(known, self._versions, strict=True)]
+        return torch.tensor(changed, dtype=torch.int32, device=self.scales[0].key.device)

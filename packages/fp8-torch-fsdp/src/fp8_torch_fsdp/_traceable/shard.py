@@ -1,6 +1,5 @@
-"""Decides what `fully_shard_traceable` does to a model: shard every parameter, make every layer gather its own."""
+"""`fully_shard_traceable`: shards every parameter of a model and makes every layer gather its own."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,16 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch._fsdp import WeightState
-from fp8_common.torch._replaced import mark_replaced
+from fp8_common.torch.plugin import ShardGeometry, mark_replaced
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._traceable.linear import TraceableFloat8Linear
+from fp8_torch_fsdp._traceable.linear import TraceableShards
 from fp8_torch_fsdp._traceable.parameters import gather_in_forward
 from fp8_torch_fsdp._traceable.placement import Placement, sharded
 from fp8_torch_fsdp._traceable.plan import TraceablePlan
 from fp8_torch_fsdp._traceable.wires import Float8Wire, PlainWire, Wire
+from fp8_torch_fsdp._weight_state import WeightState
 
 
 def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -75,9 +74,8 @@ class _Layout:
         in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
         module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
         if isinstance(module, Float8Linear):
-            layer: Any = module
-            layer.__class__ = _traceable_class(type(module))
-            layer.wire = self._wire(layer, f"{prefix}.weight".lstrip("."), in_fp8)
+            wire = self._wire(module, f"{prefix}.weight".lstrip("."), in_fp8)
+            module.distribution = TraceableShards(wire, module.out_features)
         elif parameters:
             gather_in_forward(module, list(parameters), self._place)
 
@@ -102,19 +100,12 @@ class _Layout:
 
     def _state(self, layer: Float8Linear, weight: nn.Parameter, name: str) -> WeightState:
         rows, *columns = weight.shape
-        state = WeightState(strategy=layer.strategy, name=name)
-        state.full_shape = weight.shape
-        state.padded_shape = torch.Size((self._place.padded_rows(rows), *columns))
-        state.first_index = self._place.first_row(rows)
-        return state
-
-
-@cache
-def _traceable_class(original: type[Float8Linear]) -> type[Float8Linear]:
-    """Return a class that is also an `original`, for what users' subclasses add to nn.Linear."""
-    if original is Float8Linear:
-        return TraceableFloat8Linear
-    return type(original.__name__, (TraceableFloat8Linear, original), {"__module__": original.__module__})
+        geometry = ShardGeometry(
+            full_shape=weight.shape,
+            first_index=self._place.first_row(rows),
+            padded_shape=torch.Size((self._place.padded_rows(rows), *columns)),
+        )
+        return WeightState(strategy=layer.strategy, name=name, geometry=geometry)
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:

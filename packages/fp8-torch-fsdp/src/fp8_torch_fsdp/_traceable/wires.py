@@ -1,4 +1,4 @@
-"""Decides what a linear layer sends for its weight: FP8 codes and scales, or the weight in high precision.
+"""What a linear layer sends for its weight: FP8 codes and scales, or the weight in high precision.
 
 Both make the same FP8 operand out of what arrives.
 """
@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common.torch._dispatch import reciprocal
-from fp8_common.torch._fsdp import WeightState
-from fp8_common.torch._operands import Operand
+from fp8_common.torch.plugin import Operand, dispatch
 from fp8_torch_fsdp._strategies import Strategy
 from fp8_torch_fsdp._traceable.placement import Placement, pad
+from fp8_torch_fsdp._weight_state import WeightState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,19 +50,20 @@ class Float8Wire(Wire):
         if self.state.keys is not None and self.state.keys.numel():
             # the same amax on every rank is the same scale, so no change that matters escapes
             torch._assert_async(
-                (self.strategy.local_keys(part, self.state) == self.state.keys).all(),
+                (self.strategy.local_keys(part, self.state.geometry) == self.state.keys).all(),
                 # no name in here: blocks that differ in nothing but names share one graph
-                f"The FP8 scale of a weight of shape {tuple(self.state.full_shape)} is stale: the weight changed since "
-                "the last forward of the root. Call the module that fully_shard_traceable was applied to.",
+                f"The FP8 scale of a weight of shape {tuple(self.state.geometry.full_shape)} is stale: the weight "
+                "changed since the last forward of the root. Call the module that fully_shard_traceable was applied "
+                "to.",
             )
-        return self.strategy.to_wire(part, self.state, self.place.size)
+        return self.strategy.to_wire(part, self.state.geometry, self.state.scale, self.place.size)
 
     def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
         """Return the operand that shares the memory of what arrived."""
-        shape = self.state.full_shape
+        shape = self.state.geometry.full_shape
         scale = self.strategy.scale_from_wire(tuple(arrived), kept, shape)
         codes = self.strategy.codes_from_wire(tuple(arrived), shape)
-        return Operand(codes, reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.block)
+        return Operand(codes, dispatch.reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.layout.block)
 
 
 class PlainWire(Wire):
@@ -71,10 +71,10 @@ class PlainWire(Wire):
 
     def buffers(self, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the padded rows."""
-        return (pad(part, self.state.padded_shape[0]).contiguous(),), None
+        return (pad(part, self.state.geometry.padded_shape[0]).contiguous(),), None
 
     def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
         """Return the operand, cast now."""
-        weight = arrived[0][: self.state.full_shape[0]]
+        weight = arrived[0][: self.state.geometry.full_shape[0]]
         codes, scale = self.strategy.cast_whole(weight, record=record)
-        return Operand(codes, reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.block)
+        return Operand(codes, dispatch.reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.layout.block)

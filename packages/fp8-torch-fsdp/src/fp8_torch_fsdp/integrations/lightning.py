@@ -1,4 +1,4 @@
-"""Decides how Lightning turns FP8 on: a precision plugin that converts the module before the optimizer is made."""
+"""A precision plugin for Lightning that converts the module before the optimizer is made."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

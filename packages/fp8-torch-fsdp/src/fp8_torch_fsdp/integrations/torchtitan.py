@@ -1,4 +1,4 @@
-"""Decides how torchtitan turns FP8 on: a converter of its configuration tree.
+"""A converter of torchtitan's configuration tree that turns FP8 on.
 
 torchtitan builds models from configurations, and converters change the configuration before. The layers of this package
 are made from built layers, so the converter changes how the root is built: as before, then converted. Layers stay

@@ -1,35 +1,40 @@
-"""FP8 weights on FSDP2's all-gather: the uint8 wire, tracking of changes, and scale synchronization.
+"""FSDP2, as far as all PyTorch plugins need it: its private parts, and the buffers that FP8 weights travel in.
 
-What every plugin with FP8 weights under `fully_shard` shares. A plugin brings a tensor subclass with `_data` (the
-plain shard) and `_state` (a `WeightState`), and a `WireStrategy` for each kind of scaling.
+`compat` is the one place that touches private parts of FSDP2.
 """
 
-from fp8_common.torch._fsdp.compat import group_of, meshes_of, named_shards, ranks_along
-from fp8_common.torch._fsdp.sync import SyncPlan
-from fp8_common.torch._fsdp.weight_state import (
-    StepCounter,
-    WeightState,
-    WireStrategy,
-    is_view,
-    mark_mutations,
-    track_optimizer_steps,
+from fp8_common.torch._fsdp.buffers import pad_rows, refill, unpad
+from fp8_common.torch._fsdp.compat import (
+    ShardedParam,
+    at_end_of_backward,
+    find_root,
+    gradient_sync_enabled,
+    group_of,
+    in_backward,
+    meshes_of,
+    named_shards,
+    offloaded_shards,
+    parameters_of,
+    ranks_along,
+    reshard_gathered,
+    sharded_params,
 )
-from fp8_common.torch._fsdp.wire import gather_inputs, pad_rows, refill, unpad
 
 __all__ = [
-    "StepCounter",
-    "SyncPlan",
-    "WeightState",
-    "WireStrategy",
-    "gather_inputs",
+    "ShardedParam",
+    "at_end_of_backward",
+    "find_root",
+    "gradient_sync_enabled",
     "group_of",
-    "is_view",
-    "mark_mutations",
+    "in_backward",
     "meshes_of",
     "named_shards",
+    "offloaded_shards",
     "pad_rows",
+    "parameters_of",
     "ranks_along",
     "refill",
-    "track_optimizer_steps",
+    "reshard_gathered",
+    "sharded_params",
     "unpad",
 ]

@@ -1,11 +1,11 @@
-"""The one place that touches private parts of FSDP2, and the facts about them that the wire relies on.
+"""The one place that touches private parts of FSDP2, and the facts about them that FP8 weights rely on.
 
 Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
 """
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_common._errors import Fp8UnsupportedError
+from fp8_common.torch._scale_layout import ShardGeometry
 
 try:
     from torch.distributed._composable_state import _module_state_mapping
@@ -49,7 +50,7 @@ PRIVATE_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParam:
-    """One parameter that FSDP2 manages, as far as the wire needs to know it.
+    """One parameter that FSDP2 manages, as far as FP8 weights need to know it.
 
     Attributes:
         fsdp_param: FSDP2's own object.
@@ -61,7 +62,7 @@ class ShardedParam:
 
     @property
     def local(self) -> Any:
-        """This rank's shard, unpadded: a plain tensor or a plugin's `TrackedWeight`."""
+        """This rank's shard, unpadded: a plain tensor or a plugin's tensor subclass."""
         sharded: Any = self.fsdp_param.sharded_param  # a DTensor, which FSDP2 annotates as a Parameter
         return sharded._local_tensor
 
@@ -107,6 +108,17 @@ class ShardedParam:
         """Whether its last dimension is cut, by FSDP2 or by tensor parallelism: a row then lives on several ranks."""
         last = len(self.full_shape) - 1
         return any(getattr(placement, "dim", None) in (last, -1) for placement in self.fsdp_param._spmd_placements)
+
+    @property
+    def geometry(self) -> ShardGeometry:
+        """Which part of the weight this rank's shard is."""
+        return ShardGeometry(
+            full_shape=self.full_shape,
+            dim=self.shard_dim,
+            first_index=self.first_index,
+            padded_shape=self.padded_shape,
+            splits_rows=self.splits_rows,
+        )
 
     def peers(self, *, replicas: bool) -> tuple[int, ...]:
         """Return the global ranks, in order, that hold other parts of it: FSDP2's, times those of tensor parallelism.
@@ -169,7 +181,7 @@ def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessG
 
 
 def check() -> None:
-    """Raise if this torch lacks a private name that the wire needs.
+    """Raise if this torch lacks a private name that FP8 weights need.
 
     Raises:
         Fp8UnsupportedError: Naming what is missing and what to do.
@@ -200,7 +212,7 @@ def find_root(local: object) -> nn.Module:
 
 
 def offloaded_shards() -> Iterator[Any]:
-    """Yield the shards that FSDP2 keeps on the CPU and uploads to gather, `TrackedWeight` or not."""
+    """Yield the shards that FSDP2 keeps on the CPU and uploads to gather, of whatever class."""
     for state in _fsdp_states():
         yield from (param.local for param in _params_of_state(state) if param.fsdp_param.offload_to_cpu)
 
@@ -243,6 +255,27 @@ def gradient_sync_enabled(root: nn.Module) -> bool:
     """Return whether the next backward reduces gradients (False inside an accumulation window)."""
     states = _root_state(root)._state_ctx.all_states
     return any(group.reduce_grads for state in states for group in _groups_of_state(state))
+
+
+def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield every parameter of `model` as optimizers hold it: sharded, whatever FSDP2 has gathered at the moment."""
+    yield from model.parameters()
+    for module in model.modules() if _import_error is None else []:
+        if isinstance(module, FSDPModule):
+            for param in _params_of_state(module._get_fsdp_state()):
+                sharded: Any = param.fsdp_param.sharded_param
+                yield sharded
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that runs now has ended, on every thread that it uses."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _root_state(root: Any) -> "FSDPState":

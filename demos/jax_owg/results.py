@@ -1,0 +1,59 @@
+"""The report's numbers, table and verdict, from the runs' records."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from demos.common.report import Summary
+from demos.jax_owg.train import Record
+
+
+def section(records: Mapping[str, Record], options: Any) -> dict[str, Any]:
+    """Return the section of the report; losses that are not finite are null, as JSON has no NaN."""
+    runs = {
+        name: {
+            "losses": [finite(value) for value in record.losses],
+            "val_loss": finite(record.val_loss),
+            "amax_error_vs_reference": finite(record.amax_error),
+        }
+        for name, record in records.items()
+    }
+    settings = {name: getattr(options, name) for name in ("steps", "dim", "seed")}
+    return {
+        "stages": options.stages,
+        "microbatches": options.microbatches,
+        "runs": runs,
+        "amax_error_vs_reference": runs["FP8-MAX"]["amax_error_vs_reference"],
+        "settings": settings,
+        "bars": {
+            "title": "error of the worst amax, first step",
+            "unit": "times the true amax",
+            "heights": {name: run["amax_error_vs_reference"] or 0.0 for name, run in runs.items()},
+        },
+    }
+
+
+def finite(value: float) -> float | None:
+    """Return a number, or None where there is none."""
+    return value if math.isfinite(value) else None
+
+
+def summarize(records: Mapping[str, Record], options: Any) -> Summary:
+    """Return the table and the verdict in words."""
+    f32, best, worst = (records[name] for name in ("f32", "FP8-MAX", "FP8-SUM"))
+    rows = [
+        ["held-out loss (nats per byte)", *(f"{record.val_loss:.4f}" for record in records.values())],
+        ["largest error of an amax, first step", "", *(f"{records[n].amax_error:.2%}" for n in ("FP8-MAX", "FP8-SUM"))],
+    ]
+    difference = best.val_loss / f32.val_loss - 1
+    verdict = [
+        f"FP8 with MAX ends {difference:+.2%} from float32; the same state added up by autodiff ends at "
+        f"{worst.val_loss:.4f}.",
+        f"{options.stages} stages and {options.microbatches} microbatches: every layer sees "
+        f"{options.microbatches} amax per step. MAX is off by {best.amax_error:.2%} from running stage after stage "
+        f"at most, SUM by {worst.amax_error:.0%}.",
+        "FP8-SUM is there as a warning: it is what a scan does with this state if nobody tells it otherwise.",
+    ]
+    return Summary(
+        title="JAX: a pipelined model in float32 and FP8", columns=["", *records], rows=rows, verdict=verdict
+    )

@@ -1,0 +1,74 @@
+"""Observed amax and scales as float32 cotangents: an encoding that tells them apart from the zeros of autodiff.
+
+Autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a layer that was
+skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So
+
+| cotangent | means |
+|---|---|
+| 0.0 | autodiff's zero: not used, nothing observed |
+| -inf | not observed, said explicitly |
+| NaN, +inf | not finite, hence not recorded |
+| in (-2^-125, -2^-126] | an observed zero or subnormal: its bits plus those of 2^-126, with the sign set |
+| anything else | itself |
+
+The fourth row also keeps subnormals out of the float operations in which XLA flushes them. Values are scales and
+amax, hence not negative. Everything here works on bits.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8_common.jax.plugin import float_key, from_bits, to_bits
+
+NOT_OBSERVED = np.float32(-np.inf)
+NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
+SIGN_BIT = -(2**31)
+INFINITY_KEY = 0x7F800000
+SMALLEST_NORMAL_KEY = 0x00800000
+
+
+def encode(value: jax.Array) -> jax.Array:
+    """Return observations as cotangents.
+
+    Args:
+        value: float32, any shape: not negative, or -inf for "not observed".
+    """
+    key = float_key(value)
+    return jnp.where(key < SMALLEST_NORMAL_KEY, from_bits((key + SMALLEST_NORMAL_KEY) | jnp.int32(SIGN_BIT)), value)
+
+
+def decode(cotangent: jax.Array) -> jax.Array:
+    """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
+    bits, key = to_bits(cotangent), float_key(cotangent)
+    # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
+    is_small = (bits < 0) & (key >= SMALLEST_NORMAL_KEY) & (key < 2 * SMALLEST_NORMAL_KEY)
+    observed = jnp.where(is_small, from_bits(key - SMALLEST_NORMAL_KEY), cotangent)
+    return jnp.where((key == 0) | (key >= INFINITY_KEY), NOT_OBSERVED, observed)
+
+
+def is_observed(value: jax.Array) -> jax.Array:
+    """Return, for decoded observations, where there is one; bool."""
+    return to_bits(value) != NOT_OBSERVED_BITS
+
+
+def maximum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the greater observation, subnormals included, which XLA's float maximum takes for zero."""
+    return from_ordered(jnp.maximum(to_ordered(x), to_ordered(y)))
+
+
+def maximum_over(x: jax.Array, axis: int) -> jax.Array:
+    """Return the greatest observation along an axis, which must not be empty."""
+    return from_ordered(jnp.max(to_ordered(x), axis=axis))
+
+
+def to_ordered(x: jax.Array) -> jax.Array:
+    """Return int32 that sort as the float32 `x` do; what collectives take the maximum of."""
+    bits = to_bits(x)
+    # Of negative floats the greater has the smaller bits: turn their order round.
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def from_ordered(keys: jax.Array) -> jax.Array:
+    """Undo `to_ordered`."""
+    return from_bits(jnp.where(keys < 0, keys ^ jnp.int32(0x7FFFFFFF), keys))

@@ -1,0 +1,287 @@
+"""`share`, `read`, `fan_out`, `gate`, `replicated` and `scan`: overwritten values that are used several times.
+
+Outside of loops they are float32. `share` makes them `fp32_max_grad`, so that everything that happens to their
+cotangents from there on is a MAX; `read`, at the top of the loop's body, makes them float32 again, so that layers
+never see the dtype. `fan_out` is the same in public API: one slot for each iteration, and a maximum over the slots.
+`scan` takes whichever works. Functions take trees; leaves must be float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from fp8_common import Fp8Error
+from fp8_jax_owg import _compat as compat
+from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg._dtype import fp32_max_grad, is_shared
+from fp8_jax_owg._histories import split_histories
+from fp8_jax_owg._mode import get_mode
+
+Tree = TypeVar("Tree")
+
+
+@jax.tree_util.register_pytree_node_class
+class Slots:
+    """A shared value in mode "fan_out": its slots [uses, ...]; `read` takes one."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: Any) -> None:
+        self.slots = slots
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        """Return the slots as the only child."""
+        return (self.slots,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Slots":
+        """Rebuild from the child."""
+        return cls(*children)
+
+
+def share(tree: Any, uses: int | None = None) -> Any:
+    """Return float32 values for several uses, whose cotangents will be combined by MAX; `read` gives each use its own.
+
+    Args:
+        tree: Leaves float32; shared ones stay.
+        uses: How many uses there will be; mode "fan_out" needs it, mode "extended" does not look at it.
+
+    Raises:
+        Fp8Error: A leaf is not float32, or mode "fan_out" is not told `uses`.
+    """
+    if get_mode() == "extended":
+        return jax.tree.map(lambda x: x if is_shared(x) else _share(check_float32(x)), tree)
+    if uses is None:
+        raise Fp8Error(
+            "share needs uses=... in mode fan_out, which keeps a slot for each use. Or use fp8_jax_owg.scan."
+        )
+    return jax.tree.map(Slots, fan_out(tree, uses))
+
+
+def read(tree: Any, use: Any = None) -> Any:
+    """Return shared values as float32, as layers take them; call it where they are used. float32 leaves stay.
+
+    Args:
+        tree: From `share`.
+        use: The number of this use, from 0 on, static or traced; each use needs its own. Only mode "fan_out" looks at
+            it.
+
+    Raises:
+        Fp8Error: A leaf is neither float32 nor shared, or mode "fan_out" is not told `use`.
+    """
+    return jax.tree.map(lambda x: _read_leaf(x, use), tree, is_leaf=lambda x: isinstance(x, Slots))
+
+
+def fan_out(tree: Tree, uses: int) -> Tree:
+    """Return each leaf as `uses` equal slots along a new first axis; each use must take a slot of its own.
+
+    The cotangent of a leaf is the maximum over its slots.
+
+    Args:
+        tree: Leaves float32 [...] or shared.
+        uses: Number of slots, static.
+
+    Returns:
+        The tree with leaves float32 [uses, ...].
+
+    Raises:
+        Fp8Error: A leaf is not float32, or `uses` is below 1.
+    """
+    if uses < 1:
+        raise Fp8Error(f"uses must be at least 1, got {uses!r}.")
+    return jax.tree.map(lambda x: _fan_out(x, uses), read(tree))
+
+
+def gate(tree: Tree, valid: Any) -> Tree:
+    """Return the tree unchanged; where `valid` is false, nothing that is observed through it counts.
+
+    Args:
+        tree: Leaves float32 [...] or shared.
+        valid: Boolean scalar, traced or not. Under `vmap` it may differ for each example.
+    """
+    # Under vmap the flag may be mapped while the state is not; `like` then combines in the backward.
+    flag = jnp.asarray(valid, jnp.bool_)
+    return jax.tree.map(lambda x: _gate(x, flag), read(tree))
+
+
+def replicated(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
+    """Return the tree unchanged; what the devices along `axes` observe meets by MAX. For use inside `shard_map`.
+
+    Needed with `check_vma=False` for values that are the same on all devices of `axes`, if the gradient is taken
+    outside of `shard_map`: JAX then adds up what each device returns. With `check_vma=True` it changes nothing,
+    because observations are combined where they are made.
+
+    Args:
+        tree: Leaves float32 or shared.
+        axes: Names of mesh axes.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if compat.varying_axes(lax.axis_index(names)):
+        return read(tree)
+    return jax.tree.map(lambda x: _replicated(x, names), read(tree))
+
+
+def scan(
+    f: Callable[[Any, Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    owg: Any,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+    """Run `jax.lax.scan` with overwrite-with-gradient values that every iteration uses.
+
+    Of leaves named `*amax_history` only the newest entry goes through the loop (`fp8_jax_owg._histories`).
+
+    Args:
+        f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` as float32.
+        init: The first carry.
+        xs: What is scanned over, or None.
+        length: Number of iterations; needed without `xs`.
+        owg: Tree of float32 (or shared) values.
+        reverse: As for `jax.lax.scan`.
+        unroll: As for `jax.lax.scan`.
+
+    Returns:
+        The last carry and the stacked ys.
+
+    Raises:
+        Fp8Error: A leaf of `owg` is not float32, or the number of iterations is unknown.
+    """
+    loose, whole = split_histories(read(owg))
+    if get_mode() == "extended":
+        shared = share(loose)
+        return lax.scan(lambda c, x: f(c, x, whole(read(shared))), init, xs, length, reverse=reverse, unroll=unroll)
+    slots = fan_out(loose, _iterations(xs, length))
+    return lax.scan(lambda c, x: f(c, x[0], whole(x[1])), init, (xs, slots), length, reverse=reverse, unroll=unroll)
+
+
+def like(observed: jax.Array, value: jax.Array) -> jax.Array:
+    """Reduce what was observed to what the state can hold, by MAX.
+
+    Under `vmap` with a state that is shared by the examples, the maximum over the examples; with
+    `shard_map(..., check_vma=True)` and a state that is equal on all devices of an axis, the maximum over them.
+
+    Args:
+        observed: float32 [...]: decoded observations.
+        value: The state it is for; only how it is mapped matters.
+    """
+    # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types tell.
+    reduced = _over_examples(observed, value)
+    missing = tuple(sorted(compat.varying_axes(reduced) - compat.varying_axes(value)))
+    return cotangents.from_ordered(lax.pmax(cotangents.to_ordered(reduced), missing)) if missing else reduced
+
+
+def check_float32(x: Any) -> Any:
+    """Return `x`, which must be float32.
+
+    Raises:
+        Fp8Error: It is not, with the reason and the remedy.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype != jnp.float32:
+        raise Fp8Error(
+            f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
+            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.cast_params, which "
+            "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
+        )
+    return x
+
+
+def _read_leaf(x: Any, use: Any) -> jax.Array:
+    if not isinstance(x, Slots):
+        return _read(x) if is_shared(x) else check_float32(x)
+    if use is None:
+        raise Fp8Error("read needs use=... in mode fan_out: the number of this use, its own for each.")
+    return lax.dynamic_index_in_dim(x.slots, use, 0, keepdims=False)
+
+
+def _iterations(xs: Any, length: int | None) -> int:
+    lengths = {np.shape(leaf)[0] for leaf in jax.tree.leaves(xs)}
+    if length is None and len(lengths) != 1:
+        raise Fp8Error(f"scan needs xs with one leading length, or length; got lengths {sorted(lengths)}.")
+    return lengths.pop() if length is None else length
+
+
+@jax.custom_vjp
+def _share(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, fp32_max_grad)
+
+
+_share.defvjp(
+    lambda x: (_share(x), None),
+    lambda _, g: (cotangents.encode(lax.convert_element_type(g, jnp.float32)),),
+)
+
+
+@jax.custom_vjp
+def _read(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, jnp.float32)
+
+
+# JAX's own transpose of the conversion would take the encoded cotangent for a value
+_read.defvjp(
+    lambda x: (_read(x), None),
+    lambda _, g: (lax.convert_element_type(cotangents.decode(g), fp32_max_grad),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fan_out(x: jax.Array, uses: int) -> jax.Array:
+    return jnp.broadcast_to(x[None], (uses, *x.shape))
+
+
+_fan_out.defvjp(
+    lambda x, uses: (_fan_out(x, uses), None),
+    lambda uses, _, g: (cotangents.encode(cotangents.maximum_over(cotangents.decode(g), 0)),),
+)
+
+
+@jax.custom_vjp
+def _gate(x: jax.Array, valid: jax.Array) -> jax.Array:
+    # the same twice, so that under vmap the result differs for each example if `valid` does
+    return jnp.where(valid, x, x)
+
+
+def _gate_backward(residual: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    x, valid = residual
+    return cotangents.encode(like(jnp.where(valid, cotangents.decode(g), cotangents.NOT_OBSERVED), x)), None
+
+
+_gate.defvjp(lambda x, valid: (_gate(x, valid), (x, valid)), _gate_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _replicated(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return x
+
+
+def _replicated_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    greatest = cotangents.from_ordered(lax.pmax(cotangents.to_ordered(cotangents.decode(g)), axes))
+    # the sum that JAX takes over the devices then has one term
+    return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
+
+
+_replicated.defvjp(lambda x, axes: (x, None), _replicated_backward)
+
+
+@custom_vmap
+def _over_examples(observed: jax.Array, value: jax.Array) -> jax.Array:
+    return observed
+
+
+@_over_examples.def_vmap
+def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> tuple[jax.Array, bool]:
+    observed_differs, value_differs = batched
+    # A state that all examples share has one next value: their maximum. JAX would add up.
+    if observed_differs and not value_differs:
+        return _over_examples(cotangents.maximum_over(observed, 0), value), False
+    return _over_examples(observed, value), observed_differs

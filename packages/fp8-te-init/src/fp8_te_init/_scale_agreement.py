@@ -1,0 +1,54 @@
+"""Agreement of ranks on the scales of many weights: one MAX all-reduce for all of them, then the casts.
+
+The values that are quantized stay where they are; only keys of their absolute maxima travel.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fp8_common.torch.plugin import max_over_ranks
+
+if TYPE_CHECKING:
+    from fp8_te_init._backends.base import Requantizable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """One weight whose scale is to be agreed on.
+
+    Attributes:
+        weight: What the codes are written to.
+        values: High-precision values [n, columns] of the rows held here, on the device of the codes.
+        group: The ranks that hold the other rows; None if this rank holds all.
+    """
+
+    weight: "Requantizable"
+    values: torch.Tensor
+    group: dist.ProcessGroup | None = None
+
+
+@torch.no_grad()
+def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
+    """Agree on scales, then quantize every weight with its own.
+
+    Args:
+        weights: The same weights in the same order on every rank.
+        step: Whether the values come from an optimizer step; see `Requantizable.store`.
+
+    Returns:
+        The number of all-reduces: one for each process group of more than one rank.
+    """
+    by_group: dict[str | None, list[Agreement]] = {}
+    for weight in weights:
+        by_group.setdefault(None if weight.group is None else weight.group.group_name, []).append(weight)
+    total = 0
+    for members in by_group.values():
+        keys, reductions = max_over_ranks([one.weight.keys(one.values) for one in members], members[0].group)
+        total += reductions
+        for one, key in zip(members, keys, strict=True):
+            one.weight.store(one.values, key, step=step)
+    return total

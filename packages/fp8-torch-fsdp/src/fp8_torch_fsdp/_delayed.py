@@ -1,0 +1,295 @@
+"""`DelayedScale`: the state of delayed scaling of one operand, in plain buffers that are read without a Python branch.
+
+Within a step every use of an operand records its amax (a maximum, so recomputation counts once). The ranks combine what
+they recorded, and once per step the histories roll and give the next scales. When that happens is up to the plan of the
+model (`_scale_plan`), which owns the scale.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.plugin import delayed_ops, dispatch
+
+UNOBSERVED = delayed_ops.UNOBSERVED
+
+
+def nobody() -> None:
+    """Stand for the plan of a scale that none has taken yet."""
+
+
+class DelayedScale(nn.Module):
+    """The scale of one operand under delayed scaling.
+
+    Args:
+        cast: Format and policy; `cast.policy.history` is the window.
+        initial: "dynamic" takes the scale of the first step from the operand itself; "one" starts with 1.0.
+        device: Where the buffers are.
+
+    Attributes:
+        scale: float32 scalar used in this step.
+        history: float32 [window]; slot 0 is the newest.
+        ready: bool scalar, whether `scale` comes from an observation.
+        key: int32 scalar, key of the largest finite amax since the last roll that all ranks know, or UNOBSERVED.
+        own_key: The same for what this rank alone knows. Not saved where ranks share the scale: like a gradient that
+            was not reduced, it is no part of a checkpoint.
+        late: bool scalar, whether an optimizer step came before the synchronization of what was observed.
+        owner: Returns the plan that synchronizes it.
+        shared: Whether that plan combines it with other ranks.
+    """
+
+    scale: torch.Tensor
+    history: torch.Tensor
+    ready: torch.Tensor
+    key: torch.Tensor
+    own_key: torch.Tensor
+    late: torch.Tensor
+    owner: Callable[[], Any]
+
+    def __init__(self, cast: CastRecipe, *, initial: str = "dynamic", device: torch.device | None = None) -> None:
+        super().__init__()
+        if cast.policy.history < 1:
+            raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
+        self.cast, self.initial = cast, initial
+        self.owner, self.shared = nobody, False
+        self._written = 0
+        # dtypes are given: torch.set_default_dtype must not decide about scales
+        self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
+        self.register_buffer("history", torch.zeros(cast.policy.history, dtype=torch.float32, device=device))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool, device=device))
+        self.register_buffer("key", torch.zeros((), dtype=torch.int32, device=device))
+        self.register_buffer("own_key", torch.zeros((), dtype=torch.int32, device=device), persistent=False)
+        self.register_buffer("late", torch.zeros((), dtype=torch.bool, device=device))
+        self.reset_parameters()
+
+    def __deepcopy__(self, memo: dict) -> "DelayedScale":
+        """Copy the buffers; the copy belongs to the plan of the copied model."""
+        twin = DelayedScale(self.cast, initial=self.initial, device=self.scale.device)
+        for name, buffer in self.named_buffers():
+            getattr(twin, name).copy_(buffer)
+        memo[id(self)] = twin
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the plan behind: it belongs to this process."""
+        return {**self.__dict__, "owner": nobody, "shared": False}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forget everything."""
+        self.scale.fill_(1)
+        self.history.zero_()
+        self.ready.fill_(self.always_ready)
+        self.key.fill_(UNOBSERVED)
+        self.own_key.fill_(UNOBSERVED)
+        self.late.zero_()
+        self.note_written()
+
+    @property
+    def observed_key(self) -> torch.Tensor:
+        """int32 scalar: the key of everything observed since the last roll, as far as this rank knows."""
+        return torch.maximum(self.key, self.own_key)
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether something else than delayed scaling wrote to the scale since: a checkpoint was loaded."""
+        return not self.scale.is_meta and self.scale._version != self._written
+
+    def note_written(self) -> None:
+        """Take the scale as delayed scaling wrote it."""
+        self._written = self.scale._version
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "DelayedScale":
+        """Move, but stay float32 under `model.to(dtype)`, and forget what `to_empty` finds off the meta device."""
+        was_meta = self.key.is_meta
+
+        def move(buffer: torch.Tensor) -> torch.Tensor:
+            moved = fn(buffer)
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+
+        super()._apply(move, recurse)
+        if was_meta and not self.key.is_meta:
+            self.reset_parameters()
+        self.note_written()  # moved buffers are new tensors
+        return self
+
+    @property
+    def always_ready(self) -> bool:
+        """Whether the scale is known before the operand is, in the first step too: cast and amax are one pass."""
+        return self.initial != "dynamic"
+
+    def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
+        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+
+        Raises:
+            RuntimeError: An optimizer step came after the last observation and nobody synchronized.
+        """
+        if record:
+            # No Python branch on a tensor: it would break the graph, and wait for the GPU.
+            torch._assert_async(
+                ~self.late,
+                "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
+                "root, or call sync_float8_amax_and_scale_history(model) once per step.",
+            )
+            self.observe(amax)
+        dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        return torch.where(self.ready, self.scale, dynamic)
+
+    @torch.no_grad()
+    def observe(self, amax: torch.Tensor) -> None:
+        """Record a float32 scalar amax; infinite and NaN ones are not recorded."""
+        self.own_key.copy_(torch.maximum(self.own_key, delayed_ops.observed_key(amax)))
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        """Accept checkpoints of models that were not trained with delayed scaling: start anew."""
+        if not any(key.startswith(prefix) for key in state_dict) and not self.key.is_meta:
+            self.reset_parameters()
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.own_key.is_meta and not self.key.is_meta:
+            self.own_key = torch.empty_like(self.key)  # an assigning load brings what is saved, and this is not
+        self.own_key.fill_(UNOBSERVED)
+        if self.always_ready:
+            self.ready.fill_(True)  # the checkpoint may be of a model that starts the other way
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        """Save what all ranks know; without other ranks, that is all that was observed."""
+        if not self.shared and not self.key.is_meta:
+            with torch.no_grad():
+                self.key.copy_(torch.maximum(self.key, self.own_key))
+                self.own_key.fill_(UNOBSERVED)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def extra_repr(self) -> str:
+        """Show the configuration."""
+        return f"{self.cast.format}, history={self.cast.policy.history}, initial={self.initial}"
+
+
+def delayed_scales(model: nn.Module) -> list[DelayedScale]:
+    """Return every `DelayedScale` under `model`, in module order: the same on all ranks."""
+    return [module for module in model.modules() if isinstance(module, DelayedScale)]
+
+
+def observed_keys(modules: Sequence[DelayedScale]) -> torch.Tensor:
+    """Return the int32 keys [n] of everything observed since the last roll, as far as this rank knows."""
+    return torch.maximum(_stacked(modules, "key"), _stacked(modules, "own_key"))
+
+
+@torch.no_grad()
+def take_combined(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
+    """Take over keys [n] that were combined over ranks: what this rank alone knew is part of them."""
+    _write(modules, {"key": keys, "own_key": torch.full_like(keys, UNOBSERVED)})
+
+
+@torch.no_grad()
+def mark_late(modules: Sequence[DelayedScale]) -> None:
+    """Note that an optimizer stepped: whatever was observed before belongs to the step that ended."""
+    present = [module for module in modules if not module.key.is_meta]
+    if present:
+        _write(present, {"late": _stacked(present, "late") | (observed_keys(present) >= 0)})
+
+
+def due(modules: Sequence[DelayedScale], force: bool) -> torch.Tensor:
+    """Return int32 [1]: 1 if an optimizer step followed what any of `modules` observed here, or if forced."""
+    return (_stacked(modules, "late").any().reshape(1) | force).int()
+
+
+@torch.no_grad()
+def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor) -> None:
+    """Record the combined `keys` [n] and make the next scales; unobserved operands keep scale and history.
+
+    Args:
+        modules: The operands.
+        keys: int32 [n], combined over ranks.
+        due: bool scalar; False leaves everything as it is, what was observed included.
+    """
+    for group, key in _alike(modules, keys):
+        observed = (key >= 0) & due
+        window = torch.stack([module.history for module in group], dim=1)
+        previous = _stacked(group, "scale")
+        rolled, following = delayed_ops.roll_histories(window, key, previous, [module.cast for module in group])
+        values = {
+            "history": torch.where(observed, rolled, window).t().contiguous(),
+            "scale": torch.where(observed, following, previous),
+            "ready": _stacked(group, "ready") | observed,
+            "key": torch.where(due, UNOBSERVED, _stacked(group, "key")),
+            "own_key": torch.where(due, UNOBSERVED, _stacked(group, "own_key")),
+            "late": _stacked(group, "late") & ~due,
+        }
+        _write(group, values)
+
+
+@torch.no_grad()
+def restart(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
+    """Take scales anew from operands that something else than a step has changed, and forget their histories.
+
+    Args:
+        modules: The operands.
+        keys: int32 [n]: the key of each changed operand's amax, below 0 for the others.
+    """
+    for group, key in _alike(modules, keys):
+        changed = key >= 0
+        amax = key.clamp(min=0).view(torch.float32)
+        fresh = [
+            dispatch.scale_from_amax(one, module.cast.fp8_format, module.cast.policy)
+            for one, module in zip(amax.unbind(), group, strict=True)
+        ]
+        history = torch.stack([module.history for module in group])
+        values = {
+            "scale": torch.where(changed, torch.stack(fresh), _stacked(group, "scale")),
+            "history": torch.where(changed[:, None], 0.0, history),
+            "ready": _stacked(group, "ready") | changed,
+            "key": torch.where(changed, UNOBSERVED, _stacked(group, "key")),
+            "own_key": torch.where(changed, UNOBSERVED, _stacked(group, "own_key")),
+        }
+        _write(group, values)
+
+
+def restart_edited(
+    scales: Sequence[DelayedScale | None], keys: Sequence[torch.Tensor], edited: torch.Tensor, keep: set[DelayedScale]
+) -> None:
+    """Take delayed scales anew from weights that were edited: the scales of earlier steps say nothing about them.
+
+    Args:
+        scales: The state of each weight; None for weights with other scaling.
+        keys: int32, the key of each weight's amax, combined over ranks, first.
+        edited: int32 [n], whether each was edited on any rank.
+        keep: Scales that came with their weights from a checkpoint, which stay.
+    """
+    if edited.device.type == "cpu" and not edited.any():
+        return  # on a GPU, to ask would be to wait for it
+    affected = [
+        (scale, torch.where(flag > 0, key[0], UNOBSERVED))
+        for scale, key, flag in zip(scales, keys, edited.unbind(), strict=True)
+        if scale is not None and scale not in keep
+    ]
+    if affected:
+        modules, restarted = zip(*affected, strict=True)
+        restart(modules, torch.stack(restarted))
+
+
+def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[list[DelayedScale], torch.Tensor]]:
+    """Group modules that share a policy, with their keys, so that each group is one batch of operations."""
+    groups: dict[object, list[int]] = {}
+    for index, module in enumerate(modules):
+        groups.setdefault(module.cast.policy, []).append(index)
+    # A list as index is copied to the device; usually all share one policy, and there is none.
+    return [
+        ([modules[i] for i in indices], keys if len(indices) == len(modules) else keys[indices])
+        for indices in groups.values()
+    ]
+
+
+def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
+    return torch.stack([getattr(module, buffer) for module in modules])
+
+
+def _write(modules: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
+    """Write row i of each value into the buffer of that name of module i."""
+    for name, rows in values.items():
+        torch._foreach_copy_([getattr(module, name) for module in modules], list(rows.unbind()))
+    for module in modules if "scale" in values else ():
+        module.note_written()

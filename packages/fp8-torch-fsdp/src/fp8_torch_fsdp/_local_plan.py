@@ -1,0 +1,173 @@
+"""`LocalPlan`: delayed scaling of models that gather no weight in FP8: one process, DDP, high-precision gathers."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, fsdp, max_over_ranks
+from fp8_torch_fsdp import _delayed as delayed
+from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
+from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._scale_plan import ScalePlan, plan_of_root
+from fp8_torch_fsdp._weight_state import version_of
+
+
+def synchronize_before_forward(model: nn.Module) -> None:
+    """Make `model` synchronize its delayed scales itself, before the first forward after an optimizer step."""
+    plan = plan_of_root(model)
+    if isinstance(plan, LocalPlan):
+        plan.look_again(model)
+        return
+    root: Any = model  # which keeps its plan alive
+    root.fp8_plan = LocalPlan(model)
+    # functions, and no methods of the plan: a copy of the model has a plan of its own
+    model.register_forward_pre_hook(torch._dynamo.disable(_before_forward))
+
+
+def _before_forward(model: nn.Module, args: object) -> None:
+    plan = plan_of_root(model)
+    if isinstance(plan, LocalPlan):
+        plan.before_forward(model)
+
+
+def _after_forward(model: nn.Module, args: object, output: object) -> None:
+    plan = plan_of_root(model)
+    if isinstance(plan, LocalPlan):
+        plan.after_forward(model, output)
+
+
+class LocalPlan(ScalePlan):
+    """The delayed scales under one root that no other plan has taken."""
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        super().__init__(root)
+        self._known = False
+        self._settled = False
+        self._watches_outputs = False
+        self._weights: dict[DelayedScale, tuple[Float8Linear, int | None]] = {}
+        if root is not None:
+            self._claim(root)
+
+    def __deepcopy__(self, memo: dict) -> "LocalPlan":
+        """A copied model finds its scales itself."""
+        return LocalPlan()
+
+    def __reduce__(self) -> tuple:
+        return LocalPlan, ()
+
+    def look_again(self, model: nn.Module) -> None:
+        """Note that more layers of the model were converted."""
+        self._known = False
+        self._claim(model)
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Synchronize where an optimizer step was made, and take scales of changed weights anew."""
+        self.steps.forget_interrupted()
+        self._settled = self._settled or not _waits_for_sync_plan(model)
+        self._claim(model)
+        if not (self.scales and self._settled):
+            return
+        group = _process_group(model)
+        if group is not None and not self._watches_outputs:
+            self._watches_outputs = True
+            self.take(self.scales, shared=True)
+            model.register_forward_hook(torch._dynamo.disable(_after_forward))
+        self._synchronize(group, roll=False)
+
+    def after_forward(self, model: nn.Module, output: object) -> None:
+        """Combine what the ranks observe, when the backward of this forward ends and reduces gradients."""
+        self._claim(model)
+        group = _process_group(model) if self.scales and model.training and torch.is_grad_enabled() else None
+        if group is not None and (not isinstance(model, FSDPModule) or fsdp.gradient_sync_enabled(model)):
+            self._combine_after_backward(output, [group])
+
+    def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
+        """Agree on everything on request; see `ScalePlan.synchronize_now`."""
+        model = self._root()
+        if model is None:
+            return
+        self._claim(model)
+        if self.scales:
+            self._synchronize(group or _process_group(model), roll=roll)
+
+    @torch.no_grad()
+    def _synchronize(self, group: dist.ProcessGroup | None, *, roll: bool) -> None:
+        loaded = [scale for scale in self._weights if scale.was_loaded]
+        changed = self._changed_weights(loaded)
+        parts = [*self._observations(roll), *([changed] if changed is not None else [])]
+        reduced, reductions = max_over_ranks(parts, group)
+        self.reductions += reductions
+        self._take_observations(reduced[0], reduced[1])
+        if changed is not None:
+            delayed.restart(list(self._weights), reduced[2])
+
+    def _claim(self, model: nn.Module) -> None:
+        """Find the scales of the model, and let go of those that the plan of an FSDP root has taken since."""
+        if not self._known:
+            self._known, self._root = True, weakref.ref(model)
+            free = [scale for scale in delayed_scales(model) if scale.owner() in (None, self)]
+            self.take(free, shared=self._watches_outputs)
+            layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+            self._weights = {layer.fp8_weight: (layer, None) for layer in layers if layer.fp8_weight in self.scales}
+        elif any(scale.owner() is not self for scale in self.scales):
+            self.scales = [scale for scale in self.scales if scale.owner() is self]
+            self._weights = {scale: known for scale, known in self._weights.items() if scale.owner() is self}
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        super()._after_step(optimizer)
+        self._weights = {scale: (layer, _writes_to(layer)) for scale, (layer, _) in self._weights.items()}
+
+    def _changed_weights(self, loaded: list[DelayedScale]) -> torch.Tensor | None:
+        """Return the int32 keys [n] of weights that something else than a step wrote to, -1 for the others.
+
+        Args:
+            loaded: Scales that came with their weights from a checkpoint, which stay.
+
+        Returns:
+            None if no weight has delayed scaling, or none changed and no other rank has to know.
+        """
+        changed = {}
+        for scale, (layer, known) in self._weights.items():
+            now = _writes_to(layer)
+            changed[scale] = known is not None and known != now and scale not in loaded
+            self._weights[scale] = layer, now
+        if not self._weights or not (any(changed.values()) or self._watches_outputs):
+            return None
+        keys = torch.full((len(changed),), delayed.UNOBSERVED, dtype=torch.int32, device=self.scales[0].key.device)
+        for index, (scale, (layer, _)) in enumerate(self._weights.items()):
+            if changed[scale]:
+                local = _local_weight(layer)
+                geometry = ShardGeometry(full_shape=local.shape)
+                keys[index : index + 1] = ScaleLayout.of(layer.config.weight).keys(local.detach(), geometry)
+        return keys
+
+
+def _waits_for_sync_plan(model: nn.Module) -> bool:
+    """Return whether FSDP2 is about to gather weights in FP8 for the first time: their plan then takes the scales."""
+    states = (getattr(shard, "_state", None) for _, shard in fsdp.named_shards(model))
+    return any(state is not None and state.plan() is None for state in states)
+
+
+def _local_weight(layer: Float8Linear) -> torch.Tensor:
+    local = getattr(layer.weight, "_local_tensor", layer.weight)
+    return getattr(local, "plain", local)
+
+
+def _writes_to(layer: Float8Linear) -> int:
+    """Return a number that grows with every write to the weight of a layer that somebody saw."""
+    local = getattr(layer.weight, "_local_tensor", layer.weight)
+    state = getattr(local, "_state", None)
+    return version_of(_local_weight(layer)) + (0 if state is None else state.changes.edits)
+
+
+def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the group over which the model's parameters are distributed in any way; None for a model that is not."""
+    mesh = max(fsdp.meshes_of(model), key=lambda mesh: mesh.size(), default=None)
+    if mesh is None:
+        return None
+    return fsdp.group_of(fsdp.ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))

@@ -1,0 +1,75 @@
+"""`OptimizerSteps`: notices the steps of the optimizers that hold parameters of one model, and of no other.
+
+Compiled steps included, whose operators no tensor sees. torch offers hooks for one optimizer, which a model does not
+know, and hooks for all of them; each model registers its own of the latter kind, and they go when it goes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class OptimizerSteps:
+    """The optimizer steps of one model.
+
+    Args:
+        parameters: Returns the model's parameters as its optimizers hold them.
+        after: Called after each step with the optimizer.
+
+    Attributes:
+        count: Number of steps made so far.
+        stepping: Whether a step is being made: what is written to weights now is no edit.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], after: Callable[[Optimizer], None]) -> None:
+        # weakly: the hooks below are held by torch, and must not keep the model alive
+        self._parameters = weakref.WeakMethod(parameters)  # pyrefly: ignore[bad-argument-type]
+        self._after = weakref.WeakMethod(after)  # pyrefly: ignore[bad-argument-type]
+        self.count = 0
+        self.stepping = False
+        hooks = [
+            register_optimizer_step_pre_hook(_hook(weakref.ref(self), OptimizerSteps._begin)),
+            register_optimizer_step_post_hook(_hook(weakref.ref(self), OptimizerSteps.finish)),
+        ]
+        for hook in hooks:
+            # `atexit` is a property, for which the stub leaves no slot
+            weakref.finalize(self, hook.remove).atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def forget_interrupted(self) -> None:
+        """Note that a forward begins: a step that raised an exception did not say that it ended."""
+        self.stepping = False
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Note that the step of an optimizer has ended; the second time for a step nothing happens."""
+        if not self.stepping:
+            return
+        self.stepping = False
+        if (after := self._after()) is not None:
+            self.count += 1
+            after(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        parameters = self._parameters()
+        own = set() if parameters is None else {id(parameter) for parameter in parameters()}
+        self.stepping = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _hook(
+    steps: "weakref.ref[OptimizerSteps]", function: Callable[[OptimizerSteps, Optimizer], None]
+) -> Callable[[Optimizer, tuple, dict], None]:
+    """Return what torch calls: it keeps nothing alive, and stays out of compiled graphs.
+
+    A compiled optimizer calls hooks between its graphs: traced, they would be guarded by all that they look at.
+    """
+
+    def call(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if (alive := steps()) is not None:
+            function(alive, optimizer)
+
+    return torch.compiler.disable(call)

@@ -1,0 +1,106 @@
+"""`ScalePlan`: the delayed scales of one model, the steps of its optimizers, and when the ranks agree on what.
+
+A plan belongs to the module that is called, its root. There are three kinds: `LocalPlan` for models that gather no
+weight in FP8, `SyncPlan` for weights under FSDP2, `TraceablePlan` for `fully_shard_traceable`.
+"""
+
+import abc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from fp8_common.torch.plugin import fsdp, max_over_ranks
+from fp8_torch_fsdp import _delayed as delayed
+from fp8_torch_fsdp._delayed import DelayedScale
+from fp8_torch_fsdp._optimizer_steps import OptimizerSteps
+
+
+class ScalePlan(abc.ABC):
+    """What keeps the scales of one model equal on all of its ranks.
+
+    Attributes:
+        scales: The delayed scales under the root, in the order that all ranks share.
+        steps: The optimizer steps that concern the model.
+        reductions: Number of MAX all-reduces issued so far on this rank.
+    """
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self._root = (lambda: None) if root is None else weakref.ref(root)
+        self.scales: list[DelayedScale] = []
+        self.steps = OptimizerSteps(self.parameters, self._after_step)
+        self.reductions = 0
+        self._stepped = False
+        self._combining = False
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Yield the parameters of the model as optimizers hold them."""
+        root = self._root()
+        return () if root is None else fsdp.parameters_of(root)
+
+    @abc.abstractmethod
+    def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
+        """Agree on everything on request, on all ranks of the model.
+
+        Args:
+            roll: Make the next delayed scales even if no optimizer step was made since the last time.
+            group: The ranks that combine what they observed, for models that are replicated and not sharded.
+        """
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._stepped = True
+        # In a backward (an optimizer for each parameter, stepped by hooks) layers may still compute again what a
+        # checkpoint left out: their scales are those of this step, and no marks shall stop them.
+        if self.scales and not fsdp.in_backward():
+            delayed.mark_late(self.scales)
+
+    def take(self, scales: Sequence[DelayedScale], *, shared: bool) -> None:
+        """Own these scales from now on, whoever did before; `shared` says whether other ranks have them too."""
+        self.scales = list(scales)
+        for scale in scales:
+            scale.owner, scale.shared = weakref.ref(self), shared
+
+    def _observations(self, roll: bool) -> list[torch.Tensor]:
+        """Return what ranks combine of delayed scaling, int32: the keys [n], and whether to roll [1]."""
+        if not self.scales:
+            return []
+        return [delayed.observed_keys(self.scales), delayed.due(self.scales, roll or self._stepped)]
+
+    def _take_observations(self, keys: torch.Tensor, due: torch.Tensor) -> None:
+        """Take over combined observations; where any rank made a step, the histories roll."""
+        # without a step, the observations of this rank stay for later
+        delayed.roll(self.scales, keys, due[0] > 0)
+        self._stepped = False
+
+    def _combine_after_backward(self, output: object, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Combine what the ranks observe in this forward and its backward, when the backward has ended.
+
+        Checkpoints hold what all ranks know. Every rank runs this backward, because FSDP2's gradients need it: the
+        all-reduce waits for nobody who does not come.
+        """
+
+        def queue(grad: torch.Tensor) -> None:
+            if not self._combining:  # several outputs have gradients
+                self._combining = True
+                fsdp.at_end_of_backward(combine)
+
+        def combine() -> None:
+            self._combining = False
+            with torch.no_grad():
+                (keys,), reductions = max_over_ranks([delayed.observed_keys(self.scales)], *groups)
+                delayed.take_combined(self.scales, keys)
+            self.reductions += reductions
+
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(queue)
+
+
+def plan_of_root(module: nn.Module) -> Any:
+    """Return the plan that a module carries itself, as the root of a model that FSDP2 does not gather in FP8."""
+    return getattr(module, "fp8_plan", None)

@@ -1,0 +1,66 @@
+"""What is done for all FP8 weights of a group at once: their amax, their scales and, if it is kept, their cast.
+
+On a GPU a launch per weight costs more than the work. Weights whose strategy scales whole tensors share one operator
+for all amax and one for all casts of a format, each a single launch there; others go one by one.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from fp8_common import CastRecipe, Format
+from fp8_common.torch.plugin import dispatch, foreach, fsdp
+from fp8_torch_fsdp._sync_member import Member
+
+
+def refresh_keys(members: Iterable[Member]) -> None:
+    """Compute the keys of weights again that may have changed, and put them where the ranks combine them."""
+    together: dict[torch.device, list[Member]] = {}
+    for member in members:
+        if member.state.keys is not None and not member.stale:
+            continue
+        strategy = member.state.strategy
+        if strategy.foreach_format is not None:
+            together.setdefault(member.shard.device, []).append(member)
+        else:
+            keys = strategy.local_keys(member.shard, member.geometry)
+            member.state.keys = keys.to(member.device, non_blocking=True)
+    for group in together.values():
+        keys = foreach.amax_keys([member.shard for member in group])
+        for member, key in zip(group, keys.split(1), strict=True):
+            member.state.keys = key.to(member.device, non_blocking=True)
+
+
+def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """Return the scales of weights from their reduced keys; those that follow from one key each, all at once."""
+    scales: list[torch.Tensor | None] = []
+    alike: dict[CastRecipe, list[int]] = {}
+    for index, (member, keys) in enumerate(renewed):
+        together = member.state.strategy.scale_follows_from_key
+        if together:
+            alike.setdefault(member.state.strategy.cast, []).append(index)
+        scales.append(None if together else member.state.strategy.scale_from_keys(keys, member.geometry))
+    for cast, indices in alike.items():
+        amax = torch.cat([renewed[i][1] for i in indices]).view(torch.float32)
+        for i, scale in zip(
+            indices, dispatch.scale_from_amax(amax, cast.fp8_format, cast.policy).unbind(), strict=True
+        ):
+            scales[i] = scale
+    return scales
+
+
+def cast_together(members: Iterable[Member]) -> None:
+    """Make the buffers of weights that keep them and have none; others are cast when they are gathered."""
+    together: dict[tuple[Format, torch.device], list[Member]] = {}
+    for member in members:
+        fmt = member.state.strategy.foreach_format
+        here = member.shard.device == member.device  # else FSDP2 uploads it for each gather: cast then
+        if fmt is not None and here and member.state.cache and member.state.wire is None:
+            together.setdefault((fmt, member.shard.device), []).append(member)
+    for (fmt, _), group in together.items():
+        scales = torch.stack([member.state.agreed_scale for member in group])
+        codes = foreach.cast([member.shard for member in group], scales, fmt)
+        for member, own in zip(group, codes, strict=True):
+            state = member.state
+            state.wire = (fsdp.pad_rows(own, state.geometry.padded_shape),), state.scale
+            state.casts += 1

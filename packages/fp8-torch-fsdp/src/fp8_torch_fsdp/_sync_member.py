@@ -1,0 +1,101 @@
+"""`Member`: one FP8 weight of a synchronization: with which ranks it agrees, its keys, its flags, what follows."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from fp8_common.torch.plugin import fsdp
+from fp8_torch_fsdp._weight_state import WeightState
+
+
+class Member:
+    """One FP8 weight of a plan: FSDP2's view of it and, as of the last `look`, its shard and what is known about it.
+
+    Args:
+        param: The parameter.
+
+    Attributes:
+        param: The parameter.
+        device: Where it is gathered, and where ranks talk about it.
+        geometry: Which part of the weight this rank holds.
+        shard: The plain local tensor.
+        state: What is known about the shard that the parameter holds now; an assigning load brings another one.
+        stale: Whether the shard has, or could have, changed since the last synchronization.
+    """
+
+    __slots__ = ("device", "geometry", "param", "shard", "stale", "state")
+
+    def __init__(self, param: fsdp.ShardedParam) -> None:
+        self.param, self.device, self.geometry = param, param.device, param.geometry
+        self.look()
+
+    def look(self) -> None:
+        """Take the shard as it is now."""
+        local = self.param.local
+        self.shard: torch.Tensor = local._data
+        self.state: WeightState = local._state
+        self.stale: bool = self.state.changes.may_be_new(self.shard)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether its scales are combined over ranks."""
+        return self.state.keys is not None and self.state.keys.numel() > 0
+
+    def renew(self, scale: torch.Tensor | None, step: int) -> None:
+        """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go."""
+        if self.param.group.is_unsharded:
+            self.param.group.reshard()
+        state = self.state
+        state.scale, state.wire, state.synced_at = scale, None, step
+        state.changes.cover(self.shard)
+
+
+def by_process_group(members: Iterable[Member], *, replicas: bool) -> list[tuple[dist.ProcessGroup, list[Member]]]:
+    """Return the weights by the ranks that agree on their scales, in as few groups as possible, largest first.
+
+    A scale is agreed on by the ranks that hold parts of the weight: FSDP2's shards, times those of tensor parallelism.
+    Weights of fewer ranks join a larger group that contains them; its other ranks hold copies, so nothing changes.
+
+    Args:
+        members: The weights, in the order that all ranks share.
+        replicas: Include ranks that hold copies (HSDP): delayed scaling combines what all of them observe.
+    """
+    groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[Member]]] = {}
+    ranked = [(_peers(member, replicas), member) for member in members]
+    for ranks, member in ranked:
+        larger = [r for r, _ in ranked if set(ranks) <= set(r) and _may_join(member, r, ranks)]
+        chosen = max(larger, key=len)
+        if chosen not in groups:
+            groups[chosen] = (fsdp.group_of(chosen, member.param.process_group), [])
+        groups[chosen][1].append(member)
+    return [groups[ranks] for ranks in sorted(groups, key=len, reverse=True)]
+
+
+def _peers(member: Member, replicas: bool) -> tuple[int, ...]:
+    if member.state.strategy.scales_each_part:
+        return tuple(sorted(dist.get_process_group_ranks(member.param.process_group)))
+    return member.param.peers(replicas=replicas)
+
+
+def _may_join(member: Member, larger: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    return larger == own or not member.state.strategy.scales_each_part
+
+
+def flags_of(members: list[Member]) -> torch.Tensor:
+    """Return int32 [3 * n]: changed, edited, untouched for each weight; a rank with an empty shard has no say."""
+    changed, edited, untouched = [], [], []
+    for member in members:
+        changes = member.state.changes
+        has_say = member.shard.numel() > 0 and changes.seen is not None
+        edit = has_say and member.stale and changes.are_edits(member.shard)
+        changed.append(member.stale)
+        edited.append(edit)
+        untouched.append(has_say and not edit)
+    return torch.tensor([changed, edited, untouched], dtype=torch.int32).reshape(-1)
+
+
+def names_of_partial_edits(members: list[Member], flags: torch.Tensor) -> list[str]:
+    """Return the weights that `flags` [3, n], combined over ranks, shows edited here and untouched there."""
+    _, edited, untouched = flags.tolist()
+    return [m.param.name for m, e, u in zip(members, edited, untouched, strict=True) if e and u]

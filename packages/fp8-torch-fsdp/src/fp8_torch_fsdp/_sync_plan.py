@@ -1,0 +1,228 @@
+"""`SyncPlan`: agrees on all scales under an FSDP root, in one all-reduce per root forward.
+
+The reduction runs in a hook before the root's own pre-forward, on every rank and whether or not this rank's weights
+changed: a rank that skipped an optimizer step cannot leave the others waiting, and a weight that was edited on some
+ranks only is found by all of them. Only inside a gradient accumulation window (`set_requires_gradient_sync(False)`)
+is it left out, because weights do not change there. Weights whose scales never leave their rank take no part.
+"""
+
+import logging
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fp8_common import Fp8Error, Fp8StaleError
+from fp8_common.torch.plugin import fsdp, max_over_ranks
+from fp8_torch_fsdp import _delayed as delayed
+from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
+from fp8_torch_fsdp._scale_plan import ScalePlan
+from fp8_torch_fsdp._strategies import delayed_of
+from fp8_torch_fsdp._sync_launches import cast_together, refresh_keys, scales_together
+from fp8_torch_fsdp._sync_member import Member, by_process_group, flags_of, names_of_partial_edits
+
+logger = logging.getLogger(__name__)
+
+
+class _Unchecked(NamedTuple):
+    """Flags that nobody has looked at for partial edits yet; `arrived` where they are still on their way."""
+
+    members: list[Member]
+    flags: torch.Tensor
+    arrived: "torch.cuda.Event | None"
+
+
+class SyncPlan(ScalePlan):
+    """The FP8 weights and delayed scales under one FSDP root, and what keeps them equal on all ranks.
+
+    Attributes:
+        members: The weights, in the order that all ranks share.
+    """
+
+    def __init__(self, root: nn.Module, cls: type) -> None:
+        """Collect the weights whose shard is a `cls` and hook the root's forward."""
+        super().__init__(root)
+        self.members = [Member(param) for param in fsdp.sharded_params(root) if isinstance(param.local, cls)]
+        scales = delayed_scales(root)
+        _refuse(self.members)
+        self._groups = by_process_group(self.members, replicas=bool(scales))
+        self.take(scales, shared=self._groups[0][0].size() > 1)
+        self._accumulating = not fsdp.gradient_sync_enabled(root)
+        self._explicit = False
+        self._unchecked: list[_Unchecked] = []
+        self._link()
+        root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
+        if any(scale.shared for scale in scales):
+            root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
+        logger.info("FP8 all-gather for %d weights under one FSDP root.", len(self.members))
+
+    def _before_root_forward(self, module: nn.Module, args: object) -> None:
+        self.steps.forget_interrupted()
+        was_accumulating, self._accumulating = self._accumulating, not fsdp.gradient_sync_enabled(module)
+        was_explicit, self._explicit = self._explicit, False
+        for member in self.members:
+            member.look()
+        changed = any(member.stale for member in self.members)
+        if changed or not (was_accumulating or was_explicit):
+            self._synchronize(roll=False)
+        if self.scales and module.training and torch.is_grad_enabled():
+            self._observe_weights()
+        if not was_accumulating:
+            self._gather_again_without_keys()
+
+    def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self.scales and module.training and torch.is_grad_enabled() and not self._accumulating:
+            self._combine_after_backward(output, [self._groups[0][0]])
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """Mark the weights that an optimizer trains: a compiled step writes to them unseen."""
+        super()._after_step(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = getattr(getattr(parameter, "_local_tensor", parameter), "_state", None)
+                # An optimizer leaves parameters without a gradient alone, so a frozen weight keeps its codes.
+                if state is not None and state.plan() is self and parameter.grad is not None:
+                    state.changes.mark(edit=False)
+
+    def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
+        """Synchronize on request, after a step: the next root forward then finds nothing to do."""
+        self.synchronize(roll=roll, record=False)
+        self._explicit = True
+
+    def synchronize(self, *, record: bool | None = None, roll: bool = False) -> None:
+        """Agree on every scale with one MAX all-reduce per process group. Every rank of the root must call it.
+
+        Args:
+            record: Whether delayed scaling observes the weights; by default, whether the root is in training mode.
+            roll: Make the next delayed scales even if no optimizer step was made since the last time.
+
+        Raises:
+            Fp8StaleError: A weight was edited on some ranks only; raised on all ranks, naming it.
+        """
+        for member in self.members:
+            member.look()
+        self._synchronize(roll=roll)
+        root = self._root()
+        if self.scales and (root is not None and root.training if record is None else record):
+            self._observe_weights()
+
+    @torch.no_grad()
+    def _synchronize(self, *, roll: bool) -> None:
+        """Agree on every scale, of the shards as they were looked at last."""
+        with torch.inference_mode(False):
+            self._raise_for_partial_edits()
+            self._link()
+            refresh_keys(self.members)
+            for index, (process_group, members) in enumerate(self._groups):
+                # the first group, the largest, carries the delayed scales
+                self._synchronize_group(process_group, members, roll, with_scales=index == 0)
+            for member in self.members:
+                if member.stale and not member.reduced:
+                    member.renew(member.state.scale, self.steps.count)
+            cast_together(self.members)
+
+    @torch.no_grad()
+    def _observe_weights(self) -> None:
+        """Let delayed scaling record the amax of the weights that training uses now."""
+        for member in self.members:
+            if member.state.agreed is not None:
+                member.state.strategy.record(member.state.agreed)
+
+    def _synchronize_group(
+        self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, *, with_scales: bool
+    ) -> None:
+        members = [member for member in members if member.reduced]
+        observations = self._observations(roll) if with_scales else []
+        if not members and not observations:
+            return
+        flags = [flags_of(members).to(members[0].device, non_blocking=True)] if members else []
+        parts = [*(member.state.known_keys for member in members), *flags, *observations]
+        reduced, reductions = max_over_ranks(parts, process_group)
+        self.reductions += reductions
+        loaded = {scale for scale in self.scales if scale.was_loaded}
+        if observations:
+            self._take_observations(*reduced[-2:])
+        if members:
+            self._renew(members, reduced[: len(members)], reduced[len(members)].view(3, -1), loaded)
+
+    def _renew(
+        self, members: list[Member], keys: list[torch.Tensor], flags: torch.Tensor, loaded: set[DelayedScale]
+    ) -> None:
+        """Give new scales to the weights that changed on any rank.
+
+        Args:
+            members: The weights.
+            keys: The keys of each, combined over ranks.
+            flags: int32 [3, n], see `flags_of`.
+            loaded: Delayed scales that came with their weights from a checkpoint, which stay.
+        """
+        changed = self._changed(members, flags)
+        if self.scales:
+            own = [delayed_of(member.state.strategy) for member in members]
+            delayed.restart_edited(own, keys, flags[1], loaded)
+        renewed = [pair for pair, is_new in zip(zip(members, keys, strict=True), changed, strict=True) if is_new]
+        for member, own in zip(members, keys, strict=True):
+            member.state.agreed = own
+        for (member, _), scale in zip(renewed, scales_together(renewed), strict=True):
+            member.renew(scale, self.steps.count)
+
+    def _changed(self, members: list[Member], flags: torch.Tensor) -> list[bool]:
+        """Return which weights changed on any rank.
+
+        Partial edits are looked for now on a CPU, with the next synchronization on a GPU: all ranks raise at the same
+        place, whether or not this one has to wait for the flags.
+        """
+        if flags.device.type == "cpu":
+            self._unchecked.append(_Unchecked(members, flags, None))
+            self._raise_for_partial_edits()
+            return flags[0].bool().tolist()
+        known = all(member.stale for member in members)  # a step was made: no need to wait for the device
+        host = flags.to("cpu", non_blocking=known)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._unchecked.append(_Unchecked(members, host, arrived))
+        return [True] * len(members) if known else host[0].bool().tolist()
+
+    def _raise_for_partial_edits(self) -> None:
+        unchecked, self._unchecked = self._unchecked, []
+        names = []
+        for members, flags, arrived in unchecked:
+            if arrived is not None:
+                arrived.synchronize()
+            names += names_of_partial_edits(members, flags)
+        if names:
+            raise Fp8StaleError(
+                f"FP8 weights were changed in place on some ranks only, outside of an optimizer step: "
+                f"{', '.join(names)}. Make the same change on every rank that holds a part of them."
+            )
+
+    def _gather_again_without_keys(self) -> None:
+        """Let go of weights that FSDP2 kept gathered: without a reduction no rank knows of another's changes."""
+        for member in self.members:
+            if not member.reduced and member.param.group.is_unsharded:
+                member.param.group.reshard()
+
+    def _link(self) -> None:
+        """Tell states that do not know it yet, new ones after an assigning load, where they belong."""
+        for member in self.members:
+            state = member.state
+            if state.plan() is not self:
+                state.plan, state.name, state.geometry = weakref.ref(self), member.param.name, member.geometry
+
+
+def _refuse(members: list[Member]) -> None:
+    """Refuse, on all ranks alike, weights that were sharded in a way that FP8 cannot follow."""
+    names = [member.param.name for member in members if member.param.reshards_to_part_of_the_mesh]
+    if names:
+        raise Fp8Error(
+            f"reshard_after_forward with an integer does not work for weights gathered in FP8 "
+            f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, "
+            "shard over a two-dimensional mesh (HSDP) instead."
+        )
+    for member in members:
+        problem = member.state.strategy.problem(member.geometry)
+        if problem is not None:
+            raise Fp8Error(f"{member.param.name} {problem}")

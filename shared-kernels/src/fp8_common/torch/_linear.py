@@ -1,0 +1,228 @@
+"""The three FP8 products of a linear layer, y = x w^T, dx = dy w, dw = dy^T x, as one differentiable function.
+
+A layer brings its operands: how activation and gradient are cast, and where the weight is (`LinearOperands`). What the
+products are made of, what the backward saves, and which casts serve twice is the same for all layers.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8_common._errors import Fp8Error
+from fp8_common.torch._device import should_emulate
+from fp8_common.torch._gathered_weight import GatheredFloat8Weight
+from fp8_common.torch._linear_config import LinearConfig
+from fp8_common.torch._multiply import multiply
+from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand
+
+
+class LinearOperands:
+    """What one linear layer brings to its products. Layers inherit it beside `nn.Linear`.
+
+    Attributes:
+        config: How to cast and multiply.
+    """
+
+    config: LinearConfig
+
+    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
+        """Return the weight [rows, columns], in any of its states, as an operand that is contracted over columns.
+
+        Args:
+            weight: What was given to `product`, or a weight that was gathered from it.
+            record: Whether delayed scaling observes it.
+        """
+        # no abstract base class: its metaclass would be that of every layer
+        raise NotImplementedError(f"{type(self).__name__} does not say how its weight becomes an FP8 operand.")
+
+    def scale_state(self, name: str) -> ScaleState | None:
+        """Return the state of delayed scaling of the operand `name`, "input" or "grad_output"; None without it."""
+        return None
+
+    @property
+    def watched(self) -> bool:
+        """Whether `observe` wants to see operands; what it costs to show them is only paid then."""
+        return False
+
+    def observe(self, name: str, x: torch.Tensor, operand: Operand) -> None:
+        """Look at an operand that was cast, `x` [rows, columns] and its FP8 form, if `watched`."""
+
+    def cast(self, name: str, x: torch.Tensor, *, record: bool) -> Operand:
+        """Cast a matrix [rows, contracted] as the operand `name`, "input" or "grad_output"."""
+        if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
+            return Operand.of(x)
+        operand = cast_operand(x, getattr(self.config, name), self.scale_state(name), record=record)
+        if self.watched:
+            self.observe(name, x, operand)
+        return operand
+
+    def cast_folded(self, grad: torch.Tensor, fold: torch.Tensor) -> Operand:
+        """Cast a gradient [rows, out_features] multiplied by float32 `fold` [out_features], the weight's row scales."""
+        operand = cast_folded(grad, fold, self.config.grad_output)
+        if self.watched:
+            self.observe("grad_output", grad.float() * fold, operand)
+        return operand
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, *, access: "WeightAccess | None" = None, record: bool = False
+    ) -> torch.Tensor:
+        """Return x @ weight.T in FP8. It can be differentiated once.
+
+        Args:
+            x: [..., columns], float32, bfloat16 or float16; under autocast it is converted first.
+            weight: [rows, columns], in any state that `weight_operand` takes, or a part that `access` gathers.
+            access: Where the weight comes from; at hand by default.
+            record: Whether delayed scaling observes the operands.
+
+        Returns:
+            [..., rows] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
+
+        Raises:
+            Fp8Error: `x` is a scalar, or its last dimension is not that of the weight.
+        """
+        if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+            name = type(self).__name__
+            raise Fp8Error(f"{name} expects [..., {weight.shape[-1]}] as input, got {tuple(x.shape)}.")
+        # there is no autocast for the meta device, and asking for it is an error
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _Products.apply(x, weight, self, access or AT_HAND, record)
+
+
+class WeightAccess:
+    """Where the products get the weight from, and where its gradient goes: the weight is at hand by default.
+
+    A layer that gathers its weight for each product overrides the five methods; they come in pairs, so that a product
+    can run while something is on its way.
+    """
+
+    def send_weight(self, layer: LinearOperands, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that the backward needs to have the weight again.
+
+        The weight itself and not its codes: FSDP2 may free and refill it before the backward.
+        """
+        return (weight,)
+
+    def start_weight(self, layer: LinearOperands, sent: tuple[Any, ...], grad: torch.Tensor | None) -> Any:
+        """Start to gather what `send_weight` returned; `grad` is what the backward has reached, None in the forward."""
+        return sent[0]
+
+    def finish_weight(self, layer: LinearOperands, started: Any, *, record: bool) -> Operand:
+        """Return the weight as an operand."""
+        return layer.weight_operand(started, record=record)
+
+    def start_gradient(self, layer: LinearOperands, grad_weight: torch.Tensor) -> Any:
+        """Start to bring the gradient of the weight to the ranks that hold it."""
+        return grad_weight
+
+    def finish_gradient(self, layer: LinearOperands, started: Any) -> torch.Tensor:
+        """Return the gradient of what was given to `LinearOperands.product` as the weight."""
+        return started
+
+
+AT_HAND = WeightAccess()
+"""The access to weights that are at hand; it has no state."""
+
+
+class _Products(torch.autograd.Function):
+    """The products; tensors first, as autograd wants them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        layer: LinearOperands,
+        access: WeightAccess,
+        record: bool,
+    ) -> torch.Tensor:
+        sent = access.send_weight(layer, weight)
+        started = access.start_weight(layer, sent, None)
+        rows = x.reshape(-1, x.shape[-1])
+        x_operand = layer.cast("input", rows, record=record)
+        w_operand = access.finish_weight(layer, started, record=record)
+        ctx.save_for_backward(*sent, *_saved_input(layer.config, rows, x_operand))
+        ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
+        ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
+        y = _multiply(x_operand, w_operand, layer.config, "output", x.dtype)
+        return _reshaped(y, (*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer: LinearOperands = ctx.layer
+        access: WeightAccess = ctx.access
+        saved = ctx.saved_tensors  # once: checkpoints let it be read once only
+        sent, saved_input = saved[: ctx.sent], saved[ctx.sent :]
+        rows = grad.reshape(-1, grad.shape[-1])
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = None
+        started = access.start_weight(layer, sent, grad) if needs_x else None
+        shared = layer.cast("grad_output", rows, record=ctx.record) if layer.config.gradient_has_one_scale else None
+        if needs_weight:
+            product = _grad_weight(layer, rows, saved_input, shared, ctx.weight_dtype)
+            grad_weight = access.start_gradient(layer, product)
+        if needs_x:
+            weight = access.finish_weight(layer, started, record=False)
+            grad_x = _reshaped(_grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
+        if needs_weight:
+            grad_weight = access.finish_gradient(layer, grad_weight)
+        return grad_x, grad_weight, None, None, None
+
+
+def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tuple[torch.Tensor, ...]:
+    """Return what the weight's gradient needs of the input: its codes and scale if they serve there, else the input.
+
+    Codes serve where they have one scale, whatever dimension is contracted.
+    """
+    return (cast.codes, cast.scale_inv) if config.input_has_one_cast else (rows,)
+
+
+def _grad_input(layer: LinearOperands, grad: torch.Tensor, weight: Operand, shared: Operand | None) -> torch.Tensor:
+    """Return dx = dy w [M, K]; row scales of the weight are folded into dy [M, N] before its cast."""
+    if layer.config.folds_weight_scales:
+        grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
+        weight = Operand(weight.codes.t(), torch.ones_like(weight.scale_inv[0, 0]), weight.fmt)
+    else:
+        grad_operand = shared or layer.cast("grad_output", grad, record=False)
+        weight = weight.transposed()
+    return _multiply(grad_operand, weight, layer.config, "grad_input", grad.dtype)
+
+
+def _grad_weight(
+    layer: LinearOperands,
+    grad: torch.Tensor,
+    saved_input: tuple[torch.Tensor, ...],
+    shared: Operand | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
+    config = layer.config
+    grad_cast, input_cast = config.grad_weight_casts
+    if not input_cast.enabled:
+        return (grad.t() @ saved_input[0].to(grad.dtype)).to(dtype)
+    if config.input_has_one_cast:
+        codes, scale_inv = saved_input
+        x = Operand(codes, scale_inv, config.input.fp8_format).transposed()
+    else:
+        x = cast_operand(saved_input[0].t(), input_cast)
+    same = shared is not None and config.gradient_has_one_cast
+    g = shared.transposed() if same else cast_operand(grad.t(), grad_cast)
+    return _multiply(g, x, config, "grad_weight", dtype)
+
+
+def _multiply(a: Operand, b: Operand, config: LinearConfig, product: str, out_dtype: torch.dtype) -> torch.Tensor:
+    return multiply(
+        a,
+        b,
+        out_dtype=out_dtype,
+        emulate=should_emulate(a.codes.device, config),
+        use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
+        pad_inner_dim=config.pad_inner_dim,
+    )
+
+
+def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
+    return torch.ops.aten._unsafe_view.default(matrix, shape)

@@ -1,0 +1,105 @@
+"""The product of two FP8 matrices on each kind of device.
+
+With FP8 tensor cores: `torch._scaled_mm`. Without: every FP8 value is exact in bfloat16 and float32, so the codes are
+decoded and multiplied in the output's dtype, which on CPU is several times faster than the scaled product there. The
+operands are the same numbers; only the order of accumulation differs. Block-wise operands are always multiplied as
+dequantized float32 (or, on GPUs, bfloat16) matrices.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fp8_common._errors import Fp8Error
+from fp8_common.torch._dispatch import values
+from fp8_common.torch._operands import Operand
+
+ALIGNMENT = 16
+"""FP8 tensor cores need contracted and output dimensions that are multiples of this."""
+
+
+def multiply(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    emulate: bool,
+    use_fast_accum: bool = False,
+    pad_inner_dim: bool = False,
+) -> torch.Tensor:
+    """Return a @ b.T with scales applied.
+
+    Args:
+        a: [M, K].
+        b: [N, K].
+        out_dtype: float32, bfloat16 or float16.
+        emulate: Decode and multiply instead of calling the FP8 hardware.
+        use_fast_accum: Let the hardware accumulate with fewer bits.
+        pad_inner_dim: Pad K, and N where it is no multiple of 16 either, with zeros for the hardware; otherwise such
+            sizes are an error there.
+
+    Returns:
+        [M, N] in `out_dtype`.
+
+    Raises:
+        Fp8Error: The hardware cannot multiply these sizes.
+    """
+    if a.block or b.block:
+        return _multiply_blocks(a, b, out_dtype)
+    if emulate:
+        return _multiply_decoded(a, b, out_dtype)
+    return _multiply_scaled(a, b, out_dtype, use_fast_accum, pad_inner_dim)
+
+
+def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    product = (values(a.codes, a.fmt, exact) @ values(b.codes, b.fmt, exact).t()).float()
+    if a.scale_inv.ndim == b.scale_inv.ndim == 0:
+        return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
+    # the product itself stays as it is: selective checkpointing may have kept it
+    return (product * a.scale_inv).mul_(_as_row(b.scale_inv)).to(out_dtype)
+
+
+def _multiply_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.bfloat16 if a.codes.is_cuda else torch.float32
+    return (_dequantize(a).to(wide) @ _dequantize(b).to(wide).t()).to(out_dtype)
+
+
+def _dequantize(operand: Operand) -> torch.Tensor:
+    return values(operand.codes, operand.fmt) * operand.wide_scale_inv
+
+
+def _multiply_scaled(
+    a: Operand, b: Operand, out_dtype: torch.dtype, use_fast_accum: bool, pad_inner_dim: bool
+) -> torch.Tensor:
+    a_codes, b_codes = a.codes.contiguous(), b.codes.contiguous()
+    a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
+    if a_inv.ndim != b_inv.ndim:
+        a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
+        b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
+    columns = b_codes.shape[0]
+    if a_codes.is_cuda:
+        a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, pad_inner_dim)
+    product = torch._scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    return product if product.shape[1] == columns else product[:, :columns].contiguous()
+
+
+def _aligned(
+    a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, pad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a [M, K], b [N, K] and the scales of b with zeros added to K and N up to what the hardware needs."""
+    inner, outer = -a.shape[1] % ALIGNMENT, -b.shape[0] % ALIGNMENT
+    if not (inner or outer):
+        return a, b, b_inv
+    if not pad:
+        raise Fp8Error(
+            f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
+            f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True."
+        )
+    a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
+    b = F.pad(b.view(torch.uint8), (0, inner, 0, outer)).view(b.dtype)
+    return a, b, b_inv if b_inv.ndim == 0 else F.pad(b_inv, (0, outer), value=1.0)
+
+
+def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Turn scales [N, 1] of the rows of b into [1, N], the columns of the product; scalars stay."""
+    return scale_inv.t() if scale_inv.ndim == 2 else scale_inv

@@ -1,0 +1,1 @@
+"""Tests of the whole repository, and `tests.helpers`, which the tests of every package import."""
