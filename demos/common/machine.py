@@ -1,5 +1,6 @@
 """The facts about the machine that stand in a report: no names, no paths."""
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -17,6 +18,13 @@ def machine_facts() -> dict[str, str | int | float]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         facts["memory_gib"] = round(memory / 2**30, 1)
     return facts
+
+
+def package_versions() -> dict[str, str]:
+    """Return the version of Python, and of each installed package that a report's numbers may depend on."""
+    names = ("fp8-common", "fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init", "numpy", "ml-dtypes", "torch", "jax", "flax")
+    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {"python": platform.python_version(), **{name: installed[name] for name in names if name in installed}}
 
 
 def usable_cores() -> int:

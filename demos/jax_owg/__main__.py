@@ -1,6 +1,5 @@
 """The demo's program: check everything that can be checked, train, compare, report."""
 
-import platform
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,14 +10,13 @@ from demos import jax_owg as demo
 from demos.common import report
 from demos.common.command import Parser, positive, refusing
 from demos.common.corpus import load_corpus
-from demos.common.machine import machine_facts
+from demos.common.machine import machine_facts, package_versions
 from demos.common.plot import require_matplotlib
 from demos.common.progress import Progress
 from demos.jax_owg import results
 from demos.jax_owg.model import HEAD_DIM
 from demos.jax_owg.train import ROWS, RUNS, train
 from fp8_common import Fp8Error
-from fp8_common._machine import installed_versions
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:
@@ -61,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     finished = report.merge(
         earlier,
         machine={**machine_facts(), "device": jax.devices()[0].platform},
-        versions={"python": platform.python_version(), **installed_versions()},
+        versions=package_versions(),
         data={"path": corpus.label, "bytes": corpus.size},
         name="jax_owg",
         section=results.section(records, options),

@@ -1,7 +1,6 @@
 """The demo's program: check what can be checked, train once for each source, compare, report."""
 
 import dataclasses
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 from demos.common import report
 from demos.common.command import Parser, positive, refusing
 from demos.common.corpus import load_corpus
-from demos.common.machine import machine_facts
+from demos.common.machine import machine_facts, package_versions
 from demos.common.plot import require_matplotlib
 from demos.common.progress import Progress
 from demos.te_init.train import WAYS, run
-from fp8_common._machine import installed_versions
 
 NAME = "te_init"
 
@@ -53,7 +51,7 @@ def main() -> int:
     finished = report.merge(
         earlier,
         machine=machine_facts(),
-        versions={"python": platform.python_version(), **installed_versions()},
+        versions=package_versions(),
         data={"path": corpus.label, "bytes": corpus.size},
         name=NAME,
         section=section_of(runs, options.steps),

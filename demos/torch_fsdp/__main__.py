@@ -1,6 +1,5 @@
 """The demo's program: check everything that can be checked, train, compare, report."""
 
-import platform
 import sys
 from collections import defaultdict
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 from demos.common import report
 from demos.common.command import refusing
 from demos.common.corpus import Corpus, load_corpus
-from demos.common.machine import machine_facts
+from demos.common.machine import machine_facts, package_versions
 from demos.common.plot import require_matplotlib
 from demos.common.progress import Progress
 from demos.torch_fsdp import launch, results
 from demos.torch_fsdp.checkpointing import Record, claim
 from demos.torch_fsdp.options import Options, parse
-from fp8_common._machine import installed_versions
 
 NAMES = {"bf16": "bf16", "fp8": "FP8"}
 
@@ -95,7 +93,7 @@ def make_report(options: Options, corpus: Corpus, listener: Listener, earlier: r
     return report.merge(
         earlier,
         machine={**machine_facts(), "device": facts["device"]},
-        versions={"python": platform.python_version(), **installed_versions()},
+        versions=package_versions(),
         data={"path": corpus.label, "bytes": corpus.size},
         name="torch_fsdp",
         section=section,

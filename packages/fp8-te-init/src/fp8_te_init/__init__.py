@@ -9,6 +9,7 @@ masters and are dropped then.
 """
 
 from fp8_common.plugin import check_version
+from fp8_common.torch import GemmConfig
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._context import fp8_model_init, primary_weights
 from fp8_te_init._convert import convert_linear
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 check_version("fp8-te-init", __version__)
 
 __all__ = [
+    "GemmConfig",
     "MasterOptimizer",
     "MemoryReport",
     "MissingInitError",

@@ -1,13 +1,15 @@
 """`convert_linear`: FP8 primary weights for the linear layers of a finished model."""
 
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8_common import Fp8Error, Recipe
+from fp8_common import Fp8Error, Recipe, Rule, Rules, select_modules
 from fp8_common.torch import INPUT_DTYPES
 from fp8_common.torch.plugin import mark_replaced
 from fp8_te_init._choices import check_choice, resolve_config
@@ -21,27 +23,29 @@ from fp8_te_init._weight import PrimaryFloat8Weight
 
 logger = logging.getLogger(__name__)
 
-ModuleFilter = Callable[[nn.Module, str], bool]
+ModuleSelection = Callable[[nn.Module, str], bool] | Rules | Iterable[str | Rule] | None
+"""Which layers to convert: a filter of (layer, name), or rules by name; None is all of them."""
 
 
 def convert_linear(
     model: nn.Module,
     *,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
     config: PrimaryConfig | None = None,
     preserve: Preserve = "cpu",
     release: Release = "seed",
-    module_filter_fn: ModuleFilter | None = None,
+    module_filter_fn: ModuleSelection = None,
 ) -> nn.Module:
     """Give the `nn.Linear` layers of `model` FP8 primary weights, in place. Call it before `fully_shard`.
 
     Args:
         model: Any module; a linear layer itself too. Layers stay the objects that they are and change their class.
-        recipe: Name or `Recipe` of the casts; "tensorwise" by default.
+        recipe: Name, `Recipe` or dictionary of the casts; "tensorwise" by default.
         config: All choices at once, instead of a recipe.
         preserve: How the values before rounding are kept; see `primary_weights`.
         release: When they are dropped; see `primary_weights`.
-        module_filter_fn: Called with (layer, qualified name); False leaves the layer as it is.
+        module_filter_fn: Called with (layer, qualified name); False leaves the layer as it is. Or `Rules`, by the
+            names of layers, which may give each layer a recipe of its own.
 
     Returns:
         The model. Weights are new parameters: make the optimizer afterwards.
@@ -52,40 +56,47 @@ def convert_linear(
     config = resolve_config(recipe, config)
     check_choice("preserve", preserve, Preserve)
     check_choice("release", release, Release)
-    layers, left = _select(model, module_filter_fn)
-    if not layers:
+    chosen, left = _select(model, module_filter_fn, config)
+    if not chosen:
         raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
     group, made = ReleaseGroup(release), dict[int, tuple[nn.Parameter, KeptValues]]()
-    for name, layer in layers.items():
+    for name, own in chosen.items():
+        layer: Any = model.get_submodule(name)
         _refuse(name, layer.weight)
         plain = layer.weight
         if id(plain) not in made:
-            made[id(plain)] = _quantized(plain, config, KeptValues(preserve))
+            made[id(plain)] = _quantized(plain, own, KeptValues(preserve))
             mark_replaced(plain, "convert_linear")
         parameter, kept = made[id(plain)]
-        PrimaryFloat8Linear.adopt(layer, config)
+        PrimaryFloat8Linear.adopt(layer, own)
         layer._parameters["weight"] = parameter
         register(layer, "weight", parameter, kept, group)
-    logger.info("FP8: %d linear layers have FP8 primary weights.%s", len(layers), _told(left))
+    logger.info("FP8: %d linear layers have FP8 primary weights.%s", len(chosen), _told(left))
     return model
 
 
-def _select(model: nn.Module, keep: ModuleFilter | None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the layers to convert, and the names of other linear layers with the reason they stay."""
-    chosen, left, users = dict[str, nn.Linear](), dict[str, str](), _other_users(model)
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or isinstance(module, PrimaryFloat8Linear):
-            continue
-        if type(module) is not nn.Linear:
-            left[name] = f"{type(module).__name__} is a class of its own"
-        elif hasattr(module, "parametrizations"):
+def _select(
+    model: nn.Module, keep: ModuleSelection, config: PrimaryConfig
+) -> tuple[dict[str, PrimaryConfig], dict[str, str]]:
+    """Return the names of layers to convert with their configurations, and those of others with why they stay."""
+    chosen, left, users = dict[str, PrimaryConfig](), dict[str, str](), _other_users(model)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not isinstance(module, PrimaryFloat8Linear)
+    }
+    own = {name: module for name, module in linear.items() if type(module) is nn.Linear}
+    left |= {name: f"{type(linear[name]).__name__} is a class of its own" for name in linear.keys() - own.keys()}
+    for name, decision in select_modules(own, keep).items():
+        if hasattr(own[name], "parametrizations"):
             left[name] = "parametrized"
-        elif keep is not None and not keep(module, name):
+        elif not decision.include:
             left[name] = "filtered"
-        elif id(module.weight) in users:
-            left[name] = f"shares its weight with {users[id(module.weight)]}"
+        elif id(own[name].weight) in users:
+            left[name] = f"shares its weight with {users[id(own[name].weight)]}"
         else:
-            chosen[name] = module
+            recipe = decision.recipe
+            chosen[name] = config if recipe is None else dataclasses.replace(config, recipe=recipe)
     return chosen, left
 
 

@@ -1,0 +1,193 @@
+"""Models in one process keep to themselves: steps, histories and edits of one mean nothing to another."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8_torch_fsdp as f8
+
+DELAYED = f8.Float8LinearConfig.from_recipe_name(
+    "tensorwise_delayed", delayed=f8.DelayedScalingConfig(history_len=4, scale_fn="most_recent")
+)
+
+
+def build(seed, mesh=None):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    f8.convert_to_float8_training(model, config=DELAYED)
+    if mesh is not None:
+        fully_shard(model[2], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class Run:
+    """A training run that can be stopped between any two of its calls."""
+
+    def __init__(self, seed, mesh=None):
+        self.model, self.optimizer = build(seed, mesh)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.losses, self.calls = [], 0
+
+    def advance(self):
+        """Make the next call: three micro-batches, then the optimizer."""
+        self.calls += 1
+        if self.calls % 4:
+            x = torch.randn(4, 16, generator=self.generator) * self.calls
+            loss = self.model(x).square().mean()
+            loss.backward()
+            self.losses.append(loss.item())
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self):
+        values = self.model.state_dict().items()
+        whole = ((name, v.full_tensor() if hasattr(v, "full_tensor") else v) for name, v in values)
+        return self.losses, {name: value.clone() for name, value in whole}
+
+
+def alone(seed, calls, mesh=None):
+    run = Run(seed, mesh)
+    for _ in range(calls):
+        run.advance()
+    return run.state()
+
+
+def equal(a, b):
+    return a[0] == b[0] and [n for n in a[1] if not torch.equal(a[1][n], b[1][n])] == []
+
+
+ORDERS = {"in turn": [0, 1] * 12, "one ahead": [0] * 7 + [0, 1] * 5 + [1] * 7, "in steps": ([0] * 4 + [1] * 4) * 3}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_models_in_any_order_train_as_each_does_alone(order):
+    runs = [Run(0), Run(1)]
+    for index in ORDERS[order]:
+        runs[index].advance()
+    for seed, run in enumerate(runs):
+        assert equal(run.state(), alone(seed, ORDERS[order].count(seed)))
+
+
+def interleave(rank, world_size, order):
+    mesh = init_device_mesh("cpu", (world_size,))
+    runs = [Run(0, mesh), Run(1, mesh)]
+    for index in order:
+        runs[index].advance()
+    return [equal(run.state(), alone(seed, order.count(seed), mesh)) for seed, run in enumerate(runs)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("order", ["in turn", "in steps"])
+def test_two_sharded_models_in_any_order_train_as_each_does_alone(run_ranks, order):
+    assert run_ranks(2, interleave, ORDERS[order]) == [[True, True]] * 2
+
+
+def test_a_step_of_another_model_leaves_observations_waiting():
+    student, own = build(0)
+    _, others = build(1)
+    student(torch.ones(4, 16)).sum().backward()
+    for _ in range(3):
+        others.step()
+    assert student[0].fp8_input.observed_key >= 0
+    assert not student[0].fp8_input.late
+    own.step()
+    assert student[0].fp8_input.late
+
+
+def test_an_optimizer_of_other_parameters_of_the_model_counts():
+    model, _ = build(0)
+    model.append(nn.LayerNorm(8))
+    adapters = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    model(torch.ones(4, 16)).sum().backward()
+    adapters.step()
+    model(torch.ones(4, 16)).sum().backward()
+    assert model[0].fp8_input.history[0] == 1
+
+
+def test_a_copied_model_has_scales_of_its_own():
+    model, optimizer = build(0)
+    model(torch.ones(4, 16)).sum().backward()
+    twin = copy.deepcopy(model)
+    twins = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin(torch.ones(4, 16) * 3).sum().backward()
+    twins.step()
+    twin(torch.ones(4, 16)).sum()
+    assert twin[0].fp8_input.history[0] == 3
+    assert not model[0].fp8_input.late
+    optimizer.step()
+    model(torch.ones(4, 16)).sum()
+    assert model[0].fp8_input.history[0] == 1
+
+
+def test_hooks_go_with_their_model():
+    from torch.optim import optimizer as module
+
+    before = len(module._global_optimizer_post_hooks)
+    model, optimizer = build(0)
+    model(torch.ones(4, 16)).sum().backward()
+    assert len(module._global_optimizer_post_hooks) > before
+    del model, optimizer
+    assert len(module._global_optimizer_post_hooks) == before
+
+
+def delayed(initial):
+    scaling = f8.DelayedScalingConfig(history_len=4, initial=initial)
+    return f8.Float8LinearConfig.from_recipe_name("tensorwise_delayed", delayed=scaling)
+
+
+@torch.no_grad()
+def error_of(low, wanted, x):
+    return float((low(x) - wanted(x)).norm() / wanted(x).norm())
+
+
+@pytest.mark.parametrize("all_gather", [True, False])
+@pytest.mark.parametrize("initial", ["dynamic", "one"])
+def test_an_edited_weight_takes_its_delayed_scale_anew(initial, all_gather):
+    torch.manual_seed(0)
+    wanted = nn.Linear(32, 32, bias=False)
+    gather = f8.AllGatherConfig(enabled=all_gather)
+    config = dataclasses.replace(delayed(initial), all_gather=gather)
+    low = f8.convert_to_float8_training(copy.deepcopy(wanted), config=config)
+    optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        low(x).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        low.weight.mul_(100)
+        wanted.weight.mul_(100)
+    assert error_of(low, wanted, x) < 0.1, "the scale is that of the weight as it is"
+
+
+def edit_sharded(rank, world_size, initial):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+    wanted = copy.deepcopy(layer)
+    low = f8.convert_to_float8_training(layer, config=delayed(initial))
+    fully_shard(low, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        low(x).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        low[0].weight.mul_(100)
+        wanted[0].weight.mul_(100)
+    first = error_of(low, wanted, x)
+    low(x).sum().backward()
+    optimizer.step()
+    return first, error_of(low, wanted, x)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("initial", ["dynamic", "one"])
+def test_an_edited_sharded_weight_takes_its_delayed_scale_anew(run_ranks, initial):
+    for errors in run_ranks(2, edit_sharded, initial):
+        assert max(errors) < 0.1
