@@ -2,12 +2,11 @@
 
 import json
 
-from test_te_formulas import OPERATIONS
-
 from tests.conformance import conformance_matrix as matrix
 from tests.conformance.conformance_implementations import IMPLEMENTATIONS
 from tests.conformance.conformance_page import KEPT, PAGE, rendered
 from tests.conformance.conformance_table import ROWS
+from tests.conformance.test_te_formulas import OPERATIONS
 
 RESULTS = {("amax", "torch eager"): (1200, 0), ("decode", "jax jit"): (7, 2), ("amax", "jax jit"): (0, 0)}
 

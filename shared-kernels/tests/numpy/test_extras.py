@@ -45,7 +45,11 @@ def test_a_module_says_which_extra_it_needs(without, module, needed, extra):
 @pytest.mark.parametrize(
     ("arguments", "missing", "sentence"),
     [
-        ([], ["torch", "triton"], "timing runs the kernels on tensors and needs torch and triton. Run: pip install "),
+        (
+            [],
+            ["torch"],
+            "timing runs the kernels on tensors and needs torch. Run: pip install 'fp8-common[torch,triton]'",
+        ),
         (["--static"], ["triton"], "--static compiles the kernels and needs triton. Run: pip install 'fp8-common[tri"),
     ],
 )

@@ -26,7 +26,7 @@ def _run(options: argparse.Namespace, peers: Peers) -> int:
         text = static.report(options.arch or list(aot.ARCHITECTURES), dtypes[0], options.fmt, peers)
         _write(text, options.output)
         return 0
-    _check(("torch", "triton"), "timing runs the kernels on tensors", "fp8-common[torch,triton]")
+    _check(("torch",), "timing runs the kernels on tensors", "fp8-common[torch,triton]")
     from fp8_common.torch._bench import run
 
     keep = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
