@@ -124,7 +124,7 @@ MUTANTS = [
     _jax(
         "the limit of the scale is gone",
         "_limit",
-        swap("clip(S, L, U)", "jnp.maximum(S, L)"),
+        swap("clamp(L, S, U)", "jnp.maximum(S, L)"),
         f"{CONFORMANCE} -k jax-jit",
     ),
     _jax(
@@ -176,18 +176,18 @@ MUTANTS = [
     # ---- fp8-torch-fsdp: what is gathered
     _fsdp(
         "writes of operators are not seen",
-        "mark_mutations",
+        "ShardedFloat8Weight.__torch_dispatch__",
         drop("mark_changed()"),
         "test_freshness.py -k data_edit",
     ),
-    _fsdp("the amax stays on its rank", "SyncPlan._synchronize_group", NO_AGREEMENT, "test_freshness.py -k init"),
+    _fsdp("the amax stays on its rank", "max_over_ranks", NO_AGREEMENT, "test_freshness.py -k init"),
     _fsdp(
         "a change on one rank is let through",
         "SyncPlan._raise_for_partial_edits",
         drop("Fp8StaleError(...)"),
         "test_freshness.py -k edit_on_one_rank",
     ),
-    _fsdp("a lent alias is forgotten", "WeightState.may_be_stale", swap("A > 0 or S", "S"), "test_freshness.py"),
+    _fsdp("a lent alias is forgotten", "WeightChanges.may_be_new", swap("A > 0 or S", "S"), "test_freshness.py"),
     _fsdp(
         "a copied weight keeps the memory of the first",
         "ShardedFloat8Weight.__torch_dispatch__",
@@ -226,13 +226,13 @@ MUTANTS = [
     ),
     _fsdp(
         "the backward keeps the forward's gather",
-        "_GatheredProducts.backward",
-        swap("again(B, G)", "B"),
+        "TraceableShards.start_weight",
+        swap("copy_in_backward(B, G)", "B"),
         "test_compile_tables.py",
     ),
     # ---- fp8-jax-owg
     _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_boundary.py"),
-    _owg("an unused parameter counts as observed", "from_wire", swap("(K == 0) | I", "I"), "test_observation.py"),
+    _owg("an unused parameter counts as observed", "decode", swap("(K == 0) | I", "I"), "test_observation.py"),
     _owg(
         "bubbles are observed",
         "_gate_backward",
@@ -272,11 +272,11 @@ MUTANTS = [
         "test_nnx_layers.py",
     ),
     # ---- fp8-te-init
-    _te("a stale start is believed", "InitCell.values", never("equal(...)"), "test_init_store.py"),
+    _te("a stale start is believed", "KeptValues.values", never("equal(...)"), "test_init_store.py"),
     _te(
         "a release forgets the others",
-        "ReleaseGroup.release",
-        swap("self.cells", "self.cells[:1]"),
+        "ReleaseGroup._after_step",
+        swap("[*T, *F]", "T[:1]"),
         "test_init_store.py",
     ),
     _te(
@@ -285,9 +285,14 @@ MUTANTS = [
         drop("D.view(-1)[P.long()]"),
         "test_sources.py",
     ),
-    _te("scales stay on their rank", "agree_on", NO_AGREEMENT, "test_sharded_start.py"),
-    _te("blocks start anew on each rank", "amax_keys", swap("pad(V, ...)", "V"), "test_sharded_start.py"),
-    _te("only the rank that failed raises", "_raise_together", NO_AGREEMENT, "test_sharded_start.py"),
+    _te("scales stay on their rank", "max_over_ranks", NO_AGREEMENT, "test_sharded_start.py"),
+    _te("blocks start anew on each rank", "BlockwiseLayout.keys", swap("pad(V, ...)", "V"), "test_sharded_start.py"),
+    _te(
+        "only the rank that failed raises",
+        "raise_together",
+        swap("max_over_ranks(P, *G)", "(P, 0)"),
+        "test_sharded_start.py",
+    ),
     _te(
         "escapes keep their places in shards",
         "ResidualSource.narrowed",
@@ -302,7 +307,7 @@ MUTANTS = [
     ),
     _te(
         "what was freed stays in the heap",
-        "private_empty",
+        "mapped_empty",
         swap("frombuffer(...).view(S)", "torch.empty(S, dtype=dtype)"),
         "test_traps.py",
     ),

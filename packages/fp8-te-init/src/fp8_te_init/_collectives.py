@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error, Fp8StaleError
+from fp8_common.torch.plugin import max_over_ranks
 from fp8_te_init._compat import ddp_synchronization, unboxed_group, unboxed_work
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._state import PrimaryState
@@ -89,8 +90,8 @@ def _broadcast_rest(weight: Any, group: dist.ProcessGroup, root: int) -> torch.T
     header = torch.tensor(_header(state, values), dtype=torch.int64, device=state.codes.device)
     theirs = _broadcast(header.clone(), group, root)
     unlike = (theirs[0] != header[0]).to(torch.int32).reshape(1)
-    dist.all_reduce(unlike, op=dist.ReduceOp.MAX, group=group)
-    if unlike.item():
+    (differs,), _ = max_over_ranks([unlike], group)
+    if differs.item():
         raise Fp8Error(
             f"A broadcast of an FP8 weight needs the same shape, rows and casts on all ranks; this rank has "
             f"{tuple(state.codes.shape)} of {tuple(state.full_shape)} with {state.cast}. Build the model alike."

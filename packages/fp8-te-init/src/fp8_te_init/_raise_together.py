@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_common import Fp8Error
+from fp8_common.torch.plugin import max_over_ranks
 from fp8_te_init._errors import MissingInitError, StaleInitError
 
 _KINDS = (Fp8Error, MissingInitError, StaleInitError)
@@ -44,10 +45,7 @@ def raise_together(
         Fp8Error: Something failed somewhere; or the more special error that it was.
     """
     kinds = [_kind_of(problems.get(name)) for name in names]
-    flags = torch.tensor(kinds, dtype=torch.int32, device=device)
-    for group in groups:
-        if group.size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    (flags,), _ = max_over_ranks([torch.tensor(kinds, dtype=torch.int32, device=device)], *groups)
     failed = flags.nonzero().reshape(-1).tolist()
     if not failed:
         return

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8_common.torch.plugin import max_over_ranks
 from fp8_te_init._kept_in_module import kept_for, kept_values
 from fp8_te_init._kept_values import KeptValues
 from fp8_te_init._parameters import NamedWeight, fp8_weights
@@ -71,12 +72,10 @@ def start_of(named: NamedWeight) -> torch.Tensor:
 def _agree_over(weights: list[NamedWeight], values: list[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> int:
     """Combine the maxima over one group after another: together over all ranks that any path of groups connects."""
     keys = [named.weight.keys(own) for named, own in zip(weights, values, strict=True)]
-    payload = torch.cat(keys) if keys else torch.zeros(0, dtype=torch.int32)
-    for group in groups:
-        dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
-    for named, own, key in zip(weights, values, payload.split([key.numel() for key in keys]), strict=True):
+    reduced, reductions = max_over_ranks(keys, *groups)
+    for named, own, key in zip(weights, values, reduced, strict=True):
         named.weight.store(own, key, step=False)
-    return len(groups)
+    return reductions
 
 
 def _encode_again(kept: KeptValues, values: torch.Tensor, named: NamedWeight) -> None:

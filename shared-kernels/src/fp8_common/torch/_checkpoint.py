@@ -22,6 +22,9 @@ _OTHERS = {
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
+    # where Python 3.13 defines the paths of `pathlib`
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
     ("collections", "OrderedDict"),
 }
 
