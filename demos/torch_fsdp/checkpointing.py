@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error
-from fp8_torch_fsdp import sync_float8_amax_and_scale_history
 
 RUN, RECORD, STEP = "run.json", "record.json", "step-"
 
@@ -119,7 +118,7 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
         dist.barrier()
-        dcp.save(_settled_state(model, optimizer), checkpoint_id=beside)
+        dcp.save(_state(model, optimizer), checkpoint_id=beside)
         if dist.get_rank() == 0:
             record.save(beside / RECORD)
             earlier = self._complete()
@@ -142,13 +141,6 @@ class Checkpoints:
         return sorted(self.folder.glob(f"{STEP}*")) if self.folder else []
 
 
-def _settled_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    # only delayed scaling keeps a history: what this step observed belongs to it, and the ranks combine it first
-    if any(name.endswith("history") for name, _ in model.named_buffers()):
-        sync_float8_amax_and_scale_history(model)
-    return _state(model, optimizer)
-
-
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
@@ -157,7 +149,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def state_digest(model: nn.Module, optimizer: Optimizer) -> str:
     """Return one SHA-256 for everything that a checkpoint would hold, all ranks' parts in order. All ranks call it."""
     own = hashlib.sha256()
-    for path, leaf in pytree.tree_leaves_with_path(_settled_state(model, optimizer)):
+    for path, leaf in pytree.tree_leaves_with_path(_state(model, optimizer)):
         own.update(repr(path).encode())
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         if isinstance(local, torch.Tensor):
