@@ -1,4 +1,4 @@
-"""Decides how every test of the repository runs: which cases of a matrix, which machines a test needs.
+"""What every test of the repository shares: which cases of a matrix run, and which machines a test needs.
 
 `@pytest.mark.matrix(fmt=["e4m3", "e5m2"], block=[(1, 128), (128, 128)], seed=range(3))` gives a test every
 combination under `pytest --full`, else a small subset in which any two values of different names still meet;

@@ -1,4 +1,4 @@
-"""Decides how tests run several ranks on one machine: processes over gloo that stay alive between calls.
+"""Pools of ranks for tests: processes on one machine that talk over gloo and stay alive between calls.
 
 A process that imports torch takes seconds to start. One process pays for that, all ranks are forked from it, and a
 pool keeps its ranks. A call that fails or takes too long costs the pool its processes, never the caller its patience.

@@ -38,6 +38,25 @@ def test_every_public_package_says_what_is_public():
     assert {name: names for name, names in public.items() if len(names) != len(set(names))} == {}
 
 
+def test_no_module_is_shadowed_by_a_public_name():
+    """`package.name` is one thing: where a function is called like a module, the module has an underscore."""
+    shadowed = [
+        f"{package}.{name}"
+        for package, names in public_names(ROOT).items()
+        for name in names
+        if (folder := folder_of(package)) and ((folder / f"{name}.py").exists() or (folder / name).is_dir())
+    ]
+    # modules that are public themselves, and exported as such
+    assert shadowed == ["fp8_common.presets"]
+
+
+def folder_of(package: str) -> Path | None:
+    """Return the folder of a public package; None for a public module."""
+    top, *rest = package.split(".")
+    folder = next(p.source for p in packages().values() if p.module == top).joinpath(*rest)
+    return folder if folder.is_dir() else None
+
+
 def test_a_wheel_holds_the_package_and_nothing_twice():
     lines = sum(wheel_lines(package, ROOT)["lines"] for package in packages().values())
     counted = source_lines(ROOT)

@@ -1,4 +1,4 @@
-"""Decides that no test leaves global state behind."""
+"""A fixture that finds tests which leave global state behind."""
 
 import pytest
 import torch

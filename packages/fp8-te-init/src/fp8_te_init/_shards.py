@@ -1,4 +1,4 @@
-"""Decides which rows of a distributed parameter this rank holds, and who holds the others."""
+"""Which rows of a distributed parameter this rank holds, and which ranks hold the others."""
 
 import torch
 import torch.distributed as dist

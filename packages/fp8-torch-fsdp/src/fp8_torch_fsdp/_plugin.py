@@ -1,4 +1,4 @@
-"""Decides what `fp8 doctor` says about this plugin."""
+"""What `fp8 doctor` says about this plugin."""
 
 from fp8_common.plugin import Machine, PluginInfo
 

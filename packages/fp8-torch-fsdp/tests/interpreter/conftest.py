@@ -1,4 +1,4 @@
-"""Decides that these tests run where Triton interprets: TRITON_INTERPRET=1, set before triton is imported."""
+"""Tests that run where Triton interprets: TRITON_INTERPRET=1, set before triton is imported."""
 
 import os
 

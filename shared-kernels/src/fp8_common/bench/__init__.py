@@ -1,1 +1,1 @@
-"""Decides how speed is judged: `fp8-bench` on a GPU, `fp8-bench --static` on any machine."""
+"""Benchmarks of the kernels: `fp8-bench` on a GPU, `fp8-bench --static` on any machine."""

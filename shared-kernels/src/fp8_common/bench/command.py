@@ -1,4 +1,4 @@
-"""Decides the command `fp8-bench`: measured figures on a GPU, figures of the machine code anywhere."""
+"""The command `fp8-bench`: measured figures on a GPU, figures of the machine code anywhere."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,4 @@
-"""Decides what a benchmark result is: a JSON document with its machine, its versions and ratios of one run."""
+"""A benchmark result: a JSON document with its machine, its versions and ratios of one run."""
 
 import dataclasses
 import json

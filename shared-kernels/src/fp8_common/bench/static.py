@@ -1,4 +1,4 @@
-"""Decides the static report: what the machine code of every kernel needs, ours and those of given peers."""
+"""The static report: what the machine code of every kernel needs, ours and those of given peers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

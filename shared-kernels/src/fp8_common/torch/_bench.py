@@ -1,4 +1,4 @@
-"""Decides how the kernels are timed on a GPU, against what PyTorch, and peers if any are given, do for the same task.
+"""Timings of the kernels on a GPU, beside what PyTorch, and peers if any are given, do for the same task.
 
 Every round times all implementations once in alternating order with a cold L2 cache; medians are over the rounds.
 The ceiling is a plain copy of as many bytes, which takes turns with them. Results of ours are compared with the NumPy
