@@ -1,7 +1,7 @@
 """Pools of ranks for tests: processes on one machine that talk over gloo and stay alive between calls.
 
 A process that imports torch takes seconds to start. One process pays for that, all ranks are forked from it, and a
-pool keeps its ranks. A call that fails or takes too long costs the pool its processes, never the caller its patience.
+pool keeps its ranks. After a call that fails or takes too long the processes are replaced.
 """
 
 import datetime

@@ -188,3 +188,19 @@ def test_meta_initialisation():
     assert isinstance(model.weight, f8.ShardedFloat8Weight)
     train_step(model, torch.randn(8, 32))
     assert model.fp8_input.observed_key >= 0
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scales_are_float32_whatever_the_default_dtype_is(default):
+    torch.set_default_dtype(default)
+    try:
+        model = f8.convert_to_float8_training(nn.Linear(32, 16).float(), recipe="tensorwise_delayed")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(2):
+            train_step(model, torch.full((8, 32), 1.1, dtype=torch.float32), optimizer)
+        f8.sync_float8_amax_and_scale_history(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scale, amax = model.fp8_input.scale, torch.tensor(1.1)
+    assert (scale.dtype, model.fp8_input.history.dtype) == (torch.float32, torch.float32)
+    assert scale == torch.div(torch.tensor(448.0), amax)

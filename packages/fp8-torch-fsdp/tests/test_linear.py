@@ -282,3 +282,14 @@ def test_plugin_describes_itself():
     info = describe(detect())
     assert (info.name, info.version) == ("fp8-torch-fsdp", f8.__version__)
     assert all(path.why for path in info.paths)
+
+
+def test_clones_of_a_weight_are_saved_as_plain_tensors(tmp_path):
+    low = layer()
+    average = {"weight": low.weight.detach().clone() * 2, "copy": low.weight.clone().detach()}
+    torch.save(average, tmp_path / "average.pt")
+    loaded = torch.load(tmp_path / "average.pt", weights_only=True)
+    assert {type(value) for value in loaded.values()} == {torch.Tensor}
+    assert torch.equal(loaded["copy"], low.weight.plain)
+    with pytest.raises(Fp8Error, match="cannot be pickled with their model"):
+        torch.save(low, tmp_path / "model.pt")

@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -87,11 +88,13 @@ class ShardedFloat8Weight(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: what is remembered about a weight belongs to this process.
+        """Pickle a copy of a weight (an average, optimizer state) as the plain tensor that it holds.
 
         Raises:
-            Fp8Error: Always.
+            Fp8Error: It is a parameter: what is remembered about a weight belongs to this process.
         """
+        if not isinstance(self, nn.Parameter):
+            return self._data.__reduce_ex__(protocol)
         raise Fp8Error(
             "FP8 weights cannot be pickled with their model. Save model.state_dict(): it holds plain tensors."
         )
