@@ -63,6 +63,9 @@ class Program:
         self.config = resolve_config(self.recipe)
         # a twin without a history has other scales, and one of float32 weights has other gradients than bfloat16 ones
         self.follows = self.recipe != "tensorwise_delayed" and self.dtype == torch.float32
+        self.rule = self.choose.choice(
+            [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})]
+        )
         self.log, self.batches = [], 0
 
     def build(self, seed):
@@ -104,9 +107,7 @@ class Program:
             shard(self.twin, self.world_size)
 
     def optimize(self):
-        cls, options = self.choose.choice(
-            [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})]
-        )
+        cls, options = self.rule
         self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **options)
         self.reference = cls(self.twin.parameters(), **options)
 
