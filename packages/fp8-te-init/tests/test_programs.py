@@ -132,7 +132,7 @@ class Program:
         for loss in losses:
             loss.backward()
         if self.follows:
-            assert torch.equal(*losses), " ".join(self.log)
+            assert same(*losses), " ".join(self.log)
         self.held = False
         if not skip:
             self.restart()
@@ -245,7 +245,7 @@ class Program:
             assert torch.equal(rows.quantized(master), rows.codes()), " ".join([after, *self.log])
             if self.follows:
                 expected = self.rounded(full(twin.weight)) if self.restarts else full(twin.weight)
-                assert torch.equal(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
+                assert same(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
 
     def run(self, length=10):
         self.build(self.choose.randrange(100))
@@ -267,6 +267,11 @@ class Program:
     def do(self, name):
         self.log.append(name)
         getattr(self, name)()
+
+
+def same(a, b):
+    """Return whether values are equal, NaN too: edits by a factor of 100 make some programs diverge, both models."""
+    return torch.equal(a.detach().nan_to_num(1e30), b.detach().nan_to_num(1e30))
 
 
 def full(parameter):
