@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sharded_models import mlp, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
+from tests.helpers.sharded_models import mlp, shard
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from fp8_te_init._state_dict import keep_scales_in_state_dicts
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 Backend = Literal["auto", "te", "native"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +132,12 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
     if building is not None and is_deferred(module, parameter):
         register(module, name, parameter, KeptValues(building.preserve), building.group)
         return None
+    if building is None and type(module) is nn.Linear and name == "weight" and name not in module._parameters:
+        # this hook is here because of a block that another thread (or task) is in
+        logger.warning(
+            "A linear layer is built in another thread than an open primary_weights block: it stays a plain one. "
+            "Enter the block in that thread, or run it with contextvars.copy_context().run."
+        )
     if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
         return None
     if name in module._parameters:  # not under construction: somebody gives an existing layer other values

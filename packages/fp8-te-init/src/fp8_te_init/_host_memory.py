@@ -34,8 +34,13 @@ def mapped_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes < LEAST_BYTES:
         return torch.empty(shape, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, nbytes)
+    except OSError:
+        # a process may have some 65,000 mappings (vm.max_map_count); the heap needs none for each copy
+        return torch.empty(shape, dtype=dtype)
     # the tensor keeps the mapping alive, and the last tensor that goes unmaps it
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def return_freed_memory() -> bool:

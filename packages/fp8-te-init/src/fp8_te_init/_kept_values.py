@@ -125,6 +125,12 @@ class KeptValues:
         if self.source is not None:
             self.source, self.lost = None, why
 
+    def forget(self, why: str) -> None:
+        """Drop what is kept, because other values took its place that are known in FP8 alone."""
+        if self.source is not None:
+            self.source, self.dropped_by = None, why
+        self.lost = None
+
     def release(self, why: str) -> None:
         """Drop what is kept and keep nothing from now on; may be called again.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -124,6 +125,8 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
                 "The weight of this FP8 layer was replaced by a plain parameter behind its back (module._parameters). "
                 "Assign it as layer.weight = ..., use load_state_dict, or build a plain nn.Linear."
             )
+        if not self.weight.numel():  # no features on one side: there is nothing to cast
+            return F.linear(input, self.weight.to(input.dtype), self.bias)
         output = self.product(input, self.weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -162,7 +165,10 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
         """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
+        attributes = dict(self.weight.__dict__)
         super()._apply(lambda tensor: _moved(tensor, fn), recurse)
+        for name, value in attributes.items():  # what Megatron and others keep there: main_grad, main_param, marks
+            self.weight.__dict__.setdefault(name, value)
         # an autograd graph that is still alive keeps the old tensor from dying, which would say the same
         reconcile(self, "weight")
         return self

@@ -39,6 +39,8 @@ class MasterOptimizer(Optimizer):
     Args:
         optimizer_cls: An optimizer class of torch, or one that takes the same arguments.
         params: Parameters or groups, as any optimizer takes them.
+        round_through_dtype: Round masters to the dtype that a weight stands for before they are quantized, as
+            TransformerEngine does: the codes are then those of a bfloat16 model that is cast at each forward.
         **options: Arguments of `optimizer_cls`.
 
     Attributes:
@@ -50,13 +52,19 @@ class MasterOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer_cls: type[Optimizer], params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], **options: Any
+        self,
+        optimizer_cls: type[Optimizer],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        *,
+        round_through_dtype: bool = False,
+        **options: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}
         self._shared: dict[int, dict[str, Any]] = {}
+        self._round_through_dtype = round_through_dtype
         self.reductions = 0
         super().__init__(params, {})
         self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
@@ -65,7 +73,7 @@ class MasterOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of: masters too, which no other optimizer has."""
-        own = ("inner", "reductions", "_masters", "_versions", "_shared")
+        own = ("inner", "reductions", "_masters", "_versions", "_shared", "_round_through_dtype")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -138,7 +146,8 @@ class MasterOptimizer(Optimizer):
             if weight is None:
                 local_of(parameter).copy_(local_of(master))
                 continue
-            agreements.append(Agreement(weight=weight, values=local_of(master), group=group_of(parameter)))
+            values = self._to_quantize(parameter, local_of(master))
+            agreements.append(Agreement(weight=weight, values=values, group=group_of(parameter)))
             # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
             increment_version(parameter)
             written.append(local_of(parameter))
@@ -151,13 +160,18 @@ class MasterOptimizer(Optimizer):
         """Take a parameter and its master as they are now: what is written to the parameter alone, later, counts."""
         self._versions[parameter] = _writes_to(parameter)
 
+    def _to_quantize(self, parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        return master.to(parameter.dtype) if self._round_through_dtype else master
+
     def _take_writes(self) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
         taken = 0
         for parameter, master in self._masters.items():
             own = local_of(master)
             # a master that was changed as well does not win: `write_back` would have said that it is meant
-            if self._versions[parameter] == _writes_to(parameter) or _is_rounded_from(parameter, own):
+            if self._versions[parameter] == _writes_to(parameter) or _is_rounded_from(
+                parameter, self._to_quantize(parameter, own)
+            ):
                 continue
             own.copy_(_start_values(parameter).view(own.shape))
             taken += 1
@@ -186,7 +200,8 @@ class MasterOptimizer(Optimizer):
         """Give the masters the gradients of their parameters."""
         self._refuse_thawed()
         for parameter, master in self._masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+            gradient = _gradient_of(parameter)
+            master.grad = None if gradient is None else gradient.to(torch.float32)
 
     def _refuse_thawed(self) -> None:
         for group in self.param_groups:
@@ -269,6 +284,12 @@ class MasterOptimizer(Optimizer):
                 self.note(parameter)
             params.append(parameter if master is None else master)
         return {**group, "params": params}
+
+
+def _gradient_of(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of a parameter, where autograd puts it or where TransformerEngine and Megatron do."""
+    found = (getattr(parameter, name, None) for name in ("grad", "decoupled_grad", "main_grad"))
+    return next((gradient for gradient in found if gradient is not None), None)
 
 
 def _needs_master(parameter: torch.Tensor) -> bool:

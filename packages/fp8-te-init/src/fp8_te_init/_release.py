@@ -3,6 +3,7 @@
 With the masters, after the first optimizer step, after the first forward, or by hand.
 """
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,10 +13,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fp8_te_init._find_master import find_master
 from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._kept_values import KeptValues, Release
 from fp8_te_init._owned_hooks import OwnedHook
 from fp8_te_init._parameter_mark import kept_of
+
+logger = logging.getLogger(__name__)
 
 
 class ReleaseGroup:
@@ -61,6 +65,7 @@ class ReleaseGroup:
         trained = [kept for parameter in parameters if (kept := kept_of(parameter)) in self._places and kept]
         if not trained:
             return
+        _tell_of_missing_masters(optimizer, parameters)
         if self.policy in ("seed", "step"):
             # what can still be trained and belongs to no optimizer yet may get masters later: it stays
             for kept in [*trained, *self._frozen()]:
@@ -108,3 +113,16 @@ class ReleaseGroup:
         return_freed_memory()
         if sys.exc_info()[0] is None:  # after an error torch walks over the dictionary itself: the next forward ends it
             self._end()
+
+
+def _tell_of_missing_masters(optimizer: Optimizer, parameters: list[Any]) -> None:
+    trained = [p for p in parameters if kept_of(p) is not None and p.requires_grad]
+    without = [p for p in trained if find_master(optimizer, p) is None]
+    if without:
+        logger.warning(
+            "%s made a step with %d FP8 weights that have no float32 masters: what it adds is rounded to 8 bits each "
+            "time, and small updates are lost. Use MasterOptimizer(%s, model.parameters(), ...).",
+            type(optimizer).__name__,
+            len(without),
+            type(optimizer).__name__,
+        )

@@ -77,6 +77,9 @@ def _take_back(
         error_msgs.append(problem)
         state_dict[key] = getattr(module, name)  # the weight stays as it was
         return
+    if is_codes and loaded.shape == primary.shape and primary.state.kept is not None:
+        # what was kept belongs to other values, and the loaded ones are known in FP8 alone
+        primary.state.kept.forget("a loaded checkpoint of FP8 codes")
     if local_metadata.get("assign_to_params_buffers"):
         state_dict[key] = _with_local(state_dict[key], _assigned(primary, loaded, scale, history, is_codes))
     elif is_codes and scale is not None and loaded.shape == primary.shape:  # torch tells of other shapes

@@ -45,8 +45,23 @@ class PrimaryFloat8Weight(torch.Tensor):
     _state: PrimaryState
 
     @staticmethod
-    def __new__(cls: type, codes: torch.Tensor, state: PrimaryState, dtype: torch.dtype) -> "PrimaryFloat8Weight":
-        """Wrap `codes` without copying them."""
+    def __new__(
+        cls: type,
+        codes: torch.Tensor,
+        state: PrimaryState | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        requires_grad: bool = False,
+        **attributes: Any,
+    ) -> "PrimaryFloat8Weight":
+        """Wrap `codes` without copying them.
+
+        Loaders (accelerate's `init_empty_weights`) rebuild parameters as `type(p)(p.to(device), **p.__dict__)`: a
+        weight in place of codes is made a parameter as it is, and the attributes are left to their owners.
+        """
+        if state is None or isinstance(codes, PrimaryFloat8Weight):
+            rebuilt: Any = nn.Parameter(codes, requires_grad=requires_grad)
+            return rebuilt
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             codes.size(),
@@ -126,9 +141,9 @@ class PrimaryFloat8Weight(torch.Tensor):
     def _covers_rows(self) -> bool:
         return self._codes.shape[0] in (self._state.rows, self._state.codes.shape[0])
 
-    def dequantize(self) -> torch.Tensor:
-        """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
-        return self._geometry(self._state.values(self.dtype))
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+        """Return the values in `dtype`, by default this tensor's: codes times RN32(1 / scale)."""
+        return self._geometry(self._state.values(dtype or self.dtype))
 
     def _geometry(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor of the storage's shape that this view shows."""

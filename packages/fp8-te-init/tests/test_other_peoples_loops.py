@@ -1,0 +1,117 @@
+"""What TransformerEngine, Megatron, accelerate and others do with layers, parameters and gradients."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_te_init as fti
+
+
+def layer(dtype=torch.float32, **options) -> nn.Linear:
+    torch.manual_seed(0)
+    with fti.primary_weights(**options):
+        return nn.Linear(24, 40, dtype=dtype)
+
+
+def optimizer_of(net, **options):
+    return fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.cpu()])
+def test_attributes_of_parameters_survive_moves(move):
+    moved = layer()
+    moved.weight.main_grad, moved.weight.tensor_model_parallel = torch.ones(40, 24), True
+    move(moved)
+    assert moved.weight.tensor_model_parallel
+    assert moved.weight.main_grad.shape == (40, 24)
+    assert moved.weight.get_high_precision_init_val() is not None
+
+
+@pytest.mark.parametrize("features", [(5, 0), (0, 5)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_layers_without_features_train_as_plain_ones_do(features, recipe):
+    with fti.primary_weights(recipe):
+        empty = nn.Linear(*features)
+    optimizer = optimizer_of(empty)
+    x = torch.ones(3, features[0], requires_grad=True)
+    empty(x).sum().backward()
+    optimizer.step()
+    assert empty(x).shape == (3, features[1])
+    assert x.grad.shape == x.shape
+
+
+def test_a_layer_that_another_thread_builds_is_told_of(caplog):
+    built = []
+    with fti.primary_weights():
+        thread = threading.Thread(target=lambda: built.append(nn.Linear(8, 8)))
+        thread.start()
+        thread.join()
+    assert type(built[0]) is nn.Linear
+    assert "built in another thread than an open primary_weights block" in caplog.text
+
+
+def test_a_plain_optimizer_of_fp8_weights_is_told_of_once(caplog):
+    net = layer()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(2):
+        net(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+    assert caplog.text.count("AdamW made a step with 1 FP8 weights that have no float32 masters") == 1
+
+
+def test_parameters_are_rebuilt_as_accelerate_does_it():
+    """`init_empty_weights`: type(p)(p.to(device), **p.__dict__, requires_grad=...)."""
+    weight = layer().weight
+    attributes = weight.__dict__ | {"requires_grad": weight.requires_grad}
+    rebuilt = type(weight)(weight.to("meta"), **attributes)
+    assert isinstance(rebuilt, fti.PrimaryFloat8Weight)
+    assert isinstance(rebuilt, nn.Parameter)
+    assert rebuilt.is_meta
+    assert rebuilt.requires_grad
+
+
+def test_values_can_be_dequantized_to_another_dtype():
+    weight = layer(torch.bfloat16).weight
+    assert torch.equal(weight.dequantize(dtype=torch.float32), weight.state.own_values())
+    assert weight.dequantize().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["main_grad", "decoupled_grad"])
+def test_gradients_are_found_where_megatron_and_transformer_engine_put_them(name):
+    ours, theirs = layer(), layer()
+    optimizers = [optimizer_of(ours), optimizer_of(theirs)]
+    gradient = torch.randn(40, 24)
+    ours.weight.grad = gradient.clone()
+    setattr(theirs.weight, name, gradient.clone())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(optimizers[0].master_of(ours.weight), optimizers[1].master_of(theirs.weight))
+    assert not torch.equal(optimizers[1].master_of(theirs.weight), layer().weight.get_high_precision_init_val())
+
+
+def test_masters_can_be_rounded_through_the_models_dtype_as_transformer_engine_does():
+    net = layer(torch.bfloat16)
+    optimizer = optimizer_of(net, round_through_dtype=True)
+    for _ in range(5):
+        net.weight.grad = torch.randn(40, 24, dtype=torch.bfloat16)
+        optimizer.step()
+        master, rows = optimizer.master_of(net.weight), net.weight.quantized_rows
+        low = nn.Linear(24, 40, bias=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            low.weight.copy_(master)
+        cast = fti.convert_linear(low).weight  # what a bfloat16 model casts at its forward
+        assert torch.equal(rows.codes(), cast.state.codes)
+        assert torch.equal(net.weight.scale, cast.scale)
+
+
+def test_copies_that_the_system_has_no_mapping_for_come_from_the_heap(monkeypatch):
+    from fp8_te_init import _host_memory
+
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(_host_memory.mmap, "mmap", refuse)
+    values = torch.arange(100_000.0)
+    assert torch.equal(_host_memory.mapped_copy(values), values)

@@ -1,0 +1,334 @@
+"""Random sequences of what users do with a model, against a twin of plain weights that casts them at each forward.
+
+The twin holds float32 weights and computes the same FP8 products; what is done to the FP8 model is done to it. Losses
+and masters must be equal bit for bit after every operation (float32 models without delayed scaling: 50 % of the
+programs), and codes must be the rounding of the masters in all. 30 programs by default, 300 with --full.
+"""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_te_init as fti
+from fp8_common.torch.plugin import LinearOperands
+from fp8_te_init._choices import resolve_config
+from fp8_te_init._compat import local_of
+from fp8_te_init._linear import PrimaryFloat8Linear
+from tests.helpers.sharded_models import shard
+
+WIDTHS = (24, 40, 136, 16)
+RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
+MODES = ["single", "single", "single", "ddp", "fsdp"]
+
+
+def plain(seed: int, dtype=torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(WIDTHS)))
+
+
+class TwinLinear(nn.Linear, LinearOperands):
+    """Plain weights, cast at each forward."""
+
+    weight_operand = PrimaryFloat8Linear.weight_operand
+
+    def forward(self, x):
+        output = self.product(x, self.weight)
+        return output + self.bias.to(output.dtype)
+
+
+class Program:
+    """One sequence of operations on an FP8 model and on its twin.
+
+    Args:
+        seed: What everything is drawn from, the same on all ranks.
+        rank: Batches differ between ranks.
+        world_size: Ranks, for "ddp" and "fsdp".
+        mode: "single", "ddp" or "fsdp".
+    """
+
+    def __init__(self, seed, mode="single", rank=0, world_size=1):
+        self.choose, self.mode, self.rank, self.world_size = random.Random(seed), mode, rank, world_size
+        self.recipe = self.choose.choice(RECIPES)
+        self.dtype = self.choose.choice([torch.float32, torch.float32, torch.bfloat16])
+        self.preserve = self.choose.choice(["cpu", "residual", "replay", "none"])
+        self.config = resolve_config(self.recipe)
+        # a twin without a history has other scales, and one of float32 weights has other gradients than bfloat16 ones
+        self.follows = self.recipe != "tensorwise_delayed" and self.dtype == torch.float32
+        self.rule = self.choose.choice(
+            [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})]
+        )
+        self.log, self.batches = [], 0
+
+    def build(self, seed):
+        """Build both; under DDP each rank draws weights of its own, and the first one's count."""
+        own = seed + 1000 * self.rank if self.mode == "ddp" else seed
+        if self.choose.random() < 0.5:
+            self.net = fti.convert_linear(plain(own, self.dtype), recipe=self.recipe, preserve=self.preserve)
+        else:
+            with fti.primary_weights(self.recipe, preserve=self.preserve):
+                self.net = plain(own, self.dtype)
+        # while the values before rounding are kept, edits act on them; `restarts` says that the masters will start
+        # anew from rounded values at the next step, `held` that shards hold a write whose scale is not agreed on yet
+        self.exact, self.restarts, self.held = self.preserve != "none", self.preserve == "none", False
+        self.twin = self._twin_of(seed)
+        self.wrapped, self.wrapped_twin = self.net, self.twin
+        self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve}")
+
+    def _twin_of(self, seed):
+        twin = plain(seed, self.dtype).float()
+        for layer in twin:
+            layer.__class__, layer.config = TwinLinear, self.config
+        return twin
+
+    def rounded(self, values):
+        """Return float32 values after quantization as a new weight."""
+        layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(values)
+        return fti.convert_linear(layer, recipe=self.recipe, preserve="none").weight.state.own_values()
+
+    # ------------------------------------------------------------ operations
+
+    def wrap(self):
+        if self.mode == "ddp":
+            self.wrapped = DistributedDataParallel(self.net)
+            self.wrapped_twin = DistributedDataParallel(self.twin)
+        elif self.mode == "fsdp":
+            shard(self.net, self.world_size)
+            shard(self.twin, self.world_size)
+
+    def optimize(self):
+        cls, options = self.rule
+        self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **options)
+        self.reference = cls(self.twin.parameters(), **options)
+
+    def seed(self):
+        fti.seed_masters(self.optimizer, self.wrapped, strict=self.exact)
+        self.exact = False
+        self.check("seed")
+
+    def restart(self):
+        """Do to the twin what a step does to masters of weights that something else wrote to."""
+        for layer in self.twin if self.restarts else ():
+            values = self.rounded(full(layer.weight))
+            with torch.no_grad():
+                set_to(layer.weight, values)
+        self.restarts = False
+
+    def step(self, skip=False):
+        generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
+        self.batches += 1
+        x = torch.randn(8, WIDTHS[0], generator=generator).to(self.dtype)
+        losses = [(net(x).float() - 1).square().mean() for net in (self.wrapped, self.wrapped_twin)]
+        for loss in losses:
+            loss.backward()
+        if self.follows:
+            assert same(*losses), " ".join(self.log)
+        self.held = False
+        if not skip:
+            self.restart()
+            self.optimizer.step()
+            self.reference.step()
+            self.exact = False
+        self.optimizer.zero_grad()
+        self.reference.zero_grad()
+        if not skip:
+            self.check("step")
+
+    def skip(self):
+        self.step(skip=True)
+
+    def load(self):
+        """Load a plain checkpoint of float32 values."""
+        source = plain(self.choose.randrange(100))
+        state = {name: value.to(self.dtype) for name, value in source.state_dict().items()}
+        if self.mode == "fsdp":
+            own = self.net.state_dict()
+            state = {name: dist_like(value, own[name]) for name, value in state.items()}
+        self.net.load_state_dict(state)
+        with torch.no_grad():
+            for layer, loaded in zip(self.twin, source, strict=True):
+                set_to(layer.bias, loaded.bias.to(self.dtype).float())
+        self.change(lambda w, given: given, [layer.weight.detach().to(self.dtype) for layer in source], ours=False)
+
+    def edit(self):
+        factor = self.choose.choice([0.5, 1.25, 100.0])
+        self.change(lambda w: w * factor, ours=lambda weight: weight.mul_(factor))
+
+    def put(self):
+        factor = self.choose.choice([0.5, 0.75])
+
+        def ours(weight):
+            weight.data = weight.detach() * factor
+
+        # reading gives rounded values, kept ones or not: what is put in their place is made of them
+        self.change(lambda w: w * factor, ours=ours, reads=True)
+
+    def merge(self):
+        """Add a product of two thin matrices, as LoRA does."""
+        generator = torch.Generator().manual_seed(self.choose.randrange(100))
+        deltas = [
+            (torch.randn(b, 2, generator=generator) @ torch.randn(2, a, generator=generator) * 0.01).to(self.dtype)
+            for a, b in itertools.pairwise(WIDTHS)
+        ]
+        for layer, delta in zip(self.net, deltas, strict=True):
+            with torch.no_grad():
+                layer.weight.add_(dist_like(delta, layer.weight) if self.mode == "fsdp" else delta)
+        self.change(lambda w, delta: w + delta, deltas, ours=False)
+
+    def change(self, edit, given=None, *, ours=None, reads=False):
+        """Do to the twin what was done to the FP8 weights, with the roundings that it goes through."""
+        for index, (layer, own) in enumerate(zip(self.twin, self.net, strict=True)):
+            whole = full(layer.weight)
+            base = whole if self.held or (self.exact and not reads) else self.rounded(whole)
+            values = edit(base.to(self.dtype), *(() if given is None else (given[index],)))
+            with torch.no_grad():
+                if ours:
+                    ours(own.weight)
+                set_to(layer.weight, values.float())
+        self.restarts = not self.exact
+        self.held = self.mode == "fsdp"
+
+    def broadcast(self):
+        for module in (self.net, self.twin) if self.mode == "ddp" else ():
+            for parameter in module.parameters():
+                dist.broadcast(parameter.data, 0)
+
+    def clone(self):
+        if self.mode == "single":
+            self.net, self.twin, self.optimizer, self.reference = copy.deepcopy(
+                (self.net, self.twin, self.optimizer, self.reference)
+            )
+            self.wrapped, self.wrapped_twin = self.net, self.twin
+
+    def save_and_resume(self):
+        """Save both models, build others with other values, and go on with these."""
+        if self.mode == "fsdp":
+            return
+        self.step()  # takes up edits, which checkpoints of masters do not know
+        states = copy.deepcopy([each.state_dict() for each in (self.net, self.optimizer, self.twin, self.reference)])
+        cls, options = type(self.reference), {"lr": 0.5}
+        preserve, self.preserve = self.preserve, "none"
+        self.build(77)
+        self.preserve, self.exact, self.restarts = preserve, False, False
+        self.wrap()
+        self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **options)
+        self.reference = cls(self.twin.parameters(), **options)
+        for each, state in zip((self.net, self.optimizer, self.twin, self.reference), states, strict=True):
+            each.load_state_dict(state)
+        self.check("resume")
+
+    def pairs(self):
+        return {"ours": (self.net, self.optimizer), "twin": (self.twin, self.reference)}
+
+    def states(self):
+        return {
+            name: dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True))
+            for name, pair in self.pairs().items()
+        }
+
+    # ------------------------------------------------------------ checks
+
+    def check(self, after):
+        for layer, twin in zip(self.net, self.twin, strict=True):
+            master = local_of(self.optimizer.master_of(layer.weight))
+            rows = local_of(layer.weight).quantized_rows
+            assert torch.equal(rows.quantized(master), rows.codes()), " ".join([after, *self.log])
+            if self.follows:
+                expected = self.rounded(full(twin.weight)) if self.restarts else full(twin.weight)
+                assert same(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
+
+    def run(self, length=10):
+        self.build(self.choose.randrange(100))
+        early = ["load", "edit", "merge", "put"] if self.mode != "fsdp" else []
+        for name in self.choose.sample(early, k=self.choose.randrange(len(early) + 1)):
+            self.do(name)
+        self.wrap()
+        self.optimize()
+        if self.choose.random() < 0.7:
+            self.do("seed")
+        for _ in range(length):
+            self.do(
+                self.choose.choice(
+                    ["step", "step", "step", "skip", "load", "edit", "merge", "clone", "broadcast", "save_and_resume"]
+                )
+            )
+        self.do("step")
+
+    def do(self, name):
+        self.log.append(name)
+        getattr(self, name)()
+
+
+def same(a, b):
+    """Return whether values are equal, NaN too: edits by a factor of 100 make some programs diverge, both models."""
+    return torch.equal(a.detach().nan_to_num(1e30), b.detach().nan_to_num(1e30))
+
+
+def full(parameter):
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def dist_like(value, like):
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+
+
+def set_to(parameter, values):
+    parameter.copy_(dist_like(values, parameter))
+
+
+def on_ranks(rank, world_size, seed, mode, folder):
+    program = Program(seed, mode, rank, world_size)
+    program.run(length=6)
+    if mode == "fsdp":
+        dcp.save(program.states(), checkpoint_id=folder)
+    return True
+
+
+def resumed(rank, world_size, seed, folder):
+    """Go on with what another number of ranks has saved."""
+    program = Program(seed, "fsdp", rank, world_size)
+    program.build(77)
+    program.exact = program.restarts = False
+    program.wrap()
+    program.optimize()
+    states = program.states()
+    dcp.load(states, checkpoint_id=folder)
+    for name, (net, optimizer) in program.pairs().items():
+        of_model, of_optimizer = states[name].values()
+        set_state_dict(net, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    program.check("resume")
+    for name in ("step", "edit", "step", "skip", "load", "step"):
+        program.do(name)
+    return True
+
+
+def programs_of(mode, full):
+    wanted = (300 if full else 30) * MODES.count(mode) // len(MODES)
+    return range(1, wanted + 1)
+
+
+def test_programs_of_one_process_follow_their_twins(full):
+    for seed in programs_of("single", full):
+        Program(seed).run()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_programs_of_several_ranks_follow_their_twins(run_ranks, full, mode, tmp_path):
+    for seed in programs_of(mode, full):
+        folder = str(tmp_path / str(seed))
+        assert all(run_ranks(2 + seed % 2, on_ranks, seed, mode, folder))
+        if mode == "fsdp":
+            assert all(run_ranks(3 - seed % 2, resumed, seed, folder))
