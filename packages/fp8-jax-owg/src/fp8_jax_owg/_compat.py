@@ -61,6 +61,13 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ())) if manual is None else frozenset(manual.varying)
 
 
+def blames_dtype(error: Exception) -> bool:
+    """Return whether JAX failed because an operation, or its transpose, does not take arrays of the extended dtype."""
+    text = str(error)
+    # the names that errors about such arrays hold; of one that JAX has not written, there is no text at all
+    return "fp32_max_grad" in text or "UndefinedPrimal" in text or (isinstance(error, NotImplementedError) and not text)
+
+
 def name_of_rule(equation: Any) -> str:
     """Return the name of the function that a `custom_vjp_call` in a traced program calls."""
     program = equation.params["call_jaxpr"]

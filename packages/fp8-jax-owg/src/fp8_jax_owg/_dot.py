@@ -165,16 +165,22 @@ def match_scaling(
     Raises:
         Fp8Error: Delayed scaling without leaves, or leaves without delayed scaling.
     """
-    if scaling is None:
-        scaling = CurrentScaling() if meta is None else DelayedScaling()
-    scaling = as_scaling(scaling)
-    if isinstance(scaling, DelayedScaling):
+    found = as_scaling(scaling or (CurrentScaling() if meta is None else DelayedScaling()))
+    if isinstance(found, DelayedScaling):
         if meta is None:
             raise Fp8Error("Delayed scaling needs its state: pass meta=init_meta(scaling), or use CurrentScaling().")
-        return scaling, {tensor: tensor_meta(meta, tensor) for tensor in tensors}
+        state = {tensor: tensor_meta(meta, tensor) for tensor in tensors}
+        lengths = {one.history.size for one in state.values()}
+        if scaling is not None and lengths != {found.amax_history_length}:
+            raise Fp8Error(
+                f"The amax histories of the FP8 state have {', '.join(map(str, sorted(lengths)))} entries, and the "
+                f"scaling says amax_history_length={found.amax_history_length}. Use the scaling of the checkpoint, or "
+                "resize its histories with fp8_jax_owg.checkpoint.upgrade."
+            )
+        return found, state
     if meta is not None:
         raise Fp8Error("CurrentScaling has no state, and meta was given. Leave meta out, or use DelayedScaling.")
-    return scaling, {}
+    return found, {}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -69,13 +69,24 @@ class MaxGradRules:
         return compat.result_handler(aval, sharding, committed)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MaxGradDType(compat.ExtendedDType):
-    """The dtype object; `fp32_max_grad` is the only instance that is used."""
+    """The dtype object; `fp32_max_grad` is the only instance that is used.
+
+    It equals the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: their layers compare
+    dtypes to find out that a state is shared, and ours take what their loops have shared.
+    """
 
     float_dtype: Any
     _rules: type = MaxGradRules
     type: type = max_grad
+
+    def __eq__(self, other: object) -> bool:
+        # no other extended dtype wraps a float dtype
+        return hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
+
+    def __hash__(self) -> int:
+        return hash((max_grad, "float32"))
 
     def __repr__(self) -> str:
         return "fp32_max_grad"

@@ -1,7 +1,8 @@
 """Marks of the leaves of a tree that are overwritten with their gradient, and maps over trees by them.
 
 A leaf is, if it lies in a Linen collection `_overwrite_with_gradient`, or under a node whose class says so with the
-attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and `Overwrite` for everything else.
+attribute `is_overwrite_with_gradient`: the NNX variable, the box for parameters, and `Overwrite` for everything else;
+or if it is one of a pair `<tensor>_scale` and `<tensor>_amax_history`, whatever lies around it.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import jax
 
 COLLECTION = "_overwrite_with_gradient"
 """Flax's name for the Linen collection."""
+SCALE, HISTORY = "_scale", "_amax_history"
+"""Endings of the names of a scale and its history, those of flax."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -43,7 +46,9 @@ class Overwrite:
 
 def is_marked(node: Any) -> bool:
     """Whether the class of a node says that what is below it is overwritten."""
-    return getattr(type(node), "is_overwrite_with_gradient", False) is True
+    kind = type(node)
+    # flax names the NNX variable types that it makes after the collections of Linen
+    return getattr(kind, "is_overwrite_with_gradient", False) is True or kind.__name__ == COLLECTION
 
 
 def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
@@ -59,8 +64,25 @@ def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
 def owg_flags(tree: Any) -> list[bool]:
     """Return, for each leaf in the order of `jax.tree.leaves`, whether it is overwritten."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_marked)
+    names = [_names(path) for path, _ in nodes]
+    known = set(names)
+    flags = [is_owg(path, node) or _in_pair(name, known) for (path, node), name in zip(nodes, names, strict=True)]
     # A marked node counts as one leaf here, and may hold several.
-    return [flag for path, node in nodes for flag in [is_owg(path, node)] * len(jax.tree.leaves(node))]
+    return [flag for flag, (_, node) in zip(flags, nodes, strict=True) for _ in jax.tree.leaves(node)]
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))) for key in path)
+
+
+def _in_pair(names: tuple[str, ...], known: set[tuple[str, ...]]) -> bool:
+    """Whether a leaf and another one beside it have the names of a scale and its amax history."""
+    for place, name in enumerate(names):
+        for suffix, other in ((SCALE, HISTORY), (HISTORY, SCALE)):
+            partner = name.removesuffix(suffix) + other
+            if name.endswith(suffix) and (*names[:place], partner, *names[place + 1 :]) in known:
+                return True
+    return False
 
 
 def owg_mask(tree: Any) -> Any:

@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from fp8_common import get_format
-from fp8_jax_owg._marker import owg_flags
+from fp8_jax_owg._marker import HISTORY, SCALE, owg_flags
 
-SCALE, HISTORY = "_scale", "_amax_history"
 GROWTH = 1.9
 """Mean growth per step that no training shows over a whole history, and a SUM of two or more uses does."""
 
@@ -122,6 +121,8 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return "not finite: a SUM that ran away, or a checkpoint from elsewhere; repair it with checkpoint.upgrade"
+    if (history < 0).any():
+        return "a negative amax, which no step records: an optimizer or an average has changed it as a parameter"
     if not (scale > 0).all():
         return "a scale of zero or less: the gradient of an unused layer was taken for its next value"
     if before is not None:

@@ -107,24 +107,48 @@ def gate(tree: Tree, valid: Any) -> Tree:
     """
     # Under vmap the flag may be mapped while the state is not; `like` then combines in the backward.
     flag = jnp.asarray(valid, jnp.bool_)
-    return jax.tree.map(lambda x: _gate(x, flag), read(tree))
+    return _again_shared(jax.tree.map(lambda x: _gate(x, flag), read(tree)), tree)
 
 
-def replicated(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
-    """Return the tree unchanged; what the devices along `axes` observe meets by MAX. For use inside `shard_map`.
+def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[str, ...] = ()) -> Any:
+    """Return values that several uses inside a `shard_map` may share; what devices along `axes` observe meets by MAX.
 
-    Needed with `check_vma=False` for values that are the same on all devices of `axes`, if the gradient is taken
-    outside of `shard_map`: JAX then adds up what each device returns. With `check_vma=True` it changes nothing,
-    because observations are combined where they are made.
+    Shared values cannot enter a `shard_map`; they are read before it, and shared again by this function at the top of
+    the mapped one. With `check_vma=False` and a gradient that is taken outside of the `shard_map`, JAX would also add
+    up what each device returns; with `check_vma=True` layers combine what the devices see by themselves.
 
     Args:
         tree: Leaves float32 or shared.
-        axes: Names of mesh axes.
+        axes: Mesh axes along which the values are the same on all devices.
+        sharded: Mesh axes along which they differ; together both must name every axis of the `shard_map`.
+
+    Returns:
+        The tree; in mode "extended" its leaves are shared, in mode "fan_out" float32, for a single use.
+
+    Raises:
+        Fp8Error: With `check_vma=False`, an axis of the `shard_map` is named nowhere.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    if compat.varying_axes(lax.axis_index(names)):
-        return read(tree)
-    return jax.tree.map(lambda x: _replicated(x, names), read(tree))
+    own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
+    values = read(tree)
+    if not compat.varying_axes(lax.axis_index(names)):
+        if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
+            raise Fp8Error(
+                f"replicated got the axes {', '.join(names)}, and the shard_map has {', '.join(unnamed)} as well: "
+                "JAX would add up what devices along it observe. Name it in axes, or in sharded=... if the values "
+                "differ along it."
+            )
+        values = jax.tree.map(lambda x: _replicated(x, names), values)
+    return share(values) if get_mode() == "extended" else values
+
+
+def _again_shared(values: Tree, before: Any) -> Tree:
+    """Return values that were read from shared ones, shared as these were."""
+    if get_mode() != "extended":
+        return values
+    leaves, structure = jax.tree.flatten(values)
+    shared = [is_shared(leaf) for leaf in jax.tree.leaves(before)]
+    return structure.unflatten([_share(x) if flag else x for x, flag in zip(leaves, shared, strict=True)])
 
 
 def scan(
@@ -232,6 +256,29 @@ _read.defvjp(
     lambda x: (_read(x), None),
     lambda _, g: (lax.convert_element_type(cotangents.decode(g), fp32_max_grad),),
 )
+
+
+def adopt_mapping(state: Any, others: Any) -> Any:
+    """Return a state that `vmap` maps wherever it maps one of the other arguments.
+
+    `vmap(grad(loss))` of examples that start from one state asks for a next state of each. Without this the state is
+    the same for all examples inside, as in `grad` of a `vmap`, where they share their next state.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
+    return jax.tree.map(lambda x: _mapped_like(x, *leaves), state) if leaves else state
+
+
+@custom_vmap
+def _mapped_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    return x
+
+
+@_mapped_like.def_vmap
+def _(size: int, batched: list[bool], x: jax.Array, *others: jax.Array) -> tuple[jax.Array, bool]:
+    each = x if batched[0] or not any(batched) else jnp.broadcast_to(x, (size, *x.shape))
+    # further levels of vmap see what is left of the others: one example of each
+    left = [jnp.moveaxis(y, 0, -1)[..., 0] if mapped else y for y, mapped in zip(others, batched[1:], strict=True)]
+    return _mapped_like(each, *left), batched[0] or any(batched)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

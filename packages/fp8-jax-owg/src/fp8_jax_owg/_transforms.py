@@ -5,6 +5,7 @@ combines what it observes by MAX. What was not observed keeps its value, element
 """
 
 import functools
+import logging
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,12 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from fp8_common import Fp8Error
+from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves, owg_flags
-from fp8_jax_owg._mode import get_mode
-from fp8_jax_owg._sharing import check_float32, share
+from fp8_jax_owg._mode import get_mode, use_mode
+from fp8_jax_owg._sharing import adopt_mapping, check_float32, share
 from fp8_jax_owg._uses import check_single_uses
 from fp8_jax_owg.observation import resolve
+
+_log = logging.getLogger(__name__)
 
 Unobserved = Literal["old", "-inf"]
 UNOBSERVED: tuple[Unobserved, ...] = typing.get_args(Unobserved)
@@ -35,7 +39,9 @@ def value_and_grad(
 
     Args:
         fun: The loss, as for `jax.value_and_grad`. In mode "fan_out" it is traced once more, to see that no leaf is
-            used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`.
+            used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`. A
+            loss that slices, repeats or converts shared leaves in ways that mode "extended" has no gradient for is
+            differentiated in mode "fan_out".
         argnums: Which arguments to differentiate.
         has_aux: Whether `fun` returns (loss, anything).
         unobserved: What the gradient holds where nothing was observed: the old value ("old"), which any optimizer
@@ -61,9 +67,22 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if get_mode() == "extended":
+            try:
+                return run_in_mode(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, Fp8Error) or not compat.blames_dtype(error):
+                    raise
+                _log.info("the loss takes mode fan_out: %s", error)
+        # Where the loss slices or repeats shared values, uses can be counted instead of combined.
+        with use_mode("fan_out"):
+            return run_in_mode(*args, **kwargs)
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if get_mode() == "fan_out":
             _check_uses(lambda *args: fun(*args, **kwargs), args, numbers)
-        value, gradients = differentiate(*args, **kwargs)
+        numbered = [_own_state(arg, (args, kwargs)) if number in numbers else arg for number, arg in enumerate(args)]
+        value, gradients = differentiate(*numbered, **kwargs)
         trees = [args[number] for number in numbers]
         found = [gradients] if isinstance(argnums, int) else list(gradients)
         finished = [
@@ -93,6 +112,11 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return run
+
+
+def _own_state(tree: Any, arguments: Any) -> Any:
+    """Return an argument whose overwritten leaves are mapped by `vmap` wherever one of all arguments is."""
+    return map_leaves(lambda x: x, lambda x: adopt_mapping(x, arguments), tree)
 
 
 def enter(tree: Any) -> Any:

@@ -1,17 +1,21 @@
 """The uses of a state in a traced loss: where mode "fan_out" does not combine several, JAX would add them up.
 
 The traced program tells. A state may pass through gates, casts and slices; every layer that it ends in is a use. Uses
-of different slices do not meet, those of both branches of a condition neither, and a loop that takes a slice of its
-own in each iteration uses the state once. What a loop closes over is used in every iteration.
+of slices that lie apart do not meet, those of both branches of a condition neither, and a loop over slices uses the
+state once. What a loop closes over is used in every iteration; slices whose places are known at run time only may
+always meet.
 """
 
 import functools
+import itertools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from fp8_common import Fp8Error
@@ -20,19 +24,23 @@ from fp8_jax_owg import _compat as compat
 _log = logging.getLogger(__name__)
 
 MANY = 2
-PASSES = frozenset(
-    {
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "device_put",
-        "optimization_barrier",
-        "reshape",
-        "sharding_constraint",
-        "stack",
-    }
-)
-SLICES = frozenset({"dynamic_slice", "gather", "slice", "split", "squeeze"})
+PASSES = frozenset({"copy", "device_put", "optimization_barrier", "sharding_constraint"})
+"""What hands on each operand as the result of the same place, in its own coordinates."""
+
+Region = tuple[tuple[int, int], ...]
+"""First and last index + 1 along each dimension."""
+
+
+class Part(NamedTuple):
+    """Uses of a slice.
+
+    Attributes:
+        region: Where it lies; None if that is not known before the program runs.
+        uses: How many.
+    """
+
+    region: Region | None
+    uses: int
 
 
 class Uses(NamedTuple):
@@ -40,28 +48,42 @@ class Uses(NamedTuple):
 
     Attributes:
         whole: By what takes all of it.
-        sliced: At most, of any slice.
+        parts: By what takes slices.
     """
 
     whole: int = 0
-    sliced: int = 0
+    parts: tuple[Part, ...] = ()
 
     @property
     def total(self) -> int:
-        """Uses that may meet."""
-        return self.whole + self.sliced
+        """Uses that may meet in one element."""
+        return self.whole + max((self._meeting(part) for part in self.parts), default=0)
+
+    @property
+    def apart(self) -> int:
+        """Uses that may meet if no two slices are the same, as of slots with a number for each use."""
+        return self.whole + max((part.uses for part in self.parts), default=0)
+
+    def _meeting(self, part: Part) -> int:
+        return sum(other.uses for other in self.parts if _overlap(part.region, other.region))
 
     def plus(self, other: "Uses") -> "Uses":
         """Return the uses of two users."""
-        return Uses(self.whole + other.whole, max(self.sliced, other.sliced))
+        return Uses(self.whole + other.whole, self.parts + other.parts)
 
     @property
     def repeated(self) -> "Uses":
         """The uses of something that all iterations of a loop share."""
-        return Uses(MANY if self.whole else 0, self.sliced)
+        return Uses(MANY if self.total else 0)
 
 
 NONE, ONE = Uses(), Uses(whole=1)
+
+
+def _overlap(a: Region | None, b: Region | None) -> bool:
+    if a is None or b is None:
+        return True
+    return all(first < last_b and first_b < last for (first, last), (first_b, last_b) in zip(a, b, strict=True))
 
 
 def check_single_uses(loss: Callable[[list[Any]], Any], leaves: list[Any], names: list[str]) -> None:
@@ -110,31 +132,69 @@ def count(program: core.Jaxpr, results: Sequence[Uses]) -> list[Uses]:
 def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     """Return the uses of each operand of an equation."""
     name, operands = equation.primitive.name, len(equation.invars)
-    total = functools.reduce(Uses.plus, outs, NONE)
-    if name in PASSES:
-        return outs if len(outs) == operands else [total] * operands
+    total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
+    others = [NONE] * (operands - 1)
+    if name in PASSES and len(outs) == operands:
+        return outs
+    if name in SLICES:
+        return [_sliced(equation, outs), *others]
     if name == "broadcast_in_dim":
         grows = equation.outvars[0].aval.size > equation.invars[0].aval.size
-        return [total.repeated if grows else total] + [NONE] * (operands - 1)
-    if name in SLICES:
-        return [Uses(sliced=max(uses.total for uses in outs))] + [NONE] * (operands - 1)
+        return [total.repeated if grows else total, *others]
     if name == "custom_vjp_call":
-        return _of_rule(compat.name_of_rule(equation), total, operands)
+        return _of_rule(compat.name_of_rule(equation), outs, operands)
     if name == "cond":
         branches = [count(_plain(branch), outs) for branch in equation.params["branches"]]
         return [NONE, *(max(uses, key=lambda one: one.total) for uses in zip(*branches, strict=True))]
     if name == "scan":
         return _of_scan(equation, outs)
     inner = _inner(equation)
-    return [NONE] * operands if inner is None else count(inner, outs)
+    if inner is not None:
+        return count(inner, outs)
+    # Whatever else takes part in gradients hands the cotangent of its result to each operand, times something.
+    if name == "stop_gradient" or not any(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars):
+        return [NONE] * operands
+    size = max(out.aval.size for out in equation.outvars)
+    # A result that is larger than an operand may hold it several times, as that of jnp.tile does.
+    return [total.repeated if operand.aval.size < size else total for operand in equation.invars]
 
 
-def _of_rule(name: str, total: Uses, operands: int) -> list[Uses]:
+SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
+
+
+def _sliced(equation: Any, outs: list[Uses]) -> Uses:
+    """Return the uses of the operand of a slice: of a region, where that is known."""
+    name, params, shape = equation.primitive.name, equation.params, equation.invars[0].aval.shape
+    whole = tuple((0, n) for n in shape)
+    if name == "slice":
+        region = tuple(zip(params["start_indices"], params["limit_indices"], strict=True))
+        return Uses(parts=(Part(region, outs[0].total),))
+    if name == "split":
+        ends = list(itertools.accumulate(params["sizes"]))
+        axis, parts = params["axis"], zip([0, *ends], ends, outs, strict=False)
+        return Uses(parts=tuple(Part((*whole[:axis], (i, j), *whole[axis + 1 :]), u.total) for i, j, u in parts))
+    if name == "dynamic_slice":
+        starts = [getattr(start, "val", None) for start in equation.invars[1:]]
+        if None in starts:
+            return Uses(parts=(Part(None, outs[0].total),))
+        sizes = params["slice_sizes"]
+        region = tuple((int(str(i)), int(str(i)) + n) for i, n in zip(starts, sizes, strict=True))
+        return Uses(parts=(Part(region, outs[0].total),))
+    # else a gather
+    dims, picked = params["dimension_numbers"], equation.outvars[0].aval
+    rows = math.prod(n for d, n in enumerate(picked.shape) if d not in dims.offset_dims)
+    own = math.prod(shape[d] for d in dims.operand_batching_dims)
+    # Of several rows that are picked by their numbers, two may be the same.
+    return Uses(parts=(Part(None, MANY if rows > own and outs[0].total else outs[0].total),))
+
+
+def _of_rule(name: str, outs: list[Uses], operands: int) -> list[Uses]:
     """Return the uses of the operands of a function with its own gradient: this package's own, or a layer's."""
+    total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
     if name in ("_gate", "_replicated", "_newest"):
         return [total] + [NONE] * (operands - 1)
     if name == "_fan_out":
-        return [Uses(whole=total.total)]
+        return [Uses(whole=outs[0].apart)]
     if name == "_with_newest":
         return [NONE, total]
     return [ONE] * operands
@@ -147,9 +207,10 @@ def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
     carries = sum(out.aval.ndim == own.aval.ndim for out, own in zip(equation.outvars, body.outvars, strict=True))
     scanned = sum(x.aval.ndim != own.aval.ndim for x, own in zip(equation.invars, body.invars, strict=True))
     consts = len(body.invars) - scanned - carries
-    each = count(body, [NONE] * carries + outs[carries:])
+    each = count(body, [NONE] * carries + [Uses(out.total) for out in outs[carries:]])
     if equation.params["length"] > 1:
         each[: consts + carries] = [uses.repeated for uses in each[: consts + carries]]
+    each[consts + carries :] = [Uses(uses.total) for uses in each[consts + carries :]]
     # a state in the carry is handed on, and may be used after the loop
     handed_on = [NONE] * consts + outs[:carries] + [NONE] * (len(each) - consts - carries)
     return list(map(Uses.plus, each, handed_on))

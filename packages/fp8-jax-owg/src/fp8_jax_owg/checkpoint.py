@@ -27,7 +27,8 @@ def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize
 
     Args:
         saved: Tree from a checkpoint, with or without overwritten leaves.
-        variables: From the model's `init`: what is wanted, and the values of what is missing.
+        variables: From the model's `init`: what is wanted, and the values of what is missing. Or its shapes, from
+            `jax.eval_shape`; what is missing of the FP8 state then starts with scale 1 and history 0.
         scales: "dequantize" if stored scales go back from FP8 (flax and this package), "quantize" if they multiply
             into FP8 (TransformerEngine's `scale`).
 
@@ -70,7 +71,7 @@ def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(str(key) for key in keys if key != "value")
 
 
-def _take_parameter(name: tuple[str, ...], found: Any, wanted: jax.Array, scales: ScaleConvention) -> jax.Array:
+def _take_parameter(name: tuple[str, ...], found: Any, wanted: Any, scales: ScaleConvention) -> jax.Array:
     if found is None:
         raise Fp8Error(f"The checkpoint lacks the parameter {'/'.join(name)} of shape {wanted.shape}.")
     if jnp.shape(found) != wanted.shape:
@@ -81,7 +82,9 @@ def _take_parameter(name: tuple[str, ...], found: Any, wanted: jax.Array, scales
     return jnp.asarray(found).astype(wanted.dtype)
 
 
-def _take_overwritten(name: tuple[str, ...], found: Any, wanted: jax.Array, scales: ScaleConvention) -> jax.Array:
+def _take_overwritten(name: tuple[str, ...], found: Any, wanted: Any, scales: ScaleConvention) -> jax.Array:
+    if isinstance(wanted, jax.ShapeDtypeStruct):
+        wanted = (jnp.ones if name[-1].endswith("scale") else jnp.zeros)(wanted.shape, jnp.float32)
     if found is None:
         return wanted
     value = jnp.asarray(found).astype(jnp.float32)

@@ -21,10 +21,9 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
 def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
     keys = _keys(lax.stop_gradient(x))
     plain = partial(jnp.max, axis=axis, keepdims=keepdims, initial=0)
-    columns = x.shape[-1] if x.ndim > 1 else FOLDS
-    if axis is None and x.size * x.dtype.itemsize >= FOLD_FROM_BYTES and x.size % (FOLDS * columns) == 0:
+    if axis is None and _folds(x):
         # nowhere else: in an array that is sharded over devices, this would move data
-        folded = partial(_max_of_folds, columns=columns, shape=(1,) * x.ndim if keepdims else ())
+        folded = partial(_max_of_folds, columns=_columns(x), shape=(1,) * x.ndim if keepdims else ())
         return _value(lax.platform_dependent(keys, cpu=folded, default=plain), x.dtype)
     return _value(plain(keys), x.dtype)
 
@@ -32,6 +31,16 @@ def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -
 FOLDS = 8
 FOLD_FROM_BYTES = 1 << 20
 """Size from which folding pays for the time that it takes to compile."""
+
+
+def _folds(x: jax.Array) -> bool:
+    """Whether an array is large enough to fold, and folds without a rest; one with symbolic dimensions is not."""
+    known = all(isinstance(n, int) for n in x.shape)
+    return known and x.size * x.dtype.itemsize >= FOLD_FROM_BYTES and x.size % (FOLDS * _columns(x)) == 0
+
+
+def _columns(x: jax.Array) -> int:
+    return x.shape[-1] if x.ndim > 1 else FOLDS
 
 
 def _keys(x: jax.Array) -> jax.Array:

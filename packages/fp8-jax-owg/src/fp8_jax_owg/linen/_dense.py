@@ -1,12 +1,23 @@
 """`Fp8Dense`: flax's `nn.Dense` with an FP8 product."""
 
-import functools
+import dataclasses
 
 from flax import linen as nn
 
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
-from fp8_jax_owg._scaling import DelayedScaling
+from fp8_jax_owg._scaling import DelayedScaling, Scaling
 from fp8_jax_owg.linen._operations import Fp8DotGeneralOp
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """Makes the product of a layer. Equal for equal settings, as the layer is then: `functools.partial` never is."""
+
+    scaling: Scaling
+
+    def __call__(self) -> Fp8DotGeneralOp:
+        """Return a product, with a state of its own."""
+        return Fp8DotGeneralOp(scaling=self.scaling)
 
 
 class Fp8Dense(nn.Dense):
@@ -22,5 +33,5 @@ class Fp8Dense(nn.Dense):
         """Choose the product, unless one was chosen."""
         self.scaling = as_scaling(self.scaling)
         if self.dot_general_cls is None and self.dot_general is None:
-            self.dot_general_cls = functools.partial(Fp8DotGeneralOp, scaling=self.scaling)
+            self.dot_general_cls = _Product(self.scaling)
         super().__post_init__()

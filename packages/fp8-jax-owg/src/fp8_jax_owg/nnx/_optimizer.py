@@ -10,7 +10,7 @@ from flax.nnx import filterlib
 
 from fp8_jax_owg._combine import apply_updates, where_step_valid
 from fp8_jax_owg._marker import mark, owg_mask, unmark
-from fp8_jax_owg.nnx._variables import OverwriteWithGradient
+from fp8_jax_owg.nnx._variables import is_overwritten
 from fp8_jax_owg.optax import MultiSteps, bypass_owg
 
 
@@ -69,7 +69,7 @@ class Optimizer(nnx.Module):
         self.step.set_value(self.step.get_value() + jnp.uint32(1))
 
     def _variables(self, model: nnx.Module) -> nnx.State:
-        return nnx.state(model, nnx.Any(self.wrt, OverwriteWithGradient))
+        return nnx.state(model, nnx.Any(self.wrt, is_overwritten))
 
 
 def _pure(state: nnx.State) -> Any:

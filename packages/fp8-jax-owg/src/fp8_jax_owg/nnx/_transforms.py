@@ -9,7 +9,7 @@ from flax.nnx import filterlib
 
 from fp8_jax_owg import _transforms as transforms
 from fp8_jax_owg._transforms import Unobserved
-from fp8_jax_owg.nnx._variables import OverwriteWithGradient
+from fp8_jax_owg.nnx._variables import is_overwritten
 
 
 def value_and_grad(
@@ -33,14 +33,14 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, nnx.State]:
-        graph, trained, rest = nnx.split(model, nnx.Any(wrt, OverwriteWithGradient), ...)
+        graph, trained, rest = nnx.split(model, nnx.Any(wrt, is_overwritten), ...)
 
         def pure(trained: nnx.State) -> tuple[Any, Any]:
             # a copy: variables from outside must not be changed while this is traced
             inner = nnx.merge(graph, trained, rest, copy=True)
             out = fun(inner, *args, **kwargs)
             value, aux = out if has_aux else (out, None)
-            return value, (aux, nnx.split(inner, nnx.Any(wrt, OverwriteWithGradient), ...)[2])
+            return value, (aux, nnx.split(inner, nnx.Any(wrt, is_overwritten), ...)[2])
 
         both = transforms.value_and_grad(pure, has_aux=True, unobserved=unobserved)
         (value, (aux, changed)), gradients = both(trained)
