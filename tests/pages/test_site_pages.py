@@ -42,7 +42,7 @@ def test_a_name_is_at_home_wherever_it_was_imported_from():
     assert list(site_pages.homes("fp8_jax_owg.quantize")) == [
         "fp8_jax_owg.quantize",
         "fp8_common.jax.quantize",
-        "fp8_common.jax._quantize.quantize",
+        "fp8_common.jax._dispatch.quantize",
     ]
 
 
