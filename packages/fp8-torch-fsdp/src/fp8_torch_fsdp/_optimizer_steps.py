@@ -14,6 +14,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fp8_common.torch.plugin import fsdp
+
 
 class OptimizerSteps:
     """The optimizer steps of one model.
@@ -33,6 +35,7 @@ class OptimizerSteps:
         self._after = weakref.WeakMethod(after)  # pyrefly: ignore[bad-argument-type]
         self.count = 0
         self.stepping = False
+        self._during_backward: dict[int, torch.Tensor] | None = None
         hooks = [
             register_optimizer_step_pre_hook(_hook(weakref.ref(self), OptimizerSteps._begin)),
             register_optimizer_step_post_hook(_hook(weakref.ref(self), OptimizerSteps.finish)),
@@ -43,7 +46,7 @@ class OptimizerSteps:
 
     def forget_interrupted(self) -> None:
         """Note that a forward begins: a step that raised an exception did not say that it ended."""
-        self.stepping = False
+        self.stepping, self._during_backward = False, None
 
     def finish(self, optimizer: Optimizer) -> None:
         """Note that the step of an optimizer has ended; the second time for a step nothing happens."""
@@ -55,9 +58,19 @@ class OptimizerSteps:
             after(optimizer)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        parameters = self._parameters()
-        own = set() if parameters is None else {id(parameter) for parameter in parameters()}
+        own = self._own()
         self.stepping = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def _own(self) -> dict[int, torch.Tensor]:
+        """Return the model's parameters by id; the parameters too, because ids of what is gone come again."""
+        if self._during_backward is not None:
+            return self._during_backward
+        parameters = self._parameters()
+        own = {} if parameters is None else {id(parameter): parameter for parameter in parameters()}
+        if fsdp.in_backward():
+            # an optimizer for each parameter, stepped by hooks: to collect all for each would be quadratic
+            self._during_backward = own
+        return own
 
 
 def _hook(

@@ -96,6 +96,7 @@ class ScalePlan(abc.ABC):
                 delayed.take_combined(self.scales, keys)
             self.reductions += reductions
 
+        self._combining = False  # a backward that raised an exception did not come to its end
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(queue)
