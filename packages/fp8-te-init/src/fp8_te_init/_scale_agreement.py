@@ -5,15 +5,12 @@ The values that are quantized stay where they are; only keys of their absolute m
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fp8_common.torch.plugin import max_over_ranks
-
-if TYPE_CHECKING:
-    from fp8_te_init._backends.base import Requantizable
+from fp8_te_init._requantizable import Requantizable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +23,7 @@ class Agreement:
         group: The ranks that hold the other rows; None if this rank holds all.
     """
 
-    weight: "Requantizable"
+    weight: Requantizable
     values: torch.Tensor
     group: dist.ProcessGroup | None = None
 

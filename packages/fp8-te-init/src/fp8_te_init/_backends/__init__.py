@@ -1,7 +1,7 @@
 """How the rest of the package sees FP8 weights of different make: one class per make, one protocol."""
 
-from fp8_te_init._backends.base import Requantizable
 from fp8_te_init._backends.te_rows import te_rows
+from fp8_te_init._requantizable import Requantizable
 from fp8_te_init._weight import primary_of
 
 __all__ = ["Requantizable", "requantizable"]
