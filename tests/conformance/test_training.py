@@ -34,6 +34,14 @@ def torch_layer(weight):
     return model
 
 
+class Assign(torch.optim.Optimizer):
+    """A step that gives the weight values of the test; written to otherwise, it would take its scale anew."""
+
+    @torch.no_grad()
+    def step(self, weight):
+        self.param_groups[0]["params"][0].copy_(torch.from_numpy(weight.T.copy()))
+
+
 def jax_product(meta, x, w):
     dimensions = (((1,), (0,)), ((), ()))
     return owg.fp8_dot_general(x, w, dimensions, preferred_element_type=jnp.float32, meta=meta, scaling=SCALING)
@@ -64,10 +72,10 @@ def awkward(rng, step, shape):
 def test_scales_and_histories_are_equal_at_every_step():
     rng, seen = np.random.default_rng(0), set()
     model, meta = torch_layer(np.zeros((IN, OUT), np.float32)), owg.init_meta(SCALING)
+    assign = Assign(model.parameters(), {})
     for step in range(STEPS):
         x, w, dy = (awkward(rng, step, shape) for shape in [(ROWS, IN), (IN, OUT), (ROWS, OUT)])
-        with torch.no_grad():
-            model[0].weight.copy_(torch.from_numpy(w.T.copy()))
+        assign.step(w)
         for name, (attribute, fmt) in OPERANDS.items():
             ours = getattr(model[0], attribute).scale.numpy().copy()
             theirs, _ = used_scale(meta[f"{name}_scale"], meta[f"{name}_amax_history"], fmt)

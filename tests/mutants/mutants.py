@@ -231,14 +231,14 @@ MUTANTS = [
         "test_compile_tables.py",
     ),
     # ---- fp8-jax-owg
-    _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_boundary.py"),
+    _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_sharing.py"),
     _owg("an unused parameter counts as observed", "decode", swap("(K == 0) | I", "I"), "test_observation.py"),
     _owg(
         "bubbles are observed",
         "_gate_backward",
         swap("where(V, X, NOT_OBSERVED)", "X"),
         "test_pipelines.py",
-        "test_boundary.py",
+        "test_sharing.py",
     ),
     _owg(
         "updates are added to scales",

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -126,14 +127,32 @@ def test_a_copied_model_has_scales_of_its_own():
     assert model[0].fp8_input.history[0] == 1
 
 
+def test_layers_that_were_converted_elsewhere_keep_their_plan():
+    layer, _ = build(0)
+    model = nn.Sequential(layer[0], nn.Tanh(), layer[2])
+    del layer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    assert model[0].fp8_input.late, "the next forward raises, because nobody calls what was converted"
+    f8.sync_float8_amax_and_scale_history(model)
+    assert model[0].fp8_input.history[0] == 1
+    twin = copy.deepcopy(model[0])
+    twin(torch.full((4, 16), 5.0)).sum().backward()
+    f8.sync_float8_amax_and_scale_history(twin)
+    assert twin.fp8_input.history[0] == 5
+
+
 def test_hooks_go_with_their_model():
     from torch.optim import optimizer as module
 
+    gc.collect()  # those of other tests
     before = len(module._global_optimizer_post_hooks)
     model, optimizer = build(0)
     model(torch.ones(4, 16)).sum().backward()
     assert len(module._global_optimizer_post_hooks) > before
     del model, optimizer
+    gc.collect()  # a plan and its scales hold each other
     assert len(module._global_optimizer_post_hooks) == before
 
 

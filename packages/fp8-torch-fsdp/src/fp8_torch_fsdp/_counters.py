@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fp8_common.torch.plugin import fsdp
+from fp8_torch_fsdp._delayed import delayed_scales
 from fp8_torch_fsdp._scale_plan import ScalePlan, plan_of_root
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
@@ -26,6 +27,8 @@ def plans_of(model: nn.Module) -> list[ScalePlan]:
     """Return the plans that synchronize scales of `model`: those of FSDP roots first."""
     plans = {id(plan): plan for _, weight in sharded_weights(model) if (plan := weight._state.plan()) is not None}
     plans |= {id(plan): plan for module in model.modules() if (plan := plan_of_root(module)) is not None}
+    # layers that were converted as part of another model keep the plan that they had there
+    plans |= {id(scale.owner): scale.owner for scale in delayed_scales(model) if scale.owner is not None}
     return list(plans.values())
 
 

@@ -17,10 +17,6 @@ from fp8_common.torch.plugin import delayed_ops, dispatch
 UNOBSERVED = delayed_ops.UNOBSERVED
 
 
-def nobody() -> None:
-    """Stand for the plan of a scale that none has taken yet."""
-
-
 class DelayedScale(nn.Module):
     """The scale of one operand under delayed scaling.
 
@@ -37,7 +33,7 @@ class DelayedScale(nn.Module):
         own_key: The same for what this rank alone knows. Not saved where ranks share the scale: like a gradient that
             was not reduced, it is no part of a checkpoint.
         late: bool scalar, whether an optimizer step came before the synchronization of what was observed.
-        owner: Returns the plan that synchronizes it.
+        owner: The plan that synchronizes it; None before any has taken it.
         shared: Whether that plan combines it with other ranks.
     """
 
@@ -47,14 +43,14 @@ class DelayedScale(nn.Module):
     key: torch.Tensor
     own_key: torch.Tensor
     late: torch.Tensor
-    owner: Callable[[], Any]
+    owner: Any
 
     def __init__(self, cast: CastRecipe, *, initial: str = "dynamic", device: torch.device | None = None) -> None:
         super().__init__()
         if cast.policy.history < 1:
             raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
         self.cast, self.initial = cast, initial
-        self.owner, self.shared = nobody, False
+        self.owner, self.shared = None, False
         self._written = 0
         # dtypes are given: torch.set_default_dtype must not decide about scales
         self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
@@ -75,7 +71,7 @@ class DelayedScale(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the plan behind: it belongs to this process."""
-        return {**self.__dict__, "owner": nobody, "shared": False}
+        return {**self.__dict__, "owner": None, "shared": False}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -1,6 +1,8 @@
 """`LocalPlan`: delayed scaling of models that gather no weight in FP8: one process, DDP, high-precision gathers."""
 
+import itertools
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class LocalPlan(ScalePlan):
         self._known = False
         self._settled = False
         self._watches_outputs = False
+        self._layers: list[Float8Linear] = []
         self._weights: dict[DelayedScale, tuple[Float8Linear, int | None]] = {}
         if root is not None:
             self._claim(root)
@@ -59,6 +62,15 @@ class LocalPlan(ScalePlan):
 
     def __reduce__(self) -> tuple:
         return LocalPlan, ()
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Return the parameters of the model, or of its FP8 layers if they have become part of another one."""
+        modules = self._modules()
+        return itertools.chain.from_iterable(map(fsdp.parameters_of, modules))
+
+    def _modules(self) -> Sequence[nn.Module]:
+        root = self._root()
+        return self._layers if root is None else [root]
 
     def look_again(self, model: nn.Module) -> None:
         """Note that more layers of the model were converted."""
@@ -72,7 +84,7 @@ class LocalPlan(ScalePlan):
         self._claim(model)
         if not (self.scales and self._settled):
             return
-        group = _process_group(model)
+        group = _process_group([model])
         if group is not None and not self._watches_outputs:
             self._watches_outputs = True
             self.take(self.scales, shared=True)
@@ -82,18 +94,15 @@ class LocalPlan(ScalePlan):
     def after_forward(self, model: nn.Module, output: object) -> None:
         """Combine what the ranks observe, when the backward of this forward ends and reduces gradients."""
         self._claim(model)
-        group = _process_group(model) if self.scales and model.training and torch.is_grad_enabled() else None
+        group = _process_group([model]) if self.scales and model.training and torch.is_grad_enabled() else None
         if group is not None and (not isinstance(model, FSDPModule) or fsdp.gradient_sync_enabled(model)):
             self._combine_after_backward(output, [group])
 
     def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
         """Agree on everything on request; see `ScalePlan.synchronize_now`."""
-        model = self._root()
-        if model is None:
-            return
-        self._claim(model)
+        self._claim(self._root())
         if self.scales:
-            self._synchronize(group or _process_group(model), roll=roll)
+            self._synchronize(group or _process_group(self._modules()), roll=roll)
 
     @torch.no_grad()
     def _synchronize(self, group: dist.ProcessGroup | None, *, roll: bool) -> None:
@@ -106,17 +115,21 @@ class LocalPlan(ScalePlan):
         if changed is not None:
             delayed.restart(list(self._weights), reduced[2])
 
-    def _claim(self, model: nn.Module) -> None:
-        """Find the scales of the model, and let go of those that the plan of an FSDP root has taken since."""
-        if not self._known:
+    def _claim(self, model: nn.Module | None) -> None:
+        """Find the scales of the model, and leave those that the plan of an FSDP root has taken since."""
+        if not self._known and model is not None:
             self._known, self._root = True, weakref.ref(model)
-            free = [scale for scale in delayed_scales(model) if scale.owner() in (None, self)]
+            free = [scale for scale in delayed_scales(model) if scale.owner in (None, self)]
             self.take(free, shared=self._watches_outputs)
+            own = set(free)
             layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-            self._weights = {layer.fp8_weight: (layer, None) for layer in layers if layer.fp8_weight in self.scales}
-        elif any(scale.owner() is not self for scale in self.scales):
-            self.scales = [scale for scale in self.scales if scale.owner() is self]
-            self._weights = {scale: known for scale, known in self._weights.items() if scale.owner() is self}
+            self._layers = [
+                layer for layer in layers if own & {layer.fp8_input, layer.fp8_weight, layer.fp8_grad_output}
+            ]
+            self._weights = {layer.fp8_weight: (layer, None) for layer in layers if layer.fp8_weight in own}
+        elif any(scale.owner is not self for scale in self.scales):
+            self.scales = [scale for scale in self.scales if scale.owner is self]
+            self._weights = {scale: known for scale, known in self._weights.items() if scale.owner is self}
 
     def _after_step(self, optimizer: Optimizer) -> None:
         super()._after_step(optimizer)
@@ -165,9 +178,10 @@ def _writes_to(layer: Float8Linear) -> int:
     return version_of(_local_weight(layer)) + (0 if state is None else state.changes.edits)
 
 
-def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group over which the model's parameters are distributed in any way; None for a model that is not."""
-    mesh = max(fsdp.meshes_of(model), key=lambda mesh: mesh.size(), default=None)
+def _process_group(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
+    """Return the group over which their parameters are distributed in any way; None if they are not."""
+    meshes = itertools.chain.from_iterable(map(fsdp.meshes_of, modules))
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None:
         return None
     return fsdp.group_of(fsdp.ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))

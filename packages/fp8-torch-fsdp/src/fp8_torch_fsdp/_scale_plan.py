@@ -39,7 +39,7 @@ class ScalePlan(abc.ABC):
         self._combining = False
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """Yield the parameters of the model as optimizers hold them."""
+        """Return the parameters of the model as optimizers hold them."""
         root = self._root()
         return () if root is None else fsdp.parameters_of(root)
 
@@ -63,7 +63,7 @@ class ScalePlan(abc.ABC):
         """Own these scales from now on, whoever did before; `shared` says whether other ranks have them too."""
         self.scales = list(scales)
         for scale in scales:
-            scale.owner, scale.shared = weakref.ref(self), shared
+            scale.owner, scale.shared = self, shared
 
     def _observations(self, roll: bool) -> list[torch.Tensor]:
         """Return what ranks combine of delayed scaling, int32: the keys [n], and whether to roll [1]."""

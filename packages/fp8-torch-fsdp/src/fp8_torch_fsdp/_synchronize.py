@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8_torch_fsdp._counters import plans_of
+from fp8_torch_fsdp._delayed import delayed_scales
+from fp8_torch_fsdp._local_plan import synchronize_before_forward
 from fp8_torch_fsdp._sync_plan import SyncPlan
 
 
@@ -34,6 +36,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, *, group: dist.ProcessG
     Optional under FSDP2; call it once per step where the model is not called through the module that was converted,
     and for models that are replicated. A second call without a new observation changes nothing.
     """
+    if any(scale.owner is None for scale in delayed_scales(model)):
+        synchronize_before_forward(model)  # copied layers: nobody has taken them yet
     for plan in plans_of(model):
         plan.synchronize_now(roll=True, group=group)
 
