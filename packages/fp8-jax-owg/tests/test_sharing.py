@@ -17,8 +17,7 @@ NOT_OBSERVED = float("-inf")
 
 
 @jax.custom_vjp
-def meter(x, amax):
-    """The smallest layer: returns x; the gradient of `amax` is max |x|."""
+def _meter(x, amax):
     return x
 
 
@@ -31,7 +30,12 @@ def _report(residual, g):
     return g, cotangents.encode(jnp.broadcast_to(seen, amax.shape))
 
 
-meter.defvjp(_observe, _report)
+_meter.defvjp(_observe, _report)
+
+
+def meter(x, amax):
+    """The smallest layer: returns x; the gradient of `amax` is max |x|. It reads its state, as layers do."""
+    return _meter(x, owg.read(amax))
 
 
 def gradient(loss, amax=None, *, jit=True):

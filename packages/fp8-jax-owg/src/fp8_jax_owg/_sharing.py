@@ -166,7 +166,8 @@ def scan(
     Of leaves named `*amax_history` only the newest entry goes through the loop (`fp8_jax_owg._histories`).
 
     Args:
-        f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` as float32.
+        f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` shared in mode
+            "extended", where layers read it once for each use, and as float32 for a single use in mode "fan_out".
         init: The first carry.
         xs: What is scanned over, or None.
         length: Number of iterations; needed without `xs`.
@@ -183,7 +184,12 @@ def scan(
     loose, whole = split_histories(read(owg))
     if get_mode() == "extended":
         shared = share(loose)
-        return lax.scan(lambda c, x: f(c, x, whole(read(shared))), init, xs, length, reverse=reverse, unroll=unroll)
+
+        def body(c: Any, x: Any) -> Any:
+            # shared again: an iteration may use a state more than once
+            return f(c, x, share(whole(read(shared))))
+
+        return lax.scan(body, init, xs, length, reverse=reverse, unroll=unroll)
     slots = fan_out(loose, _iterations(xs, length))
     return lax.scan(lambda c, x: f(c, x[0], whole(x[1])), init, (xs, slots), length, reverse=reverse, unroll=unroll)
 

@@ -37,10 +37,17 @@ class Part(NamedTuple):
     Attributes:
         region: Where it lies; None if that is not known before the program runs.
         uses: How many.
+        looped: Whether every iteration of a loop uses it.
     """
 
     region: Region | None
     uses: int
+    looped: bool = False
+
+    @property
+    def total(self) -> int:
+        """Uses, those of a loop counted as several."""
+        return MANY if self.looped and self.uses else self.uses
 
 
 class Uses(NamedTuple):
@@ -62,10 +69,12 @@ class Uses(NamedTuple):
     @property
     def apart(self) -> int:
         """Uses that may meet if no two slices are the same, as of slots with a number for each use."""
-        return self.whole + max((part.uses for part in self.parts), default=0)
+        # a slice whose place is known is the same one in every iteration
+        numbers = (part.uses if part.region is None else part.total for part in self.parts)
+        return self.whole + max(numbers, default=0)
 
     def _meeting(self, part: Part) -> int:
-        return sum(other.uses for other in self.parts if _overlap(part.region, other.region))
+        return sum(other.total for other in self.parts if _overlap(part.region, other.region))
 
     def plus(self, other: "Uses") -> "Uses":
         """Return the uses of two users."""
@@ -74,7 +83,7 @@ class Uses(NamedTuple):
     @property
     def repeated(self) -> "Uses":
         """The uses of something that all iterations of a loop share."""
-        return Uses(MANY if self.total else 0)
+        return Uses(MANY if self.whole else 0, tuple(part._replace(looped=True) for part in self.parts))
 
 
 NONE, ONE = Uses(), Uses(whole=1)
