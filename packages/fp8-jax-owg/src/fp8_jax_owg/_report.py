@@ -121,13 +121,14 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return "not finite: a SUM that ran away, or a checkpoint from elsewhere; repair it with checkpoint.upgrade"
+    # a sum also leaves negative amax behind, those of operands that were zero: what is known of it comes first
+    if before is not None and (summed := _compare(history, before[1])):
+        return summed
     if (history < 0).any():
         return "a negative amax, which no step records: an optimizer or an average has changed it as a parameter"
     if not (scale > 0).all():
         return "a scale of zero or less: the gradient of an unused layer was taken for its next value"
-    if before is not None:
-        return _compare(history, before[1])
-    return _guess(history)
+    return _guess(history) if before is None else ""
 
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
