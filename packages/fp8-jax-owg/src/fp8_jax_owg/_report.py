@@ -11,6 +11,8 @@ import numpy as np
 from fp8_common import get_format
 from fp8_jax_owg._marker import HISTORY, SCALE, owg_flags
 
+ENCODED_ZERO = 2.0**-120
+"""Above the magnitude of an encoded zero, and of sums of many."""
 GROWTH = 1.9
 """Mean growth per step that no training shows over a whole history, and a SUM of two or more uses does."""
 
@@ -121,14 +123,14 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return "not finite: a SUM that ran away, or a checkpoint from elsewhere; repair it with checkpoint.upgrade"
-    # a sum also leaves negative amax behind, those of operands that were zero: what is known of it comes first
-    if before is not None and (summed := _compare(history, before[1])):
-        return summed
-    if (history < 0).any():
+    # plain `jax.grad` leaves zeros as they are encoded, slightly below zero
+    if (history < -ENCODED_ZERO).any():
         return "a negative amax, which no step records: an optimizer or an average has changed it as a parameter"
     if not (scale > 0).all():
         return "a scale of zero or less: the gradient of an unused layer was taken for its next value"
-    return _guess(history) if before is None else ""
+    if before is not None:
+        return _compare(history, before[1])
+    return _guess(history)
 
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
