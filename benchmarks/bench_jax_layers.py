@@ -1,6 +1,6 @@
 """Times a training step of stacked layers with fp8_jax_owg's product against flax's: loops, remat, pipelines.
 
-    python benchmarks/bench_jax_layers.py [--rounds 21] [--cases linen-scan-4-bfloat16 ...]
+    python -m benchmarks.bench_jax_layers [--rounds 21] [--cases linen-scan-4-bfloat16 ...]
 
 A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows. Programs take turns, and
 each round gives one ratio of times; its median is kept. Beside it stand the ratios of the bytes that XLA allocates for
