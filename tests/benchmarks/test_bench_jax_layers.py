@@ -2,9 +2,10 @@
 
 import json
 
-import bench_jax_layers as bench
 import pytest
-from repository import ROOT
+
+from benchmarks import bench_jax_layers as bench
+from tests.helpers.repository import ROOT
 
 
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])

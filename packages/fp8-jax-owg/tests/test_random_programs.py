@@ -3,9 +3,6 @@
 30 programs, with --full 300; each in one of the two modes, with its states handed over in one of several forms.
 """
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +11,7 @@ from flax import nnx
 
 import fp8_jax_owg as owg
 from fp8_jax_owg import nnx as owg_nnx
-
-sys.path.insert(0, str(Path(__file__).parent))
-import random_programs
+from tests.helpers import jax_programs
 
 MODES = ("extended", "fan_out")
 FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "bridge")
@@ -77,9 +72,9 @@ def read(states):
 
 def test_a_random_program_records_what_its_steps_see(seed, devices):
     mode, form = MODES[seed % 2], FORMS[seed % len(FORMS)]
-    maker = random_programs.Maker(seed, mode)
+    maker = jax_programs.Maker(seed, mode)
     program = maker.program()
-    h = random_programs.activations(seed)
+    h = jax_programs.activations(seed)
     wanted = maker.recorded(program, h)
     with owg.use_mode(mode):
         after = differentiate(form, program, maker.states(), jnp.asarray(h)) if maker.shapes else {}
