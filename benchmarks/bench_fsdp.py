@@ -36,12 +36,15 @@ from benchmarks import plot_fsdp
 from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
 from fp8_torch_fsdp import ShardedFloat8Weight
+from fp8_torch_fsdp._optimizer_steps import OptimizerSteps
 from fp8_torch_fsdp._sync_plan import SyncPlan
 
 ROOT = Path(__file__).parents[1]
 clock = time.thread_time
 """Hooks are timed by the processor time of their thread, which other load on the machine hardly changes."""
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+SYNC_HOOKS = ("_before_root_forward", "_after_step")
+STEP_HOOKS = ("_begin", "finish")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 
@@ -80,7 +83,7 @@ def ours(recipe: str = "tensorwise") -> Contestant:
     return Contestant(
         name="ours" if recipe == "tensorwise" else f"ours, {recipe}",
         convert=lambda model: fp8_torch_fsdp.convert_to_float8_training(model, config=config),
-        timed=((ShardedFloat8Weight, HOOKS), (SyncPlan, ("synchronize",))),
+        timed=((ShardedFloat8Weight, HOOKS), (SyncPlan, SYNC_HOOKS), (OptimizerSteps, STEP_HOOKS)),
     )
 
 
@@ -125,6 +128,56 @@ class SideBySide(nn.Sequential):
 
 
 @dataclasses.dataclass(kw_only=True)
+class Stopwatch:
+    """Adds up the time of functions; time in a function that another one calls counts once.
+
+    Attributes:
+        seconds: Processor time so far.
+        owners: Classes whose functions count now: hooks of optimizer steps run for models of others as well.
+        entered: The functions that ran.
+    """
+
+    seconds: float = 0.0
+    owners: set[type] = dataclasses.field(default_factory=set)
+    entered: set[Callable] = dataclasses.field(default_factory=set)
+    _depth: int = 0
+
+    def timing(self, function: Any, owner: type | None = None) -> Any:
+        """Return the function of a class, timed."""
+
+        @wraps(function)  # FSDP2 looks at the signature
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if owner is not None and owner not in self.owners:
+                return function(*args, **kwargs)
+            self.entered.add(function)
+            start, self._depth = clock(), self._depth + 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += clock() - start
+
+        return timed
+
+    @contextlib.contextmanager
+    def on(self, contestants: list[Contestant]) -> Iterator["Stopwatch"]:
+        """Time the hooks of contestants whose models are built and run inside: hooks bind methods early."""
+        timed = {(owner, name) for each in contestants for owner, names in each.timed for name in names}
+        originals = [(owner, name, owner.__dict__[name]) for owner, name in timed]
+        for owner, name, function in originals:
+            setattr(owner, name, self.timing(function, owner))
+        try:
+            yield self
+        finally:
+            for owner, name, function in originals:
+                setattr(owner, name, function)
+        missed = [f"{owner.__name__}.{name}" for owner, name, function in originals if function not in self.entered]
+        if missed:
+            raise RuntimeError(f"never called, so their time would be missing: {', '.join(missed)}")
+
+
+@dataclasses.dataclass(kw_only=True)
 class Training:
     """A sharded stack of linear layers with its optimizer."""
 
@@ -132,12 +185,13 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     x: torch.Tensor
-    hook_seconds: float = 0.0
+    watch: Stopwatch
 
     @classmethod
     def of(
         cls,
         contestant: Contestant,
+        watch: Stopwatch,
         layers: list[tuple[int, int]],
         batch: int,
         *,
@@ -158,16 +212,14 @@ class Training:
         fully_shard(model, mesh=mesh, mp_policy=policy)
         x = torch.randn(batch, layers[0][0], device=DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        return cls(contestant=contestant, model=model, optimizer=optimizer, x=x)
+        return cls(contestant=contestant, model=model, optimizer=optimizer, x=x, watch=watch)
 
     def step(self) -> None:
         """Make one training step."""
         self.model(self.x).float().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        start = clock()
-        self.contestant.after_step(self.model)
-        self.hook_seconds += clock() - start
+        self.watch.timing(self.contestant.after_step)(self.model)
 
     def gather_all(self) -> None:
         """Change every weight as an optimizer does, and gather each as a forward does, without its product."""
@@ -175,39 +227,9 @@ class Training:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        start = clock()
-        self.contestant.after_step(self.model)
-        self.hook_seconds += clock() - start
+        self.watch.timing(self.contestant.after_step)(self.model)
         with torch.no_grad():
             self.model(self.x)
-
-    @contextlib.contextmanager
-    def hooks_timed(self) -> Iterator[None]:
-        """Add the time of the contestant's hooks to `hook_seconds`."""
-        originals = [(owner, name, owner.__dict__[name]) for owner, names in self.contestant.timed for name in names]
-        depth = 0
-
-        def timing(function: Any) -> Any:
-            @wraps(function)  # FSDP2 looks at the signature
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                nonlocal depth
-                start, depth = clock(), depth + 1
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    depth -= 1
-                    if depth == 0:
-                        self.hook_seconds += clock() - start
-
-            return timed
-
-        for owner, name, function in originals:
-            setattr(owner, name, timing(function))
-        try:
-            yield
-        finally:
-            for owner, name, function in originals:
-                setattr(owner, name, function)
 
 
 class Collectives(TorchDispatchMode):
@@ -245,11 +267,10 @@ def alternate(trainings: list[Training], rounds: int, run: Callable[[Training], 
     times: dict[str, list[tuple[float, float]]] = {training.contestant.name: [] for training in trainings}
     for i in range(rounds + 2):
         for training in trainings if i % 2 else reversed(trainings):
-            training.hook_seconds = 0.0
-            with training.hooks_timed():
-                seconds = timed(lambda training=training: run(training))
+            training.watch.seconds, training.watch.owners = 0.0, {owner for owner, _ in training.contestant.timed}
+            seconds = timed(lambda training=training: run(training))
             if i >= 2:
-                times[training.contestant.name].append((seconds, training.hook_seconds))
+                times[training.contestant.name].append((seconds, training.watch.seconds))
     return {
         name: dict(zip(("seconds", "hook_seconds"), map(statistics.median, zip(*pairs, strict=True)), strict=True))
         for name, pairs in times.items()
@@ -258,8 +279,9 @@ def alternate(trainings: list[Training], rounds: int, run: Callable[[Training], 
 
 def hook_study(rounds: int, weights: int = 24) -> dict:
     """Return the time of a step's hooks for each of many small weights: what the host pays."""
-    with world(8), one_thread():
-        trainings = [Training.of(c, [(256, 256)] * weights, 4, compiled=False) for c in contestants()]
+    competing = contestants()
+    with world(8), one_thread(), Stopwatch().on(competing) as watch:
+        trainings = [Training.of(c, watch, [(256, 256)] * weights, 4, compiled=False) for c in competing]
         found = alternate(trainings, rounds, Training.step)
     return {name: value["hook_seconds"] / weights for name, value in found.items() if name != "bf16"}
 
@@ -268,7 +290,7 @@ def step_study(rounds: int, *, compiled: bool = False, recipes: tuple[str, ...] 
     """Return the time of a step with 4 weights of 2048 x 2048 and 512 rows, as in large models."""
     with world(2):
         competing = contestants()[:-1] + [ours(recipe) for recipe in recipes]
-        trainings = [Training.of(c, [(2048, 2048)] * 4, 512, compiled=compiled) for c in competing]
+        trainings = [Training.of(c, Stopwatch(), [(2048, 2048)] * 4, 512, compiled=compiled) for c in competing]
         return {name: value["seconds"] for name, value in alternate(trainings, rounds, Training.step).items()}
 
 
@@ -276,9 +298,10 @@ def world_study(sizes: list[int], rounds: int, layers: int = 8, rows: int = 8, c
     """Return hook time, collectives and state of a rank whose shards are [rows, columns] in worlds of many sizes."""
     found = []
     for size in sizes:
-        with world(size), one_thread():
+        competing = contestants()
+        with world(size), one_thread(), Stopwatch().on(competing) as watch:
             shapes = [(columns, rows * size)] * layers
-            trainings = [Training.of(c, shapes, 1, compiled=False, side_by_side=True) for c in contestants()]
+            trainings = [Training.of(c, watch, shapes, 1, compiled=False, side_by_side=True) for c in competing]
             times = alternate(trainings, rounds, Training.gather_all)
             for training in trainings:
                 name = training.contestant.name
