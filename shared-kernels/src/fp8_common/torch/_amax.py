@@ -5,19 +5,34 @@ from collections.abc import Sequence
 import torch
 
 from fp8_common._amax import KEY_MASK
-from fp8_common.torch._dtypes import as_float32
+from fp8_common.torch._dtypes import check_input_dtype
 
 # Element size in bytes: the integer dtype of a key, and the mask that clears the sign.
 _KEY_DTYPES = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
 
 
 def amax_all(x: torch.Tensor) -> torch.Tensor:
-    """Return max |x| over all elements as a float32 scalar tensor."""
+    """Return max |x| over all elements as a float32 scalar tensor; 0 for an empty one."""
+    return _larger(*_extremes(x))
+
+
+def amax_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return max |x| over all elements of each of `tensors`, at least one, as float32 [len(tensors)]."""
+    lows, highs = zip(*(_extremes(x) for x in tensors), strict=True)
+    return _larger(torch.stack(lows), torch.stack(highs))
+
+
+def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest element: one pass without a copy of |x|, and both keep a NaN."""
     if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    # One pass without a copy of |x|, and both results keep a NaN. -low is -0 for an all-zero tensor, hence abs.
+        zero = check_input_dtype(x).new_zeros(())
+        return zero, zero
     low, high = torch.aminmax(check_input_dtype(x))
-    return torch.maximum(-low, high).float().abs()
+    return low, high
+
+
+def _larger(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(-low, high).float().abs()  # -low is -0 for an all-zero tensor, hence abs
 
 
 def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
@@ -31,16 +46,6 @@ def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tens
     # Keys of 16-bit values are 16 bits wide: half the memory of keys of their float32 values.
     key = torch.amax(x.view(integer) & mask, dim=tuple(dims), keepdim=keepdim)
     return key.view(x.dtype).float()
-
-
-def check_input_dtype(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` if its dtype can be quantized, without converting it.
-
-    Raises:
-        Fp8Error: `x` is not float16, bfloat16 or float32.
-    """
-    as_float32(x[:0] if x.ndim else x)  # an empty part: the check alone, at no cost
-    return x
 
 
 def float_key(x: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,18 @@ def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32.
     """
+    return check_input_dtype(x, what).float()
+
+
+def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
+    """Return `x` if its dtype can be quantized, without converting it.
+
+    Raises:
+        Fp8Error: `x` is not float16, bfloat16 or float32.
+    """
     if x.dtype not in INPUT_DTYPES:
         raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
-    return x.float()
+    return x
 
 
 def as_codes(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:

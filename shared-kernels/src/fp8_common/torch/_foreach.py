@@ -13,7 +13,7 @@ import torch
 from fp8_common import _launch as launch
 from fp8_common._formats import Format, get_data_format
 from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._amax import amax_all, float_key
+from fp8_common.torch._amax import amax_each, float_key
 from fp8_common.torch._dtypes import torch_dtype
 from fp8_common.torch._ops import NAMESPACE
 from fp8_common.torch._quantize import quantize
@@ -53,7 +53,7 @@ def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> 
 
 def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not triton_backend.applies(tensors[0]):
-        return torch.stack([float_key(amax_all(x)) for x in tensors])
+        return float_key(amax_each(tensors))
     keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]

@@ -29,11 +29,13 @@ def max_over_ranks(parts: Sequence[torch.Tensor], *groups: dist.ProcessGroup | N
     shared = [group for group in groups if group is not None and group.size() > 1]
     if not shared or not any(part.numel() for part in parts):
         return list(parts), 0
-    payload = torch.cat([part.reshape(-1) for part in parts])
+    # most parts are one key of one weight: reshaping each would cost more than reducing all
+    payload = torch.cat([part if part.ndim == 1 else part.reshape(-1) for part in parts])
     for group in shared:
         dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
     reduced = payload.split([part.numel() for part in parts])
-    return [own.view(part.shape) for own, part in zip(reduced, parts, strict=True)], len(shared)
+    pairs = zip(reduced, parts, strict=True)
+    return [own if part.ndim == 1 else own.view(part.shape) for own, part in pairs], len(shared)
 
 
 def amax_over_ranks(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

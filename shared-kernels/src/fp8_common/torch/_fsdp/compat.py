@@ -262,9 +262,10 @@ def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     for module in model.modules() if _import_error is None else []:
         if isinstance(module, FSDPModule):
-            for param in _params_of_state(module._get_fsdp_state()):
-                sharded: Any = param.fsdp_param.sharded_param
-                yield sharded
+            for group in _groups_of_state(module._get_fsdp_state()):
+                for param in group.fsdp_params:
+                    sharded: Any = param.sharded_param
+                    yield sharded
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
