@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fp8_te_init as fti
+from fp8_common.torch.plugin import hooks as process_hooks
 from fp8_te_init._host_memory import mapped_copy, mapped_empty
 from fp8_te_init._kept_in_module import kept_for, named_kept
-from fp8_te_init._owned_hooks import OwnedHook
 from fp8_te_init._report import host_rss
 
 
@@ -264,7 +264,9 @@ def test_an_exception_in_the_forward_still_counts_as_the_end_of_it():
         net(torch.randn(2, 23))
     assert kept(net) == 0
     net(torch.randn(2, 24))
-    assert not any(isinstance(hook, OwnedHook) for hook in nn.modules.module._global_forward_hooks.values())
+    assert not any(
+        isinstance(hook, process_hooks.OwnedHook) for hook in nn.modules.module._global_forward_hooks.values()
+    )
 
 
 def test_another_models_step_and_forward_release_nothing():
@@ -304,7 +306,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing_behind():
     del net
     gc.collect()
     assert cell() is None
-    assert not any(isinstance(hook, OwnedHook) for hook in hooks.values())
+    assert not any(isinstance(hook, process_hooks.OwnedHook) for hook in hooks.values())
 
 
 def test_a_hook_that_falls_silent_while_hooks_are_called_breaks_nobodys_loop():

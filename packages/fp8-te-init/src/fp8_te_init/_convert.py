@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe, Rule, Rules, select_modules
 from fp8_common.torch import INPUT_DTYPES
-from fp8_common.torch.plugin import mark_replaced
+from fp8_common.torch.plugin import hooks
 from fp8_te_init._choices import check_choice, resolve_config
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._kept_in_module import register
@@ -66,7 +66,7 @@ def convert_linear(
         plain = layer.weight
         if id(plain) not in made:
             made[id(plain)] = _quantized(plain, own, KeptValues(preserve))
-            mark_replaced(plain, "convert_linear")
+            hooks.mark_replaced(plain, "convert_linear")
         parameter, kept = made[id(plain)]
         PrimaryFloat8Linear.adopt(layer, own)
         layer._parameters["weight"] = parameter

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
 from fp8_common.torch import INPUT_DTYPES
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch, mark_replaced
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch, hooks
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
@@ -88,7 +88,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
                 f"A parameter of {plain.dtype} was assigned to an FP8 weight: codes are made of float32, bfloat16 or "
                 "float16."
             )
-        mark_replaced(plain, "the FP8 layer that it was assigned to")
+        hooks.mark_replaced(plain, "the FP8 layer that it was assigned to")
         if isinstance(held, PrimaryFloat8Weight) and _is_like(held, plain):
             held.copy_(plain)
             held.requires_grad_(plain.requires_grad)

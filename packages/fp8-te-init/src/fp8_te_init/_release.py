@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fp8_common.torch.plugin import hooks
 from fp8_te_init._find_master import find_master
 from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._kept_values import KeptValues, Release
-from fp8_te_init._owned_hooks import OwnedHook
 from fp8_te_init._parameter_mark import kept_of
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ReleaseGroup:
             weakref.WeakKeyDictionary()
         )
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._hooks: dict[Callable[..., Any], OwnedHook] = {}
+        self._hooks: dict[Callable[..., Any], hooks.OwnedHook] = {}
         self._depth, self._seen = 0, False
 
     def add(self, kept: KeptValues, module: nn.Module, name: str) -> None:
@@ -50,7 +50,7 @@ class ReleaseGroup:
     def hook(self, register: Callable[..., Any], react: Callable[..., Any], **options: Any) -> None:
         """Register a hook of the process for this group, once; it goes with the last values, or with the group."""
         if react not in self._hooks:
-            self._hooks[react] = OwnedHook(register, self, react, **options)
+            self._hooks[react] = hooks.OwnedHook(register, self, react, **options)
 
     def _watch(self) -> None:
         # torch has no hook that sees every optimizer or the outermost module, whichever these turn out to be

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import mark_replaced
+from fp8_common.torch.plugin import hooks
 from fp8_torch_fsdp._config import CastConfig
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import keep_state_dicts_plain
@@ -47,7 +47,7 @@ def enable_float8_all_gather(
                 continue
             if id(parameter) not in wrapped:
                 wrapped[id(parameter)] = _wrap(parameter, strategy, f"{prefix}.{name}".lstrip("."))
-                mark_replaced(parameter, "enable_float8_all_gather")
+                hooks.mark_replaced(parameter, "enable_float8_all_gather")
             module._parameters[name] = wrapped[id(parameter)]
             keep_state_dicts_plain(module, name)
             names.append(f"{prefix}.{name}".lstrip("."))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8_common import Fp8Error, Recipe, select_modules
-from fp8_common.torch.plugin import mark_replaced
+from fp8_common.torch.plugin import hooks
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._filters import ModuleSelection
 from fp8_torch_fsdp._linear import Float8Linear
@@ -146,7 +146,7 @@ def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear])
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
         wrapped = _wrapped(layers[0])
-        mark_replaced(layers[0].weight, "convert_to_float8_training")
+        hooks.mark_replaced(layers[0].weight, "convert_to_float8_training")
         for layer in layers:
             layer._parameters["weight"] = wrapped
             layer.fp8_weight, layer.strategy = layers[0].fp8_weight, layers[0].strategy
@@ -173,6 +173,6 @@ def _plain_linear(layer: Float8Linear) -> nn.Linear:
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     weight = layer.weight.plain if isinstance(layer.weight, ShardedFloat8Weight) else layer.weight.data
     plain.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-    mark_replaced(layer.weight, "unconvert")
+    hooks.mark_replaced(layer.weight, "unconvert")
     plain.bias = layer.bias
     return plain.train(layer.training)

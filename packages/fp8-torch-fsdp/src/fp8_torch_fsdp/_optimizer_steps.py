@@ -8,13 +8,9 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fp8_common.torch.plugin import fsdp
+from fp8_common.torch.plugin import fsdp, hooks
 
 
 class OptimizerSteps:
@@ -36,19 +32,14 @@ class OptimizerSteps:
         self.count = 0
         self.stepping = False
         self._during_backward: dict[int, torch.Tensor] | None = None
-        hooks = [
-            register_optimizer_step_pre_hook(_hook(weakref.ref(self), OptimizerSteps._begin)),
-            register_optimizer_step_post_hook(_hook(weakref.ref(self), OptimizerSteps.finish)),
-        ]
-        for hook in hooks:
-            # `atexit` is a property, for which the stub leaves no slot
-            weakref.finalize(self, hook.remove).atexit = False  # pyrefly: ignore[missing-attribute]
+        hooks.OwnedHook(register_optimizer_step_pre_hook, self, OptimizerSteps._begin, at_once=True)
+        hooks.OwnedHook(register_optimizer_step_post_hook, self, OptimizerSteps.finish, at_once=True)
 
     def forget_interrupted(self) -> None:
         """Note that a forward begins: a step that raised an exception did not say that it ended."""
         self.stepping, self._during_backward = False, None
 
-    def finish(self, optimizer: Optimizer) -> None:
+    def finish(self, optimizer: Optimizer, args: tuple = (), kwargs: object = None) -> None:
         """Note that the step of an optimizer has ended; the second time for a step nothing happens."""
         if not self.stepping:
             return
@@ -57,7 +48,7 @@ class OptimizerSteps:
             self.count += 1
             after(optimizer)
 
-    def _begin(self, optimizer: Optimizer) -> None:
+    def _begin(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         own = self._own()
         self.stepping = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
@@ -71,18 +62,3 @@ class OptimizerSteps:
             # an optimizer for each parameter, stepped by hooks: to collect all for each would be quadratic
             self._during_backward = own
         return own
-
-
-def _hook(
-    steps: "weakref.ref[OptimizerSteps]", function: Callable[[OptimizerSteps, Optimizer], None]
-) -> Callable[[Optimizer, tuple, dict], None]:
-    """Return what torch calls: it keeps nothing alive, and stays out of compiled graphs.
-
-    A compiled optimizer calls hooks between its graphs: traced, they would be guarded by all that they look at.
-    """
-
-    def call(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if (alive := steps()) is not None:
-            function(alive, optimizer)
-
-    return torch.compiler.disable(call)

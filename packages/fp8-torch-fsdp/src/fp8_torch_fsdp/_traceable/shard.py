@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.plugin import ShardGeometry, mark_replaced
+from fp8_common.torch.plugin import ShardGeometry, hooks
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
@@ -84,7 +84,7 @@ class _Layout:
             plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
             # the original stays alive, so that no other parameter gets its id
             self._made[id(parameter)] = (parameter, sharded(parameter, plain, self._mesh))
-            mark_replaced(parameter, "fully_shard_traceable")
+            hooks.mark_replaced(parameter, "fully_shard_traceable")
         return self._made[id(parameter)][1]
 
     def _wire(self, layer: Float8Linear, name: str, in_fp8: bool) -> Wire:
