@@ -1,5 +1,7 @@
 """A scale is never stale: every way to change a weight is noticed, and a change on one rank only is an error."""
 
+import ctypes
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -109,6 +111,19 @@ def empty_and_load(model, tmp):
     model.load_state_dict(state)
 
 
+def by_address(model, tmp):
+    for parameter in model.parameters():
+        local = parameter.to_local()
+        values = (ctypes.c_float * local.numel()).from_address(local.data_ptr())
+        values[:] = [GROWTH * value for value in values]
+    assert f8.mark_weights_changed(model) == ["0.weight", "1.weight"]
+
+
+def with_numpy(model, tmp):
+    for value in model.state_dict().values():
+        value.to_local().detach().numpy()[:] *= GROWTH
+
+
 def with_sgd(model, tmp):
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0, momentum=0.9)
     model(torch.randn(4, 16)).sum().backward()
@@ -132,6 +147,8 @@ CHANGES = {
     "load_state_dict_assign": load_assigned,
     "dcp_load_in_place": dcp_in_place,
     "state_dict_alias": edit_state_dict_alias,
+    "by_address": by_address,
+    "numpy": with_numpy,
 }
 
 
@@ -203,7 +220,7 @@ def plain_layer(model):
 
 def test_counters_and_precompute_see_weights_that_are_gathered(run_ranks):
     for counts, fresh in run_ranks(2, count_while_gathered):
-        assert counts == [1, 2, 2]
+        assert counts == [1, 2, 3]
         assert fresh
 
 
@@ -281,10 +298,10 @@ def accumulate(rank, world_size):
     return counts, torch.equal(model(x), plain_forward(model, x))
 
 
-def test_gradient_accumulation_casts_and_reduces_once_per_step(run_ranks):
+def test_gradient_accumulation_casts_once_per_step_and_reduces_once_per_forward(run_ranks):
     for (casts, reductions), fresh in run_ranks(2, accumulate):
         assert casts == 2 * 3
-        assert reductions == 3
+        assert reductions == 3 * 4
         assert fresh
 
 

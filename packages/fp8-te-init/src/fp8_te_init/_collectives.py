@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error, Fp8StaleError
-from fp8_common.torch.plugin import max_over_ranks
+from fp8_common.torch.plugin import max_over_ranks, tensor_subclass
 from fp8_te_init._compat import ddp_synchronization, unboxed_group, unboxed_work
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._state import PrimaryState
@@ -43,9 +42,7 @@ def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, 
         Fp8Error: It is no broadcast of a whole weight; on every rank that calls it.
     """
     name = func._schema.name.split("::")[1]
-    # all collectives of c10d write to their first argument and to nothing else; in-place functional ones as well
-    outputs = () if name == "send" or not (func.namespace == "c10d" or func._schema.is_mutable) else args[:1]
-    written = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, kind)]
+    written = [tensor for tensor in tensor_subclass.written_tensors(func, args, kwargs) if isinstance(tensor, kind)]
     if not written:
         return None
     weight: Any = written[0]

@@ -22,6 +22,7 @@ from fp8_torch_fsdp._convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp._counters import amax_reduction_count, cast_count
 from fp8_torch_fsdp._filters import auto_filter_for_recipe
 from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
 from fp8_torch_fsdp._report import AllGatherReport, WeightReport, float8_all_gather_report
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
@@ -65,6 +66,7 @@ __all__ = [
     "float8_all_gather_report",
     "fully_shard_traceable",
     "load_checkpoint",
+    "mark_weights_changed",
     "precompute_float8_dynamic_scale_for_fsdp",
     "save_checkpoint",
     "sync_float8_amax_and_scale_history",

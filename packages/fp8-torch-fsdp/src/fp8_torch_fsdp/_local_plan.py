@@ -52,7 +52,7 @@ class LocalPlan(ScalePlan):
         self._settled = False
         self._watches_outputs = False
         self._layers: list[Float8Linear] = []
-        self._weights: dict[DelayedScale, tuple[Float8Linear, int | None]] = {}
+        self._weights: dict[DelayedScale, tuple[Float8Linear, tuple[int, int] | None]] = {}
         if root is not None:
             self._claim(root)
 
@@ -171,11 +171,11 @@ def _local_weight(layer: Float8Linear) -> torch.Tensor:
     return getattr(local, "plain", local)
 
 
-def _writes_to(layer: Float8Linear) -> int:
-    """Return a number that grows with every write to the weight of a layer that somebody saw."""
+def _writes_to(layer: Float8Linear) -> tuple[int, int]:
+    """Return numbers of which one differs after every write to the weight of a layer that somebody saw."""
     local = getattr(layer.weight, "_local_tensor", layer.weight)
     state = getattr(local, "_state", None)
-    return version_of(_local_weight(layer)) + (0 if state is None else state.changes.edits)
+    return version_of(_local_weight(layer)), 0 if state is None else state.changes.edits
 
 
 def _process_group(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:

@@ -85,7 +85,7 @@ class ScalePlan(abc.ABC):
         """
 
         def queue(grad: torch.Tensor) -> None:
-            if not self._combining:  # several outputs have gradients
+            if not self._combining and self._backward_begins():  # several outputs have gradients
                 self._combining = True
                 fsdp.at_end_of_backward(combine)
 
@@ -100,6 +100,10 @@ class ScalePlan(abc.ABC):
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(queue)
+
+    def _backward_begins(self) -> bool:
+        """Return whether the ranks combine their observations when the backward that begins has ended."""
+        return True
 
 
 def plan_of_root(module: nn.Module) -> Any:

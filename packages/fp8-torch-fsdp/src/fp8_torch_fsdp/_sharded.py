@@ -72,6 +72,31 @@ class ShardedFloat8Weight(torch.Tensor):
         """Return a plain alias that may be written to; the weight counts as changed as long as it lives."""
         return self._state.changes.lend(self._data)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The weight without its history, as of any tensor; to set it replaces the values.
+
+        Raises:
+            Fp8Error: What is set has another shape, dtype or device.
+        """
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch exchanges what is behind a tensor without an operator, and a wrapper has nothing behind it
+        plain = value.plain if isinstance(value, ShardedFloat8Weight) else value
+        wanted = (self.shape, self.dtype, self.device)
+        if type(plain) not in (torch.Tensor, nn.Parameter) or (plain.shape, plain.dtype, plain.device) != wanted:
+            raise Fp8Error(
+                f"The data of an FP8 weight of shape {tuple(self.shape)}, {self.dtype} on {self.device} can be set to "
+                f"a plain tensor like it; got {type(plain).__name__} of shape {tuple(plain.shape)}, {plain.dtype} on "
+                f"{plain.device}. Convert the layer after its weight has its final form."
+            )
+        if plain.stride() != self.stride():
+            plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(plain)
+        self._data = plain.detach()
+        self._state.mark_changed()
+
     def data_ptr(self) -> int:
         """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
         return self._data.data_ptr()

@@ -21,7 +21,7 @@ class Member:
         geometry: Which part of the weight this rank holds.
         shard: The plain local tensor.
         state: What is known about the shard that the parameter holds now; an assigning load brings another one.
-        stale: Whether the shard has, or could have, changed since the last synchronization.
+        stale: Whether the shard has changed since the last synchronization.
     """
 
     __slots__ = ("device", "geometry", "param", "shard", "stale", "state")
@@ -35,7 +35,12 @@ class Member:
         local = self.param.local
         self.shard: torch.Tensor = local._data
         self.state: WeightState = local._state
-        self.stale: bool = self.state.changes.may_be_new(self.shard)
+        changes = self.state.changes
+        if changes.take_doubt() and not changes.are_new(self.shard):
+            with torch.no_grad(), torch.inference_mode(False):
+                if self.state.differs(self.shard, self.param.process_group.size()):
+                    changes.mark(edit=True)
+        self.stale: bool = changes.are_new(self.shard)
 
     @property
     def reduced(self) -> bool:
@@ -82,13 +87,18 @@ def _may_join(member: Member, larger: tuple[int, ...], own: tuple[int, ...]) -> 
     return larger == own or not member.state.strategy.scales_each_part
 
 
-def flags_of(members: list[Member]) -> torch.Tensor:
-    """Return int32 [3 * n]: changed, edited, untouched for each weight; a rank with an empty shard has no say."""
+def flags_of(members: list[Member], *, quiet: bool) -> torch.Tensor:
+    """Return int32 [3 * n]: changed, edited, untouched for each weight; a rank with an empty shard has no say.
+
+    Args:
+        members: The weights.
+        quiet: No optimizer step is due: whatever changes a weight is an edit.
+    """
     changed, edited, untouched = [], [], []
     for member in members:
         changes = member.state.changes
         has_say = member.shard.numel() > 0 and changes.seen is not None
-        edit = has_say and member.stale and changes.are_edits(member.shard)
+        edit = has_say and member.stale and (quiet or changes.are_edits(member.shard))
         changed.append(member.stale)
         edited.append(edit)
         untouched.append(has_say and not edit)

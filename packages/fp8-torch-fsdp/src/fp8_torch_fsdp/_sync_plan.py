@@ -2,8 +2,9 @@
 
 The reduction runs in a hook before the root's own pre-forward, on every rank and whether or not this rank's weights
 changed: a rank that skipped an optimizer step cannot leave the others waiting, and a weight that was edited on some
-ranks only is found by all of them. Only inside a gradient accumulation window (`set_requires_gradient_sync(False)`)
-is it left out, because weights do not change there. Weights whose scales never leave their rank take no part.
+ranks only is found by all of them. Gathers inside of that forward and of its backward never reduce; those of
+`unshard()` and of a submodule that is called alone always do. Whether ranks reduce thus never depends on what one of
+them did. Weights whose scales never leave their rank take no part.
 """
 
 import logging
@@ -18,11 +19,12 @@ from torch.optim import Optimizer
 from fp8_common import Fp8Error, Fp8StaleError
 from fp8_common.torch.plugin import fsdp, max_over_ranks
 from fp8_torch_fsdp import _delayed as delayed
-from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
+from fp8_torch_fsdp._delayed import delayed_scales
 from fp8_torch_fsdp._scale_plan import ScalePlan
 from fp8_torch_fsdp._strategies import delayed_of
 from fp8_torch_fsdp._sync_launches import cast_together, refresh_keys, scales_together
 from fp8_torch_fsdp._sync_member import Member, by_process_group, flags_of, names_of_partial_edits
+from fp8_torch_fsdp._weight_state import WeightState
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +54,12 @@ class SyncPlan(ScalePlan):
         self.take(scales, shared=self._groups[0][0].size() > 1)
         self._accumulating = not fsdp.gradient_sync_enabled(root)
         self._explicit = False
+        firsts = {id(member.param.group): member.param.name for member in reversed(self.members)}
+        self._first_of_groups = set(firsts.values())
         self._unchecked: list[_Unchecked] = []
         self._link()
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
-        if any(scale.shared for scale in scales):
-            root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
+        root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
         logger.info("FP8 all-gather for %d weights under one FSDP root.", len(self.members))
 
     def _before_root_forward(self, module: nn.Module, args: object) -> None:
@@ -65,17 +68,36 @@ class SyncPlan(ScalePlan):
         was_explicit, self._explicit = self._explicit, False
         for member in self.members:
             member.look()
-        changed = any(member.stale for member in self.members)
-        if changed or not (was_accumulating or was_explicit):
-            self._synchronize(roll=False)
+        self._synchronize(roll=False, quiet=was_accumulating or was_explicit)
         if self.scales and module.training and torch.is_grad_enabled():
             self._observe_weights()
         if not was_accumulating:
             self._gather_again_without_keys()
 
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if self.scales and module.training and torch.is_grad_enabled() and not self._accumulating:
+        observing = self._shares_scales and module.training
+        if torch.is_grad_enabled() and (observing or self._accumulating):
             self._combine_after_backward(output, [self._groups[0][0]])
+
+    def _backward_begins(self) -> bool:
+        """Note whether this backward reduces gradients: the flag may have been set since the forward."""
+        root = self._root()
+        self._accumulating = root is not None and not fsdp.gradient_sync_enabled(root)
+        return self._shares_scales and not self._accumulating
+
+    @property
+    def _shares_scales(self) -> bool:
+        return any(scale.shared for scale in self.scales)
+
+    def is_due(self, state: WeightState) -> bool:
+        """Return whether a gather of this weight is one that synchronizes first, which all ranks answer alike.
+
+        Those in the root's forward and in a backward are not; others are, once for all weights that are gathered
+        together.
+        """
+        root = self._root()
+        inside = root is None or fsdp.in_backward() or fsdp.in_forward(root)
+        return not inside and state.name in self._first_of_groups
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Mark the weights that an optimizer trains: a compiled step writes to them unseen."""
@@ -110,15 +132,21 @@ class SyncPlan(ScalePlan):
             self._observe_weights()
 
     @torch.no_grad()
-    def _synchronize(self, *, roll: bool) -> None:
-        """Agree on every scale, of the shards as they were looked at last."""
+    def _synchronize(self, *, roll: bool, quiet: bool = False) -> None:
+        """Agree on every scale, of the shards as they were looked at last.
+
+        Args:
+            roll: Make the next delayed scales in any case.
+            quiet: No step is due, inside of an accumulation window or after a synchronization on request: a rank that
+                sees no change waits for no flags on a GPU, and a change on some ranks only is an error.
+        """
         with torch.inference_mode(False):
             self._raise_for_partial_edits()
             self._link()
             refresh_keys(self.members)
             for index, (process_group, members) in enumerate(self._groups):
                 # the first group, the largest, carries the delayed scales
-                self._synchronize_group(process_group, members, roll, with_scales=index == 0)
+                self._synchronize_group(process_group, members, roll, quiet, with_scales=index == 0)
             for member in self.members:
                 if member.stale and not member.reduced:
                     member.renew(member.state.scale, self.steps.count)
@@ -132,44 +160,42 @@ class SyncPlan(ScalePlan):
                 member.state.strategy.record(member.state.agreed)
 
     def _synchronize_group(
-        self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, *, with_scales: bool
+        self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, quiet: bool, *, with_scales: bool
     ) -> None:
         members = [member for member in members if member.reduced]
         observations = self._observations(roll) if with_scales else []
         if not members and not observations:
             return
-        flags = [flags_of(members).to(members[0].device, non_blocking=True)] if members else []
-        parts = [*(member.state.known_keys for member in members), *flags, *observations]
+        own = [flags_of(members, quiet=quiet).to(members[0].device, non_blocking=True)] if members else []
+        parts = [*(member.state.known_keys for member in members), *own, *observations]
         reduced, reductions = max_over_ranks(parts, process_group)
         self.reductions += reductions
         loaded = {scale for scale in self.scales if scale.was_loaded}
         if observations:
             self._take_observations(*reduced[-2:])
         if members:
-            self._renew(members, reduced[: len(members)], reduced[len(members)].view(3, -1), loaded)
+            flags = reduced[len(members)].view(3, -1)
+            changed = self._changed(members, flags, quiet)
+            if self.scales:
+                scales = [delayed_of(member.state.strategy) for member in members]
+                delayed.restart_edited(scales, reduced[: len(members)], flags[1], loaded)
+            self._renew(members, reduced[: len(members)], changed)
 
-    def _renew(
-        self, members: list[Member], keys: list[torch.Tensor], flags: torch.Tensor, loaded: set[DelayedScale]
-    ) -> None:
+    def _renew(self, members: list[Member], keys: list[torch.Tensor], changed: list[bool]) -> None:
         """Give new scales to the weights that changed on any rank.
 
         Args:
             members: The weights.
             keys: The keys of each, combined over ranks.
-            flags: int32 [3, n], see `flags_of`.
-            loaded: Delayed scales that came with their weights from a checkpoint, which stay.
+            changed: Whether each changed on any rank.
         """
-        changed = self._changed(members, flags)
-        if self.scales:
-            own = [delayed_of(member.state.strategy) for member in members]
-            delayed.restart_edited(own, keys, flags[1], loaded)
         renewed = [pair for pair, is_new in zip(zip(members, keys, strict=True), changed, strict=True) if is_new]
         for member, own in zip(members, keys, strict=True):
             member.state.agreed = own
         for (member, _), scale in zip(renewed, scales_together(renewed), strict=True):
             member.renew(scale, self.steps.count)
 
-    def _changed(self, members: list[Member], flags: torch.Tensor) -> list[bool]:
+    def _changed(self, members: list[Member], flags: torch.Tensor, quiet: bool) -> list[bool]:
         """Return which weights changed on any rank.
 
         Partial edits are looked for now on a CPU, with the next synchronization on a GPU: all ranks raise at the same
@@ -179,12 +205,13 @@ class SyncPlan(ScalePlan):
             self._unchecked.append(_Unchecked(members, flags, None))
             self._raise_for_partial_edits()
             return flags[0].bool().tolist()
-        known = all(member.stale for member in members)  # a step was made: no need to wait for the device
+        stale = [member.stale for member in members]
+        known = all(stale) or (quiet and not any(stale))  # a step was made, or none is due: no need to wait
         host = flags.to("cpu", non_blocking=known)
         arrived = torch.cuda.Event()
         arrived.record()
         self._unchecked.append(_Unchecked(members, host, arrived))
-        return [True] * len(members) if known else host[0].bool().tolist()
+        return stale if known else host[0].bool().tolist()
 
     def _raise_for_partial_edits(self) -> None:
         unchecked, self._unchecked = self._unchecked, []

@@ -3,7 +3,8 @@
 A scale is stale as soon as anyone writes to the weight. Three independent observers see writes: the tensor subclass
 sees every operator that mutates it, the optimizer hooks see steps whose operators are hidden in a compiled graph, and
 the version counter of the storage sees writes through plain aliases. An alias that was lent out on purpose, to a state
-dict, can be written without a trace (distributed checkpoints do): its weight counts as changed as long as it lives.
+dict, can be written without a trace (through its `.data` or NumPy). To lend is no write: as long as such an alias
+lives, and once after its end, the weight is cast again and compared with what is kept.
 """
 
 import copy
@@ -32,6 +33,7 @@ class WeightChanges:
         seen: (count, version of the storage) that the current scale covers; None before the first.
         seen_edits: The edits that it covers.
         lent: Number of plain aliases that are still alive.
+        returned: Whether one ended since the content was looked at.
     """
 
     count: int = 0
@@ -39,6 +41,7 @@ class WeightChanges:
     seen: tuple[int, int] | None = None
     seen_edits: int = 0
     lent: int = 0
+    returned: bool = False
 
     def mark(self, *, edit: bool) -> None:
         """Record a write, by an optimizer step or as an edit."""
@@ -49,9 +52,10 @@ class WeightChanges:
         """Return whether `shard` (the plain local tensor) is known to have changed since its scale was agreed on."""
         return self.seen != (self.count, version_of(shard))
 
-    def may_be_new(self, shard: torch.Tensor) -> bool:
-        """Return whether `shard` has, or could have, changed since its scale was agreed on."""
-        return self.lent > 0 or self.seen != (self.count, version_of(shard))
+    def take_doubt(self) -> bool:
+        """Return whether a write through a lent alias may have gone unseen, since the last call or now."""
+        doubt, self.returned = self.lent > 0 or self.returned, False
+        return doubt
 
     def are_edits(self, shard: torch.Tensor) -> bool:
         """Return whether a write came from elsewhere than an optimizer step since the last synchronization."""
@@ -71,9 +75,8 @@ class WeightChanges:
         return alias
 
     def _take_back(self) -> None:
-        # Nobody saw what was written through the alias: count it as changed once more.
         self.lent -= 1
-        self.count += 1
+        self.returned = True
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
@@ -136,6 +139,17 @@ class WeightState:
         """Cast `shard` to the buffers that travel, and count it."""
         self.casts += 1
         return self.strategy.to_wire(shard, self.geometry, self.scale, world_size)
+
+    def differs(self, shard: torch.Tensor, world_size: int) -> bool:
+        """Return whether `shard` is not what its keys and its kept cast were made of; waits for a GPU."""
+        if self.keys is not None and not torch.equal(
+            self.strategy.local_keys(shard, self.geometry).to(self.keys.device), self.keys
+        ):
+            return True
+        if self.wire is None:
+            return False  # it is cast for each gather
+        buffers, _ = self.strategy.to_wire(shard, self.geometry, self.scale, world_size)
+        return not all(torch.equal(now, kept) for now, kept in zip(buffers, self.wire[0], strict=True))
 
     def mark_changed(self) -> None:
         """Record a write."""

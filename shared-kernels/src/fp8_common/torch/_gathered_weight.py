@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from fp8_common._blocks import Block
 from fp8_common._formats import get_format
 from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._tensor_subclass import stable_hash
+from fp8_common.torch._tensor_subclass import stable_hash, written_tensors
 
 aten = torch.ops.aten
 
@@ -94,8 +94,10 @@ class GatheredFloat8Weight(torch.Tensor):
         if func in _KEEPS_CODES:
             weight = args[0]
             codes = func(weight.codes, *args[1:], **kwargs)
-            return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block)
-        if func._schema.is_mutable:
+            # scales of rows and blocks lie on one shape alone: a view of another one is of values
+            if weight.scale.numel() == 1 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
+                return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block)
+        if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
             raise RuntimeError(
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
                 "replaces. Change the sharded parameter instead (after model.reshard())."

@@ -10,8 +10,13 @@ from torch.utils import _pytree as pytree
 def written_tensors(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
     """Yield every tensor among the arguments that `func` writes to.
 
-    By the operator's schema, so that an in-place operator that nobody thought of is seen as well.
+    By the operator's schema, so that an in-place operator that nobody thought of is seen as well. Collectives of
+    torch.distributed have no such marks: all but `send` write to their first argument and to nothing else.
     """
+    if func.namespace == "c10d":
+        outputs = () if func is torch.ops.c10d.send.default else args[:1]
+        yield from (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        return
     if not func._schema.is_mutable:
         return
     for position, argument in enumerate(func._schema.arguments):

@@ -257,6 +257,12 @@ def gradient_sync_enabled(root: nn.Module) -> bool:
     return any(group.reduce_grads for state in states for group in _groups_of_state(state))
 
 
+def in_forward(root: nn.Module) -> bool:
+    """Return whether the forward of an FSDP root runs now; False if that of a submodule was called alone."""
+    state = _root_state(root)
+    return state._state_ctx.iter_forward_root is state
+
+
 def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield every parameter of `model` as optimizers hold it: sharded, whatever FSDP2 has gathered at the moment."""
     yield from model.parameters()
