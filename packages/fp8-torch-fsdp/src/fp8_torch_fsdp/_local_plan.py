@@ -52,7 +52,7 @@ class LocalPlan(ScalePlan):
         self._settled = False
         self._watches_outputs = False
         self._layers: list[Float8Linear] = []
-        self._weights: dict[DelayedScale, tuple[Float8Linear, int | None]] = {}
+        self._weights: dict[DelayedScale, tuple[Float8Linear, tuple[int, ...] | None]] = {}
         self._edited: set[DelayedScale] = set()
         # by id, with the parameter, because ids of what is gone come again
         self._held: dict[int, tuple[torch.Tensor, DelayedScale]] = {}
@@ -196,13 +196,12 @@ def _plain_weight(weight: torch.Tensor) -> torch.Tensor:
     return getattr(local, "plain", local)
 
 
-def _writes_to(weight: torch.Tensor) -> int:
-    """Return a number that grows with every write to a weight that somebody saw."""
+def _writes_to(weight: torch.Tensor) -> tuple[int, ...]:
+    """Return numbers of which one differs after every write to a weight that somebody saw."""
     local = getattr(weight, "_local_tensor", weight)
     state = getattr(local, "_state", None)
     # a write to a DTensor counts there and not in its local tensor, one to an alias of that the other way round
-    versions = version_of(weight) + version_of(_plain_weight(weight))
-    return versions + (0 if state is None else state.changes.edits)
+    return version_of(weight), version_of(_plain_weight(weight)), 0 if state is None else state.changes.edits
 
 
 def _process_group(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
