@@ -15,6 +15,8 @@ from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.plugin import delayed_ops, dispatch
 
 UNOBSERVED = delayed_ops.UNOBSERVED
+LOADED = -1
+"""In the place of the number of writes to a scale: a checkpoint wrote the last one."""
 
 
 class DelayedScale(nn.Module):
@@ -145,6 +147,8 @@ class DelayedScale(nn.Module):
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if f"{prefix}scale" in state_dict:
+            self._written = LOADED  # an assigning load brings a tensor that counts writes of its own
         if self.own_key.is_meta and not self.key.is_meta:
             self.own_key = torch.empty_like(self.key)  # an assigning load brings what is saved, and this is not
         self.own_key.fill_(UNOBSERVED)

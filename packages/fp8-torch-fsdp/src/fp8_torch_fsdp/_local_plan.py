@@ -52,7 +52,10 @@ class LocalPlan(ScalePlan):
         self._settled = False
         self._watches_outputs = False
         self._layers: list[Float8Linear] = []
-        self._weights: dict[DelayedScale, tuple[Float8Linear, tuple[int, int] | None]] = {}
+        self._weights: dict[DelayedScale, tuple[Float8Linear, tuple[int, ...] | None]] = {}
+        self._edited: set[DelayedScale] = set()
+        # by id, with the parameter, because ids of what is gone come again
+        self._held: dict[int, tuple[torch.Tensor, DelayedScale]] = {}
         if root is not None:
             self._claim(root)
 
@@ -131,9 +134,27 @@ class LocalPlan(ScalePlan):
             self.scales = [scale for scale in self.scales if scale.owner is self]
             self._weights = {scale: known for scale, known in self._weights.items() if scale.owner is self}
 
+    def _before_step(self) -> None:
+        self._look_at_weights()
+
     def _after_step(self, optimizer: Optimizer) -> None:
         super()._after_step(optimizer)
-        self._weights = {scale: (layer, _writes_to(layer)) for scale, (layer, _) in self._weights.items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _, scale = self._held.get(id(parameter), (parameter, None))
+                if scale in self._weights:  # what a step writes is no edit
+                    self._weights[scale] = self._weights[scale][0], _writes_to(parameter)
+
+    def _look_at_weights(self) -> None:
+        """Note which weights were written to since the last look, other than by steps."""
+        sharded, self._held = _sharded_weights(self._modules()), {}
+        for scale, (layer, known) in self._weights.items():
+            weight = sharded.get(layer, layer.weight)
+            self._held[id(weight)] = weight, scale
+            now = _writes_to(weight)
+            if known is not None and known != now:
+                self._edited.add(scale)
+            self._weights[scale] = layer, now
 
     def _changed_weights(self, loaded: list[DelayedScale]) -> torch.Tensor | None:
         """Return the int32 keys [n] of weights that something else than a step wrote to, -1 for the others.
@@ -144,17 +165,15 @@ class LocalPlan(ScalePlan):
         Returns:
             None if no weight has delayed scaling, or none changed and no other rank has to know.
         """
-        changed = {}
-        for scale, (layer, known) in self._weights.items():
-            now = _writes_to(layer)
-            changed[scale] = known is not None and known != now and scale not in loaded
-            self._weights[scale] = layer, now
+        self._look_at_weights()
+        edited, self._edited = self._edited, set()
+        changed = {scale: scale in edited and scale not in loaded for scale in self._weights}
         if not self._weights or not (any(changed.values()) or self._watches_outputs):
             return None
         keys = torch.full((len(changed),), delayed.UNOBSERVED, dtype=torch.int32, device=self.scales[0].key.device)
         for index, (scale, (layer, _)) in enumerate(self._weights.items()):
             if changed[scale]:
-                local = _local_weight(layer)
+                local = _plain_weight(layer.weight)
                 geometry = ShardGeometry(full_shape=local.shape)
                 keys[index : index + 1] = ScaleLayout.of(layer.config.weight).keys(local.detach(), geometry)
         return keys
@@ -166,16 +185,23 @@ def _waits_for_sync_plan(model: nn.Module) -> bool:
     return any(state is not None and state.plan() is None for state in states)
 
 
-def _local_weight(layer: Float8Linear) -> torch.Tensor:
-    local = getattr(layer.weight, "_local_tensor", layer.weight)
+def _sharded_weights(modules: Iterable[nn.Module]) -> dict[nn.Module, torch.Tensor]:
+    """Return the weight of each layer that FSDP2 shards, as optimizers hold it: the layer's may be gathered now."""
+    held = itertools.chain.from_iterable(map(fsdp.held_parameters, modules))
+    return {module: parameter for module, name, parameter in held if name == "weight"}
+
+
+def _plain_weight(weight: torch.Tensor) -> torch.Tensor:
+    local = getattr(weight, "_local_tensor", weight)
     return getattr(local, "plain", local)
 
 
-def _writes_to(layer: Float8Linear) -> tuple[int, int]:
-    """Return numbers of which one differs after every write to the weight of a layer that somebody saw."""
-    local = getattr(layer.weight, "_local_tensor", layer.weight)
+def _writes_to(weight: torch.Tensor) -> tuple[int, ...]:
+    """Return numbers of which one differs after every write to a weight that somebody saw."""
+    local = getattr(weight, "_local_tensor", weight)
     state = getattr(local, "_state", None)
-    return version_of(_local_weight(layer)), 0 if state is None else state.changes.edits
+    # a write to a DTensor counts there and not in its local tensor, one to an alias of that the other way round
+    return version_of(weight), version_of(_plain_weight(weight)), 0 if state is None else state.changes.edits
 
 
 def _process_group(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:

@@ -18,6 +18,7 @@ class OptimizerSteps:
 
     Args:
         parameters: Returns the model's parameters as its optimizers hold them.
+        before: Called before each step, except inside of a backward.
         after: Called after each step with the optimizer.
 
     Attributes:
@@ -25,9 +26,16 @@ class OptimizerSteps:
         stepping: Whether a step is being made: what is written to weights now is no edit.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], after: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        *,
+        before: Callable[[], None],
+        after: Callable[[Optimizer], None],
+    ) -> None:
         # weakly: the hooks below are held by torch, and must not keep the model alive
         self._parameters = weakref.WeakMethod(parameters)  # pyrefly: ignore[bad-argument-type]
+        self._before = weakref.WeakMethod(before)  # pyrefly: ignore[bad-argument-type]
         self._after = weakref.WeakMethod(after)  # pyrefly: ignore[bad-argument-type]
         self.count = 0
         self.stepping = False
@@ -51,6 +59,8 @@ class OptimizerSteps:
     def _begin(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         own = self._own()
         self.stepping = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        if self.stepping and not fsdp.in_backward() and (before := self._before()) is not None:
+            before()
 
     def _own(self) -> dict[int, torch.Tensor]:
         """Return the model's parameters by id; the parameters too, because ids of what is gone come again."""

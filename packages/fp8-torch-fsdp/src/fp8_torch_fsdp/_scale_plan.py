@@ -33,7 +33,7 @@ class ScalePlan(abc.ABC):
     def __init__(self, root: nn.Module | None) -> None:
         self._root = (lambda: None) if root is None else weakref.ref(root)
         self.scales: list[DelayedScale] = []
-        self.steps = OptimizerSteps(self.parameters, self._after_step)
+        self.steps = OptimizerSteps(self.parameters, before=self._before_step, after=self._after_step)
         self.reductions = 0
         self._stepped = False
         self._combining = False
@@ -51,6 +51,9 @@ class ScalePlan(abc.ABC):
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
             group: The ranks that combine what they observed, for models that are replicated and not sharded.
         """
+
+    def _before_step(self) -> None:  # noqa: B027 most plans see writes as they happen
+        """Note what was written before a step of an optimizer of the model begins: it is no part of the step."""
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepped = True

@@ -143,6 +143,8 @@ class SyncPlan(ScalePlan):
         with torch.inference_mode(False):
             self._raise_for_partial_edits()
             self._link()
+            if self._stepped or roll:
+                self._scale_again()
             refresh_keys(self.members)
             for index, (process_group, members) in enumerate(self._groups):
                 # the first group, the largest, carries the delayed scales
@@ -151,6 +153,12 @@ class SyncPlan(ScalePlan):
                 if member.stale and not member.reduced:
                     member.renew(member.state.scale, self.steps.count)
             cast_together(self.members)
+
+    def _scale_again(self) -> None:
+        """Let weights with delayed scaling take the scales that follow a step, those too that it left alone."""
+        for member in self.members if self.scales else ():
+            if delayed_of(member.state.strategy) is not None:
+                member.stale = True
 
     @torch.no_grad()
     def _observe_weights(self) -> None:

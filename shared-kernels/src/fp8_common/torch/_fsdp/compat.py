@@ -232,6 +232,15 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{names[id(owner.module)]}.{owner.param_name}".lstrip("."), param.local
 
 
+def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield every parameter that FSDP2 manages under `model`, sharded, with the module that it is of and its name."""
+    for module in model.modules() if _import_error is None else []:
+        if isinstance(module, FSDPModule):
+            for param in _params_of_state(module._get_fsdp_state()):
+                owner, sharded = param.fsdp_param._module_info, param.fsdp_param.sharded_param
+                yield owner.module, owner.param_name, sharded
+
+
 def reshard_gathered(shards: Iterable[torch.Tensor]) -> None:
     """Let FSDP2 drop what it holds gathered of these shards (the same tensor objects), so that it gathers them anew."""
     wanted = {id(shard) for shard in shards}

@@ -1,0 +1,443 @@
+"""Random sequences of what users do with a model, run on one that is gathered in FP8 and on a high-precision twin.
+
+A `Program` is data: what `repr` prints runs again. A `Run` carries it out on one rank, on both models, and
+compares every loss, every weight after each step, and at the end all weights and all scales, bit for bit. The twin
+computes the same FP8 products from weights that are gathered, or without FSDP2 held, in high precision.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fp8_torch_fsdp as f8
+from fp8_common import Fp8StaleError
+from tests.helpers.whole_states import unlike, whole
+
+WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
+STATIC = f8.Recipe(
+    name="static",
+    input=f8.CastConfig(scaling="static", static_scale=64.0),
+    weight=f8.CastConfig(scaling="static", static_scale=256.0),
+    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
+)
+RECIPES: dict[str, Any] = {
+    name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "tensorwise_delayed")
+} | {"static": STATIC}
+AGREEING = ("tensorwise", "tensorwise_delayed", "blockwise")
+"""Recipes whose weights have scales that ranks agree on, and so notice an edit on one rank."""
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+}
+ENDING = 3
+"""Operations with which every drawn program ends, so that nothing that it did stays unseen."""
+
+EDITS = ("mul", "data", "copy", "view", "foreach", "local_data")
+FACTORS = (0.5, 0.75, 1.5, 8.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is done, in which setting.
+
+    Attributes:
+        ranks: Number of ranks of FSDP2; 0 for one process without it.
+        operations: Name of a method of `Run` and its arguments, each.
+        copies: Whether every rank keeps a copy (HSDP) instead of a shard.
+    """
+
+    ranks: int
+    operations: tuple[tuple[Any, ...], ...]
+    recipe: str = "tensorwise"
+    dtype: torch.dtype = torch.float32
+    widths: tuple[int, ...] = WIDTHS[0]
+    cache: str = "step"
+    reshard: bool | None = None
+    copies: bool = False
+    optimizer: str = "sgd"
+    reentrant: bool | None = None
+
+
+def drawn(seed: int, length: int = 12) -> Program:
+    """Return a random program; the same for the same seed."""
+    choose = random.Random(seed)
+    ranks = choose.choice((0, 1, 2, 2, 3))
+    setting = {
+        "recipe": choose.choice(tuple(RECIPES)),
+        "dtype": choose.choice((torch.float32, torch.float32, torch.bfloat16)),
+        "widths": choose.choice(WIDTHS),
+        "cache": choose.choice(("step", "step", "none")),
+        "reshard": choose.choice((None, True, False)),
+        "copies": choose.random() < 0.2,
+        "optimizer": choose.choice(tuple(OPTIMIZERS)),
+        "reentrant": choose.choice((None, None, True, False)),
+    }
+    operations = tuple(_operation(choose, max(ranks, 1)) for _ in range(length))
+    ending = (("train", 1, False), ("step", None), ("train", 1, False))
+    return Program(ranks=ranks, operations=(*operations, *ending), **setting)
+
+
+def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
+    rank = choose.choice((None, choose.randrange(ranks)))
+    factor, often = choose.choice(FACTORS), choose.random() < 0.45
+    usual = (("train", choose.choice((1, 1, 2, 3)), False), ("step", choose.choice((None, None, rank))))
+    rare = (
+        ("forward",),
+        ("backward",),
+        ("evaluate", choose.choice(("eval", "no_grad", "inference"))),
+        ("read", None),
+        ("keep", None),
+        ("load", choose.random() < 0.3, factor),
+        ("edit", choose.choice(EDITS), factor),
+        ("edit_on_one_rank", choose.randrange(ranks), factor),
+        ("clone",),
+        ("average",),
+        ("swap",),
+        ("snapshot",),
+        ("restore",),
+        ("reshard",),
+        ("fail_in_forward", choose.randrange(3)),
+        ("fail_in_step",),
+        ("synchronize", choose.choice(("precompute", "history"))),
+        ("freeze", choose.randrange(2)),
+        ("clip",),
+    )
+    return choose.choice(usual if often else rare)
+
+
+class InterruptedError(Exception):
+    """What a program raises in the middle of something."""
+
+
+class Model(nn.Sequential):
+    """Linear layers with something between them, each recomputed in the backward if asked for."""
+
+    def __init__(self, widths: tuple[int, ...], reentrant: bool | None) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers one by one."""
+        for layer in self:
+            again = self.reentrant is not None and torch.is_grad_enabled()
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if again else layer(x)
+        return x
+
+
+class Pair:
+    """One of the two models with its optimizer, and what a program keeps of it."""
+
+    def __init__(self, program: Program, *, low: bool) -> None:
+        self.program, self.low = program, low
+        torch.manual_seed(0)
+        model = Model(program.widths, program.reentrant).to(program.dtype)
+        gather = f8.AllGatherConfig(enabled=low, cache=program.cache if low else "step")
+        config = f8.Float8LinearConfig(recipe=RECIPES[program.recipe], all_gather=gather)
+        self.model = f8.convert_to_float8_training(model, config=config)
+        if program.ranks:
+            names = ("replicas", "shards")
+            shape = (program.ranks, 1) if program.copies else (program.ranks,)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
+            for layer in list(self.model)[:-1]:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=program.reshard is not False)
+            fully_shard(self.model, mesh=mesh, reshard_after_forward=program.reshard)
+        self.restart_optimizer()
+        self.pending: list[torch.Tensor] = []
+        self.average: list[torch.Tensor] = []
+        self.kept: Any = None
+        self.saved: Any = None
+
+    def restart_optimizer(self) -> None:
+        self.optimizer = OPTIMIZERS[self.program.optimizer](list(self.model.parameters()))
+
+    def reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def let_sync(self, flag: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(flag)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        # a copy, because a checkpoint that is reentrant makes gradients only for inputs that have some
+        return (self.model(x.clone().requires_grad_(torch.is_grad_enabled())).float() - 1).square().mean()
+
+    def shards(self) -> list[torch.Tensor]:
+        return [plain(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def edit(self, how: str, factor: float) -> None:
+        """Multiply parameters; the twin in the way that every observer of plain tensors sees."""
+        parameters = list(self.model.parameters())
+        if how == "view":
+            for parameter in parameters:
+                local_of(parameter).view(-1)[::2].mul_(factor)
+            return
+        if not self.low or (how == "set_data" and self.program.ranks):
+            how = "mul"
+        if how == "state_dict":
+            parameters = [v for name, v in self.model.state_dict().items() if name.endswith(("weight", "bias"))]
+        for parameter in parameters:
+            if how == "foreach":
+                torch._foreach_mul_([parameter], factor)
+            elif how in ("mul", "state_dict"):
+                parameter.mul_(factor)
+            elif how == "data":
+                parameter.data.mul_(factor)
+            elif how == "copy":
+                parameter.copy_(parameter.detach() * factor)
+            elif how == "local_data":
+                local_of(parameter).data.mul_(factor)
+            else:
+                parameter.data = parameter.detach() * factor
+
+
+class Run:
+    """A program on one rank."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.pairs = Pair(program, low=True), Pair(program, low=False)
+        self.batches = 0
+
+    def run(self) -> str | None:
+        """Return what differs, after which operation; None if nothing does."""
+        for index, (name, *arguments) in enumerate(self.program.operations):
+            different = getattr(self, name)(*arguments)
+            if different:
+                return f"operation {index}, {(name, *arguments)}: {different}"
+        self.flush()
+        low, high = (whole(pair.model) for pair in self.pairs)
+        names = unlike(nan_free(low), nan_free(high))
+        return f"at the end: {', '.join(names)}" if names else None
+
+    # ------------------------------------------------------------ training
+
+    def forward(self) -> str | None:
+        x = self.batch()
+        losses = [pair.loss(x) for pair in self.pairs]
+        for pair, loss in zip(self.pairs, losses, strict=True):
+            pair.pending += [loss] * loss.requires_grad
+        return self.unlike("loss", *([loss.detach()] for loss in losses))
+
+    def batch(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
+        self.batches += 1
+        return torch.randn(4, self.program.widths[0], generator=generator).to(self.program.dtype)
+
+    def backward(self) -> None:
+        for pair in self.pairs:
+            while pair.pending:
+                pair.pending.pop().backward()
+
+    def train(self, microbatches: int, late: bool) -> str | None:
+        """Run forwards and backwards; with `late`, say only after its forward which of them is the last."""
+        self.flush()
+        for last in (*([False] * (microbatches - 1)), True):
+            for pair in self.pairs:
+                pair.let_sync(last and not late)
+            if different := self.forward():
+                return different
+            for pair in self.pairs:
+                pair.let_sync(last)
+            self.backward()
+        return None
+
+    def step(self, skipping: int | None) -> str | None:
+        self.flush()
+        for pair in self.pairs:
+            pair.reshard()
+            if skipping != self.rank:
+                pair.optimizer.step()
+            pair.optimizer.zero_grad()
+        return self.unlike("weights", *(pair.shards() for pair in self.pairs))
+
+    def flush(self) -> None:
+        """Let no write fall between a forward and its backward: what that means, autograd does not say."""
+        self.backward()
+
+    def evaluate(self, how: str) -> str | None:
+        self.flush()
+        mode = torch.inference_mode() if how == "inference" and self.batches else torch.no_grad()
+        for pair in self.pairs:
+            pair.model.train(how != "eval")
+        with mode:
+            different = self.forward()
+        for pair in self.pairs:
+            pair.model.train()
+        return different
+
+    def clip(self) -> str | None:
+        self.flush()
+        norms = [nn.utils.clip_grad_norm_(pair.model.parameters(), 0.5) for pair in self.pairs]
+        return self.unlike("norm", *([plain(norm)] for norm in norms))
+
+    def freeze(self, layer: int) -> None:
+        self.flush()
+        for pair in self.pairs:
+            pair.reshard()
+            weight = pair.model[layer][0].weight
+            weight.requires_grad_(not weight.requires_grad)
+
+    def fail_in_forward(self, layer: int) -> str | None:
+        """Interrupt a forward, and try again."""
+        self.flush()
+        for pair in self.pairs:
+            handle = pair.model[min(layer, len(pair.model) - 1)][0].register_forward_pre_hook(interrupt)
+            with contextlib.suppress(InterruptedError):
+                pair.loss(torch.ones(4, self.program.widths[0], dtype=self.program.dtype))
+            handle.remove()
+        return self.train(1, False)
+
+    def fail_in_step(self) -> None:
+        self.flush()
+        for pair in self.pairs:
+            with contextlib.suppress(InterruptedError):
+                pair.optimizer.step(interrupt)
+
+    # ------------------------------------------------------------ reading and writing
+
+    def read(self, only: int | None) -> None:
+        for pair in self.pairs:
+            if only in (None, self.rank):
+                pair.model.state_dict()
+
+    def keep(self, only: int | None) -> None:
+        """Hold a state dict, and let go of the one before."""
+        for pair in self.pairs:
+            pair.kept = pair.model.state_dict() if only in (None, self.rank) else None
+
+    def load(self, assign: bool, factor: float) -> None:
+        self.settle()
+        for pair in self.pairs:
+            state = {n: v * factor if n.endswith("weight") else v.clone() for n, v in pair.model.state_dict().items()}
+            pair.model.load_state_dict(state, assign=assign)
+            if assign:
+                pair.restart_optimizer()
+
+    def edit(self, how: str, factor: float) -> None:
+        self.settle()
+        for pair in self.pairs:
+            pair.edit(how, factor)
+
+    def edit_on_one_rank(self, where: int, factor: float) -> str | None:
+        """Edit on one rank, hear of it on all, edit on the others too, and go on."""
+        self.settle()
+        low, high = self.pairs
+        noticed = self.program.ranks > 1 and self.program.recipe in AGREEING and not self.program.copies
+        if noticed and (different := self.evaluate("no_grad")):
+            return different  # a forward, after which nothing else waits to be noticed
+        self.reshard()
+        alone = where == self.rank or not self.program.ranks
+        if alone:
+            low.edit("mul", factor)
+        if noticed and not raises_stale(lambda: low.loss(self.batch())):
+            return "an edit on one rank went unnoticed"
+        if not alone:
+            low.edit("mul", factor)
+        high.edit("mul", factor)
+        return None
+
+    @torch.no_grad()
+    def clone(self) -> None:
+        self.settle()
+        for pair in self.pairs:
+            pair.average = [parameter.detach().clone() for parameter in pair.model.parameters()]
+
+    @torch.no_grad()
+    def average(self) -> str | None:
+        self.settle()
+        for pair in self.pairs:
+            for one, parameter in zip(pair.average, pair.model.parameters(), strict=False):
+                one.lerp_(parameter, 0.5)
+        return self.unlike("average", *([plain(one) for one in pair.average] for pair in self.pairs))
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        self.settle()
+        for pair in self.pairs:
+            for one, parameter in zip(pair.average, pair.model.parameters(), strict=False):
+                parameter.copy_(one)
+
+    def snapshot(self) -> None:
+        self.settle()
+        for pair in self.pairs:
+            state = {name: value.clone() for name, value in pair.model.state_dict().items()}
+            pair.saved = state, copy.deepcopy(pair.optimizer.state_dict())
+
+    def restore(self) -> None:
+        self.settle()
+        for pair in self.pairs:
+            if pair.saved:
+                pair.model.load_state_dict(pair.saved[0])
+                pair.optimizer.load_state_dict(pair.saved[1])
+
+    def settle(self) -> None:
+        self.flush()
+        self.reshard()
+
+    def reshard(self) -> None:
+        for pair in self.pairs:
+            pair.reshard()
+
+    def unshard(self) -> None:
+        for pair in self.pairs:
+            if isinstance(pair.model, FSDPModule):
+                pair.model.unshard()
+
+    def synchronize(self, how: str) -> None:
+        self.settle()
+        for pair in self.pairs:
+            if how == "precompute":
+                f8.precompute_float8_dynamic_scale_for_fsdp(pair.model)
+            else:
+                f8.sync_float8_amax_and_scale_history(pair.model)
+
+    def unlike(self, what: str, low: list[torch.Tensor], high: list[torch.Tensor]) -> str | None:
+        unequal = [i for i, (a, b) in enumerate(zip(low, high, strict=True)) if not same(a, b)]
+        shown = [f"{low[i]} {high[i]}" for i in unequal[:1]]
+        return f"{what} {unequal}: {shown}" if unequal else None
+
+
+def interrupt(*args: object) -> None:
+    raise InterruptedError
+
+
+def raises_stale(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Fp8StaleError:
+        return True
+    return False
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter on this rank, without letting anyone know."""
+    local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    return getattr(local, "_data", local)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether values are equal, NaN too: edits make some programs diverge, both models alike."""
+    return torch.equal(a.nan_to_num(1e30), b.nan_to_num(1e30))
+
+
+def nan_free(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.nan_to_num(1e30) if value.is_floating_point() else value for name, value in state.items()}
