@@ -3,6 +3,8 @@
 import copy
 import gc
 import io
+import json
+import subprocess
 import sys
 import weakref
 
@@ -378,3 +380,38 @@ def test_the_report_counts_every_kind():
     net(torch.randn(4, 24, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     assert fti.memory_report(net, optimizer).optimizer_state >= 8 * (elements + 56)
+
+
+MANY = """
+import gc, json, torch
+from torch import nn
+import fp8_te_init as fti
+from fp8_te_init._host_memory import mapped_empty
+from fp8_te_init._report import host_rss
+
+
+def mappings():
+    with open("/proc/self/maps") as lines:
+        return sum(1 for _ in lines)
+
+
+torch.set_num_threads(1)
+with fti.primary_weights(release="manual"):
+    net = nn.ModuleList(nn.Linear(80, 100, bias=False) for _ in range(500))  # 32 kB each: in the heap
+built = host_rss()
+for layer in net:
+    layer.weight.clear_high_precision_init_val()
+gc.collect()
+freed, before = built - host_rss(), mappings()
+many = [mapped_empty(torch.Size((70, 1024)), torch.uint8) for _ in range(20_000)]  # nothing touches their pages
+print(json.dumps({"freed": freed, "mappings": mappings() - before, "many": len(many)}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory and mappings are read from /proc")
+def test_many_copies_take_few_mappings_and_small_ones_go_back_when_they_are_cleared_by_hand():
+    done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["mappings"] < 100
+    assert measured["freed"] > 0.7 * 500 * 32_000

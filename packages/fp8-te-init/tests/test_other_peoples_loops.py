@@ -109,7 +109,7 @@ def test_masters_can_be_rounded_through_the_models_dtype_as_transformer_engine_d
 def test_copies_that_the_system_has_no_mapping_for_come_from_the_heap(monkeypatch):
     from fp8_te_init import _host_memory
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(_host_memory.mmap, "mmap", refuse)

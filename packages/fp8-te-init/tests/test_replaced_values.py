@@ -305,3 +305,28 @@ def test_an_average_of_masters_follows_the_average_of_a_plain_model():
         for weight, mean in zip(weights, average.module, strict=True):
             evaluated.get_parameter(names[id(weight)]).copy_(mean)
     assert torch.equal(evaluated[0].weight.dequantize(), rounded_from(average.module[0].detach()))
+
+
+def test_an_average_of_fp8_weights_themselves_is_told_of_once(caplog):
+    net = model()
+    optimizer = optimizer_of(net, lr=0.5)
+    fti.seed_masters(optimizer, net)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    for _ in range(3):
+        loss_of(net).backward()
+        optimizer.step()
+        average.update_parameters(net)
+    assert caplog.text.count("2 FP8 weights of which nothing but codes is kept") == 1
+    assert "average the float32 masters instead" in caplog.text
+
+
+def test_an_average_that_starts_while_values_are_kept_has_their_precision(caplog):
+    net = model()
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(net)
+    with torch.no_grad():
+        net[0].weight.add_(0.25)
+    average.update_parameters(net)
+    exact = torch.lerp(plain()[0].weight, rounded_from(plain()[0].weight + 0.25), 0.5)
+    assert torch.equal(average.module[0].weight.get_high_precision_init_val(), exact)
+    assert not caplog.text

@@ -27,4 +27,6 @@ def test_everything_public_exists_and_is_sorted_into_all():
 
 def test_errors_are_caught_by_what_people_catch():
     assert issubclass(fp8_common.Fp8Error, ValueError)
-    assert issubclass(fp8_common.Fp8UnsupportedError, RuntimeError)
+    for error in (fp8_common.Fp8UnsupportedError, fp8_common.Fp8StaleError):
+        assert issubclass(error, RuntimeError)
+        assert issubclass(error, fp8_common.Fp8Error)

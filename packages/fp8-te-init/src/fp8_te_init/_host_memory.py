@@ -5,6 +5,7 @@ tensor is unmapped with it, on every platform and without asking the allocator. 
 (tens of MiB for residuals of large weights) goes back when glibc is asked.
 """
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -14,6 +15,8 @@ import torch
 
 LEAST_BYTES = 1 << 16
 """Smaller copies come from the heap: a page each would waste more than it returns."""
+TRIM_AFTER = 1 << 22
+"""Bytes that may be freed one by one before the heap is trimmed, which takes about a millisecond."""
 
 
 def mapped_copy(values: torch.Tensor, *, pin: bool = False) -> torch.Tensor:
@@ -35,12 +38,27 @@ def mapped_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if nbytes < LEAST_BYTES:
         return torch.empty(shape, dtype=dtype)
     try:
-        pages = mmap.mmap(-1, nbytes)
-    except OSError:
-        # a process may have some 65,000 mappings (vm.max_map_count); the heap needs none for each copy
+        pages = _anonymous_pages(nbytes)
+    except OSError:  # no mapping is left: copies with free ones between them can still be too many to count as one
         return torch.empty(shape, dtype=dtype)
     # the tensor keeps the mapping alive, and the last tensor that goes unmaps it
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _anonymous_pages(nbytes: int) -> mmap.mmap:
+    """Map zero pages of this process.
+
+    A process may have some 65,000 mappings (vm.max_map_count). Linux counts private ones that lie side by side as
+    one; each shared one, Python's default, counts.
+    """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
+        return mmap.mmap(-1, nbytes)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # a huge page would hold several copies, and stay until the last of them goes
+        with contextlib.suppress(OSError):  # kernels without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return pages
 
 
 def return_freed_memory() -> bool:
@@ -60,3 +78,20 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
     trim.argtypes = [ctypes.c_size_t]
     return trim
+
+
+class FreedBytes:
+    """Counts what is freed piece by piece, and asks the C library to return it from time to time.
+
+    Small copies lie in the heap, which keeps what is freed there. At most `TRIM_AFTER` bytes wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were freed."""
+        self._waiting += nbytes
+        if self._waiting >= TRIM_AFTER:
+            self._waiting = 0
+            return_freed_memory()

@@ -217,9 +217,12 @@ class Accessor:
             return None
         if self._action == "values":
             return kept_values(module, self._name)
-        kept = kept_for(module, self._name)
+        kept, entry = kept_for(module, self._name), _entries(module).get(self._name)
         if kept is not None:
+            nbytes = kept.nbytes
             kept.release("clear_high_precision_init_val")
+            if entry is not None:
+                entry.group.freed.add(nbytes)
         return None
 
     def __reduce__(self) -> tuple:

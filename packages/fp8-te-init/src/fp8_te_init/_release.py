@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8_common.torch.plugin import hooks
 from fp8_te_init._find_master import find_master
-from fp8_te_init._host_memory import return_freed_memory
+from fp8_te_init._host_memory import FreedBytes, return_freed_memory
 from fp8_te_init._kept_values import KeptValues, Release
 from fp8_te_init._parameter_mark import kept_of
 
@@ -29,6 +29,9 @@ class ReleaseGroup:
         policy: "seed" and "step" drop, after the first step of an optimizer, what that optimizer trains and what is
             frozen ("seed" drops everything under a model whose masters are seeded before that); "forward" drops
             everything after the first forward of a module that no other one calls; "manual" nothing by itself.
+
+    Attributes:
+        freed: What was dropped by hand, parameter by parameter.
     """
 
     def __init__(self, policy: Release) -> None:
@@ -39,6 +42,7 @@ class ReleaseGroup:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: dict[Callable[..., Any], hooks.OwnedHook] = {}
         self._depth, self._seen = 0, False
+        self.freed = FreedBytes()
 
     def add(self, kept: KeptValues, module: nn.Module, name: str) -> None:
         """Drop `kept` with the others; calls of `module`, whose parameter `name` it is for, are use of it."""

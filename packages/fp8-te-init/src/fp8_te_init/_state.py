@@ -37,6 +37,7 @@ class PrimaryState:
         kept: What keeps the high-precision values.
         travels: Whether it was found that FSDP2 can gather it.
         writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
+        told: Whether a warning said that a change was rounded.
     """
 
     cast: CastRecipe
@@ -52,6 +53,7 @@ class PrimaryState:
     kept: "KeptValues | None" = None
     travels: bool = False
     writes: int = 0
+    told: bool = False
 
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
@@ -91,6 +93,11 @@ class PrimaryState:
         twin.scale, twin.unagreed, twin.held = self.scale.clone(), self.unagreed, copy.deepcopy(self.held, memo)
         memo[id(self)] = twin
         return twin
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether nothing but codes is known of the values."""
+        return self.held is None and (self.kept is None or self.kept.source is None)
 
     @property
     def layout(self) -> ScaleLayout:

@@ -5,8 +5,9 @@ high-precision values (dequantize where there are none), apply the operator to t
 initialisation function works on it, and what it makes is kept exactly. FSDP2 gathers the codes.
 """
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._state import PrimaryState
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 _CODES = (torch.uint8, *FLOAT8_DTYPES)
+_OVERWRITES = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
 _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default}
 
 
@@ -323,6 +326,7 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         return args[0]
     if func is aten.copy_.default and _holds_already(args[0], args[1]):
         return args[0]
+    _tell_of_rounding(func, written.values())
     values = {key: _current_values(w) for key, w in written.items()}
     replay = _replay_of(func, args, kwargs, next(iter(written.values())))
 
@@ -337,6 +341,23 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         state.writes += 1
         state.write(values[key], keeper(state.kept, weight.quantized_rows, replay))
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
+
+
+def _tell_of_rounding(func: torch._ops.OpOverload, weights: Iterable[PrimaryFloat8Weight]) -> None:
+    """Warn, once for each weight, of an operator that adds to rounded values: averages, optimizers without masters."""
+    if func.overloadpacket in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    rounded = [w._state for w in weights if w._state.is_rounded and not w._state.told]
+    for state in rounded:
+        state.told = True
+    if rounded:
+        logger.warning(
+            "%s changed %d FP8 weights of which nothing but codes is kept: each such change is rounded to 8 bits, and "
+            "small ones are lost. Change or average the float32 masters instead (MasterOptimizer.masters, write_back), "
+            'or keep the values with primary_weights(release="manual").',
+            func.overloadpacket.__name__,
+            len(rounded),
+        )
 
 
 def _holds_already(weight: torch.Tensor, values: torch.Tensor) -> bool:
