@@ -1,8 +1,9 @@
 """`convert_to_fp8`: the layers of an NNX model that the rules include get FP8 products, in place."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flax import nnx
 
@@ -22,6 +23,13 @@ OPERATIONS: tuple[tuple[type[nnx.Module], str, type[Fp8Op]], ...] = (
     (nnx.Einsum, "einsum_op", Fp8EinsumOp),
     (nnx.Conv, "conv_general_dilated", Fp8ConvGeneralDilatedOp),
 )
+KERNELS: dict[type[nnx.Module], Callable[..., tuple[int, ...]]] = {
+    nnx.Linear: lambda layer: (layer.in_features, layer.out_features),
+    nnx.LinearGeneral: lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+    nnx.Einsum: lambda layer: layer.kernel_shape,
+    nnx.Conv: lambda layer: layer.kernel_shape,
+}
+"""The shape of the kernel of one layer; what `nnx.vmap` has stacked has more dimensions in front."""
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
@@ -75,7 +83,34 @@ def _decisions(layers: Mapping[str, nnx.Module], rules: RulesOrFilter) -> list[D
 
 def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
     """Return where a layer keeps its product, and the FP8 product."""
-    attribute, kind = next((name, op) for layers, name, op in OPERATIONS if isinstance(layer, layers))
+    base, attribute, kind = next(row for row in OPERATIONS if isinstance(layer, row[0]))
+    name = decision.fqn or type(layer).__name__
     if isinstance(getattr(layer, attribute), Fp8Op):
-        raise Fp8Error(f"The layer {decision.fqn or type(layer).__name__!r} is in FP8 already. Convert a model once.")
-    return attribute, kind(decision.recipe or default)
+        raise Fp8Error(f"The layer {name!r} is in FP8 already. Convert a model once.")
+    if not _calls(type(layer), base, attribute):
+        raise Fp8Error(
+            f"The layer {name!r} is a {type(layer).__name__} with a __call__ of its own, which uses neither "
+            f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or let it "
+            f"multiply with self.{attribute}."
+        )
+    return attribute, kind(decision.recipe or default, _stacked(layer, base, name))
+
+
+def _calls(kind: type, base: type, attribute: str) -> bool:
+    """Return whether calls of a subclass reach the product of the layer, as far as the names in its code tell."""
+    code = getattr(inspect.unwrap(kind.__call__), "__code__", None)
+    if kind.__call__ is base.__call__ or code is None:
+        return True
+    return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names
+
+
+def _stacked(layer: Any, base: type[nnx.Module], name: str) -> tuple[int, ...]:
+    """Return the leading sizes of the kernel of stacked layers; () for a single one."""
+    one, shape = tuple(KERNELS[base](layer)), layer.kernel.shape
+    lead = shape[: len(shape) - len(one)]
+    if (*lead, *one) != shape:
+        raise Fp8Error(
+            f"The kernel of {name!r} has shape {shape}, and that of one layer is {one}. Stack layers along leading "
+            "dimensions (out_axes=0 of nnx.vmap), or convert them before."
+        )
+    return lead
