@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
+from fp8_jax_owg._casting import Operand, Seen, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import Precision, as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import constrain, vary_alike
@@ -77,8 +77,8 @@ def fp8_conv_general_dilated(
         batch_group_count: Number of batch groups.
         precision: Of the products.
         preferred_element_type: The dtype of the result; None is that of `lhs`.
-        meta: The leaves of `init_meta(scaling, CONV_TENSORS)`, or with `fp8_backward` of `init_meta(scaling)`, for delayed
-            scaling; None for current scaling.
+        meta: For delayed scaling, the leaves of `init_meta(scaling, CONV_TENSORS)`, or with `fp8_backward` those of
+            `init_meta(scaling)`; None for current scaling.
         scaling: As in `fp8_dot_general`; scales per row are not supported here.
         fp8_backward: Cast the output gradient to FP8 as well, as layers do. The products of its values are computed in
             bfloat16, because XLA has no convolution of two FP8 formats: this is no faster.
@@ -137,10 +137,11 @@ def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     # The codes as bfloat16, which holds every E4M3 value: their scales multiply the results, in float32.
     fmt = format_of("input", how.scaling)
     _, transposed = jax.vjp(how.apply, a.values(fmt).astype(jnp.bfloat16), b.values(fmt).astype(jnp.bfloat16))
-    g, of_g, seen = first_order_only(g), jnp.float32(1), {"input": a.seen, "kernel": b.seen}
+    g, of_g = first_order_only(g), jnp.float32(1)
+    seen: dict[Tensor, Seen | None] = {"input": a.seen, "kernel": b.seen}
     if how.fp8_backward:
         c = cast(g, "output_grad", state, how.scaling)
-        g, of_g, seen = c.values(format_of("output_grad", how.scaling)), c.scale_inv, seen | {"output_grad": c.seen}
+        g, of_g, seen["output_grad"] = c.values(format_of("output_grad", how.scaling)), c.scale_inv, c.seen
     d_lhs, d_rhs = transposed(g.astype(jnp.bfloat16))
     of_lhs, of_rhs = how.operand_dtypes
     return (

@@ -2,19 +2,19 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from flax import nnx
 
-from fp8_common import Decision, Fp8Error, Rule, Rules
+from fp8_common import Decision, Fp8Error
+from fp8_jax_owg._choice import RulesOrFilter, choose_layers
 from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nnx.Module)
-RulesOrFilter = Rules | Iterable[str | Rule] | Callable[[nnx.Module, str], bool]
 
 # Where each kind of layer keeps the function that multiplies.
 OPERATIONS: tuple[tuple[type[nnx.Module], str, type[Fp8Op]], ...] = (
@@ -53,12 +53,7 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
             product of its own.
     """
     layers = dict(find_layers(model))
-    chosen = [decision for decision in _decisions(layers, rules) if decision.include]
-    if not chosen:
-        raise Fp8Error(
-            f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
-            "Check the rules and the model."
-        )
+    chosen = choose_layers(layers, rules)
     # all are made before one is put in place: a refusal leaves the model as it was
     made = [(layers[decision.fqn], *_operation(layers[decision.fqn], decision, scaling)) for decision in chosen]
     for layer, attribute, operation in made:
@@ -73,12 +68,6 @@ def find_layers(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, tuple(kind for kind, _, _ in OPERATIONS)):
             yield ".".join(map(str, path)), module
-
-
-def _decisions(layers: Mapping[str, nnx.Module], rules: RulesOrFilter) -> list[Decision]:
-    if callable(rules):
-        return [Decision(fqn=name, include=bool(rules(layer, name))) for name, layer in layers.items()]
-    return Rules.parse(rules).apply(layers)
 
 
 def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
