@@ -24,6 +24,7 @@ ALLOWED = {
     "fp8_jax_owg": {"numpy", "jax", "fp8_common"},
     "fp8_jax_owg/linen": {"numpy", "jax", "flax", "optax", "fp8_common"},
     "fp8_jax_owg/nnx": {"numpy", "jax", "flax", "optax", "fp8_common"},
+    "fp8_jax_owg/equinox": {"jax", "equinox", "fp8_common"},
     "fp8_jax_owg/optax": {"jax", "optax", "fp8_common"},
     "fp8_te_init": {"numpy", "torch", "fp8_common"},
     "fp8_te_init/te": {"torch", "fp8_common", "transformer_engine"},

@@ -1,5 +1,7 @@
 """The casts for layers of one's own give the codes of the definition; convolutions run in FP8 forward."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +124,50 @@ def test_convolutions_are_fp8_forward_and_bfloat16_backward():
     backward = [dot for dot in dots if not dot.is_fp8]
     assert len(backward) >= 2
     assert {dtype.name for dot in backward for dtype in dot.operands} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "HYBRID_FNUZ"])
+def test_gradients_of_convolutions_are_those_of_fp8_values(fp8_format):
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 6, 4), (3, 4, 5)))
+    g = jnp.asarray(random.normal(size=(2, 6, 5)), jnp.float32)
+    scaling = DelayedScaling(amax_history_length=2, fp8_format=fp8_format)
+    options = {"window_strides": (1,), "padding": "SAME", "dimension_numbers": ("NHC", "HIO", "NHC")}
+    meta = init_meta(scaling) | {"output_grad_amax_history": jnp.float32([3, 0])}
+    run = lambda x, w, m: fp8_conv_general_dilated(x, w, **options, meta=m, scaling=scaling, fp8_backward=True)  # noqa: E731
+    _, pull = jax.vjp(run, x, w, meta)
+    d_x, d_w, after = pull(g)
+
+    def cast(array, name, scale):
+        codes = fp8_common.quantize(np.asarray(array), np.float32(scale), name)
+        return jnp.asarray(fp8_common.dequantize(codes, np.float32(1), name), jnp.bfloat16)
+
+    forward, backward = ("e4m3", "e5m2") if fp8_format == "HYBRID" else ("e4m3fnuz", "e5m2fnuz")
+    scale = fp8_common.amax_to_scale(np.float32(3), backward)
+    _, exact = jax.vjp(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, **options), cast(x, forward, 1), cast(w, forward, 1)
+    )
+    inverse = fp8_common.reciprocal(scale)
+    for found, wanted in zip((d_x, d_w), exact(cast(g, backward, scale)), strict=True):
+        np.testing.assert_array_equal(found, np.float32(wanted) * inverse)
+    assert resolve(meta["output_grad_amax_history"], after["output_grad_amax_history"])[0] == np.abs(g).max()
+
+
+def test_layers_with_gradients_in_fp8_have_state_for_them():
+    nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    from fp8_jax_owg import linen, value_and_grad
+    from fp8_jax_owg import nnx as owg_nnx
+
+    op = functools.partial(linen.Fp8ConvGeneralDilatedOp, amax_history_length=2, fp8_backward=True)
+    model, x = nn.Conv(3, (3,), conv_general_dilated_cls=op), jnp.ones((1, 5, 2))
+    variables = model.init(jax.random.key(0), x)
+    _, after = value_and_grad(lambda v: (4 * model.apply(v, x)).sum())(variables)
+    (state,) = after["_overwrite_with_gradient"].values()
+    assert state["output_grad_amax_history"][0] == 4
+    layer = nnx.Conv(2, 3, (3,), rngs=nnx.Rngs(0))
+    layer.conv_general_dilated = nnx.data(owg_nnx.Fp8ConvGeneralDilatedOp("tensorwise_delayed", fp8_backward=True))
+    grads = nnx.to_pure_dict(owg_nnx.grad(lambda layer: (4 * layer(x)).sum())(layer))
+    assert grads["conv_general_dilated"]["output_grad_amax_history"][0] == 4
 
 
 def test_a_convolution_has_no_scale_per_row():

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8UnsupportedError
 from fp8_jax_owg import CurrentScaling, DelayedScaling, fp8_all_gather, fp8_dot_general, fp8_einsum, fp8_ragged_dot
+from fp8_jax_owg import nnx as fp8_nnx
 from fp8_jax_owg.pipeline import Schedule, pipeline
 
 SCALING = DelayedScaling(amax_history_length=3)
@@ -57,6 +59,33 @@ def test_products_and_gradients_are_those_of_one_device(mesh, product, at_x, at_
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
     for gradient, at in zip(found, (at_x, at_w), strict=False):
         assert gradient.sharding.spec == P(*at, *[None] * (2 - len(at)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("form", ["linear", "einsum", "conv"])
+def test_layers_of_nnx_take_out_sharding(devices, kind, form):
+    layers = {
+        "linear": lambda: fp8_nnx.Fp8Linear(16, 8, scaling=SCALING, rngs=nnx.Rngs(0)),
+        "einsum": lambda: fp8_nnx.Fp8Einsum("bsd,de->bse", (16, 8), scaling=SCALING, rngs=nnx.Rngs(0)),
+        "conv": lambda: fp8_nnx.convert_to_fp8(nnx.Conv(16, 8, (3,), rngs=nnx.Rngs(0)), scaling=SCALING),
+    }
+    x = np.float32(np.random.default_rng(0).integers(-4, 5, (8, 4, 16)))
+
+    def step(layer, x, out_sharding):
+        y = nnx.jit(lambda layer, x: layer(x, out_sharding=out_sharding))(layer, x)
+        loss = lambda layer: (layer(x, out_sharding=out_sharding) ** 2).sum() / x.size  # noqa: E731
+        return y, jax.device_get(nnx.to_pure_dict(nnx.jit(fp8_nnx.grad(loss))(layer)))
+
+    wanted, gradients = step(layers[form](), x, None)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=devices[:4])
+    with jax.set_mesh(mesh):
+        at = P("data") if form == "conv" else P("data", None, "model")
+        found, sharded = step(layers[form](), jax.device_put(x, at), P("data", None, None))
+    assert found.sharding.spec in (P("data", None, None), P("data"))
+    np.testing.assert_allclose(jax.device_get(found), wanted, rtol=1e-5)
+    # devices hand on parts of gradients of convolutions in bfloat16
+    atol = 1e-2 if form == "conv" else 1e-4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol), sharded, gradients)
 
 
 def refused(what):

@@ -214,6 +214,44 @@ def test_plain_loops_inside_shard_map(devices, check_vma, form):
     np.testing.assert_array_equal(after["input_scale"], [1])
 
 
+READS = {
+    "two calls": lambda m: use(inputs()[0], m) + use(inputs()[1], m),
+    "plain scan": lambda m: jax.lax.scan(lambda c, x: (c + use(x, m), None), jnp.float32(0), inputs())[0],
+    "remat and jit": lambda m: jax.checkpoint(use)(inputs()[0], m) + jax.jit(use)(inputs()[1], m),
+}
+
+
+@pytest.mark.parametrize("form", READS)
+def test_what_was_read_once_and_is_used_twice_is_refused(form):
+    tree = {"fc": owg.Overwrite(owg.init_meta(SCALING))}
+    with pytest.raises(Fp8Error, match=r"read returned is used more than once.*Call it for each use"):
+        jax.jit(owg.grad(lambda tree: READS[form](owg.read(tree["fc"].value))))(tree)
+    # shared state needs no call of read, one for each use is right as well
+    assert newest(jax.jit(owg.grad(lambda tree: READS[form](tree["fc"].value)))(tree)) == 5
+    each = jax.jit(owg.grad(lambda tree: sum(use(x, owg.read(tree["fc"].value)) for x in inputs())))(tree)
+    assert newest(each) == 5
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_devices_share_without_replicated_is_refused(devices, check_vma, uses, mode):
+    def local(meta, xs):
+        return jax.lax.psum(sum(use(x, meta) for x in xs[:uses]), "a")
+
+    def loss(tree):
+        specs = P(), P(None, "a")
+        inside = jax.shard_map(local, mesh=mesh_of(devices), in_specs=specs, out_specs=P(), check_vma=check_vma)
+        return inside(owg.read(tree["fc"].value), inputs()[1:])
+
+    tree = {"fc": owg.Overwrite(owg.init_meta(SCALING))}
+    step = jax.jit(owg.grad(loss))
+    if check_vma and uses == 1:
+        assert newest(step(tree)) == 5
+        return
+    with pytest.raises(Fp8Error, match="is used more than once"):
+        step(tree)
+
+
 def test_an_axis_that_replicated_is_not_told_of_is_asked_for(devices):
     def local(meta, xs):
         return use(xs[0], owg.replicated(meta, "a"))[None]

@@ -112,7 +112,82 @@ def test_state_is_no_parameter():
     assert not any(jax.tree.leaves(owg.owg_mask(params)))
 
 
-def test_a_sharding_of_the_result_is_refused():
-    layer = fp8_nnx.Fp8Linear(8, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(Fp8Error, match="do not take out_sharding"):
-        layer(sample(), out_sharding=jax.sharding.PartitionSpec())
+def small(seed=0):
+    return fp8_nnx.convert_to_fp8(nnx.Linear(4, 4, rngs=nnx.Rngs(seed)), scaling=SCALING)
+
+
+def newest(gradients):
+    return float(nnx.to_pure_dict(gradients)["dot_general"]["input_amax_history"][0])
+
+
+def test_rngs_and_metrics_that_are_arguments_are_changed():
+    model, rngs, metric, dropout = small(), nnx.Rngs(0), nnx.metrics.Average(), nnx.Dropout(0.5)
+    seen = []
+
+    def loss(model, rngs, metric, x, *, cache):
+        y = dropout(model(x), rngs=rngs)
+        metric.update(values=(y**2).mean())
+        cache["calls"][...] += 1
+        return (y**2).mean()
+
+    cache = {"calls": nnx.Variable(jnp.int32(0))}
+    for _ in range(2):
+        value, gradients = fp8_nnx.value_and_grad(loss)(model, rngs, metric, jnp.ones((2, 4)), cache=cache)
+        seen.append(value)
+        assert newest(gradients) == 1
+    assert seen[0] != seen[1], "the random numbers were the same"
+    assert metric.count[...] == 2
+    np.testing.assert_allclose(metric.total[...], np.sum(seen), rtol=1e-6)
+    assert cache["calls"][...] == 2
+
+
+def test_several_models_are_differentiated_by_number():
+    both, x = (small(0), small(1)), jnp.full((2, 4), 3.0)
+
+    def loss(x, one, other):
+        return (one(x) * other(2 * x)).sum()
+
+    first, second = fp8_nnx.grad(loss, argnums=(1, 2))(x, *both)
+    assert (newest(first), newest(second)) == (3, 6)
+    assert newest(fp8_nnx.grad(loss, argnums=-1)(x, *both)) == 6
+    # one model as two arguments has one state
+    model = small()
+    assert newest(fp8_nnx.grad(lambda model, again: loss(x, model, again["it"]))(model, {"it": model})) == 6
+
+
+def test_layers_that_vmap_has_stacked_keep_a_state_each():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return nnx.Linear(4, 4, kernel_init=nnx.initializers.constant(0.5), rngs=rngs)
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=(0,), out_axes=1)
+    def make_inside(rngs):
+        return nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(layer, h):
+        return layer(h)
+
+    stack = fp8_nnx.convert_to_fp8(make(nnx.Rngs(0)), scaling=SCALING)
+    after = nnx.to_pure_dict(nnx.jit(fp8_nnx.grad(lambda stack: forward(stack, jnp.ones((1, 4))).sum()))(stack))
+    np.testing.assert_array_equal(after["dot_general"]["input_amax_history"], [[1, 0], [2, 0], [4, 0]])
+    with pytest.raises(Fp8Error, match=r"has shape \(4, 2, 4\), and that of one layer is \(4, 4\)"):
+        fp8_nnx.convert_to_fp8(make_inside(nnx.Rngs(0)))
+
+
+def test_a_subclass_whose_calls_do_not_multiply_through_the_layer_is_refused():
+    class Own(nnx.Linear):
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    class Doubled(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    model = nnx.Sequential(Own(4, 4, rngs=nnx.Rngs(0)), Doubled(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(Fp8Error, match=r"is a Own with a __call__ of its own.*'!layers.0'"):
+        fp8_nnx.convert_to_fp8(model)
+    fp8_nnx.convert_to_fp8(model, ["*", "!layers.0"])
+    assert owg.assert_fp8_dots(lambda x: model.layers[1](x), jnp.ones((2, 4)))

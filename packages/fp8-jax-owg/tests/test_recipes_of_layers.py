@@ -119,6 +119,13 @@ def test_the_formats_of_mi300_run_in_all_three_products(fp8_format):
 
     dots = owg.assert_fp8_dots(jax.grad(lambda x, w: product(x, w).sum(), (0, 1)), x, w)
     assert all(dtype.name.endswith("fnuz") for dot in dots for dtype in dot.operands)
+    # integers up to 8 are exact in all four formats, and so is the product of their codes
+    random, ones = np.random.default_rng(1), owg.init_meta(DelayedScaling(amax_history_length=1))
+    a, b, g = (jnp.asarray(random.integers(-8, 9, shape), jnp.float32) for shape in ((4, 8), (8, 5), (4, 5)))
+    delayed = DelayedScaling(amax_history_length=1, fp8_format=fp8_format)
+    y, back = jax.vjp(lambda a, b: owg.fp8_dot_general(a, b, MATMUL, meta=ones, scaling=delayed), a, b)
+    for found, wanted in zip((y, *back(g)), (a @ b, g @ b.T, a.T @ g), strict=True):
+        np.testing.assert_array_equal(found, wanted)
     out, pull = jax.vjp(product, x, w)
     exact, exact_pull = jax.vjp(jnp.matmul, x, w)
     g = sample(4, 5)

@@ -12,6 +12,7 @@ from jax import lax
 from fp8_common import Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
 from fp8_common.jax.plugin import from_bits, quantize_to_codes, to_bits
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._meta import TensorMeta
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
 from fp8_jax_owg._sharing import like
@@ -43,7 +44,7 @@ class Operand(NamedTuple):
         codes: uint8, shape of the array. Not of the native dtype: what `jax.checkpoint` saves of a float8 dtype it
             rounds to fewer exponents than E4M3 has, and XLA on CPUs copies bytes faster when loops stack them.
         scale_inv: float32, scalar or with the summed dimensions of length 1; multiplies values back. NaN where the amax
-            is not finite, so that the product is not either.
+            is not finite or the state is none, so that the product is not finite either.
         seen: What delayed scaling observed; None for current scaling.
     """
 
@@ -79,7 +80,9 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
     greatest = amax(x)
     scale, scale_inv = computed_once(used[0], used_inv[0])
     codes = quantize_to_codes(x, scale, fmt)
-    return Operand(codes, spoiled(scale_inv, greatest), Seen(like(greatest, meta.history), scale_inv))
+    # a history that no step can have left is not computed with in silence
+    factor = spoiled(scale_inv, greatest, cotangents.is_state(meta.history))
+    return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
 
 
 @partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
@@ -92,9 +95,15 @@ def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, po
     return Operand(quantize_to_codes(x, scale, fmt), spoiled(scale_inv, greatest), None)
 
 
-def spoiled(scale_inv: jax.Array, amax: jax.Array) -> jax.Array:
-    """Return the dequantization scale, NaN where the amax is not finite: FP8 codes saturate and would hide infinity."""
-    return from_bits(jnp.where(jnp.isfinite(amax), to_bits(scale_inv), NAN_BITS))
+def spoiled(scale_inv: jax.Array, amax: jax.Array, sound: jax.Array | bool = True) -> jax.Array:
+    """Return the dequantization scale, NaN where the results must be: FP8 codes saturate and would hide the reason.
+
+    Args:
+        scale_inv: float32 [...].
+        amax: Where it is not finite, results are NaN.
+        sound: Where it is false, too.
+    """
+    return from_bits(jnp.where(jnp.isfinite(amax) & sound, to_bits(scale_inv), NAN_BITS))
 
 
 def computed_once(scale: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array, jax.Array]:

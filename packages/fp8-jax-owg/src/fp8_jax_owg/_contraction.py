@@ -6,14 +6,14 @@ description serves all three products of a layer, `dot_general` and two-operand 
 
 import string
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8_jax_owg._meshes import explicit_sharding
+from fp8_jax_owg._meshes import constrain, explicit_sharding, result_sharding
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -72,6 +72,7 @@ class Contraction(NamedTuple):
         dtype: DTypeLike,
         precision: lax.Precision | None = None,
         like: jax.Array | None = None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         """Return the product in `dtype`; one `lax.dot_general`, and a transpose if the order needs it.
 
@@ -81,6 +82,7 @@ class Contraction(NamedTuple):
             dtype: Of the result.
             precision: As in `lax.dot_general`.
             like: What the result is the gradient of: on explicit meshes it gets the same sharding.
+            out_sharding: Of the result, where it is no gradient.
         """
         batch = [letter for letter in self.out if letter in self.lhs and letter in self.rhs]
         dims = (
@@ -89,15 +91,17 @@ class Contraction(NamedTuple):
         )
         one_sided = [letter for letter in self.lhs + self.rhs if (letter in self.lhs) != (letter in self.rhs)]
         made = "".join([*batch, *one_sided])
+        order = _places(self.out, made)
         result = lax.dot_general(
             lhs,
             rhs,
             dims,
             precision=precision,
             preferred_element_type=dtype,
-            out_sharding=None if like is None else explicit_sharding(like, _places(self.out, made)),
+            out_sharding=result_sharding(out_sharding, order) if like is None else explicit_sharding(like, order),
         )
-        return result if made == self.out else jnp.transpose(result, _places(made, self.out))
+        result = result if made == self.out else jnp.transpose(result, _places(made, self.out))
+        return constrain(result, out_sharding)
 
     def align(self, x: jax.Array, letters: str) -> jax.Array:
         """Return something with the dimensions of an operand (summed ones of length 1), shaped to scale the result."""

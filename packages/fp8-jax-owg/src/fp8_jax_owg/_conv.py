@@ -1,7 +1,8 @@
-"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward and bfloat16 operands backward.
+"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward, and backward if asked for.
 
-XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the output
-gradient is not cast to FP8 and has no state; the operands of the backward pass are the FP8 values of the forward one.
+XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the backward
+convolutions run on bfloat16, which holds all FP8 values: the operands are those of the forward one, and the output
+gradient, which by default is not cast to FP8 and has no state, or its FP8 values.
 """
 
 import dataclasses
@@ -16,13 +17,13 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
+from fp8_jax_owg._casting import Operand, Seen, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import Precision, as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only
-from fp8_jax_owg._meshes import vary_alike
+from fp8_jax_owg._meshes import constrain, vary_alike
 from fp8_jax_owg._meta import Meta
 from fp8_jax_owg._recipes import ScalingChoice
-from fp8_jax_owg._scaling import Scaling, Tensor, format_of
+from fp8_jax_owg._scaling import TENSORS, Scaling, Tensor, format_of
 
 CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
 """The tensors of a convolution that are cast, and so have state."""
@@ -31,6 +32,8 @@ CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Conv:
     """What is static about a convolution; `options` are those of `lax.conv_general_dilated`."""
+
+    fp8_backward: bool
 
     scaling: Scaling
     dtype: np.dtype
@@ -57,8 +60,10 @@ def fp8_conv_general_dilated(
     *,
     meta: Meta | None = None,
     scaling: ScalingChoice | None = None,
+    fp8_backward: bool = False,
+    out_sharding: Any = None,
 ) -> jax.Array:
-    """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward.
+    """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward, or FP8 values in them.
 
     Args:
         lhs: float16, bfloat16 or float32: the activations.
@@ -72,8 +77,12 @@ def fp8_conv_general_dilated(
         batch_group_count: Number of batch groups.
         precision: Of the products.
         preferred_element_type: The dtype of the result; None is that of `lhs`.
-        meta: The leaves of `init_meta(scaling, CONV_TENSORS)`, for delayed scaling; None for current scaling.
+        meta: For delayed scaling, the leaves of `init_meta(scaling, CONV_TENSORS)`, or with `fp8_backward` those of
+            `init_meta(scaling)`; None for current scaling.
         scaling: As in `fp8_dot_general`; scales per row are not supported here.
+        fp8_backward: Cast the output gradient to FP8 as well, as layers do. The products of its values are computed in
+            bfloat16, because XLA has no convolution of two FP8 formats: this is no faster.
+        out_sharding: As in `fp8_dot_general`.
 
     Returns:
         The shape of `lax.conv_general_dilated`.
@@ -83,7 +92,7 @@ def fp8_conv_general_dilated(
         Fp8UnsupportedError: A second derivative was asked for.
     """
     a, b = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-    scaling, state = match_scaling(meta, scaling, CONV_TENSORS)
+    scaling, state = match_scaling(meta, scaling, TENSORS if fp8_backward else CONV_TENSORS)
     if keeps_operands(scaling):
         raise Fp8Error('A convolution has one scale per tensor: use CurrentScaling(granularity="tensor").')
     options = {
@@ -97,8 +106,14 @@ def fp8_conv_general_dilated(
         "precision": precision,
     }
     dtype = np.dtype(a.dtype if preferred_element_type is None else preferred_element_type)
-    how = _Conv(scaling=scaling, dtype=dtype, operand_dtypes=(a.dtype, b.dtype), options=tuple(options.items()))
-    return _convolve(how, *vary_alike((a, b), state), state)
+    how = _Conv(
+        scaling=scaling,
+        dtype=dtype,
+        operand_dtypes=(a.dtype, b.dtype),
+        options=tuple(options.items()),
+        fp8_backward=fp8_backward,
+    )
+    return constrain(_convolve(how, *vary_alike((a, b), state), state), out_sharding)
 
 
 Residuals = tuple[Operand, Operand, State]
@@ -122,12 +137,17 @@ def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     # The codes as bfloat16, which holds every E4M3 value: their scales multiply the results, in float32.
     fmt = format_of("input", how.scaling)
     _, transposed = jax.vjp(how.apply, a.values(fmt).astype(jnp.bfloat16), b.values(fmt).astype(jnp.bfloat16))
-    d_lhs, d_rhs = transposed(first_order_only(g).astype(jnp.bfloat16))
+    g, of_g = first_order_only(g), jnp.float32(1)
+    seen: dict[Tensor, Seen | None] = {"input": a.seen, "kernel": b.seen}
+    if how.fp8_backward:
+        c = cast(g, "output_grad", state, how.scaling)
+        g, of_g, seen["output_grad"] = c.values(format_of("output_grad", how.scaling)), c.scale_inv, c.seen
+    d_lhs, d_rhs = transposed(g.astype(jnp.bfloat16))
     of_lhs, of_rhs = how.operand_dtypes
     return (
-        (d_lhs.astype(jnp.float32) * b.scale_inv).astype(of_lhs),
-        (d_rhs.astype(jnp.float32) * a.scale_inv).astype(of_rhs),
-        next_state(state, {"input": a.seen, "kernel": b.seen}),
+        (d_lhs.astype(jnp.float32) * (b.scale_inv * of_g)).astype(of_lhs),
+        (d_rhs.astype(jnp.float32) * (a.scale_inv * of_g)).astype(of_rhs),
+        next_state(state, seen),
     )
 
 

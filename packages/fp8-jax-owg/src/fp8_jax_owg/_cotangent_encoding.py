@@ -52,6 +52,16 @@ def is_observed(value: jax.Array) -> jax.Array:
     return to_bits(value) != NOT_OBSERVED_BITS
 
 
+def is_state(history: jax.Array) -> jax.Array:
+    """Return whether all of a history can be what steps have stored, bool [].
+
+    Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf. An optimizer
+    that subtracts the gradient makes amax negative; a SUM of encoded zeros is below each of them.
+    """
+    bits, key = to_bits(history), float_key(history)
+    return ~jnp.any((bits < 0) & (key >= 2 * SMALLEST_NORMAL_KEY) & (key < INFINITY_KEY))
+
+
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the greater observation, subnormals included, which XLA's float maximum takes for zero."""
     return from_ordered(jnp.maximum(to_ordered(x), to_ordered(y)))

@@ -41,6 +41,7 @@ class Product:
         operand_dtypes: Of lhs and rhs, and so of their gradients.
         kernel_is_cast: Whether rhs is an `Fp8Param`.
         precision: Of the products; None leaves XLA's default forward, and no fast accumulation backward.
+        out_sharding: Of the result.
     """
 
     contraction: Contraction
@@ -49,6 +50,7 @@ class Product:
     operand_dtypes: tuple[np.dtype, np.dtype]
     kernel_is_cast: bool = False
     precision: Precision = None
+    out_sharding: Any = None
 
     @property
     def backward_precision(self) -> Precision:
@@ -67,7 +69,8 @@ class Product:
         """Return the product of two cast tensors, accumulated in float32 and scaled back, sharded like `like`."""
         (a, of_a), (b, of_b) = lhs, rhs
         values = a.values(format_of(of_a, self.scaling)), b.values(format_of(of_b, self.scaling))
-        result = how.apply(*values, jnp.float32, precision, like)
+        placed = self.out_sharding if like is None else None
+        result = how.apply(*values, jnp.float32, precision, like, placed)
         # One factor for both: a large and a small scale in turn could overflow though the product does not.
         factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
         return (result * factor).astype(dtype)
@@ -82,6 +85,7 @@ def fp8_dot_general(
     *,
     meta: Meta | None = None,
     scaling: ScalingChoice | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`lax.dot_general` with FP8 operands in the product and in both of its gradients.
 
@@ -99,6 +103,7 @@ def fp8_dot_general(
         meta: The six leaves of `init_meta`, for delayed scaling; None for current scaling.
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary); None
             is `DelayedScaling()` with `meta`, else `CurrentScaling()`.
+        out_sharding: As in `lax.dot_general`; on meshes with automatic axes it is a constraint.
 
     Returns:
         The shape of `lax.dot_general`.
@@ -109,7 +114,8 @@ def fp8_dot_general(
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, lhs.ndim, rhs.ndim)
-    return fp8_contract(lhs, rhs, contraction, precision, preferred_element_type, meta=meta, scaling=scaling)
+    settings = {"meta": meta, "scaling": scaling, "out_sharding": out_sharding}
+    return fp8_contract(lhs, rhs, contraction, precision, preferred_element_type, **settings)
 
 
 def fp8_contract(
@@ -121,6 +127,7 @@ def fp8_contract(
     *,
     meta: Meta | None,
     scaling: ScalingChoice | None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Return a contraction of checked operands in FP8; arguments as in `fp8_dot_general`."""
     is_cast = isinstance(rhs, Fp8Param)
@@ -136,6 +143,7 @@ def fp8_contract(
         operand_dtypes=(lhs.dtype, rhs.gradient.dtype if is_cast else rhs.dtype),
         kernel_is_cast=is_cast,
         precision=precision,
+        out_sharding=out_sharding,
     )
     return _fp8_product(product, *vary_alike((lhs, rhs), state), state)
 

@@ -25,6 +25,7 @@ def fp8_einsum(
     *,
     meta: Meta | None = None,
     scaling: ScalingChoice | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands, as `fp8_dot_general` computes it.
 
@@ -39,6 +40,7 @@ def fp8_einsum(
         preferred_element_type: The dtype of the result; None is that of `lhs`.
         meta: As in `fp8_dot_general`.
         scaling: As in `fp8_dot_general`.
+        out_sharding: As in `fp8_dot_general`.
 
     Returns:
         The shape of `jnp.einsum`.
@@ -54,7 +56,8 @@ def fp8_einsum(
     a, left = _own_part(a, left, right + out)
     b, right = _own_part(b, right, left + out)
     how = Contraction(left, right, out)
-    return fp8_contract(a, b, how, precision, preferred_element_type, meta=meta, scaling=scaling)
+    settings = {"meta": meta, "scaling": scaling, "out_sharding": out_sharding}
+    return fp8_contract(a, b, how, precision, preferred_element_type, **settings)
 
 
 def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from fp8_common import Fp8Error
 from fp8_common.jax import amax, amax_to_scale, reciprocal
 from fp8_common.jax.plugin import float_key, from_bits, quantize_to_codes
+from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._casting import Seen, State, computed_once, next_state, spoiled
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
@@ -137,8 +138,9 @@ def _gather(how: _Gather, x: jax.Array, state: State) -> Fp8Param:
 def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Residuals]:
     x = first_order_only(x)
     fmt = format_of("kernel", how.scaling)
-    greatest = how.maximum(amax(x))
+    greatest, sound = how.maximum(amax(x)), True
     if state:
+        sound = cotangents.is_state(state["kernel"].history)
         scale, scale_inv = used_scale(*state["kernel"], fmt, how.scaling.policy)
         scale, scale_inv = scale[0], scale_inv[0]
     else:
@@ -147,7 +149,7 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
     scale, scale_inv = computed_once(scale, scale_inv)
     codes = how.all_gather(quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
-    made = Fp8Param(data, spoiled(scale_inv, greatest), data.astype(x.dtype))
+    made = Fp8Param(data, spoiled(scale_inv, greatest, sound), data.astype(x.dtype))
     return made, _Residuals(Seen(greatest, scale_inv), state)
 
 

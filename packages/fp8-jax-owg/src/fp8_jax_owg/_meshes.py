@@ -44,6 +44,36 @@ def explicit_sharding(like: jax.Array, order: Sequence[int]) -> NamedSharding | 
     return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in order)))
 
 
+def result_sharding(sharding: Any, order: Sequence[int]) -> NamedSharding | None:
+    """Return what `lax.dot_general` is told of its result; None where axes are automatic, see `constrain`.
+
+    Args:
+        sharding: As a layer was asked for: a `PartitionSpec`, a `NamedSharding`, or None.
+        order: Which dimension of the result of the layer is which of that of the product.
+    """
+    mesh = _mesh_of(sharding)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    parts = (*spec, *[None] * (len(order) - len(spec)))
+    return NamedSharding(mesh, PartitionSpec(*(parts[i] for i in order)))
+
+
+def constrain(x: jax.Array, sharding: Any) -> jax.Array:
+    """Return `x` with the sharding that a layer was asked for, or None."""
+    mesh = _mesh_of(sharding)
+    if mesh is None:
+        return x
+    place = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    return place(x, sharding)
+
+
+def _mesh_of(sharding: Any) -> Any:
+    if sharding is None:
+        return None
+    return sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+
+
 def refuse_explicit_axes(what: str, tree: Any) -> None:
     """Raise if an array is sharded over an explicit axis.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from fp8_common import Fp8Error
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
-from fp8_jax_owg._sharing import read
+from fp8_jax_owg._sharing import as_float32
 
 Meta = Mapping[str, jax.Array]
 """The leaves of one product by their names."""
@@ -74,7 +74,7 @@ def read_tensor_meta(scale: jax.Array, history: jax.Array, name: str = "") -> Te
     Raises:
         Fp8Error: They have another dtype, or other shapes than (1,) and (length,).
     """
-    scale, history = read((scale, history))
+    scale, history = as_float32((scale, history))
     if scale.shape != (1,) or history.ndim != 1 or history.size == 0:
         raise Fp8Error(
             f"{name or 'An FP8'} scale must have shape (1,) and its amax history (length,) with length >= 1, "

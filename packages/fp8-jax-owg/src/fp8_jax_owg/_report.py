@@ -11,8 +11,10 @@ import numpy as np
 from fp8_common import get_format
 from fp8_jax_owg._marker import HISTORY, SCALE, owg_flags
 
-ENCODED_ZERO = 2.0**-120
-"""Above the magnitude of an encoded zero, and of sums of many."""
+ENCODED_ZERO, SUM_OF_ZEROS = 2.0**-125, 2.0**-110
+"""Above the magnitudes of an encoded zero or subnormal, and of sums of many."""
+LIMITS = tuple(get_format(name).max for name in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"))
+"""The amax that have a scale of 1."""
 GROWTH = 1.9
 """Mean growth per step that no training shows over a whole history, and a SUM of two or more uses does."""
 
@@ -124,13 +126,22 @@ def _suspicion(pair: Pair, before: Pair | None) -> str:
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return "not finite: a SUM that ran away, or a checkpoint from elsewhere; repair it with checkpoint.upgrade"
     # plain `jax.grad` leaves zeros as they are encoded, slightly below zero
-    if (history < -ENCODED_ZERO).any():
+    if ((history <= -ENCODED_ZERO) & (history > -SUM_OF_ZEROS)).any():
+        return "encoded zeros were added up: gradients were combined by SUM instead of MAX"
+    if (history <= -ENCODED_ZERO).any():
         return "a negative amax, which no step records: an optimizer or an average has changed it as a parameter"
     if not (scale > 0).all():
         return "a scale of zero or less: the gradient of an unused layer was taken for its next value"
     if before is not None:
         return _compare(history, before[1])
+    if (scale == 1).all() and _by_age(history)[1:].max(initial=0) not in (0, *LIMITS):
+        return "a scale of exactly 1 behind earlier amax: something puts back or leaves out the scale, not its history"
     return _guess(history)
+
+
+def _by_age(history: np.ndarray) -> np.ndarray:
+    """Return the entries from the newest to the oldest: behind slot 0 lie the oldest first, the second newest last."""
+    return np.concatenate([history[:1], history[:0:-1]])
 
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
@@ -147,8 +158,7 @@ def _compare(history: np.ndarray, before: np.ndarray) -> str:
 
 def _guess(history: np.ndarray) -> str:
     """Judge by growth: a SUM multiplies every older entry again at every step."""
-    # Slot 0 is the newest; behind it lie the oldest first, and the second newest last.
-    by_age = np.concatenate([history[:1], history[:0:-1]])
+    by_age = _by_age(history)
     known = by_age[1:][by_age[1:] > 0]
     if known.size >= 4 and (known[-1] / known[0]) ** (1 / (known.size - 1)) >= GROWTH:
         return "older amax grow with their age: gradients seem to be combined by SUM instead of MAX"

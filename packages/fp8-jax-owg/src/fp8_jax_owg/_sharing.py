@@ -22,6 +22,7 @@ from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
 from fp8_jax_owg._histories import split_histories
 from fp8_jax_owg._mode import get_mode
+from fp8_jax_owg._reads import note_read
 
 Tree = TypeVar("Tree")
 
@@ -67,6 +68,8 @@ def share(tree: Any, uses: int | None = None) -> Any:
 def read(tree: Any, use: Any = None) -> Any:
     """Return shared values as float32, as layers take them; call it where they are used. float32 leaves stay.
 
+    What is read is good for one use: `value_and_grad` refuses a loss that uses it several times.
+
     Args:
         tree: From `share`.
         use: The number of this use, from 0 on, static or traced; each use needs its own. Only mode "fan_out" looks at
@@ -75,6 +78,12 @@ def read(tree: Any, use: Any = None) -> Any:
     Raises:
         Fp8Error: A leaf is neither float32 nor shared, or mode "fan_out" is not told `use`.
     """
+    note_read()
+    return as_float32(tree, use)
+
+
+def as_float32(tree: Any, use: Any = None) -> Any:
+    """Return what `read` returns, for functions of this package that use each value once."""
     return jax.tree.map(lambda x: _read_leaf(x, use), tree, is_leaf=lambda x: isinstance(x, Slots))
 
 
@@ -95,7 +104,7 @@ def fan_out(tree: Tree, uses: int) -> Tree:
     """
     if uses < 1:
         raise Fp8Error(f"uses must be at least 1, got {uses!r}.")
-    return jax.tree.map(lambda x: _fan_out(x, uses), read(tree))
+    return jax.tree.map(lambda x: _fan_out(x, uses), as_float32(tree))
 
 
 def gate(tree: Tree, valid: Any) -> Tree:
@@ -107,7 +116,7 @@ def gate(tree: Tree, valid: Any) -> Tree:
     """
     # Under vmap the flag may be mapped while the state is not; `like` then combines in the backward.
     flag = jnp.asarray(valid, jnp.bool_)
-    return _again_shared(jax.tree.map(lambda x: _gate(x, flag), read(tree)), tree)
+    return _again_shared(jax.tree.map(lambda x: _gate(x, flag), as_float32(tree)), tree)
 
 
 def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[str, ...] = ()) -> Any:
@@ -130,7 +139,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
-    values = read(tree)
+    values = as_float32(tree)
     if not compat.varying_axes(lax.axis_index(names)):
         if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
             raise Fp8Error(
@@ -181,13 +190,13 @@ def scan(
     Raises:
         Fp8Error: A leaf of `owg` is not float32, or the number of iterations is unknown.
     """
-    loose, whole = split_histories(read(owg))
+    loose, whole = split_histories(as_float32(owg))
     if get_mode() == "extended":
         shared = share(loose)
 
         def body(c: Any, x: Any) -> Any:
             # shared again: an iteration may use a state more than once
-            return f(c, x, share(whole(read(shared))))
+            return f(c, x, share(whole(as_float32(shared))))
 
         return lax.scan(body, init, xs, length, reverse=reverse, unroll=unroll)
     slots = fan_out(loose, _iterations(xs, length))

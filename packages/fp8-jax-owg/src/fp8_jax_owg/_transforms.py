@@ -18,8 +18,9 @@ from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves, owg_flags
 from fp8_jax_owg._mode import get_mode, use_mode
+from fp8_jax_owg._reads import watch_reads
 from fp8_jax_owg._sharing import adopt_mapping, check_float32, share
-from fp8_jax_owg._uses import check_single_uses
+from fp8_jax_owg._uses import check_single_reads, check_single_uses
 from fp8_jax_owg.observation import resolve
 
 _log = logging.getLogger(__name__)
@@ -80,9 +81,12 @@ def value_and_grad(
 
     def run_in_mode(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if get_mode() == "fan_out":
-            _check_uses(lambda *args: fun(*args, **kwargs), args, numbers)
+            _check(check_single_uses, lambda *args: fun(*args, **kwargs), args, numbers)
         numbered = [_own_state(arg, (args, kwargs)) if number in numbers else arg for number, arg in enumerate(args)]
-        value, gradients = differentiate(*numbered, **kwargs)
+        with watch_reads() as reads:
+            value, gradients = differentiate(*numbered, **kwargs)
+        if reads and get_mode() == "extended":
+            _check(check_single_reads, lambda *args: shared_fun(*args, **kwargs), args, numbers)
         trees = [args[number] for number in numbers]
         found = [gradients] if isinstance(argnums, int) else list(gradients)
         finished = [
@@ -129,8 +133,8 @@ def enter(tree: Any) -> Any:
     return map_leaves(lambda x: x, convert, tree)
 
 
-def _check_uses(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise if `fun` uses an overwritten leaf of the differentiated arguments twice."""
+def _check(how: Callable[..., None], fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Check `fun` as a function of the overwritten leaves of the differentiated arguments, by their names."""
     trees = {number: jax.tree_util.tree_flatten_with_path(args[number]) for number in numbers}
     marked = {number: owg_flags(args[number]) for number in numbers}
     found = [item for n in numbers for item, flag in zip(trees[n][0], marked[n], strict=True) if flag]
@@ -145,7 +149,7 @@ def _check_uses(fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[
 
     if found:
         names = [jax.tree_util.keystr(path) or "that is differentiated" for path, _ in found]
-        check_single_uses(loss, [check_float32(leaf) for _, leaf in found], names)
+        how(loss, [check_float32(leaf) for _, leaf in found], names)
 
 
 def cast_params(tree: Any, dtype: Any) -> Any:

@@ -106,20 +106,38 @@ def check_single_uses(loss: Callable[[list[Any]], Any], leaves: list[Any], names
     Raises:
         Fp8Error: A leaf is used more than once.
     """
-    try:
-        program = jax.make_jaxpr(loss)(leaves).jaxpr
-    except AssertionError:
-        # JAX 0.10 cannot trace `vmap` of a function with its own gradient over a NumPy array, but differentiate it
-        _log.debug("the uses of the FP8 state could not be counted", exc_info=True)
-        return
-    counts = count(program, [NONE] * len(program.outvars))
-    if bad := [name for name, uses in zip(names, counts, strict=True) if uses.total > 1]:
+    counts = _traced_counts(loss, leaves)
+    if bad := [name for name, uses in zip(names, counts, strict=False) if uses.total > 1]:
         raise Fp8Error(
             f"The FP8 state {bad[0]} is used more than once{f', and {len(bad) - 1} more' if bad[1:] else ''}. Mode "
             "fan_out would add up what the uses observe. Say how many there are, `shared = fp8_jax_owg.share(state, "
             "uses)`, and give each `fp8_jax_owg.read(shared, use)`; loops take fp8_jax_owg.scan; mode extended "
             "needs neither."
         )
+
+
+def check_single_reads(loss: Callable[[list[Any]], Any], leaves: list[Any], names: list[str]) -> None:
+    """Raise if what was read of a shared leaf is used more than once, outside of what combines uses.
+
+    Args:
+        loss: Takes the leaves and shares them, returns arrays.
+        leaves: The overwritten leaves.
+        names: What to call them; values that were read have no names.
+
+    Raises:
+        Fp8Error: A value that was read is used more than once.
+    """
+    _traced_counts(loss, leaves)
+
+
+def _traced_counts(loss: Callable[[list[Any]], Any], leaves: list[Any]) -> list[Uses]:
+    try:
+        program = jax.make_jaxpr(loss)(leaves).jaxpr
+    except AssertionError:
+        # JAX 0.10 cannot trace `vmap` of a function with its own gradient over a NumPy array, but differentiate it
+        _log.debug("the uses of the FP8 state could not be counted", exc_info=True)
+        return []
+    return count(program, [NONE] * len(program.outvars))
 
 
 def count(program: core.Jaxpr, results: Sequence[Uses]) -> list[Uses]:
@@ -143,6 +161,8 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     name, operands = equation.primitive.name, len(equation.invars)
     total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
     others = [NONE] * (operands - 1)
+    if not operands:
+        return []
     if name in PASSES and len(outs) == operands:
         return outs
     if name in SLICES:
@@ -157,6 +177,8 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
         return [NONE, *(max(uses, key=lambda one: one.total) for uses in zip(*branches, strict=True))]
     if name == "scan":
         return _of_scan(equation, outs)
+    if name == "shard_map":
+        return _of_shard_map(equation, outs)
     inner = _inner(equation)
     if inner is not None:
         return count(inner, outs)
@@ -198,10 +220,20 @@ def _sliced(equation: Any, outs: list[Uses]) -> Uses:
 
 
 def _of_rule(name: str, outs: list[Uses], operands: int) -> list[Uses]:
-    """Return the uses of the operands of a function with its own gradient: this package's own, or a layer's."""
+    """Return the uses of the operands of a function with its own gradient: this package's own, or a layer's.
+
+    Raises:
+        Fp8Error: It is `read`, and its result is used more than once.
+    """
     total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
-    if name in ("_gate", "_replicated", "_newest"):
+    if name in ("_gate", "_replicated", "_newest", "trained_with_state"):
         return [total] + [NONE] * (operands - 1)
+    if name == "_read" and total.total > 1:
+        raise Fp8Error(
+            "What fp8_jax_owg.read returned is used more than once: JAX would add up what the uses observe. Call it "
+            "for each use, or leave it out: layers read shared state themselves. Inside of shard_map, share what was "
+            "read outside with fp8_jax_owg.replicated."
+        )
     if name == "_fan_out":
         return [Uses(whole=outs[0].apart)]
     if name == "_with_newest":
@@ -223,6 +255,32 @@ def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
     # a state in the carry is handed on, and may be used after the loop
     handed_on = [NONE] * consts + outs[:carries] + [NONE] * (len(each) - consts - carries)
     return list(map(Uses.plus, each, handed_on))
+
+
+def _of_shard_map(equation: Any, outs: list[Uses]) -> list[Uses]:
+    """Return the uses of what enters a `shard_map`: those of all devices, where nothing tells that they share it."""
+    params, body = equation.params, _plain(equation.params["jaxpr"])
+    each = count(body, outs)
+    # with check_vma=True layers see from the types which devices share a state
+    if params["check_vma"]:
+        return each
+    axes = {axis for axis in params["newly_manual_axes"] if params["mesh"].shape[axis] > 1}
+    for place, (variable, spec) in enumerate(zip(body.invars, params["in_specs"], strict=True)):
+        named = {axis for part in spec for axis in (part if isinstance(part, tuple) else (part,))}
+        if axes - named and not _is_replicated(body, variable):
+            each[place] = each[place].repeated
+    return each
+
+
+def _is_replicated(program: core.Jaxpr, variable: Any) -> bool:
+    """Return whether `fp8_jax_owg.replicated` is what takes an input of a program."""
+    for equation in program.eqns:
+        if variable in [x for x in equation.invars if not isinstance(x, core.Literal)]:
+            inner = _inner(equation)
+            if equation.primitive.name == "custom_vjp_call":
+                return compat.name_of_rule(equation) == "_replicated"
+            return inner is not None and _is_replicated(inner, inner.invars[equation.invars.index(variable)])
+    return False
 
 
 def _inner(equation: Any) -> core.Jaxpr | None:

@@ -25,7 +25,7 @@ from fp8_jax_owg._histories import SUFFIX, is_history
 from fp8_jax_owg._marker import owg_flags
 from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._mode import get_mode
-from fp8_jax_owg._sharing import gate, read, scan, share
+from fp8_jax_owg._sharing import as_float32, gate, scan, share
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
 """`stage(variables, activations, key)` returns activations of the same shapes."""
@@ -137,7 +137,7 @@ def pipeline(
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid, value=options.bubble), activations)
         chosen = (
-            [_choose(leaf, rounds, schedule) for leaf in jax.tree.leaves(read(state))],
+            [_choose(leaf, rounds, schedule) for leaf in jax.tree.leaves(as_float32(state))],
             [_choose(p, rounds, schedule) for p in parameters],
         )
         out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
@@ -160,7 +160,7 @@ def find_overwritten(variables: Any) -> list[bool]:
 def _vmapped_stage(stage: Stage, structure: Any, flags: list[bool], options: PipelineOptions) -> Callable[..., Any]:
     def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: jax.Array | None) -> Any:
         # shared in each stage, which may use a state more than once
-        own = share(gate(read(state), valid)) if get_mode() == "extended" else gate(state, valid)
+        own = share(gate(as_float32(state), valid)) if get_mode() == "extended" else gate(state, valid)
         values = iter(own), iter([_gate_parameter(p, valid) if _is_float(p) else p for p in parameters])
         return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
 

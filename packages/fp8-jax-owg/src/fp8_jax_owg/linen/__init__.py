@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from fp8_jax_owg.linen._boxes import OwgBox, owg_init
+from fp8_jax_owg.linen._convert import convert_to_fp8
 from fp8_jax_owg.linen._dense import Fp8Dense
 from fp8_jax_owg.linen._operations import (
     Fp8ConvGeneralDilatedOp,
@@ -31,5 +32,6 @@ __all__ = [
     "LayerwiseShardablePipelined",
     "OwgBox",
     "TrainState",
+    "convert_to_fp8",
     "owg_init",
 ]

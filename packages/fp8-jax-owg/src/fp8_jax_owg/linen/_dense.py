@@ -7,17 +7,19 @@ from flax import linen as nn
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import DelayedScaling, Scaling
 from fp8_jax_owg.linen._operations import Fp8DotGeneralOp
+from fp8_jax_owg.linen._variables import Fp8Op
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
+class Product:
     """Makes the product of a layer. Equal for equal settings, as the layer is then: `functools.partial` never is."""
 
+    kind: type[Fp8Op]
     scaling: Scaling
 
-    def __call__(self) -> Fp8DotGeneralOp:
+    def __call__(self) -> Fp8Op:
         """Return a product, with a state of its own."""
-        return Fp8DotGeneralOp(scaling=self.scaling)
+        return self.kind(scaling=self.scaling)
 
 
 class Fp8Dense(nn.Dense):
@@ -33,5 +35,5 @@ class Fp8Dense(nn.Dense):
         """Choose the product, unless one was chosen."""
         self.scaling = as_scaling(self.scaling)
         if self.dot_general_cls is None and self.dot_general is None:
-            self.dot_general_cls = _Product(self.scaling)
+            self.dot_general_cls = Product(Fp8DotGeneralOp, self.scaling)
         super().__post_init__()

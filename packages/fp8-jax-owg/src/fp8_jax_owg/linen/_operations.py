@@ -14,6 +14,7 @@ from fp8_jax_owg._contraction import DimensionNumbers
 from fp8_jax_owg._conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg._dot import fp8_dot_general
 from fp8_jax_owg._einsum import fp8_einsum
+from fp8_jax_owg._scaling import TENSORS
 from fp8_jax_owg.linen._variables import Fp8Op
 
 
@@ -34,7 +35,8 @@ class Fp8DotGeneralOp(Fp8Op):
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
-        return fp8_dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **self.settings())
+        kernel, settings = self.settings(rhs)
+        return fp8_dot_general(lhs, kernel, dimension_numbers, precision, preferred_element_type, **settings)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -54,16 +56,23 @@ class Fp8Einsum(Fp8Op):
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
-        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, **self.settings())
+        kernel, settings = self.settings(rhs)
+        return fp8_einsum(equation, lhs, kernel, precision, preferred_element_type, **settings)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
     """`lax.conv_general_dilated`, forward in FP8 and backward in bfloat16; it has no state of the output gradient.
 
     For `conv_general_dilated_cls` of `nn.Conv`.
+
+    Attributes:
+        fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
     """
+
+    fp8_backward: bool = False
 
     @nn.compact
     def __call__(self, lhs: ArrayLike, rhs: ArrayLike, *args: Any, **kwargs: Any) -> jax.Array:
         """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
-        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, **self.settings(CONV_TENSORS))
+        kernel, settings = self.settings(rhs, TENSORS if self.fp8_backward else CONV_TENSORS)
+        return fp8_conv_general_dilated(lhs, kernel, *args, **kwargs, **settings, fp8_backward=self.fp8_backward)

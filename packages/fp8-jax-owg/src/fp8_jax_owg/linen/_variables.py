@@ -11,6 +11,7 @@ from fp8_jax_owg._marker import COLLECTION
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
+from fp8_jax_owg._trained import trained_with_state
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
 """The collection; flax has the same, so checkpoints of either load in the other."""
@@ -34,9 +35,20 @@ class Fp8Op(nn.Module):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
         super().__post_init__()
 
-    def settings(self, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, Any]:
-        """Return the keyword arguments of a product: `meta` and `scaling`; errors are those of `state`."""
-        return {"meta": self.state(tensors), "scaling": self.scaling}
+    def settings(self, kernel: Any, tensors: tuple[Tensor, ...] = TENSORS) -> tuple[Any, dict[str, Any]]:
+        """Return the kernel and the keyword arguments of its product, `meta` and `scaling`.
+
+        Args:
+            kernel: The second operand.
+            tensors: Which tensors of the product have state.
+
+        Raises:
+            Fp8Error: As for `state`; or the kernel is trained and the state is not.
+        """
+        meta = self.state(tensors)
+        if meta is not None:
+            kernel = trained_with_state("/".join(self.path), kernel, meta)
+        return kernel, {"meta": meta, "scaling": self.scaling}
 
     def state(self, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array] | None:
         """Return the leaves, made when the module is initialized; None for current scaling.

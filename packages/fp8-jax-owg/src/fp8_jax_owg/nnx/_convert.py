@@ -1,19 +1,20 @@
 """`convert_to_fp8`: the layers of an NNX model that the rules include get FP8 products, in place."""
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from flax import nnx
 
-from fp8_common import Decision, Fp8Error, Rule, Rules
+from fp8_common import Decision, Fp8Error
+from fp8_jax_owg._choice import RulesOrFilter, choose_layers
 from fp8_jax_owg._recipes import ScalingChoice
 from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nnx.Module)
-RulesOrFilter = Rules | Iterable[str | Rule] | Callable[[nnx.Module, str], bool]
 
 # Where each kind of layer keeps the function that multiplies.
 OPERATIONS: tuple[tuple[type[nnx.Module], str, type[Fp8Op]], ...] = (
@@ -22,6 +23,13 @@ OPERATIONS: tuple[tuple[type[nnx.Module], str, type[Fp8Op]], ...] = (
     (nnx.Einsum, "einsum_op", Fp8EinsumOp),
     (nnx.Conv, "conv_general_dilated", Fp8ConvGeneralDilatedOp),
 )
+KERNELS: dict[type[nnx.Module], Callable[..., tuple[int, ...]]] = {
+    nnx.Linear: lambda layer: (layer.in_features, layer.out_features),
+    nnx.LinearGeneral: lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+    nnx.Einsum: lambda layer: layer.kernel_shape,
+    nnx.Conv: lambda layer: layer.kernel_shape,
+}
+"""The shape of the kernel of one layer; what `nnx.vmap` has stacked has more dimensions in front."""
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
@@ -45,12 +53,7 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
             product of its own.
     """
     layers = dict(find_layers(model))
-    chosen = [decision for decision in _decisions(layers, rules) if decision.include]
-    if not chosen:
-        raise Fp8Error(
-            f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
-            "Check the rules and the model."
-        )
+    chosen = choose_layers(layers, rules)
     # all are made before one is put in place: a refusal leaves the model as it was
     made = [(layers[decision.fqn], *_operation(layers[decision.fqn], decision, scaling)) for decision in chosen]
     for layer, attribute, operation in made:
@@ -67,15 +70,36 @@ def find_layers(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
             yield ".".join(map(str, path)), module
 
 
-def _decisions(layers: Mapping[str, nnx.Module], rules: RulesOrFilter) -> list[Decision]:
-    if callable(rules):
-        return [Decision(fqn=name, include=bool(rules(layer, name))) for name, layer in layers.items()]
-    return Rules.parse(rules).apply(layers)
-
-
 def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
     """Return where a layer keeps its product, and the FP8 product."""
-    attribute, kind = next((name, op) for layers, name, op in OPERATIONS if isinstance(layer, layers))
+    base, attribute, kind = next(row for row in OPERATIONS if isinstance(layer, row[0]))
+    name = decision.fqn or type(layer).__name__
     if isinstance(getattr(layer, attribute), Fp8Op):
-        raise Fp8Error(f"The layer {decision.fqn or type(layer).__name__!r} is in FP8 already. Convert a model once.")
-    return attribute, kind(decision.recipe or default)
+        raise Fp8Error(f"The layer {name!r} is in FP8 already. Convert a model once.")
+    if not _calls(type(layer), base, attribute):
+        raise Fp8Error(
+            f"The layer {name!r} is a {type(layer).__name__} with a __call__ of its own, which uses neither "
+            f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or let it "
+            f"multiply with self.{attribute}."
+        )
+    return attribute, kind(decision.recipe or default, _stacked(layer, base, name))
+
+
+def _calls(kind: type, base: type, attribute: str) -> bool:
+    """Return whether calls of a subclass reach the product of the layer, as far as the names in its code tell."""
+    code = getattr(inspect.unwrap(kind.__call__), "__code__", None)
+    if kind.__call__ is base.__call__ or code is None:
+        return True
+    return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names
+
+
+def _stacked(layer: Any, base: type[nnx.Module], name: str) -> tuple[int, ...]:
+    """Return the leading sizes of the kernel of stacked layers; () for a single one."""
+    one, shape = tuple(KERNELS[base](layer)), layer.kernel.shape
+    lead = shape[: len(shape) - len(one)]
+    if (*lead, *one) != shape:
+        raise Fp8Error(
+            f"The kernel of {name!r} has shape {shape}, and that of one layer is {one}. Stack layers along leading "
+            "dimensions (out_axes=0 of nnx.vmap), or convert them before."
+        )
+    return lead

@@ -1,9 +1,10 @@
-"""`value_and_grad` of an NNX model: like `nnx.value_and_grad`, with overwritten leaves."""
+"""`value_and_grad` of NNX models: like `nnx.value_and_grad`, with overwritten leaves."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from flax.nnx import filterlib
 
@@ -16,44 +17,68 @@ def value_and_grad(
     fun: Callable[..., Any],
     has_aux: bool = False,
     *,
+    argnums: int | Sequence[int] = 0,
     wrt: filterlib.Filter = nnx.Param,
     unobserved: Unobserved = "old",
-) -> Callable[..., tuple[Any, nnx.State]]:
-    """Return a function that computes a loss and its gradient with respect to its first argument, a model.
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that computes a loss and its gradient with respect to models among its arguments.
 
     Args:
-        fun: `fun(model, *args)`. Other variables that it changes, such as batch statistics, are changed in the model.
+        fun: `fun(model, *args)`. Whatever else it changes in its arguments is changed: batch statistics of the model,
+            random numbers, metrics, caches.
         has_aux: Whether `fun` returns (loss, anything).
-        wrt: Which variables are trained; `OverwriteWithGradient` are always included.
+        argnums: Which arguments are differentiated, one number or several.
+        wrt: Which of their variables are trained; `OverwriteWithGradient` are always included.
         unobserved: As for `fp8_jax_owg.value_and_grad`.
 
     Returns:
-        A function with the arguments of `fun` that returns (value, gradients), gradients as an `nnx.State`.
+        A function with the arguments of `fun` that returns (value, gradients), gradients as an `nnx.State`, or a tuple
+        of them for several `argnums`.
     """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    chosen = filterlib.to_predicate(nnx.Any(wrt, is_overwritten))
 
     @functools.wraps(fun)
-    def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, nnx.State]:
-        graph, trained, rest = nnx.split(model, nnx.Any(wrt, is_overwritten), ...)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        every = {str(place): arg for place, arg in enumerate(args)} | kwargs
+        differentiated = [str(number % len(args)) for number in numbers]
+        # together, because arguments may share variables
+        objects = {name: arg for name, arg in every.items() if name in differentiated or _holds_variables(arg)}
+
+        def trains(path: Any, value: Any) -> bool:
+            return path[0] in differentiated and chosen(path[1:], value)
+
+        graph, trained, rest = nnx.split(objects, trains, ...)
 
         def pure(trained: nnx.State) -> tuple[Any, Any]:
             # a copy: variables from outside must not be changed while this is traced
             inner = nnx.merge(graph, trained, rest, copy=True)
-            out = fun(inner, *args, **kwargs)
+            given = every | inner
+            out = fun(*(given[str(place)] for place in range(len(args))), **{name: given[name] for name in kwargs})
             value, aux = out if has_aux else (out, None)
-            return value, (aux, nnx.split(inner, nnx.Any(wrt, is_overwritten), ...)[2])
+            return value, (aux, nnx.split(inner, trains, nnx.Variable, ...)[2])
 
         both = transforms.value_and_grad(pure, has_aux=True, unobserved=unobserved)
         (value, (aux, changed)), gradients = both(trained)
-        nnx.update(model, changed)
-        return (value, aux) if has_aux else value, gradients
+        nnx.update(objects, changed)
+        each = [gradients[name] for name in differentiated]
+        return (value, aux) if has_aux else value, each[0] if isinstance(argnums, int) else tuple(each)
 
     return run
+
+
+def _holds_variables(argument: Any) -> bool:
+    def is_object(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree | nnx.Variable)
+
+    return any(is_object(node) for node in jax.tree.leaves(argument, is_leaf=is_object))
 
 
 def grad(
     fun: Callable[..., Any],
     has_aux: bool = False,
     *,
+    argnums: int | Sequence[int] = 0,
     wrt: filterlib.Filter = nnx.Param,
     unobserved: Unobserved = "old",
 ) -> Callable[..., Any]:
@@ -61,11 +86,11 @@ def grad(
 
     With `has_aux` it returns (gradients, aux).
     """
-    both = value_and_grad(fun, has_aux, wrt=wrt, unobserved=unobserved)
+    both = value_and_grad(fun, has_aux, argnums=argnums, wrt=wrt, unobserved=unobserved)
 
     @functools.wraps(fun)
-    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        value, gradients = both(model, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return run
