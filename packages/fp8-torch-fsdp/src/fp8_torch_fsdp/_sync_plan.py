@@ -63,6 +63,10 @@ class SyncPlan(ScalePlan):
         logger.info("FP8 all-gather for %d weights under one FSDP root.", len(self.members))
 
     def _before_root_forward(self, module: nn.Module, args: object) -> None:
+        with fsdp.before_gathers(module):
+            self._prepare_gathers(module)
+
+    def _prepare_gathers(self, module: nn.Module) -> None:
         self.steps.forget_interrupted()
         was_accumulating, self._accumulating = self._accumulating, not fsdp.gradient_sync_enabled(module)
         was_explicit, self._explicit = self._explicit, False

@@ -7,6 +7,7 @@ from fp8_common.torch._fsdp.buffers import pad_rows, refill, unpad
 from fp8_common.torch._fsdp.compat import (
     ShardedParam,
     at_end_of_backward,
+    before_gathers,
     find_root,
     gradient_sync_enabled,
     group_of,
@@ -25,6 +26,7 @@ from fp8_common.torch._fsdp.compat import (
 __all__ = [
     "ShardedParam",
     "at_end_of_backward",
+    "before_gathers",
     "find_root",
     "gradient_sync_enabled",
     "group_of",

@@ -3,6 +3,7 @@
 Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
 """
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,15 @@ except ImportError as error:  # an upgrade moved something: say so on use, not a
     _import_error = error
 
 PRIVATE_NAMES = {
-    "FSDPState": ("_is_root", "_modules", "_state_ctx", "_fsdp_param_group", "_lazy_init"),
+    "FSDPState": (
+        "_is_root",
+        "_modules",
+        "_state_ctx",
+        "_fsdp_param_group",
+        "_lazy_init",
+        "_device_handle",
+        "post_optim_event",
+    ),
     "FSDPParam": (
         "sharded_param",
         "padded_sharded_param_size",
@@ -281,6 +290,26 @@ def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
                 for param in group.fsdp_params:
                     sharded: Any = param.sharded_param
                     yield sharded
+
+
+@contextlib.contextmanager
+def before_gathers(root: nn.Module) -> Iterator[None]:
+    """Order what runs inside, on the current stream, after the optimizer and before the gathers of a root's forward.
+
+    By itself FSDP2 lets the streams of its gathers wait for the current stream. After `set_post_optim_event` they wait
+    for that event alone: then what runs inside waits for it, and the gathers for what ran inside.
+    """
+    event = _root_state(root)._state_ctx.post_optim_event
+    if event is None:
+        yield
+        return
+    stream = _root_state(root)._device_handle.current_stream()
+    stream.wait_event(event)
+    try:
+        yield
+    finally:
+        module: Any = root
+        module.set_post_optim_event(stream.record_event())
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

@@ -1,0 +1,136 @@
+"""Streams of FSDP2: what hooks of FP8 weights read and write is ordered on every stream, shown without a GPU."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp8_torch_fsdp as f8
+from fp8_common.torch.plugin import GatheredFloat8Weight
+from tests.helpers.stream_order import StreamOrder
+
+RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+
+
+def parts(tensor):
+    if isinstance(tensor, DTensor):
+        return [tensor._local_tensor]
+    if isinstance(tensor, f8.ShardedFloat8Weight):
+        return [tensor._data]
+    return [tensor.codes, tensor.scale] if isinstance(tensor, GatheredFloat8Weight) else None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@contextlib.contextmanager
+def ranks(world_size):
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(recipe, mesh, *, checkpointed=False, reshard=True, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    if checkpointed:
+        model = nn.Sequential(*(checkpoint_wrapper(block) for block in model))
+    if recipe is not None:
+        f8.convert_to_float8_training(model, config=f8.Float8LinearConfig.from_recipe_name(recipe, **options))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+
+def train(order, model, optimizer, *, event=False, accumulate=False, evaluate=False, edit=False, explicit=False):
+    x = torch.randn(16, 32)
+    if event:
+        optimizing = torch.cpu.Stream(name="optimizer")
+    with order:
+        for _ in range(3):
+            if accumulate:
+                model.set_requires_gradient_sync(False)
+                model(x).sum().backward()
+                model.set_requires_gradient_sync(True)
+            if evaluate:
+                with torch.no_grad():
+                    model.eval()(x)
+                    model.train()
+            model(x).sum().backward()
+            if event:
+                # the optimizer on a stream of its own, as users of the public event have it
+                optimizing.wait_stream(torch.cpu.current_stream())
+                with torch.cpu.stream(optimizing):
+                    optimizer.step()
+                model.set_post_optim_event(optimizing.record_event())
+                continue  # gradients stay: zeroing them would need to wait
+            optimizer.step()
+            optimizer.zero_grad()
+            if edit:
+                with torch.no_grad():
+                    model[0].up.weight.mul_(0.5)
+            if explicit:
+                f8.sync_float8_amax_and_scale_history(model)
+
+
+def races(recipe, *, world=(2,), build_options=None, **scenario):
+    order = StreamOrder(parts)
+    with ranks(torch.Size(world).numel()), order.streams():
+        mesh = init_device_mesh("cpu", world, mesh_dim_names=("replicate", "shard")[-len(world) :])
+        model, optimizer = build(recipe, mesh, **(build_options or {}))
+        train(order, model, optimizer, **scenario)
+    return order.races
+
+
+SCENARIOS = {
+    "plain steps": {},
+    "an event of the optimizer": {"event": True},
+    "accumulation": {"accumulate": True},
+    "evaluation": {"evaluate": True},
+    "an edit": {"edit": True},
+    "explicit synchronization": {"explicit": True},
+    "checkpointing": {"build_options": {"checkpointed": True}},
+    "kept gathered": {"build_options": {"reshard": False}},
+    "no cache": {"build_options": {"all_gather": f8.AllGatherConfig(cache="none")}, "event": True},
+    "replicas": {"world": (2, 2), "event": True},
+}
+
+
+@pytest.mark.matrix("each", recipe=RECIPES, scenario=SCENARIOS)
+def test_every_access_is_ordered(recipe, scenario):
+    assert races(recipe, **SCENARIOS[scenario]) == {}
+
+
+@pytest.mark.parametrize("scenario", ["plain steps", "an event of the optimizer"])
+def test_fsdp2_itself_is_ordered(scenario):
+    assert races(None, **SCENARIOS[scenario]) == {}
+
+
+def test_a_planted_race_is_found():
+    order = StreamOrder(parts)
+    with order.streams(), order:
+        x = torch.zeros(4)
+        with torch.cpu.stream(torch.cpu.Stream(name="side")):
+            x.add_(1)
+        assert order.races == {"written by add_ on side, written by zeros on compute, in no order": 1}
+        order.races.clear()
+        torch.cpu.current_stream().wait_stream(torch.cpu.Stream())
+        x.mul(2)
+        assert len(order.races) == 1
