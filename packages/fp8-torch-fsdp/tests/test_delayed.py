@@ -204,3 +204,67 @@ def test_scales_are_float32_whatever_the_default_dtype_is(default):
     scale, amax = model.fp8_input.scale, torch.tensor(1.1)
     assert (scale.dtype, model.fp8_input.history.dtype) == (torch.float32, torch.float32)
     assert scale == torch.div(torch.tensor(448.0), amax)
+
+
+class ZeroBranch(nn.Module):
+    """A residual branch whose last layer starts at zero, as those of LoRA and many transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        return x + self.last(self.first(x))
+
+
+def test_a_branch_that_starts_at_zero_learns_from_its_second_step_on():
+    model = f8.convert_to_float8_training(ZeroBranch(), recipe="tensorwise_delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.ones(8, 16)) * 1e-3).square().mean().backward()
+        seen.append(bool(model.first.weight.grad.any()))
+        optimizer.step()
+    assert seen == [False, True, True], "an amax of 0 says nothing about the scale of the next gradient"
+    assert model.first.fp8_grad_output.ready
+
+
+def test_a_weight_that_is_edited_to_zero_has_no_scale_until_it_has_values():
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    x = torch.ones(8, 32)
+    train_step(model, x, optimizer)
+    nn.init.zeros_(model.weight)
+    train_step(model, x, optimizer)
+    assert not model.fp8_weight.ready
+    assert (model(x) - model.bias).abs().min() > 0, "weights of 1e-4 are not 0 after the step"
+    assert model.fp8_weight.ready == model.fp8_weight.always_ready
+
+
+class Recomputed(nn.Module):
+    """A recomputed layer and one that is trained by an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        # both from the input: a step of the head's optimizer leaves what the layer's backward needs
+        return checkpoint(self.layer, x, use_reentrant=False), self.head(x)
+
+
+def test_a_step_before_the_backward_leaves_recomputation_alone():
+    torch.manual_seed(0)
+    model = f8.convert_to_float8_training(Recomputed(), recipe="tensorwise_delayed")
+    head = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for _ in range(3):
+        recomputed, output = model(torch.ones(4, 16))
+        output.sum().backward()
+        head.step()
+        recomputed.sum().backward()
+        assert model.layer.weight.grad.any()
+        model.zero_grad()
+    assert model.layer.fp8_input.history.count_nonzero() == 2

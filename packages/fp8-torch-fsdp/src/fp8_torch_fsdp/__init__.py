@@ -3,7 +3,7 @@
     model = convert_to_float8_training(model)
     fully_shard(model)
 
-Nothing else changes in a training loop: scales are synchronized with one all-reduce per step, automatically.
+Nothing else changes in a training loop: scales are synchronized with one all-reduce per forward, automatically.
 """
 
 from fp8_common import Recipe

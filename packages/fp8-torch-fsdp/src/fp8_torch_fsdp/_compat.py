@@ -1,13 +1,14 @@
-"""The one place of this package that touches private parts of PyTorch: the operators of functional collectives.
+"""The one place of this package that touches private parts of PyTorch: functional collectives, the forward of DDP.
 
-They are what a compiler captures; the Python functions around them were renamed between torch 2.11 and 2.13, the
-operators were not. `check` tells what an upgrade broke; a test calls it. FSDP2's own private parts are the business of
-`fp8_common.torch._fsdp.compat`.
+The operators of functional collectives are what a compiler captures; the Python functions around them were renamed
+between torch 2.11 and 2.13, the operators were not. `check` tells what an upgrade broke; a test calls it. FSDP2's own
+private parts are the business of `fp8_common.torch._fsdp.compat`.
 """
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers what autograd and compilers need
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8_common import Fp8UnsupportedError
 
@@ -34,6 +35,14 @@ def check() -> None:
 def name_of(group: dist.ProcessGroup) -> str:
     """Return what stands for a process group in a graph."""
     return group.group_name
+
+
+def replicating_ddp() -> DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` whose forward runs now, if its backward will reduce gradients; else None."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None or not ddp.require_backward_grad_sync or ddp._join_config.enable:
+        return None  # under `join` ranks leave one after the other
+    return ddp
 
 
 def start_all_gather(x: torch.Tensor, group_size: int, group: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import delayed_ops, dispatch
+from fp8_common.torch.plugin import delayed_ops, dispatch, fsdp
 
 UNOBSERVED = delayed_ops.UNOBSERVED
 LOADED = -1
@@ -30,7 +30,7 @@ class DelayedScale(nn.Module):
     Attributes:
         scale: float32 scalar used in this step.
         history: float32 [window]; slot 0 is the newest.
-        ready: bool scalar, whether `scale` comes from an observation.
+        ready: bool scalar, whether `scale` comes from an observation that is not 0.
         key: int32 scalar, key of the largest finite amax since the last roll that all ranks know, or UNOBSERVED.
         own_key: The same for what this rank alone knows. Not saved where ranks share the scale: like a gradient that
             was not reduced, it is no part of a checkpoint.
@@ -126,12 +126,14 @@ class DelayedScale(nn.Module):
             RuntimeError: An optimizer step came after the last observation and nobody synchronized.
         """
         if record:
-            # No Python branch on a tensor: it would break the graph, and wait for the GPU.
-            torch._assert_async(
-                ~self.late,
-                "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
-                "root, or call sync_float8_amax_and_scale_history(model) once per step.",
-            )
+            # A backward belongs to a forward that was synchronized, whatever was stepped since.
+            if torch.compiler.is_compiling() or not fsdp.in_backward():
+                # No Python branch on a tensor: it would break the graph, and wait for the GPU.
+                torch._assert_async(
+                    ~self.late,
+                    "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through "
+                    "its root, or call sync_float8_amax_and_scale_history(model) once per step.",
+                )
             self.observe(amax)
         dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.ready, self.scale, dynamic)
@@ -214,7 +216,8 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
         values = {
             "history": torch.where(observed, rolled, window).t().contiguous(),
             "scale": torch.where(observed, following, previous),
-            "ready": _stacked(group, "ready") | observed,
+            # from an amax of 0 (a branch that starts at zero) follows no scale: the next step takes its own
+            "ready": _stacked(group, "ready") | (observed & (key > 0)),
             "key": torch.where(due, UNOBSERVED, _stacked(group, "key")),
             "own_key": torch.where(due, UNOBSERVED, _stacked(group, "own_key")),
             "late": _stacked(group, "late") & ~due,
@@ -241,7 +244,7 @@ def restart(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
         values = {
             "scale": torch.where(changed, torch.stack(fresh), _stacked(group, "scale")),
             "history": torch.where(changed[:, None], 0.0, history),
-            "ready": _stacked(group, "ready") | changed,
+            "ready": torch.where(changed, (key > 0) | _always_ready(group, key), _stacked(group, "ready")),
             "key": torch.where(changed, UNOBSERVED, _stacked(group, "key")),
             "own_key": torch.where(changed, UNOBSERVED, _stacked(group, "own_key")),
         }
@@ -281,6 +284,10 @@ def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[li
         ([modules[i] for i in indices], keys if len(indices) == len(modules) else keys[indices])
         for indices in groups.values()
     ]
+
+
+def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([module.always_ready for module in modules], device=like.device)
 
 
 def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:

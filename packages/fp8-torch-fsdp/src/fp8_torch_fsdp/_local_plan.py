@@ -1,6 +1,7 @@
 """`LocalPlan`: delayed scaling of models that gather no weight in FP8: one process, DDP, high-precision gathers."""
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, fsdp, max_over_ranks
+from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp._linear import Float8Linear
@@ -88,7 +90,7 @@ class LocalPlan(ScalePlan):
         if not (self.scales and self._settled):
             return
         group = _process_group([model])
-        if group is not None and not self._watches_outputs:
+        if not self._watches_outputs and (group or compat.replicating_ddp()) is not None:
             self._watches_outputs = True
             self.take(self.scales, shared=True)
             model.register_forward_hook(torch._dynamo.disable(_after_forward))
@@ -97,9 +99,11 @@ class LocalPlan(ScalePlan):
     def after_forward(self, model: nn.Module, output: object) -> None:
         """Combine what the ranks observe, when the backward of this forward ends and reduces gradients."""
         self._claim(model)
-        group = _process_group([model]) if self.scales and model.training and torch.is_grad_enabled() else None
+        if not (self.scales and model.training and torch.is_grad_enabled()):
+            return
+        group = _process_group([model]) or _replicas(model)
         if group is not None and (not isinstance(model, FSDPModule) or fsdp.gradient_sync_enabled(model)):
-            self._combine_after_backward(output, [group])
+            self._combine_after_backward(output, [(self.scales, [group])])
 
     def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
         """Agree on everything on request; see `ScalePlan.synchronize_now`."""
@@ -111,10 +115,11 @@ class LocalPlan(ScalePlan):
     def _synchronize(self, group: dist.ProcessGroup | None, *, roll: bool) -> None:
         loaded = [scale for scale in self._weights if scale.was_loaded]
         changed = self._changed_weights(loaded)
-        parts = [*self._observations(roll), *([changed] if changed is not None else [])]
+        parts = [*self._observations(self.scales, roll), *([changed] if changed is not None else [])]
         reduced, reductions = max_over_ranks(parts, group)
         self.reductions += reductions
-        self._take_observations(reduced[0], reduced[1])
+        self._take_observations(self.scales, reduced[0], reduced[1])
+        self._stepped = False
         if changed is not None:
             delayed.restart(list(self._weights), reduced[2])
 
@@ -202,6 +207,22 @@ def _writes_to(weight: torch.Tensor) -> tuple[int, ...]:
     state = getattr(local, "_state", None)
     # a write to a DTensor counts there and not in its local tensor, one to an alias of that the other way round
     return version_of(weight), version_of(_plain_weight(weight)), 0 if state is None else state.changes.edits
+
+
+def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that all run the backward of this forward, because DDP reduces its gradients; else None."""
+    ddp = compat.replicating_ddp()
+    if ddp is None:
+        return None
+    if ddp.module is model or not ddp.find_unused_parameters:
+        return ddp.process_group
+    warnings.warn(
+        "FP8 layers with delayed scaling are a part of a model under DDP that some ranks may leave out "
+        "(find_unused_parameters=True), so each rank scales by what it sees alone. Convert the whole model, or call "
+        "sync_float8_amax_and_scale_history(model, group=...) once per step.",
+        stacklevel=2,
+    )
+    return None
 
 
 def _process_group(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:

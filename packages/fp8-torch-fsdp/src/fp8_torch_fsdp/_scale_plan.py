@@ -20,6 +20,9 @@ from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._optimizer_steps import OptimizerSteps
 
+Shared = tuple[Sequence[DelayedScale], Sequence[dist.ProcessGroup]]
+"""Delayed scales and the process groups that together lead to all ranks that have them."""
+
 
 class ScalePlan(abc.ABC):
     """What keeps the scales of one model equal on all of its ranks.
@@ -68,23 +71,26 @@ class ScalePlan(abc.ABC):
         for scale in scales:
             scale.owner, scale.shared = self, shared
 
-    def _observations(self, roll: bool) -> list[torch.Tensor]:
-        """Return what ranks combine of delayed scaling, int32: the keys [n], and whether to roll [1]."""
-        if not self.scales:
+    def _observations(self, scales: Sequence[DelayedScale], roll: bool) -> list[torch.Tensor]:
+        """Return what ranks combine of n delayed scales, int32: the keys [n], and whether to roll [1]."""
+        if not scales:
             return []
-        return [delayed.observed_keys(self.scales), delayed.due(self.scales, roll or self._stepped)]
+        return [delayed.observed_keys(scales), delayed.due(scales, roll or self._stepped)]
 
-    def _take_observations(self, keys: torch.Tensor, due: torch.Tensor) -> None:
+    def _take_observations(self, scales: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor) -> None:
         """Take over combined observations; where any rank made a step, the histories roll."""
         # without a step, the observations of this rank stay for later
-        delayed.roll(self.scales, keys, due[0] > 0)
-        self._stepped = False
+        delayed.roll(scales, keys, due[0] > 0)
 
-    def _combine_after_backward(self, output: object, groups: Sequence[dist.ProcessGroup]) -> None:
+    def _combine_after_backward(self, output: object, shared: Iterable[Shared]) -> None:
         """Combine what the ranks observe in this forward and its backward, when the backward has ended.
 
         Checkpoints hold what all ranks know. Every rank runs this backward, because FSDP2's gradients need it: the
         all-reduce waits for nobody who does not come.
+
+        Args:
+            output: What the forward of the root returns.
+            shared: Scales, and the groups that lead to all ranks that have them.
         """
 
         def queue(grad: torch.Tensor) -> None:
@@ -95,9 +101,11 @@ class ScalePlan(abc.ABC):
         def combine() -> None:
             self._combining = False
             with torch.no_grad():
-                (keys,), reductions = max_over_ranks([delayed.observed_keys(self.scales)], *groups)
-                delayed.take_combined(self.scales, keys)
-            self.reductions += reductions
+                for scales, groups in shared:
+                    if scales:
+                        (keys,), reductions = max_over_ranks([delayed.observed_keys(scales)], *groups)
+                        delayed.take_combined(scales, keys)
+                        self.reductions += reductions
 
         self._combining = False  # a backward that raised an exception did not come to its end
         for leaf in pytree.tree_leaves(output):

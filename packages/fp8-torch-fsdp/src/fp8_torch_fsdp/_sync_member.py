@@ -60,7 +60,8 @@ def by_process_group(members: Iterable[Member], *, replicas: bool) -> list[tuple
     """Return the weights by the ranks that agree on their scales, in as few groups as possible, largest first.
 
     A scale is agreed on by the ranks that hold parts of the weight: FSDP2's shards, times those of tensor parallelism.
-    Weights of fewer ranks join a larger group that contains them; its other ranks hold copies, so nothing changes.
+    Weights of fewer ranks join a larger group whose other ranks hold copies, so nothing changes. Ranks outside of the
+    weight's mesh hold no copies: they may have an expert of their own in its place.
 
     Args:
         members: The weights, in the order that all ranks share.
@@ -84,28 +85,35 @@ def _peers(member: Member, replicas: bool) -> tuple[int, ...]:
 
 
 def _may_join(member: Member, larger: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    return larger == own or not member.state.strategy.scales_each_part
+    if larger == own:
+        return True
+    return not member.state.strategy.scales_each_part and set(larger) <= set(member.param.peers(replicas=True))
 
 
-def flags_of(members: list[Member], *, quiet: bool) -> torch.Tensor:
-    """Return int32 [3 * n]: changed, edited, untouched for each weight; a rank with an empty shard has no say.
+def flags_of(members: list[Member]) -> torch.Tensor:
+    """Return int32 [4 * n]: changed, unchanged, edited, not edited, for each weight.
 
-    Args:
-        members: The weights.
-        quiet: No optimizer step is due: whatever changes a weight is an edit.
+    A rank with an empty shard has a say in the first alone.
     """
-    changed, edited, untouched = [], [], []
+    changed, unchanged, edited, untouched = [], [], [], []
     for member in members:
         changes = member.state.changes
         has_say = member.shard.numel() > 0 and changes.seen is not None
-        edit = has_say and member.stale and (quiet or changes.are_edits(member.shard))
+        edit = has_say and member.stale and changes.are_edits(member.shard)
         changed.append(member.stale)
+        unchanged.append(has_say and not member.stale)
         edited.append(edit)
         untouched.append(has_say and not edit)
-    return torch.tensor([changed, edited, untouched], dtype=torch.int32).reshape(-1)
+    return torch.tensor([changed, unchanged, edited, untouched], dtype=torch.int32).reshape(-1)
 
 
-def names_of_partial_edits(members: list[Member], flags: torch.Tensor) -> list[str]:
-    """Return the weights that `flags` [3, n], combined over ranks, shows edited here and untouched there."""
-    _, edited, untouched = flags.tolist()
-    return [m.param.name for m, e, u in zip(members, edited, untouched, strict=True) if e and u]
+def names_of_partial_changes(members: list[Member], flags: torch.Tensor, *, steps: bool) -> list[str]:
+    """Return the names of weights that were edited on some ranks and not on others.
+
+    Args:
+        members: The weights.
+        flags: int32 [4, n], from `flags_of`, combined over ranks.
+        steps: Optimizer steps count as edits.
+    """
+    made, left = (flags[:2] if steps else flags[2:]).tolist()
+    return [member.param.name for member, here, there in zip(members, made, left, strict=True) if here and there]

@@ -19,22 +19,30 @@ from torch.optim import Optimizer
 from fp8_common import Fp8Error, Fp8StaleError
 from fp8_common.torch.plugin import fsdp, max_over_ranks
 from fp8_torch_fsdp import _delayed as delayed
-from fp8_torch_fsdp._delayed import delayed_scales
+from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp._scale_plan import ScalePlan
 from fp8_torch_fsdp._strategies import delayed_of
 from fp8_torch_fsdp._sync_launches import cast_together, refresh_keys, scales_together
-from fp8_torch_fsdp._sync_member import Member, by_process_group, flags_of, names_of_partial_edits
+from fp8_torch_fsdp._sync_member import Member, by_process_group, flags_of, names_of_partial_changes
 from fp8_torch_fsdp._weight_state import WeightState
 
 logger = logging.getLogger(__name__)
 
 
 class _Unchecked(NamedTuple):
-    """Flags that nobody has looked at for partial edits yet; `arrived` where they are still on their way."""
+    """Flags that nobody has looked at for partial edits yet.
+
+    Attributes:
+        members: The weights.
+        flags: Combined over ranks.
+        arrived: Where they are still on their way.
+        steps: Steps count as edits: ranks without a change did not wait to hear of one.
+    """
 
     members: list[Member]
     flags: torch.Tensor
     arrived: "torch.cuda.Event | None"
+    steps: bool
 
 
 class SyncPlan(ScalePlan):
@@ -51,7 +59,7 @@ class SyncPlan(ScalePlan):
         scales = delayed_scales(root)
         _refuse(self.members)
         self._groups = by_process_group(self.members, replicas=bool(scales))
-        self.take(scales, shared=self._groups[0][0].size() > 1)
+        self._take_by_group(root, scales)
         self._accumulating = not fsdp.gradient_sync_enabled(root)
         self._explicit = False
         firsts = {id(member.param.group): member.param.name for member in reversed(self.members)}
@@ -61,6 +69,23 @@ class SyncPlan(ScalePlan):
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
         root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
         logger.info("FP8 all-gather for %d weights under one FSDP root.", len(self.members))
+
+    def _take_by_group(self, root: nn.Module, scales: list[DelayedScale]) -> None:
+        """Own the delayed scales; those of a layer are shared by the ranks that have its weight."""
+        ranks = {id(p.module): (p.peers(replicas=True), p.process_group) for p in fsdp.sharded_params(root)}
+        largest = self._groups[0][0]
+        groups = dict.fromkeys(scales, largest)  # of layers that FSDP2 was told to leave alone
+        for module in root.modules():
+            if id(module) in ranks:
+                own = fsdp.group_of(*ranks[id(module)])
+                groups |= {scale: own for scale in module.children() if isinstance(scale, DelayedScale)}
+        self.take(scales, shared=False)
+        self._scales_of: dict[dist.ProcessGroup, list[DelayedScale]] = {}
+        for scale, group in groups.items():
+            scale.shared = group.size() > 1
+            self._scales_of.setdefault(group, []).append(scale)
+        known = [group for group, _ in self._groups]
+        self._groups += [(group, []) for group in self._scales_of if group not in known]
 
     def _before_root_forward(self, module: nn.Module, args: object) -> None:
         with fsdp.before_gathers(module):
@@ -81,7 +106,9 @@ class SyncPlan(ScalePlan):
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
         observing = self._shares_scales and module.training
         if torch.is_grad_enabled() and (observing or self._accumulating):
-            self._combine_after_backward(output, [self._groups[0][0]])
+            self._combine_after_backward(
+                output, [(self._scales_of.get(group, []), [group]) for group, _ in self._groups]
+            )
 
     def _backward_begins(self) -> bool:
         """Note whether this backward reduces gradients: the flag may have been set since the forward."""
@@ -141,8 +168,8 @@ class SyncPlan(ScalePlan):
 
         Args:
             roll: Make the next delayed scales in any case.
-            quiet: No step is due, inside of an accumulation window or after a synchronization on request: a rank that
-                sees no change waits for no flags on a GPU, and a change on some ranks only is an error.
+            quiet: No step is due, inside of an accumulation window or after a synchronization on request: on a GPU a
+                rank that sees no change does not wait to hear of one elsewhere, which is an error instead.
         """
         with torch.inference_mode(False):
             self._raise_for_partial_edits()
@@ -150,9 +177,9 @@ class SyncPlan(ScalePlan):
             if self._stepped or roll:
                 self._scale_again()
             refresh_keys(self.members)
-            for index, (process_group, members) in enumerate(self._groups):
-                # the first group, the largest, carries the delayed scales
-                self._synchronize_group(process_group, members, roll, quiet, with_scales=index == 0)
+            for process_group, members in self._groups:
+                self._synchronize_group(process_group, members, roll, quiet)
+            self._stepped = False
             for member in self.members:
                 if member.stale and not member.reduced:
                     member.renew(member.state.scale, self.steps.count)
@@ -172,25 +199,26 @@ class SyncPlan(ScalePlan):
                 member.state.strategy.record(member.state.agreed)
 
     def _synchronize_group(
-        self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, quiet: bool, *, with_scales: bool
+        self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, quiet: bool
     ) -> None:
         members = [member for member in members if member.reduced]
-        observations = self._observations(roll) if with_scales else []
+        scales = self._scales_of.get(process_group, [])
+        observations = self._observations(scales, roll)
         if not members and not observations:
             return
-        own = [flags_of(members, quiet=quiet).to(members[0].device, non_blocking=True)] if members else []
+        own = [flags_of(members).to(members[0].device, non_blocking=True)] if members else []
         parts = [*(member.state.known_keys for member in members), *own, *observations]
         reduced, reductions = max_over_ranks(parts, process_group)
         self.reductions += reductions
         loaded = {scale for scale in self.scales if scale.was_loaded}
         if observations:
-            self._take_observations(*reduced[-2:])
+            self._take_observations(scales, *reduced[-2:])
         if members:
-            flags = reduced[len(members)].view(3, -1)
+            flags = reduced[len(members)].view(4, -1)
             changed = self._changed(members, flags, quiet)
             if self.scales:
-                scales = [delayed_of(member.state.strategy) for member in members]
-                delayed.restart_edited(scales, reduced[: len(members)], flags[1], loaded)
+                own_scales = [delayed_of(member.state.strategy) for member in members]
+                delayed.restart_edited(own_scales, reduced[: len(members)], flags[2], loaded)
             self._renew(members, reduced[: len(members)], changed)
 
     def _renew(self, members: list[Member], keys: list[torch.Tensor], changed: list[bool]) -> None:
@@ -214,7 +242,7 @@ class SyncPlan(ScalePlan):
         place, whether or not this one has to wait for the flags.
         """
         if flags.device.type == "cpu":
-            self._unchecked.append(_Unchecked(members, flags, None))
+            self._unchecked.append(_Unchecked(members, flags, None, steps=False))
             self._raise_for_partial_edits()
             return flags[0].bool().tolist()
         stale = [member.stale for member in members]
@@ -222,16 +250,16 @@ class SyncPlan(ScalePlan):
         host = flags.to("cpu", non_blocking=known)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._unchecked.append(_Unchecked(members, host, arrived))
+        self._unchecked.append(_Unchecked(members, host, arrived, steps=quiet))
         return stale if known else host[0].bool().tolist()
 
     def _raise_for_partial_edits(self) -> None:
         unchecked, self._unchecked = self._unchecked, []
         names = []
-        for members, flags, arrived in unchecked:
+        for members, flags, arrived, steps in unchecked:
             if arrived is not None:
                 arrived.synchronize()
-            names += names_of_partial_edits(members, flags)
+            names += names_of_partial_changes(members, flags, steps=steps)
         if names:
             raise Fp8StaleError(
                 f"FP8 weights were changed in place on some ranks only, outside of an optimizer step: "

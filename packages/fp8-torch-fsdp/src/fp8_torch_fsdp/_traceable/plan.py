@@ -58,7 +58,7 @@ class TraceablePlan(ScalePlan):
 
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
         if module.training and torch.is_grad_enabled():
-            self._combine_after_backward(output, self._groups)
+            self._combine_after_backward(output, [(self.scales, self._groups)])
 
     def _after_step(self, optimizer: Optimizer) -> None:
         super()._after_step(optimizer)
@@ -74,13 +74,14 @@ class TraceablePlan(ScalePlan):
             for parameter, state in self._weights:
                 state.keys = state.strategy.local_keys(local_of(parameter), state.geometry)
             edited = self._edited()
-            parts = [*(state.known_keys for _, state in self._weights), edited, *self._observations(roll)]
+            parts = [*(state.known_keys for _, state in self._weights), edited, *self._observations(self.scales, roll)]
             reduced, reductions = max_over_ranks(parts, *self._groups)
             self.reductions += reductions
+            self._stepped = False
             count = len(self._weights)
             if self.scales:
                 loaded = {scale for scale in self.scales if scale.was_loaded}
-                self._take_observations(*reduced[-2:])
+                self._take_observations(self.scales, *reduced[-2:])
                 own = [delayed_of(state.strategy) for _, state in self._weights]
                 delayed.restart_edited(own, reduced[:count], reduced[count], loaded)
             for (_, state), keys in zip(self._weights, reduced, strict=False):

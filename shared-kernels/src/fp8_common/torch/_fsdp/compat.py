@@ -76,6 +76,11 @@ class ShardedParam:
         return sharded._local_tensor
 
     @property
+    def module(self) -> nn.Module:
+        """The module that owns it."""
+        return self.fsdp_param._module_info.module
+
+    @property
     def name(self) -> str:
         """Fully qualified name from the FSDP root."""
         return self.fsdp_param._param_fqn or "<unnamed>"
