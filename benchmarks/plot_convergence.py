@@ -25,38 +25,53 @@ Runs = dict[str, dict[str, dict[int, dict[str, Any]]]]
 
 
 def grouped(result: dict[str, Any]) -> Runs:
-    """Return runs by family, way and seed; of each family the seeds that all of its ways have."""
+    """Return runs by family, way and seed; of each way the seeds that the control of its family has too."""
     found: Runs = {family: {way: {} for way in ways} for family, (_, ways) in FAMILIES.items()}
     for name, run in result["runs"].items():
         family, way, seed = name.split("/")
         found[family][way][int(seed)] = run
     whole = {}
     for family, ways in found.items():
-        seeds = set.intersection(*(set(runs) for runs in ways.values()))
-        if seeds:
-            whole[family] = {way: {seed: runs[seed] for seed in sorted(seeds)} for way, runs in ways.items()}
+        control = next(iter(ways.values()))
+        if all(set(runs) & set(control) for runs in ways.values()):
+            whole[family] = {
+                way: {seed: runs[seed] for seed in sorted(set(runs) & set(control))} for way, runs in ways.items()
+            }
     return whole
 
 
 def differences(ways: dict[str, dict[int, dict[str, Any]]]) -> dict[str, np.ndarray]:
     """Return, for each way, the relative differences of the held-out loss from the control of the same seed."""
-    control = np.array([run["val_loss"] for run in next(iter(ways.values())).values()])
-    return {way: np.array([run["val_loss"] for run in runs.values()]) / control - 1 for way, runs in ways.items()}
+    control = next(iter(ways.values()))
+    return {
+        way: np.array([run["val_loss"] / control[seed]["val_loss"] - 1 for seed, run in runs.items()])
+        for way, runs in ways.items()
+    }
+
+
+def mean_and_error(values: np.ndarray) -> str:
+    """Return the mean of relative differences and its standard error, in percent."""
+    if len(values) < 2:
+        return "-"
+    error = values.std(ddof=1) / len(values) ** 0.5
+    return f"{100 * values.mean():+.2f} ± {100 * error:.2f} %"
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the table of the page."""
     lines = [
-        "| package | way | seeds | held-out loss | spread of the seeds | difference from the control, per seed |",
-        "|---|---|---|---|---|---|",
+        "| package | way | seeds | held-out loss | spread of the seeds | from the control: mean, standard error "
+        "| per seed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for family, ways in grouped(result).items():
         apart = differences(ways)
         for number, (way, runs) in enumerate(ways.items()):
             losses = np.array([run["val_loss"] for run in runs.values()])
-            percent = "the control" if not number else ", ".join(f"{100 * one:+.2f} %" for one in apart[way])
+            mean = mean_and_error(apart[way]) if number else "the control"
+            percent = ", ".join(f"{100 * one:+.2f} %" for one in apart[way]) if number else "-"
             spread = f"{losses.max() - losses.min():.4f}" if len(losses) > 1 else "-"
-            lines.append(f"| {family} | {way} | {len(runs)} | {losses.mean():.4f} | {spread} | {percent} |")
+            lines.append(f"| {family} | {way} | {len(runs)} | {losses.mean():.4f} | {spread} | {mean} | {percent} |")
     return "\n".join(lines)
 
 
@@ -74,11 +89,12 @@ def sizes(result: dict[str, Any]) -> str:
 
 def draw_family(axes: Axes, family: str, ways: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Draw how far the training loss of each way is from that of the control."""
-    control = np.array([smooth(run["losses"]) for run in next(iter(ways.values())).values()])
-    steps = np.arange(1, control.shape[1] + 1)
+    controls = {seed: smooth(run["losses"]) for seed, run in next(iter(ways.values())).items()}
+    middle = np.mean(list(controls.values()), axis=0)
+    steps = np.arange(1, len(middle) + 1)
     for colour, (way, runs) in zip(COLOURS, ways.items(), strict=False):
         losses = np.array([smooth(run["losses"]) for run in runs.values()])
-        shown = losses - control.mean(axis=0) if way == next(iter(ways)) else losses - control
+        shown = losses - (middle if way == next(iter(ways)) else np.array([controls[seed] for seed in runs]))
         axes.fill_between(steps, shown.min(axis=0), shown.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         axes.plot(steps, shown.mean(axis=0), color=colour, linewidth=1.3, label=way)
     axes.set(title=family, xlabel="optimizer step", ylabel="training loss minus control (nats per byte)")

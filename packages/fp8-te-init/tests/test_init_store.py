@@ -139,6 +139,14 @@ def test_a_deep_copy_shares_nothing_that_can_be_released():
     assert other[0].weight.get_high_precision_init_val() is not None
 
 
+def test_a_copy_of_a_copy_keeps_the_start_too():
+    net = model()
+    again = copy.deepcopy(copy.deepcopy(net))
+    assert torch.equal(again[0].weight.get_high_precision_init_val(), twin()[0].weight)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, again.parameters(), lr=0.1)
+    assert set(fti.seed_masters(optimizer, again).sources.values()) == {"copy"}
+
+
 def test_tied_weights_are_kept_once():
     net = model()
     net[2].weight = net[2].weight

@@ -1,5 +1,6 @@
 """What TransformerEngine, Megatron, accelerate and others do with layers, parameters and gradients."""
 
+import copy
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
+from fp8_common.torch.plugin import LinearOperands
 
 
 def layer(dtype=torch.float32, **options) -> nn.Linear:
@@ -115,3 +117,38 @@ def test_copies_that_the_system_has_no_mapping_for_come_from_the_heap(monkeypatc
     monkeypatch.setattr(_host_memory.mmap, "mmap", refuse)
     values = torch.arange(100_000.0)
     assert torch.equal(_host_memory.mapped_copy(values), values)
+
+
+class CastAtEachForward(nn.Linear, LinearOperands):
+    """TransformerEngine's way without FP8 primary weights: bfloat16 weights that each forward casts."""
+
+    weight_operand = fti.PrimaryFloat8Linear.weight_operand
+
+    def forward(self, x):
+        return self.product(x, self.weight)
+
+
+def test_rounded_through_bfloat16_a_hundred_losses_equal_those_of_bfloat16_weights_that_are_cast():
+    """Without `round_through_dtype` some of them differ: the codes are then those of the float32 masters."""
+    torch.manual_seed(0)
+    twin = nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=torch.bfloat16) for a, b in ((24, 40), (40, 16))))
+    nets = {through: fti.convert_linear(copy.deepcopy(twin)) for through in (True, False)}
+    for linear in twin:
+        linear.__class__, linear.config = CastAtEachForward, nets[True][0].config
+    models = {"twin": (twin, fti.MasterOptimizer(torch.optim.AdamW, twin.parameters(), lr=1e-3))}
+    for through, net in nets.items():
+        optimizer = fti.MasterOptimizer(torch.optim.AdamW, net.parameters(), lr=1e-3, round_through_dtype=through)
+        fti.seed_masters(optimizer, net)
+        models[through] = net, optimizer
+    losses = {name: [] for name in models}
+    for _ in range(100):
+        x = torch.randn(32, 24)
+        for name, (net, optimizer) in models.items():
+            loss = (net(x.bfloat16()).float() - x[:, :16].sin()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+    assert losses[True] == losses["twin"]
+    assert losses["twin"][-1] < 0.9 * losses["twin"][0]
+    assert losses[False] != losses["twin"]

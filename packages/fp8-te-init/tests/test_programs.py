@@ -1,11 +1,13 @@
 """Random sequences of what users do with a model, against a twin of plain weights that casts them at each forward.
 
-The twin holds float32 weights and computes the same FP8 products; what is done to the FP8 model is done to it. Losses
-and masters must be equal bit for bit after every operation (float32 models without delayed scaling: 50 % of the
-programs), and codes must be the rounding of the masters in all. 30 programs by default, 300 with --full.
+The twin holds float32 weights, or bfloat16 ones with float32 masters as TransformerEngine's models do, and computes the
+same FP8 products; what is done to the FP8 model is done to it. Losses and masters must be equal bit for bit after every
+operation (three recipes of four: the twin has no history for delayed scaling), and codes must be the rounding of the
+masters in all. 30 programs by default, 300 with --full.
 """
 
 import copy
+import functools
 import itertools
 import random
 
@@ -61,8 +63,8 @@ class Program:
         self.dtype = self.choose.choice([torch.float32, torch.float32, torch.bfloat16])
         self.preserve = self.choose.choice(["cpu", "residual", "replay", "none"])
         self.config = resolve_config(self.recipe)
-        # a twin without a history has other scales, and one of float32 weights has other gradients than bfloat16 ones
-        self.follows = self.recipe != "tensorwise_delayed" and self.dtype == torch.float32
+        # a twin without a history has other scales
+        self.follows = self.recipe != "tensorwise_delayed"
         self.rule = self.choose.choice(
             [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})]
         )
@@ -84,7 +86,7 @@ class Program:
         self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve}")
 
     def _twin_of(self, seed):
-        twin = plain(seed, self.dtype).float()
+        twin = plain(seed, self.dtype)
         for layer in twin:
             layer.__class__, layer.config = TwinLinear, self.config
         return twin
@@ -93,7 +95,7 @@ class Program:
         """Return float32 values after quantization as a new weight."""
         layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
         with torch.no_grad():
-            layer.weight.copy_(values)
+            layer.weight.copy_(values.float())
         return fti.convert_linear(layer, recipe=self.recipe, preserve="none").weight.state.own_values()
 
     # ------------------------------------------------------------ operations
@@ -108,8 +110,14 @@ class Program:
 
     def optimize(self):
         cls, options = self.rule
-        self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **options)
-        self.reference = cls(self.twin.parameters(), **options)
+        low = self.dtype == torch.bfloat16
+        self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), round_through_dtype=low, **options)
+        make = functools.partial(fti.MasterOptimizer, cls) if low else cls
+        self.reference = make(self.twin.parameters(), **options)
+
+    def master_of(self, layer):
+        """Return what the twin trains of a layer's weight."""
+        return self.reference.master_of(layer.weight) if self.dtype == torch.bfloat16 else layer.weight
 
     def seed(self):
         fti.seed_masters(self.optimizer, self.wrapped, strict=self.exact)
@@ -121,7 +129,8 @@ class Program:
         for layer in self.twin if self.restarts else ():
             values = self.rounded(full(layer.weight))
             with torch.no_grad():
-                set_to(layer.weight, values)
+                for each in {id(t): t for t in (self.master_of(layer), layer.weight)}.values():
+                    set_to(each, values)
         self.restarts = False
 
     def step(self, skip=False):
@@ -157,7 +166,7 @@ class Program:
         self.net.load_state_dict(state)
         with torch.no_grad():
             for layer, loaded in zip(self.twin, source, strict=True):
-                set_to(layer.bias, loaded.bias.to(self.dtype).float())
+                set_to(layer.bias, loaded.bias.to(self.dtype))
         self.change(lambda w, given: given, [layer.weight.detach().to(self.dtype) for layer in source], ours=False)
 
     def edit(self):
@@ -194,7 +203,7 @@ class Program:
             with torch.no_grad():
                 if ours:
                     ours(own.weight)
-                set_to(layer.weight, values.float())
+                set_to(layer.weight, values)
         self.restarts = not self.exact
         self.held = self.mode == "fsdp"
 
@@ -212,20 +221,32 @@ class Program:
 
     def save_and_resume(self):
         """Save both models, build others with other values, and go on with these."""
-        if self.mode == "fsdp":
-            return
         self.step()  # takes up edits, which checkpoints of masters do not know
-        states = copy.deepcopy([each.state_dict() for each in (self.net, self.optimizer, self.twin, self.reference)])
-        cls, options = type(self.reference), {"lr": 0.5}
-        preserve, self.preserve = self.preserve, "none"
+        saved = self.states() if self.mode == "fsdp" else copy.deepcopy(self.plain_states())
+        preserve, (cls, options) = self.preserve, self.rule
+        self.preserve, self.rule = "none", (cls, {"lr": 0.5})
         self.build(77)
         self.preserve, self.exact, self.restarts = preserve, False, False
         self.wrap()
-        self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **options)
-        self.reference = cls(self.twin.parameters(), **options)
-        for each, state in zip((self.net, self.optimizer, self.twin, self.reference), states, strict=True):
-            each.load_state_dict(state)
+        self.optimize()
+        self.rule = cls, options
+        if self.mode == "fsdp":
+            self.take(saved)
+        else:
+            for each, state in zip(self.all_four(), saved, strict=True):
+                each.load_state_dict(state)
         self.check("resume")
+
+    def all_four(self):
+        return self.net, self.optimizer, self.twin, self.reference
+
+    def plain_states(self):
+        return [each.state_dict() for each in self.all_four()]
+
+    def take(self, states):
+        for name, (net, optimizer) in self.pairs().items():
+            of_model, of_optimizer = states[name].values()
+            set_state_dict(net, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
     def pairs(self):
         return {"ours": (self.net, self.optimizer), "twin": (self.twin, self.reference)}
@@ -242,9 +263,9 @@ class Program:
         for layer, twin in zip(self.net, self.twin, strict=True):
             master = local_of(self.optimizer.master_of(layer.weight))
             rows = local_of(layer.weight).quantized_rows
-            assert torch.equal(rows.quantized(master), rows.codes()), " ".join([after, *self.log])
+            assert torch.equal(rows.quantized(master.to(self.dtype)), rows.codes()), " ".join([after, *self.log])
             if self.follows:
-                expected = self.rounded(full(twin.weight)) if self.restarts else full(twin.weight)
+                expected = self.rounded(full(twin.weight)) if self.restarts else full(self.master_of(twin))
                 assert same(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
 
     def run(self, length=10):
@@ -304,9 +325,7 @@ def resumed(rank, world_size, seed, folder):
     program.optimize()
     states = program.states()
     dcp.load(states, checkpoint_id=folder)
-    for name, (net, optimizer) in program.pairs().items():
-        of_model, of_optimizer = states[name].values()
-        set_state_dict(net, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    program.take(states)
     program.check("resume")
     for name in ("step", "edit", "step", "skip", "load", "step"):
         program.do(name)

@@ -15,6 +15,7 @@ from fp8_te_init._context import fp8_model_init, primary_weights
 from fp8_te_init._convert import convert_linear
 from fp8_te_init._errors import MissingInitError, StaleInitError
 from fp8_te_init._export import export_fp32_state_dict
+from fp8_te_init._flat_slices import quantize_master_weights
 from fp8_te_init._linear import PrimaryFloat8Linear
 from fp8_te_init._master_optimizer import MasterOptimizer
 from fp8_te_init._philox_init import philox_init_, philox_init_model_
@@ -47,6 +48,7 @@ __all__ = [
     "philox_init_",
     "philox_init_model_",
     "primary_weights",
+    "quantize_master_weights",
     "rescale_",
     "seed_masters",
 ]

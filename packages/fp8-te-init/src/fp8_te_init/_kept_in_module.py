@@ -6,6 +6,7 @@ gets its accessors and its values, cut to the rows that it holds.
 """
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -53,10 +54,10 @@ class KeptInModule:
         copied = KeptInModule(twin)
         twin.__dict__[_KEY] = copied  # `register` looks for it there; deepcopy puts it there once more
         for name, (kept, group) in self.entries.items():
-            # a module's parameters are copied before this object, which was put into the dictionary after them
-            parameter = memo.get(id(original._parameters.get(name)))
-            if parameter is None:
+            if original._parameters.get(name) is None:
                 continue
+            # in a copy this object stands before the parameters: they may not have been copied yet
+            parameter = copy.deepcopy(original._parameters[name], memo)
             if id(kept) not in memo:  # tied weights stay tied
                 memo[id(kept)] = kept.copied()
             if id(group) not in memo:  # a step of the original must not drop what the copy starts from

@@ -153,14 +153,18 @@ class PrimaryState:
             step: Whether an optimizer made the values: delayed scaling then uses the scale of earlier steps and
                 records this one; otherwise the weight starts anew.
         """
+        self.take_keys(keys, step=step)
+        self.codes[: self.rows] = self.quantized(values)
+        self.unagreed, self.held = False, None
+
+    def take_keys(self, keys: torch.Tensor, *, step: bool) -> None:
+        """Make the scale from the agreed `keys`, as `store` does; the codes are left to the caller."""
         amax = self.layout.amax(keys, self.full_shape)
         if self.history is not None:
             amax = self._recorded(amax, step=step)
         # an amax that says nothing leaves a delayed scale as it was, and a current one is 1
         previous = None if self.history is None else self.scale
         self.scale = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy, previous)
-        self.codes[: self.rows] = self.quantized(values)
-        self.unagreed, self.held = False, None
 
     def _recorded(self, amax: torch.Tensor, *, step: bool) -> torch.Tensor:
         """Record an amax and return the one that the scale of now is made from."""
