@@ -190,9 +190,10 @@ class Sharded:
 
 
 class Maker:
-    """Draws programs; `shapes` are the leading dimensions of the states that it made."""
+    """Draws programs, transforms at most `deepest` in each other; `shapes` are the leading dimensions of its states."""
 
-    def __init__(self, seed, mode):
+    def __init__(self, seed, mode, deepest=3):
+        self.deepest = deepest
         self.random = np.random.default_rng(seed)
         self.mode = mode
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -210,7 +211,7 @@ class Maker:
         return Sequence([self.node(depth, lead, rows) for _ in range(self.choose(1, 2, 2, 3))])
 
     def node(self, depth, lead, rows):
-        if depth == 3 or self.random.random() < 0.3:
+        if depth == self.deepest or self.random.random() < 0.3:
             return self.choose(self.layer(lead), self.layer(lead), Scaled(self.choose(0.5, 2.0, 3.0)))
         kind = self.choose("jit", "remat", "cond", "skip", "loop", "loop", "vmap")
         if kind == "vmap" and rows > 1:

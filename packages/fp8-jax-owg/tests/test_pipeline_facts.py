@@ -1,5 +1,6 @@
 """What a pipeline promises besides equal numbers: praxis' figures, sharding, four ways to find the state, no cost."""
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -124,6 +125,41 @@ def test_without_the_pipelines_help_the_same_loop_adds_up():
 
     found = np.asarray(newest(jax.jit(jax.grad(loss))(variables)))
     assert (found > 1.2 * wanted).all()
+
+
+def test_scales_of_flax_layers_grow_in_a_plain_pipeline_and_ours_stay():
+    """Six steps of flax's own operation in a loop over time around `vmap` over stages, and of ours in the pipeline."""
+
+    def layer(op):
+        cls, orthogonal = functools.partial(op, amax_history_length=16), nn.initializers.orthogonal()
+        return nn.Dense(WIDTH, use_bias=False, dot_general_cls=cls, kernel_init=orthogonal, name="fc")
+
+    theirs, ours = layer(nn.Fp8DirectDotGeneralOp), layer(owg_linen.Fp8DirectDotGeneralOp)
+    pipe = owg_linen.LayerwiseShardablePipelined(body=ours, num_stages=2, num_microbatches=4)
+    x = data(4)
+
+    def plain(variables):
+        def body(h, t):
+            out = jax.vmap(theirs.apply)(variables, h.at[0].set(x[jnp.minimum(t, 3)]))
+            return jnp.roll(out, 1, 0), out[-1]
+
+        return (jax.lax.scan(body, jnp.zeros((2, 4, WIDTH)), jnp.arange(5))[1][1:] ** 2).mean()
+
+    collection = "_overwrite_with_gradient"
+    one = jax.vmap(lambda key: theirs.init(key, x[0]))(jax.random.split(jax.random.key(0)))
+    two = {name: {"body": tree} for name, tree in one.items()}
+    step = jax.jit(lambda v: v | {collection: jax.grad(plain)(v)[collection]})
+    own = jax.jit(lambda v: v | {collection: owg.grad(lambda v: (pipe.apply(v, x) ** 2).mean())(v)[collection]})
+    for _ in range(6):
+        one, two = step(one), own(two)
+    found = [
+        next(a for path, a in jax.tree_util.tree_leaves_with_path(tree) if "input_scale" in jax.tree_util.keystr(path))
+        for tree in (one, two)
+    ]
+    assert (found[0] > 50).all()  # five times as large in each step
+    np.testing.assert_allclose(found[1].ravel()[0], np.abs(x).max() / 448, rtol=1e-6)
+    assert "SUM instead of MAX" in owg.report(one).suspicious[0].suspicion
+    assert not owg.report(two).suspicious
 
 
 def test_praxis_like_metadata(mode):

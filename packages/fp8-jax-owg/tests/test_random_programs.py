@@ -1,6 +1,7 @@
 """Random compositions of transforms around layers: every state records what running the program step by step does.
 
-30 programs, with --full 300; each in one of the two modes, with its states handed over in one of several forms.
+30 programs, with --full 300 that nest deeper; each in one of the two modes, with its states handed over in one of
+several forms.
 """
 
 import jax
@@ -70,9 +71,9 @@ def read(states):
     return jax.tree.map(lambda v: v[...], states, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
-def test_a_random_program_records_what_its_steps_see(seed, devices):
+def test_a_random_program_records_what_its_steps_see(seed, devices, full):
     mode, form = MODES[seed % 2], FORMS[seed % len(FORMS)]
-    maker = jax_programs.Maker(seed, mode)
+    maker = jax_programs.Maker(seed, mode, deepest=3 if full else 2)
     program = maker.program()
     h = jax_programs.activations(seed)
     wanted = maker.recorded(program, h)

@@ -59,7 +59,7 @@ def is_state(history: jax.Array) -> jax.Array:
     that subtracts the gradient makes amax negative; a SUM of encoded zeros is below each of them.
     """
     bits, key = to_bits(history), float_key(history)
-    return ~jnp.any((bits < 0) & (key >= 2 * SMALLEST_NORMAL_KEY) & (key < INFINITY_KEY))
+    return jnp.all((bits >= 0) | (key < 2 * SMALLEST_NORMAL_KEY) | (key >= INFINITY_KEY))
 
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:

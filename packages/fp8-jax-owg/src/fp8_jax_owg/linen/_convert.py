@@ -28,18 +28,18 @@ class _Converted(nn.Module):
     """A module with FP8 layers; variables have the names that the module alone gives them.
 
     Attributes:
-        module: The module.
+        converted_module: The module.
         rules: Which layers, by their dotted names.
         scaling: For rules that name no recipe.
     """
 
-    module: nn.Module
+    converted_module: nn.Module
     rules: Rules | Callable[[Any, str], bool]
     scaling: Scaling
 
     def setup(self) -> None:
         """Give the module's variables no name in front."""
-        nn.share_scope(self, self.module)
+        nn.share_scope(self, self.converted_module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -53,7 +53,9 @@ class _Converted(nn.Module):
             row = next((row for row in OPERATIONS if isinstance(context.module, row[0])), None)
             if row is None or context.method_name != "__call__":
                 return call(*args, **kwargs)
-            name = ".".join(context.module.path[len(self.path) :])
+            # layers that were attributes before `setup` ran have the name of the attribute in front, others have not
+            names = context.module.path[len(self.path) :]
+            name = ".".join(names[1:] if names[:1] == ("converted_module",) else names)
             scaling = self._scaling_of(context.module, name)
             if scaling is None or any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
                 return call(*args, **kwargs)
@@ -61,9 +63,11 @@ class _Converted(nn.Module):
             return _call_with(context.module, f"{row[1]}_cls", Product(row[2], scaling), call, args, kwargs)
 
         with nn.intercept_methods(intercept):
-            result = self.module(*args, **kwargs)
+            result = self.converted_module(*args, **kwargs)
         if not converted:
-            raise Fp8Error(f"No layer of {type(self.module).__name__} was converted. Check the rules and the model.")
+            raise Fp8Error(
+                f"No layer of {type(self.converted_module).__name__} was converted. Check the rules and the model."
+            )
         return result
 
     def _scaling_of(self, layer: nn.Module, name: str) -> Scaling | None:
