@@ -76,11 +76,8 @@ NO_AGREEMENT = drop("all_reduce(...)")
 MUTANTS = [
     # ---- fp8-common, the definition
     _numpy("ties away from zero", "encode", swap("rint(X)", "np.floor(X + 0.5)")),
-    _numpy(
-        "infinity is not clamped",
-        "_assemble",
-        swap("where(isinf(V), F.max_code, X)", "np.where(np.isinf(V), F.nan_code, X)"),
-    ),
+    _numpy("infinity is clamped", "_scaled", swap("where(isinf(V), V, P)", "P")),
+    _numpy("a product that overflows is NaN", "_scaled", swap("clip(P, -M, M)", "P")),
     _numpy("random bits one place off", "encode_stochastic", swap("B >> 9", "B >> 8")),
     _numpy("-0 loses its sign", "_assemble", swap("signbit(V)", "V < 0")),
     _numpy("amax keeps the sign", "float_key", swap("X & int32(KEY_MASK)", "X")),
@@ -99,6 +96,7 @@ MUTANTS = [
     _numpy("NaN enters the window", "update_history", swap("K >= INF_KEY", "K == INF_KEY")),
     _numpy("MX exponent one too small", "_rceil", swap("M > L", "M >= L")),
     # ---- fp8-common on PyTorch
+    _torch("torch clamps infinity", "nan_where_infinite", swap("add(X, X, alpha=0)", "X")),
     _torch("the cast does not saturate", "cast", swap("X.clamp(...)", "X")),
     _torch(
         "number divided by tensor", "divide", swap("div(full_like(X, N), X)", "N / X"), f"{CONFORMANCE} -k torch-eager"
@@ -119,6 +117,7 @@ MUTANTS = [
     ),
     _torch("a NaN amax is recorded", "update_history", swap("K >= INF_KEY", "K == INF_KEY")),
     # ---- fp8-common on JAX
+    _jax("jax clamps infinity", "nan_where_infinite", swap("float_key(X) == I", "float_key(X) < 0")),
     _jax("no tie to even", "round_to_codes", swap("(23 - M) << 23", "(24 - M) << 23")),
     _jax("the sign is lost", "_assemble", swap("(B >> 24) & S", "jnp.int32(0) * B"), f"{CONFORMANCE} -k jax-eager"),
     _jax(
@@ -139,6 +138,7 @@ MUTANTS = [
     ),
     # ---- fp8-common in Triton
     _kernel("the key of a kernel keeps the sign", "narrow_key", swap("X & KEY_MASK", "X")),
+    _kernel("a kernel clamps infinity", "scaled", swap("V * 0.0 + V", "V")),
     _kernel("a kernel makes a scale of an infinite amax", "scale_of_key", swap("K >= INF_KEY", "K > INF_KEY")),
     _kernel("a kernel clears too much of a scale", "scale_of_key", swap("B & INF_KEY", "B & 0x7F000000")),
     _kernel("blocks of a row overlap", "block_1x128_kernel", swap("block * 128 + C", "block * 127 + C")),

@@ -8,8 +8,8 @@ import numpy as np
 from fp8_common._cli_text import number, table
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format, get_data_format
-from fp8_common._quantize import dequantize
-from fp8_common._rounding import decode, encode
+from fp8_common._quantize import dequantize, quantize
+from fp8_common._rounding import decode
 from fp8_common._scaling import reciprocal
 
 
@@ -43,7 +43,7 @@ def facts(value: float, fmt: str | Format, scale: float = 1.0) -> dict[str, Any]
         scaled = value32 * scale32
     if not (math.isfinite(scale32) and scale32 > 0):
         raise Fp8Error(f"The scale must be positive and finite in float32, got {scale!r}.")
-    code = encode(scaled, fmt)
+    code = quantize(value32, scale32, fmt)
     result = float(decode(code, fmt))
     back = float(dequantize(code, scale32, fmt))
     below, above = _neighbours(result, fmt)
@@ -62,7 +62,7 @@ def facts(value: float, fmt: str | Format, scale: float = 1.0) -> dict[str, Any]
         "rounding_error": result - float(scaled),
         "relative_error": (result - float(scaled)) / float(scaled) if scaled else 0.0,
         "tie": _is_tie(float(scaled), result, below, above),
-        "saturated": bool(abs(scaled) > fmt.max),
+        "saturated": bool(abs(scaled) > fmt.max and math.isfinite(value32)),
         "underflowed": bool(scaled != 0 and result == 0),
         "scale_inv": float(reciprocal(scale32)),
         "back": back,
@@ -91,7 +91,7 @@ def text(entry: dict[str, Any]) -> str:
 def _remark(entry: dict[str, Any]) -> str:
     """Name the special case of the rounding, if it is one; the first that applies."""
     if math.isnan(entry["result"]):
-        return ", NaN stays NaN"
+        return ", NaN stays NaN" if math.isnan(entry["value"]) else ", infinity becomes NaN: a product shall show it"
     if entry["saturated"]:
         return ", saturated: the magnitude is above the largest finite value"
     if entry["underflowed"]:

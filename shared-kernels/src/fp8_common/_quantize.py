@@ -1,6 +1,7 @@
 """Quantization and dequantization at every granularity; the definition that all frameworks equal.
 
-The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate.
+The cast is always RN_fmt(RN32(float32(x) * scale)): multiply in float32, then round once and saturate. What is not
+finite becomes NaN; a finite x whose product overflows saturates like other large numbers.
 Scales multiply into FP8; going back multiplies by RN32(1 / scale).
 """
 
@@ -13,7 +14,7 @@ from fp8_common._amax import amax, as_float32
 from fp8_common._blocks import Block, block_amax, check_block, expand_blocks
 from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from fp8_common._formats import Format, get_data_format
-from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+from fp8_common._policy import CANONICAL, FLOAT32_MAX, MxMode, ScalePolicy
 from fp8_common._rounding import decode, encode, encode_stochastic
 from fp8_common._scaling import amax_to_scale, reciprocal
 
@@ -44,7 +45,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
         fmt: The FP8 format.
 
     Returns:
-        uint8 codes of the shape of `x`.
+        uint8 codes of the shape of `x`; the NaN code where `x` is infinite or NaN, whatever the scale.
 
     Raises:
         Fp8Error: Unsupported dtype or format.
@@ -145,10 +146,13 @@ def dequantize_mx(
 
 
 def _scaled(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
+    value = as_float32(x)
     with np.errstate(all="ignore"):
         # In float32, as every framework and GPU does it: in float64 the product would not be rounded before the
         # rounding to FP8, which gives other codes near midpoints.
-        return as_float32(x) * as_float32(scale, "scale")
+        product = value * as_float32(scale, "scale")
+    # Infinity comes from x alone: where only the product overflows, it is a large number, which saturates.
+    return np.where(np.isinf(value), value, np.clip(product, -FLOAT32_MAX, FLOAT32_MAX))
 
 
 def _unscaled(values: NDArray[np.float32], scale_inv: NDArray[np.float32], dtype: DTypeLike) -> NDArray[np.generic]:

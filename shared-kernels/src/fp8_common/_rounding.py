@@ -1,7 +1,7 @@
 """Numbers to 8-bit codes and back; the definition that every other cast equals bit for bit.
 
-Rounding is to nearest, ties to even, once, and saturates to the largest finite value. Infinity saturates too,
-NaN stays NaN. Stochastic rounding takes its random bits from the caller.
+Rounding is to nearest, ties to even, once, and saturates to the largest finite value. Infinity does not saturate: it
+becomes NaN, which no later product loses. NaN stays NaN. Stochastic rounding takes its random bits from the caller.
 """
 
 from functools import cache
@@ -21,9 +21,9 @@ def encode(x: ArrayLike, fmt: str | Format) -> NDArray[np.uint8]:
         fmt: A data format or its name.
 
     Returns:
-        uint8 codes of the shape of `x`. Magnitudes above the format's maximum and infinities give the largest
-        finite code; NaN gives the NaN code (with the sign bit, 0x80 alone in FNUZ formats); -0 keeps its sign
-        except in FNUZ formats, which have none.
+        uint8 codes of the shape of `x`. Finite magnitudes above the format's maximum give the largest finite code;
+        infinity and NaN give the NaN code (with the sign bit, 0x80 alone in FNUZ formats); -0 keeps its sign except
+        in FNUZ formats, which have none.
 
     Raises:
         Fp8Error: `fmt` is E8M0 or unknown.
@@ -118,13 +118,13 @@ def _assemble(
     # and field 0 for subnormals, whose steps are fewer. A mantissa that rounds up to 2 carries the same way.
     code = ((exponent + fmt.bias - 1) << fmt.mantissa_bits) + steps.astype(np.int64)
     # Saturate after rounding, so that values which round up past the largest one are covered, too.
-    code = np.where(np.isinf(value), fmt.max_code, np.minimum(code, fmt.max_code))
+    code = np.minimum(code, fmt.max_code)
     sign = np.signbit(value).astype(np.int64) << 7
     if fmt.fnuz:
         # 0x80, which would be -0, is the one NaN of these formats.
         sign = np.where(code == 0, 0, sign)
-        return np.where(np.isnan(value), fmt.nan_code, code | sign).astype(np.uint8)
-    return (np.where(np.isnan(value), fmt.nan_code, code) | sign).astype(np.uint8)
+        return np.where(np.isfinite(value), code | sign, fmt.nan_code).astype(np.uint8)
+    return (np.where(np.isfinite(value), code, fmt.nan_code) | sign).astype(np.uint8)
 
 
 @cache

@@ -26,7 +26,7 @@ MUTATIONS = {
         "key = tl.max(tl.abs(x.to(tl.float32)), axis=1).to(tl.int32, bitcast=True)", "drops NaN", 90,
     ),
     "double-rounding": (
-        "cast", "cast", "to_fp8(x.to(tl.float32) * scale, F8)", "(x.to(tl.float32) * scale).to(F8)", "float16", 89,
+        "cast", "cast", "to_fp8(scaled(x, scale), F8)", "scaled(x, scale).to(F8)", "float16", 89,
     ),
     "float64": (
         "rowwise", "row-wise", "tl.div_rn(fmax, amax)", "(fmax / amax.to(tl.float64)).to(tl.float32)", "float64", 90,

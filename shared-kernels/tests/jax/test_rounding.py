@@ -29,7 +29,7 @@ def test_encode_equals_numpy(fmt, x):
 @formats
 def test_encode_equals_the_clipped_cast_of_xla(fmt):
     x = np.concatenate([adversarial(fmt), float32s()])
-    x = x[~np.isnan(x)]
+    x = x[np.isfinite(x)]
 
     @jax.jit
     def library(x):
@@ -40,9 +40,9 @@ def test_encode_equals_the_clipped_cast_of_xla(fmt):
 
 @formats
 def test_overflow_saturates_and_nan_stays(fmt):
-    x = np.float32([np.inf, -np.inf, 3e38, -3e38, np.nextafter(np.float32(fmt.max), np.float32(np.inf))])
-    assert f8.decode(f8.encode(x, fmt), fmt).tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max, fmt.max]
-    assert np.isnan(f8.decode(f8.encode(np.float32([np.nan, -np.nan]), fmt), fmt)).all()
+    x = np.float32([3e38, -3e38, np.nextafter(np.float32(fmt.max), np.float32(np.inf))])
+    assert f8.decode(f8.encode(x, fmt), fmt).tolist() == [fmt.max, -fmt.max, fmt.max]
+    assert np.isnan(f8.decode(f8.encode(np.float32([np.nan, -np.nan, np.inf, -np.inf]), fmt), fmt)).all()
 
 
 @formats

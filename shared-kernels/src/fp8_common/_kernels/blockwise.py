@@ -6,7 +6,7 @@ Dims: x_MN is [M, N]; scales are [M, ceil(N / 128)] or [ceil(M / 128), ceil(N / 
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, to_fp8, widen_key
+from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, scaled, to_fp8, widen_key
 from fp8_common._kernels.transpose import load_rows, max_narrow_key, store_with_transpose
 
 
@@ -35,7 +35,7 @@ def block_1x128_kernel(
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
     scale = scale_of_key(key, 1.0, FMAX, RULE)
-    tl.store(y_ptr + at, to_fp8(x.to(tl.float32) * scale[:, None], y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + r.to(tl.int64) * columns + block, scale, mask=r < M)
 
 
@@ -73,6 +73,6 @@ def block_128x128_kernel(
         at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
         scale = scale_of_key(widen_key(max_narrow_key(x), DTYPE), 1.0, FMAX, RULE)
-        tl.store(y_ptr + at, to_fp8(x.to(tl.float32) * scale, y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + at, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask)
     # Programs are numbered like the blocks.
     tl.store(scale_ptr + tl.program_id(0), scale)

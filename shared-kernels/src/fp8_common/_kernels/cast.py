@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import narrow_key, scale_of_key, to_fp8, widen_key
+from fp8_common._kernels.device import narrow_key, scale_of_key, scaled, to_fp8, widen_key
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def cast_kernel(
     F8: tl.constexpr = y_ptr.dtype.element_ty
     if base + BLOCK <= n:
         x = tl.load(x_ptr + at)
-        tl.store(y_ptr + at, to_fp8(x.to(tl.float32) * scale, F8))
+        tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8))
     else:
         x = tl.load(x_ptr + at, mask=at < n, other=0.0)
-        tl.store(y_ptr + at, to_fp8(x.to(tl.float32) * scale, F8), mask=at < n)
+        tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8), mask=at < n)
     if amax_ptr is not None:
         key = widen_key(tl.max(narrow_key(x), axis=0), x_ptr.dtype.element_ty)
         tl.atomic_max(amax_ptr, key, sem="relaxed")

@@ -67,8 +67,17 @@ def as_bits(x):
 
 
 @triton.jit
+def scaled(x, scale):
+    """float32(x) * scale, NaN where x is infinite."""
+    v = x.to(tl.float32)
+    # 0 * x is NaN where x is not finite and otherwise a zero of the sign of x, so that -0 stays: one fused
+    # multiply-add. Before the product, because a finite x whose product overflows saturates.
+    return (v * 0.0 + v) * scale
+
+
+@triton.jit
 def to_fp8(v, F8: tl.constexpr):
-    """Round a float32 tile to F8: nearest even, saturating, NaN stays."""
+    """Round a float32 tile to F8: nearest even, saturating, infinity too; NaN stays."""
     # Inline PTX: Triton's own conversion goes through float16 on sm_89 and rounds twice. Four elements fill a register.
     if F8 == tl.float8e4nv:
         codes = tl.inline_asm_elementwise(PACK_E4M3, PACK_CONSTRAINTS, [v], dtype=tl.uint8, is_pure=True, pack=4)

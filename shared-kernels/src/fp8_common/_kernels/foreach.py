@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fp8_common._kernels.amax import chunk_key
-from fp8_common._kernels.device import to_fp8
+from fp8_common._kernels.device import scaled, to_fp8
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def foreach_cast_kernel(
     if base + BLOCK * ITERS <= n:
         for i in tl.static_range(ITERS):
             at = base + i * BLOCK + o
-            tl.store(y + at, to_fp8(tl.load(x + at).to(tl.float32) * scale, F8))
+            tl.store(y + at, to_fp8(scaled(tl.load(x + at), scale), F8))
     else:
         for i in range(ITERS):
             at = base + i * BLOCK + o
             value = tl.load(x + at, mask=at < n, other=0.0)
-            tl.store(y + at, to_fp8(value.to(tl.float32) * scale, F8), mask=at < n)
+            tl.store(y + at, to_fp8(scaled(value, scale), F8), mask=at < n)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import e8m0_of_key, multiple_of_16, narrow_key, scale_of_e8m0, to_fp8, widen_key
+from fp8_common._kernels.device import e8m0_of_key, multiple_of_16, narrow_key, scale_of_e8m0, scaled, to_fp8, widen_key
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -34,7 +34,7 @@ def mx_kernel(
     x = tl.reshape(tl.load(x_ptr + at, mask=mask, other=0.0), (BM * BLOCKS, 32))
     key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
     code = e8m0_of_key(key, MODE, MAX_KEY, MANTISSA_BITS)
-    q = to_fp8(x.to(tl.float32) * scale_of_e8m0(code)[:, None], y_ptr.dtype.element_ty)
+    q = to_fp8(scaled(x, scale_of_e8m0(code)[:, None]), y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, tl.reshape(q, (BM, BN)), mask=mask)
     columns = tl.cdiv(N, 32)
     b = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :]

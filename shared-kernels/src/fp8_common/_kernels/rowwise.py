@@ -8,7 +8,7 @@ Dims: x_MN is [M, N], scale_M is [M], fold_N is [N].
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, to_fp8, widen_key
+from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, scaled, to_fp8, widen_key
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def rowwise_kernel(
     x = load_values(x_ptr, fold_ptr, at, c, mask, N)
     key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)
     scale = scale_of_key(key, 1.0, FMAX, RULE)
-    tl.store(y_ptr + at, to_fp8(x.to(tl.float32) * scale[:, None], y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + r, scale, mask=r < M)
 
 
@@ -81,5 +81,5 @@ def rowwise_long_kernel(
     for start in range(0, N, BN):
         mask = start + c < N
         x = load_values(x_ptr, fold_ptr, row + start + c, start + c, mask, N)
-        tl.store(y_ptr + row + start + c, to_fp8(x.to(tl.float32) * scale, y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + row + start + c, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + tl.program_id(0), scale)

@@ -8,7 +8,7 @@ NumPy.
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import KEY_MASK, as_bits, as_float, to_fp8
+from fp8_common._kernels.device import KEY_MASK, as_bits, as_float, scaled, to_fp8
 
 
 @triton.jit
@@ -58,10 +58,10 @@ def stochastic_kernel(
     scale = tl.load(scale_ptr)
     F8: tl.constexpr = y_ptr.dtype.element_ty
     if base + BLOCK <= n:
-        v = tl.load(x_ptr + at).to(tl.float32) * scale
+        v = scaled(tl.load(x_ptr + at), scale)
         v = round_at_random(v, bits, MAX_KEY, MIN_EXPONENT, MANTISSA_BITS)
         tl.store(y_ptr + at, to_fp8(v, F8))
     else:
-        v = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32) * scale
+        v = scaled(tl.load(x_ptr + at, mask=at < n, other=0.0), scale)
         v = round_at_random(v, bits, MAX_KEY, MIN_EXPONENT, MANTISSA_BITS)
         tl.store(y_ptr + at, to_fp8(v, F8), mask=at < n)

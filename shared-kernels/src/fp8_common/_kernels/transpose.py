@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp8_common._kernels.cast import tensor_scale
-from fp8_common._kernels.device import multiple_of_16, narrow_key, to_fp8, to_fp8_rows, widen_key
+from fp8_common._kernels.device import multiple_of_16, narrow_key, scaled, to_fp8, to_fp8_rows, widen_key
 
 
 @triton.jit
@@ -34,9 +34,7 @@ def store_with_transpose(
 ):
     """Cast four tiles of interleaved rows and store them both ways; needs M % 4 == 0."""
     F8: tl.constexpr = y_ptr.dtype.element_ty
-    q0, q1, q2, q3, column = to_fp8_rows(
-        x0.to(tl.float32) * scale, x1.to(tl.float32) * scale, x2.to(tl.float32) * scale, x3.to(tl.float32) * scale, F8
-    )
+    q0, q1, q2, q3, column = to_fp8_rows(scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale), F8)
     tl.store(y_ptr + at, q0, mask=mask)
     tl.store(y_ptr + at + N, q1, mask=mask)
     tl.store(y_ptr + at + 2 * N, q2, mask=mask)
@@ -89,7 +87,7 @@ def cast_transpose_kernel(
         r, c = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
         at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
         x = tl.load(x_ptr + at, mask=mask, other=0.0)
-        q = to_fp8(x.to(tl.float32) * scale, y_ptr.dtype.element_ty)
+        q = to_fp8(scaled(x, scale), y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, q, mask=mask)
         # Stored byte by byte: where 4 does not divide M, rows of the transpose do not start at words.
         tl.store(yt_ptr + c.to(tl.int64) * M + r, q, mask=mask)

@@ -49,7 +49,7 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 
 def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
-    """Return `x * scale` in the native dtype of `fmt`, saturating; NaN stays NaN.
+    """Return `x * scale` in the native dtype of `fmt`, saturating; infinity becomes NaN.
 
     Args:
         x: float16, bfloat16 or float32, any shape.

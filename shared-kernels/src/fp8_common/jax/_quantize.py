@@ -20,7 +20,13 @@ from fp8_common._quantize import Quantized
 from fp8_common.jax._amax import amax
 from fp8_common.jax._arrays import as_codes, as_float32, as_native, broadcast_scale
 from fp8_common.jax._products import product_back, product_into
-from fp8_common.jax._rounding import check_random_bits, decode_codes, round_to_codes, round_to_codes_at_random
+from fp8_common.jax._rounding import (
+    check_random_bits,
+    decode_codes,
+    nan_where_infinite,
+    round_to_codes,
+    round_to_codes_at_random,
+)
 from fp8_common.jax._scaling import amax_to_scale, reciprocal
 
 
@@ -36,7 +42,7 @@ def quantize_to_codes(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     In that range it does not matter that XLA flushes subnormals: they round to zero in every format. So this is a
     plain product, with a third of the operations of `quantize`.
     """
-    return round_to_codes(x.astype(jnp.float32) * scale, fmt)
+    return round_to_codes(nan_where_infinite(x.astype(jnp.float32)) * scale, fmt)
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
@@ -87,13 +93,13 @@ def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DT
 
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def _quantize(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
-    scaled = product_into(lax.stop_gradient(x), lax.stop_gradient(scale))
+    scaled = product_into(nan_where_infinite(lax.stop_gradient(x)), lax.stop_gradient(scale))
     return as_native(round_to_codes(scaled, fmt), fmt)
 
 
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def _quantize_stochastic(x: jax.Array, scale: jax.Array, bits: jax.Array, *, fmt: Format) -> jax.Array:
-    scaled = product_into(lax.stop_gradient(x), lax.stop_gradient(scale))
+    scaled = product_into(nan_where_infinite(lax.stop_gradient(x)), lax.stop_gradient(scale))
     return as_native(round_to_codes_at_random(scaled, bits, fmt), fmt)
 
 

@@ -4,6 +4,8 @@ The cast is written with integer operations and one float addition instead of XL
 does not saturate (overflow becomes NaN in E4M3, infinity in E5M2), and on CPUs it is several times slower.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.typing import ArrayLike
 from fp8_common._amax import INF_KEY, KEY_MASK
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import E8M0, Format, get_data_format, get_format
-from fp8_common.jax._arrays import EXPONENT_MASK, NAN_KEY, as_codes, as_float32, from_bits, to_bits
+from fp8_common.jax._arrays import EXPONENT_MASK, NAN_KEY, as_codes, as_float32, float_key, from_bits, to_bits
 
 
 def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
@@ -83,8 +85,16 @@ def check_random_bits(random_bits: ArrayLike, shape: tuple[int, ...]) -> jax.Arr
     return jnp.asarray(random_bits)
 
 
+def nan_where_infinite(x: jax.Array) -> jax.Array:
+    """Return float32 `x` with NaN for infinity.
+
+    Casts do so before they multiply by a scale: a finite number whose product overflows saturates.
+    """
+    return from_bits(jnp.where(float_key(x) == jnp.int32(INF_KEY), jnp.int32(NAN_KEY), to_bits(x)))
+
+
 def round_to_codes(x: jax.Array, fmt: Format) -> jax.Array:
-    """Return the uint8 codes of float32 `x`, rounded to nearest even.
+    """Return the uint8 codes of float32 `x`, rounded to nearest even and saturated, infinity too.
 
     Adding 2^(e+23-m) to a value of binade e leaves m mantissa bits, rounded by the hardware's own rule.
     """
@@ -153,6 +163,14 @@ def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
     return from_bits(bits | sign)
 
 
-_encode = jax.jit(round_to_codes, static_argnames="fmt", inline=True)
-_encode_stochastic = jax.jit(round_to_codes_at_random, static_argnames="fmt", inline=True)
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def _encode(x: jax.Array, *, fmt: Format) -> jax.Array:
+    return round_to_codes(nan_where_infinite(x), fmt)
+
+
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def _encode_stochastic(x: jax.Array, bits: jax.Array, *, fmt: Format) -> jax.Array:
+    return round_to_codes_at_random(nan_where_infinite(x), bits, fmt)
+
+
 _decode = jax.jit(decode_codes, static_argnames="fmt", inline=True)

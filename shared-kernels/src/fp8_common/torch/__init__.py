@@ -26,7 +26,7 @@ from fp8_common.torch import _ops as ops
 from fp8_common.torch._checkpoint import read_metadata
 from fp8_common.torch._dtypes import FLOAT8_DTYPES, INPUT_DTYPES, as_codes, torch_dtype
 from fp8_common.torch._linear_config import GemmConfig
-from fp8_common.torch._rounding import cast_stochastic
+from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
@@ -70,7 +70,7 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
     """Round up or down at random; `random_bits` is int32 or uint32 of the shape of `x`. Returns uint8 codes."""
-    return cast_stochastic(_input(x).float(), get_data_format(fmt), random_bits).view(torch.uint8)
+    return cast_stochastic(nan_where_infinite(_input(x).float()), get_data_format(fmt), random_bits).view(torch.uint8)
 
 
 def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:

@@ -52,7 +52,7 @@ def multiply(
 
 def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    product = (values(a.codes, a.fmt, exact) @ values(b.codes, b.fmt, exact).t()).float()
+    product = _matmul(values(a.codes, a.fmt, exact), values(b.codes, b.fmt, exact)).float()
     if a.scale_inv.ndim == b.scale_inv.ndim == 0:
         return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
     # the product itself stays as it is: selective checkpointing may have kept it
@@ -61,7 +61,16 @@ def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.T
 
 def _multiply_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     wide = torch.bfloat16 if a.codes.is_cuda else torch.float32
-    return (_dequantize(a).to(wide) @ _dequantize(b).to(wide).t()).to(out_dtype)
+    return _matmul(_dequantize(a).to(wide), _dequantize(b).to(wide)).to(out_dtype)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b.T in the dtype of both, whatever autocast says: sums of codes overflow float16."""
+    # there is no autocast for the meta device, and asking for it is an error
+    if a.is_meta or not torch.is_autocast_enabled(a.device.type):
+        return a @ b.t()
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b.t()
 
 
 def _dequantize(operand: Operand) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch._amax import amax_over
 from fp8_common.torch._dtypes import as_float32, torch_dtype
-from fp8_common.torch._rounding import cast_stochastic, values
+from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite, values
 from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
 
 
@@ -21,13 +21,16 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype."""
     # The product is a new tensor, so clamping in place saves a copy. Clamped, because torch's cast does not saturate in
     # every version; clamp keeps NaN.
-    scaled = as_float32(x) * as_float32(scale, "scale")
-    return scaled.clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
+    return _scaled(x, scale).clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
     """Return `x * scale` rounded up or down at random, in the format's dtype."""
-    return cast_stochastic(as_float32(x) * as_float32(scale, "scale"), fmt, random_bits)
+    return cast_stochastic(_scaled(x, scale), fmt, random_bits)
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return nan_where_infinite(as_float32(x)) * as_float32(scale, "scale")
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:

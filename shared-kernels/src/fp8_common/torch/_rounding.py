@@ -12,8 +12,17 @@ from fp8_common.torch._compat import is_fake
 from fp8_common.torch._dtypes import as_codes, torch_dtype, values_table
 
 
+def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
+    """Return float32 `x` with NaN for infinity: in one operation, because 0 * x is NaN where x is not finite.
+
+    Casts do so before they multiply by a scale: a finite number whose product overflows saturates.
+    """
+    # elsewhere 0 * x is a zero of the sign of x, so that -0 stays
+    return torch.add(x, x, alpha=0)
+
+
 def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Round float32 `x` to the format's dtype: nearest even, saturating, NaN stays NaN."""
+    """Round float32 `x` to the format's dtype: nearest even, saturating, infinity too; NaN stays NaN."""
     return x.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
@@ -61,7 +70,7 @@ def values(codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.fl
 
 def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Round to `fmt` and return uint8 codes of the shape of `x` (float16, bfloat16 or float32)."""
-    return cast(x.float(), get_data_format(fmt)).view(torch.uint8)
+    return cast(nan_where_infinite(x.float()), get_data_format(fmt)).view(torch.uint8)
 
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
