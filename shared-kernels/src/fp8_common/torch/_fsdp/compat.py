@@ -304,11 +304,12 @@ def before_gathers(root: nn.Module) -> Iterator[None]:
     By itself FSDP2 lets the streams of its gathers wait for the current stream. After `set_post_optim_event` they wait
     for that event alone: then what runs inside waits for it, and the gathers for what ran inside.
     """
-    event = _root_state(root)._state_ctx.post_optim_event
+    state: Any = _root_state(root)
+    event = state._state_ctx.post_optim_event
     if event is None:
         yield
         return
-    stream = _root_state(root)._device_handle.current_stream()
+    stream = state._device_handle.current_stream()
     stream.wait_event(event)
     try:
         yield
