@@ -219,7 +219,9 @@ def _multiply(a: Operand, b: Operand, config: LinearConfig, product: str, out_dt
         out_dtype=out_dtype,
         emulate=should_emulate(a.codes.device, config),
         use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
-        pad_inner_dim=config.pad_inner_dim,
+        # the weight's gradient is contracted over tokens, whose number is nobody's choice
+        pad_inner=config.pad_inner_dim or product == "grad_weight",
+        pad_outer=config.pad_inner_dim,
     )
 
 

@@ -24,7 +24,8 @@ def multiply(
     out_dtype: torch.dtype,
     emulate: bool,
     use_fast_accum: bool = False,
-    pad_inner_dim: bool = False,
+    pad_inner: bool = False,
+    pad_outer: bool = False,
 ) -> torch.Tensor:
     """Return a @ b.T with scales applied.
 
@@ -34,8 +35,8 @@ def multiply(
         out_dtype: float32, bfloat16 or float16.
         emulate: Decode and multiply instead of calling the FP8 hardware.
         use_fast_accum: Let the hardware accumulate with fewer bits.
-        pad_inner_dim: Pad K, and N where it is no multiple of 16 either, with zeros for the hardware; otherwise such
-            sizes are an error there.
+        pad_inner: Pad K with zeros up to a multiple of 16 for the hardware; otherwise other sizes are an error there.
+        pad_outer: The same of N.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -47,7 +48,7 @@ def multiply(
         return _multiply_blocks(a, b, out_dtype)
     if emulate:
         return _multiply_decoded(a, b, out_dtype)
-    return _multiply_scaled(a, b, out_dtype, use_fast_accum, pad_inner_dim)
+    return _multiply_scaled(a, b, out_dtype, use_fast_accum, (pad_inner, pad_outer))
 
 
 def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +79,7 @@ def _dequantize(operand: Operand) -> torch.Tensor:
 
 
 def _multiply_scaled(
-    a: Operand, b: Operand, out_dtype: torch.dtype, use_fast_accum: bool, pad_inner_dim: bool
+    a: Operand, b: Operand, out_dtype: torch.dtype, use_fast_accum: bool, pad: tuple[bool, bool]
 ) -> torch.Tensor:
     a_codes, b_codes = a.codes.contiguous(), b.codes.contiguous()
     a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
@@ -87,19 +88,19 @@ def _multiply_scaled(
         b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
     columns = b_codes.shape[0]
     if a_codes.is_cuda:
-        a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, pad_inner_dim)
+        a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, pad)
     product = torch._scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     return product if product.shape[1] == columns else product[:, :columns].contiguous()
 
 
 def _aligned(
-    a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, pad: bool
+    a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, pad: tuple[bool, bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a [M, K], b [N, K] and the scales of b with zeros added to K and N up to what the hardware needs."""
+    """Return a [M, K], b [N, K] and the scales of b with zeros added to K and N, where `pad` allows, as needed."""
     inner, outer = -a.shape[1] % ALIGNMENT, -b.shape[0] % ALIGNMENT
     if not (inner or outer):
         return a, b, b_inv
-    if not pad:
+    if (inner and not pad[0]) or (outer and not pad[1]):
         raise Fp8Error(
             f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
             f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True."
