@@ -30,7 +30,10 @@ def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, rando
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return nan_where_infinite(as_float32(x)) * as_float32(scale, "scale")
+    value, scale = nan_where_infinite(as_float32(x)), as_float32(scale, "scale")
+    # In place where the result has the shape of x: another buffer costs more than the product.
+    same = torch.broadcast_shapes(value.shape, scale.shape) == value.shape
+    return value.mul_(scale) if same else value * scale
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
