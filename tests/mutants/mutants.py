@@ -187,7 +187,7 @@ MUTANTS = [
         drop("Fp8StaleError(...)"),
         "test_freshness.py -k edit_on_one_rank",
     ),
-    _fsdp("a lent alias is forgotten", "WeightChanges.may_be_new", swap("A > 0 or S", "S"), "test_freshness.py"),
+    _fsdp("a lent alias is forgotten", "WeightChanges.take_doubt", swap("A > 0 or S", "S"), "test_freshness.py"),
     _fsdp(
         "a copied weight keeps the memory of the first",
         "ShardedFloat8Weight.__torch_dispatch__",

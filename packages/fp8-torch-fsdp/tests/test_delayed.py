@@ -268,3 +268,35 @@ def test_a_step_before_the_backward_leaves_recomputation_alone():
         assert model.layer.weight.grad.any()
         model.zero_grad()
     assert model.layer.fp8_input.history.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_dynamic_shapes_are_one_graph(recipe):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)), recipe=recipe)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
+    for rows in (16, 32, 48, 7):
+        x = torch.randn(rows, 32)
+        assert torch.equal(compiled(x), model(x))
+    assert counter.frame_count == 1
+
+
+def test_synchronization_in_a_compiled_step_breaks_the_graph_once():
+    torch._dynamo.reset()
+    model = nn.Sequential(layer())
+    f8.sync_float8_amax_and_scale_history(model)
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def after_step(x):
+        y = x * 2
+        f8.sync_float8_amax_and_scale_history(model)
+        return y + 1
+
+    for step in range(3):
+        train_step(model, torch.full((8, 32), step + 1.0))
+        after_step(torch.ones(4))
+        assert model[0].fp8_input.history[0] == step + 1
+    assert counter.frame_count == 2, "what is before and what is after"

@@ -34,8 +34,14 @@ def sync_float8_amax_and_scale_history(model: nn.Module, *, group: dist.ProcessG
             sharded models know theirs.
 
     Optional under FSDP2; call it once per step where the model is not called through the module that was converted,
-    and for models that are replicated. A second call without a new observation changes nothing.
+    and for models that are replicated. A second call without a new observation changes nothing. In compiled code it
+    breaks the graph, once.
     """
+    # disabled when called: the decorator would import the compiler with the package
+    torch.compiler.disable(_synchronize_all)(model, group)
+
+
+def _synchronize_all(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     if any(scale.owner is None for scale in delayed_scales(model)):
         synchronize_before_forward(model)  # copied layers: nobody has taken them yet
     for plan in plans_of(model):

@@ -22,6 +22,7 @@ from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _history as _history
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all, amax_over
+from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch._dtypes import torch_dtype
 from fp8_common.torch._quantize import quantize_stochastic as _quantize_stochastic
 from fp8_common.torch._rounding import values as _values
@@ -30,9 +31,10 @@ from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, s
 NAMESPACE = "fp8_common"
 
 
+@assume_constant_result
 def policy_key(policy: ScalePolicy) -> str:
     """Return the string that stands for `policy` in operator arguments; `policy_of_key` reads it back."""
-    # One f-string of plain attributes, which compilers fold to a constant while tracing.
+    # A constant to compilers: with dynamic shapes, the integers of a policy would be symbols to them.
     return (
         f"{policy.name}|{policy.margin}|{policy.power_of_2}|{policy.eps}|{policy.zero}|{policy.nonfinite}|"
         f"{policy.upper}|{policy.lower}|{policy.formula}|{policy.mx_mode}|{policy.history}|{policy.algo}"
