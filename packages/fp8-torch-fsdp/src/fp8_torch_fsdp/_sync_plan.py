@@ -48,6 +48,7 @@ class SyncPlan(ScalePlan):
         self.members = [Member(param) for param in fsdp.sharded_params(root) if isinstance(param.local, cls)]
         scales = delayed_scales(root)
         _refuse(self.members)
+        _mark_unsharded(root)
         self._groups = by_process_group(self.members, replicas=bool(scales))
         self.take(scales, shared=self._groups[0][0].size() > 1)
         self._accumulating = not fsdp.gradient_sync_enabled(root)
@@ -219,6 +220,14 @@ class SyncPlan(ScalePlan):
             state = member.state
             if state.plan() is not self:
                 state.plan, state.name, state.geometry = weakref.ref(self), member.param.name, member.geometry
+
+
+def _mark_unsharded(root: nn.Module) -> None:
+    """Let optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more."""
+    for layer in root.modules():
+        known = getattr(layer, "unsharded", None)
+        if known is not None and known.layer() is layer and (state := known.state()) is not None:
+            state.replaced_by = "fully_shard"
 
 
 def _refuse(members: list[Member]) -> None:
