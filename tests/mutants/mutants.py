@@ -230,6 +230,24 @@ MUTANTS = [
         swap("copy_in_backward(B, G)", "B"),
         "test_compile_tables.py",
     ),
+    _fsdp(
+        "a frozen weight keeps an old delayed scale",
+        "SyncPlan._synchronize",
+        drop("_scale_again()"),
+        "test_programs.py -k failed_once",
+    ),
+    _fsdp(
+        "an edit before a step counts as a part of it",
+        "LocalPlan._before_step",
+        drop("_look_at_weights()"),
+        "test_programs.py -k failed_once",
+    ),
+    _fsdp(
+        "random programs do not see that writes are lost",
+        "ShardedFloat8Weight.__torch_dispatch__",
+        drop("mark_changed()"),
+        "test_programs.py -k random",
+    ),
     # ---- fp8-jax-owg
     _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_sharing.py"),
     _owg("an unused parameter counts as observed", "decode", swap("(K == 0) | I", "I"), "test_observation.py"),

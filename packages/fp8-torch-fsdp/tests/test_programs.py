@@ -16,7 +16,17 @@ from tests.helpers.ranks import RankError
 SECONDS = 60.0
 """For one program on all ranks: what takes longer, waits for ever."""
 
-FOUND: tuple[Program, ...] = ()
+TRAIN, STEP = ("train", 1, False), ("step", None)
+FOUND = (
+    # a weight frozen under delayed scaling kept the scale of its last change
+    Program(ranks=1, operations=(TRAIN, STEP, ("freeze", 1), TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
+    # edits of sharded plain weights, which their local tensors do not count, left delayed scales as they were
+    Program(ranks=2, operations=(TRAIN, STEP, ("edit", "mul", 8.0), TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
+    # an edit before a step counted as a part of it, where nothing is gathered in FP8
+    Program(ranks=0, operations=(TRAIN, ("edit", "mul", 8.0), STEP, TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
+    # the first edit before any forward
+    Program(ranks=2, copies=True, operations=(("edit", "view", 0.75), TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
+)
 
 
 def on_rank(rank, world_size, program):
@@ -65,6 +75,13 @@ def check(run_ranks, program):
         kind = kind_of(why)
         program = shortened(lambda shorter: kind_of(failure_of(run_ranks, shorter) or "none") == kind, program)
     pytest.fail(f"{program!r}\n{why}", pytrace=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("index", range(len(FOUND)))
+def test_programs_that_failed_once(run_ranks, index):
+    why = failure_of(run_ranks, FOUND[index])
+    assert why is None, why
 
 
 @pytest.mark.distributed

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import hooks
 from fp8_torch_fsdp._config import CastConfig
+from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import keep_state_dicts_plain
 from fp8_torch_fsdp._strategies import Strategy, strategy_for
@@ -46,10 +46,12 @@ def enable_float8_all_gather(
             if parameter is None or id(parameter) not in wanted:
                 continue
             if id(parameter) not in wrapped:
-                wrapped[id(parameter)] = _wrap(parameter, strategy, f"{prefix}.{name}".lstrip("."))
-                hooks.mark_replaced(parameter, "enable_float8_all_gather")
+                earlier = successor_of(parameter)  # of a module that shares it and was treated before
+                name_of_it = f"{prefix}.{name}".lstrip(".")
+                wrapped[id(parameter)] = _wrap(parameter, strategy, name_of_it) if earlier is None else earlier
+                leave_address(parameter, module, name)
             module._parameters[name] = wrapped[id(parameter)]
-            keep_state_dicts_plain(module, name)
+            keep_state_dicts_plain(module)
             names.append(f"{prefix}.{name}".lstrip("."))
     if not names:
         raise Fp8Error("No parameter to gather in FP8: the model has no floating point weights of two dimensions.")
@@ -68,4 +70,4 @@ def _resolve(target: nn.Module | Iterable[nn.Parameter], model: nn.Module | None
 def _wrap(parameter: nn.Parameter, strategy: Strategy, name: str) -> nn.Parameter:
     if hasattr(parameter, "_local_tensor") or isinstance(parameter, ShardedFloat8Weight):
         raise Fp8Error(f"{name} is already sharded or gathered in FP8. Call enable_float8_all_gather once, first.")
-    return nn.Parameter(ShardedFloat8Weight.of(parameter.data, strategy), requires_grad=parameter.requires_grad)
+    return replaced_by(parameter, ShardedFloat8Weight.of(parameter.data, strategy), "enable_float8_all_gather")

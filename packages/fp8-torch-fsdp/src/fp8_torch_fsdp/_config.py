@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from fp8_common import CastRecipe, Fp8Error, Recipe
 from fp8_common.torch.plugin import LinearConfig
@@ -74,6 +74,20 @@ class DelayedScalingConfig:
         return dataclasses.replace(cast, policy=policy)
 
 
+TORCHAO_OPTIONS = {
+    "enable_fsdp_float8_all_gather": "use all_gather=AllGatherConfig(enabled=...), which is on by default",
+    "cast_config_input": "use recipe=Recipe(input=CastConfig(...), ...)",
+    "cast_config_weight": "use recipe=Recipe(weight=CastConfig(...), ...)",
+    "cast_config_grad_output": "use recipe=Recipe(grad_output=CastConfig(...), ...)",
+    "gemm_config_output": "use gemms=GemmConfig(fast_accum_output=...)",
+    "gemm_config_grad_input": "use gemms=GemmConfig(fast_accum_grad_input=...)",
+    "gemm_config_grad_weight": "use gemms=GemmConfig(fast_accum_grad_weight=...)",
+    "round_scales_to_power_of_2": "use policy=fp8_common.POWER_OF_2 in each CastConfig",
+    "force_recompute_fp8_weight_in_bwd": "leave it out, weights are gathered again in the backward",
+}
+"""What torchao's `Float8LinearConfig` calls otherwise, and what to write instead."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Float8LinearConfig(LinearConfig):
     """How linear layers train in FP8.
@@ -94,6 +108,13 @@ class Float8LinearConfig(LinearConfig):
 
     all_gather: AllGatherConfig = dataclasses.field(default_factory=AllGatherConfig)
     delayed: DelayedScalingConfig | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse torchao's names of options with ours for them."""
+        known = [f"{name}: {TORCHAO_OPTIONS[name]}" for name in options if name in TORCHAO_OPTIONS]
+        if known:
+            raise Fp8Error(f"Float8LinearConfig has other names than torchao for {'; '.join(known)}.")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Apply shared choices and refuse combinations that have no products."""

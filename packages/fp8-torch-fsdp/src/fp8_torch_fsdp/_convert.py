@@ -2,19 +2,23 @@
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from fp8_common import Fp8Error, Recipe, select_modules
-from fp8_common.torch.plugin import hooks
+from fp8_torch_fsdp import _fast_path as fast_path
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._filters import ModuleSelection
-from fp8_torch_fsdp._linear import Float8Linear
-from fp8_torch_fsdp._local_plan import synchronize_before_forward
+from fp8_torch_fsdp._linear import Float8Linear, Unsharded
+from fp8_torch_fsdp._local_plan import forget_plan, synchronize_before_forward
+from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
+from fp8_torch_fsdp._strategies import delayed_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,8 @@ def convert_to_float8_training(
             the names of layers, which may give each layer a recipe of its own.
 
     Returns:
-        The converted model. Weights that are gathered in FP8 become new parameters: make the optimizer afterwards.
+        The converted model. Weights that are gathered in FP8 become new parameters, with the gradient, hooks and
+        attributes of the old ones: make the optimizer afterwards.
 
     Raises:
         Fp8Error: Contradictory choices, a layer already sharded, a parametrized layer that the filter does not leave
@@ -47,6 +52,7 @@ def convert_to_float8_training(
     if not chosen:
         done = sum(isinstance(module, Float8Linear) for module in model.modules())
         why = f" {done} are FP8 layers already." if done else _why_left(left)
+        why += _other_weights(model)
         raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
     replacements: dict[nn.Module, Float8Linear] = {
         module: Float8Linear.from_linear(module, own) for module, own in chosen.items()
@@ -54,6 +60,8 @@ def convert_to_float8_training(
     if config.all_gather.enabled:
         _wrap_weights(model, replacements)
     _replace(model, replacements)
+    for module in model.modules():
+        fast_path.turn_off(module, replacements.values())
     model = replacements.get(model, model)
     if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in replacements.values()):
         synchronize_before_forward(model)
@@ -65,7 +73,8 @@ def unconvert(model: nn.Module) -> nn.Module:
     """Turn every `Float8Linear` back into `nn.Linear`, in place. Call it on models that are not sharded.
 
     Returns:
-        The model with plain weights that share the storage of the FP8 layers' weights.
+        The model with plain weights that share the storage of the FP8 layers' weights. Ties, hooks, subclasses,
+        attributes and gradients are those of the FP8 layers.
 
     Raises:
         Fp8Error: The model is sharded; save a state dict and load it into a new model instead.
@@ -75,14 +84,23 @@ def unconvert(model: nn.Module) -> nn.Module:
         if isinstance(module, Float8Linear):
             if hasattr(module.weight, "_local_tensor"):
                 raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
-            replacements[module] = _plain_linear(module)
+            replacements[module] = _plain_layer(module)
     _replace(model, replacements)
+    for module in (*model.modules(), *replacements.values()):
+        forget_plan(module)
+        fast_path.restore(module)
     return replacements.get(model, model)
 
 
 def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
+    if config is not None and not isinstance(config, Float8LinearConfig):
+        advice = f"Pass recipe={config!r}" if isinstance(config, str | Recipe | Mapping) else "Make one of those"
+        raise Fp8Error(
+            f"config must be a fp8_torch_fsdp.Float8LinearConfig, got {type(config).__module__}."
+            f"{type(config).__qualname__}. {advice}."
+        )
     return config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
 
 
@@ -102,6 +120,8 @@ def _select(
             left[name] = "filtered"
         elif hasattr(module, "parametrizations") or "weight" not in module._parameters:
             refused.append(name)
+        elif isinstance(module, NonDynamicallyQuantizableLinear):
+            left[name] = "nn.MultiheadAttention multiplies by its weight without calling it"
         elif type(module).forward is not nn.Linear.forward:
             left[name] = f"{type(module).__name__} has its own forward"
         elif isinstance(module.weight, UninitializedParameter):
@@ -128,6 +148,23 @@ def _why_left(left: dict[str, str]) -> str:
     return f" Left in high precision: {'; '.join(parts)}." if parts else ""
 
 
+def _other_weights(model: nn.Module) -> str:
+    """Say which layers that are no nn.Linear hold matrices: Transformers' Conv1D, stacked experts, convolutions."""
+    found: dict[str, int] = {}
+    for module in model.modules():
+        matrices = [p for p in module._parameters.values() if p is not None and p.ndim >= 2 and p.is_floating_point()]
+        if matrices and not isinstance(module, nn.Linear | nn.Embedding):
+            name = type(module).__name__
+            found[name] = found.get(name, 0) + 1
+    if not found:
+        return ""
+    names = ", ".join(f"{name} ({count})" for name, count in sorted(found.items()))
+    return (
+        f" Weights of two and more dimensions are in {names}: make nn.Linear of what multiplies by them, or let "
+        "enable_float8_all_gather(model) gather them in FP8 for the layers as they are."
+    )
+
+
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     for parent in [*model.modules(), *replacements.values()]:
         for name, child in parent._modules.items():
@@ -145,11 +182,31 @@ def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear])
         if len(layers) != users[id(layers[0].weight)]:
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
-        wrapped = _wrapped(layers[0])
-        hooks.mark_replaced(layers[0].weight, "convert_to_float8_training")
+        tied = _tied_earlier(layers[0])
+        wrapped: Any = _wrapped(layers[0]) if tied is None else tied
+        strategy = wrapped.strategy
+        leave_address(layers[0].weight, layers[0], "weight")
         for layer in layers:
             layer._parameters["weight"] = wrapped
-            layer.fp8_weight, layer.strategy = layers[0].fp8_weight, layers[0].strategy
+            layer.unsharded = Unsharded(weakref.ref(layer), weakref.ref(wrapped._state))
+            layer.fp8_weight, layer.strategy = delayed_of(strategy), strategy
+
+
+def _tied_earlier(layer: Float8Linear) -> Any:
+    """Return the FP8 weight that an earlier call has made of the one that this layer shares, None if there is none.
+
+    Raises:
+        Fp8Error: It is cast in another way than this layer would.
+    """
+    wrapped: Any = successor_of(layer.weight)
+    if not isinstance(wrapped, ShardedFloat8Weight):
+        return None
+    if wrapped.strategy.cast != layer.strategy.cast:
+        raise Fp8Error(
+            f"A layer shares its weight with one that was converted before with another cast: {layer.strategy.cast} "
+            f"after {wrapped.strategy.cast}. Convert both with one recipe."
+        )
+    return wrapped
 
 
 def _by_weight(layers: Iterable[Float8Linear]) -> list[list[Float8Linear]]:
@@ -166,13 +223,14 @@ def _wrapped(layer: Float8Linear) -> nn.Parameter:
             "Convert first, then shard."
         )
     data = ShardedFloat8Weight.of(layer.weight.data, layer.strategy, cache=layer.config.all_gather.cache == "step")
-    return nn.Parameter(data, requires_grad=layer.weight.requires_grad)
+    return replaced_by(layer.weight, data, "convert_to_float8_training")
 
 
-def _plain_linear(layer: Float8Linear) -> nn.Linear:
-    plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    weight = layer.weight.plain if isinstance(layer.weight, ShardedFloat8Weight) else layer.weight.data
-    plain.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-    hooks.mark_replaced(layer.weight, "unconvert")
-    plain.bias = layer.bias
-    return plain.train(layer.training)
+def _plain_layer(layer: Float8Linear) -> nn.Linear:
+    """Return the layer with a plain weight, the same parameter for layers that share it."""
+    plain, weight = layer.to_linear(), layer.weight
+    if isinstance(weight, ShardedFloat8Weight):
+        tied = successor_of(weight)
+        plain._parameters["weight"] = replaced_by(weight, weight.plain, "unconvert") if tied is None else tied
+        leave_address(weight, plain, "weight")
+    return plain

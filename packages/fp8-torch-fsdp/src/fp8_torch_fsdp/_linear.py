@@ -4,10 +4,11 @@ What a layer exchanges with other ranks is its `Distribution`, the one way to ex
 parallelism and `fully_shard_traceable` bring their own.
 """
 
+import weakref
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operan
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._state_dict import keep_state_dicts_plain
+from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp._strategies import Strategy, strategy_for
+from fp8_torch_fsdp._weight_state import WeightState
 
 
 class Distribution(WeightAccess):
@@ -50,6 +52,18 @@ WHOLE = Distribution()
 """The distribution of layers that have their whole parameters when they compute; it has no state."""
 
 
+class Unsharded(NamedTuple):
+    """The state of the weight that a layer got when it was converted, weakly; a copy of the layer is not `layer()`."""
+
+    layer: "weakref.ref[nn.Module]"
+    state: "weakref.ref[WeightState]"
+
+
+_SCALES = ("fp8_input", "fp8_weight", "fp8_grad_output")
+_ADDED = {"config", "strategy", "distribution", "watcher", "unsharded", "fp8_plan", *_SCALES}
+"""What a layer has more than the one that it was made of."""
+
+
 class Float8Linear(nn.Linear, LinearOperands):
     """A linear layer whose three matrix products run in FP8.
 
@@ -61,6 +75,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         config: How to cast and gather.
         strategy: How the weight is cast.
         distribution: What the layer exchanges with other ranks.
+        unsharded: What is known of the weight before any sharding, if it is gathered in FP8.
         watcher: Called by a `Float8Monitor` with operand name, matrix and its FP8 form; None costs nothing.
     """
 
@@ -68,6 +83,7 @@ class Float8Linear(nn.Linear, LinearOperands):
     strategy: Strategy
     distribution: Distribution
     watcher: Any
+    unsharded: Unsharded | None
     fp8_input: DelayedScale | None
     fp8_weight: DelayedScale | None
     fp8_grad_output: DelayedScale | None
@@ -89,7 +105,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         self = cls.__new__(cls)
         self.__dict__ = linear.__dict__.copy()
         self._modules = dict(linear._modules)  # subclasses may own other layers
-        self.config, self.watcher, self.distribution = config, None, WHOLE
+        self.config, self.watcher, self.distribution, self.unsharded = config, None, WHOLE, None
         device = linear.weight.device
         self.fp8_input = _delayed(config.input, config, device)
         self.fp8_weight = _delayed(config.weight, config, device)
@@ -97,6 +113,17 @@ class Float8Linear(nn.Linear, LinearOperands):
         self.strategy = strategy_for(config.weight, delayed=self.fp8_weight, scope=config.all_gather.scale_scope)
         keep_state_dicts_plain(self)
         return self
+
+    def to_linear(self) -> nn.Linear:
+        """Return a layer of the original class that shares parameters, children, hooks and training flag."""
+        original = _original_class(type(self))
+        plain: Any = original.__new__(original)
+        plain.__dict__ = {name: value for name, value in self.__dict__.items() if name not in _ADDED}
+        plain._modules = {name: child for name, child in self._modules.items() if name not in _ADDED}
+        for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            setattr(plain, name, getattr(self, name).copy())
+        forget_state_dict_hooks(plain)
+        return plain
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T + bias.
@@ -160,6 +187,11 @@ def _fp8_class(cls: type[Float8Linear], original: type[nn.Linear]) -> type[Float
     if original is nn.Linear or issubclass(original, Float8Linear):
         return cls
     return type(f"Float8{original.__name__}", (cls, original), {"__module__": original.__module__})
+
+
+def _original_class(cls: type) -> type[nn.Linear]:
+    """Return the class that a layer had before it was converted."""
+    return next(base for base in cls.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, Float8Linear))
 
 
 def _delayed(cast: CastRecipe, config: Float8LinearConfig, device: torch.device) -> DelayedScale | None:

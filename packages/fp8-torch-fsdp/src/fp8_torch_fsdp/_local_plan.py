@@ -33,6 +33,12 @@ def synchronize_before_forward(model: nn.Module) -> None:
     model.register_forward_pre_hook(torch._dynamo.disable(_before_forward))
 
 
+def forget_plan(model: nn.Module) -> None:
+    """Let go of the plan of a model that has no FP8 layers any more."""
+    if isinstance(plan_of_root(model), LocalPlan) and not delayed_scales(model):
+        del model.fp8_plan
+
+
 def _before_forward(model: nn.Module, args: object) -> None:
     plan = plan_of_root(model)
     if isinstance(plan, LocalPlan):

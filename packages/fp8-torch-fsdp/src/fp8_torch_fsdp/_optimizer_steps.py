@@ -40,8 +40,8 @@ class OptimizerSteps:
         self.count = 0
         self.stepping = False
         self._during_backward: dict[int, torch.Tensor] | None = None
-        hooks.OwnedHook(register_optimizer_step_pre_hook, self, OptimizerSteps._begin, at_once=True)
-        hooks.OwnedHook(register_optimizer_step_post_hook, self, OptimizerSteps.finish, at_once=True)
+        hooks.OwnedHook(register_optimizer_step_pre_hook, self, OptimizerSteps._begin)
+        hooks.OwnedHook(register_optimizer_step_post_hook, self, OptimizerSteps.finish)
 
     def forget_interrupted(self) -> None:
         """Note that a forward begins: a step that raised an exception did not say that it ended."""

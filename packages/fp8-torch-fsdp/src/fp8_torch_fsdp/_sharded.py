@@ -101,6 +101,36 @@ class ShardedFloat8Weight(torch.Tensor):
         """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
         return self._data.data_ptr()
 
+    @property
+    def _fp8_replaced_by(self) -> str:
+        """The mark of `mark_replaced`, kept where FSDP2's plan finds it; there is none as long as it is not set."""
+        if self._state.replaced_by is None:
+            raise AttributeError("_fp8_replaced_by")
+        return self._state.replaced_by
+
+    @_fp8_replaced_by.setter
+    def _fp8_replaced_by(self, call: str) -> None:
+        self._state.replaced_by = call
+
+    def share_memory_(self) -> "ShardedFloat8Weight":
+        """Move the plain data to shared memory, in place; torch would look for a storage of the wrapper."""
+        self._data.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether the plain data is in shared memory."""
+        return self._data.is_shared()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the plain data, which the importer may write to; torch would export an address that is none.
+
+        Raises:
+            BufferError: It requires a gradient, as for any tensor: export `weight.detach()`.
+        """
+        if self.requires_grad:
+            raise BufferError("An FP8 weight that requires a gradient cannot be exported: export weight.detach().")
+        return self.lend().__dlpack__(**options)
+
     def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
         """Copy the data and remember nothing; torch would look for a storage of its own behind `data_ptr`."""
         if id(self) not in memo:

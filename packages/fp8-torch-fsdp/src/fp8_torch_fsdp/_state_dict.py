@@ -1,6 +1,5 @@
 """What checkpoints see of FP8 weights: plain tensors under the usual names, that need no package to load."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,29 +9,45 @@ from torch.distributed.tensor import DTensor
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 
-def keep_state_dicts_plain(module: nn.Module, name: str = "weight") -> None:
-    """Make `module.state_dict()` hold a plain `name`, and an assigning load keep the FP8 weight what it is."""
-    module._register_state_dict_hook(partial(_unwrap, name))
-    module._register_load_state_dict_pre_hook(partial(_wrap_assigned, name), with_module=True)
+def keep_state_dicts_plain(module: nn.Module) -> None:
+    """Make `module.state_dict()` hold plain tensors, and an assigning load keep FP8 weights what they are."""
+    if not any(hook is _unwrap for hook in module._state_dict_hooks.values()):
+        module._register_state_dict_hook(_unwrap)
+        module.register_load_state_dict_pre_hook(_wrap_assigned)
 
 
-def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
-    key = f"{prefix}{name}"
-    if key in state_dict:
-        state_dict[key] = map_local(state_dict[key], lambda t: t.lend() if isinstance(t, ShardedFloat8Weight) else t)
+def forget_state_dict_hooks(module: nn.Module) -> None:
+    """Undo `keep_state_dicts_plain`."""
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "hook", hook) in (_unwrap, _wrap_assigned):
+                del hooks[key]
+
+
+def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    # of children too: parametrizations keep the weight there, pruning and old weight_norm under another name
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = f"{prefix}{name}"
+        if key in state_dict and state_dict[key] is not parameter:  # `keep_vars=True` asks for the parameter itself
+            state_dict[key] = map_local(state_dict[key], _lent)
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.lend() if isinstance(tensor, ShardedFloat8Weight) else tensor
 
 
 def _wrap_assigned(
-    name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
 ) -> None:
-    """Wrap what `load_state_dict(assign=True)` is about to put in the place of an FP8 weight."""
-    parameter = getattr(module, name)
-    own = getattr(parameter, "_local_tensor", parameter)
-    key = f"{prefix}{name}"
-    if not (local_metadata.get("assign_to_params_buffers") and isinstance(own, ShardedFloat8Weight)):
+    """Wrap what `load_state_dict(assign=True)` is about to put in the place of FP8 weights."""
+    if not local_metadata.get("assign_to_params_buffers"):
         return
-    if key in state_dict:
-        state_dict[key] = map_local(state_dict[key], lambda t: ShardedFloat8Weight(t, own._state.fresh()))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        own = getattr(parameter, "_local_tensor", parameter)
+        key = f"{prefix}{name}"
+        if key in state_dict and isinstance(own, ShardedFloat8Weight):
+            state = own._state.fresh()
+            state_dict[key] = map_local(state_dict[key], lambda t, state=state: ShardedFloat8Weight(t, state))
 
 
 def map_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error, Fp8StaleError
-from fp8_common.torch.plugin import fsdp, max_over_ranks
+from fp8_common.torch.plugin import fsdp, hooks, max_over_ranks
 from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp._scale_plan import ScalePlan
@@ -58,6 +58,7 @@ class SyncPlan(ScalePlan):
         self.members = [Member(param) for param in fsdp.sharded_params(root) if isinstance(param.local, cls)]
         scales = delayed_scales(root)
         _refuse(self.members)
+        _mark_unsharded(root)
         self._groups = by_process_group(self.members, replicas=bool(scales))
         self._take_by_group(root, scales)
         self._accumulating = not fsdp.gradient_sync_enabled(root)
@@ -278,6 +279,15 @@ class SyncPlan(ScalePlan):
             state = member.state
             if state.plan() is not self:
                 state.plan, state.name, state.geometry = weakref.ref(self), member.param.name, member.geometry
+
+
+def _mark_unsharded(root: nn.Module) -> None:
+    """Let optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more."""
+    for layer in root.modules():
+        known = getattr(layer, "unsharded", None)
+        if known is not None and known.layer() is layer and (state := known.state()) is not None:
+            state.replaced_by = "fully_shard"
+            hooks.watch_replaced(state)
 
 
 def _refuse(members: list[Member]) -> None:

@@ -96,6 +96,7 @@ class WeightState:
         scale: float32 scales that all ranks agree on.
         wire: Cached result of `strategy.to_wire`, made with `scale`.
         casts: How often the shard was cast, for reports and tests.
+        replaced_by: The call after which the model holds another parameter in the place of this one; None before.
         origin: Returns what is known of the weight that this one is a copy of; FSDP2's CPU offload gathers copies.
     """
 
@@ -111,6 +112,7 @@ class WeightState:
     scale: torch.Tensor | None = None
     wire: WireBuffers | None = None
     casts: int = 0
+    replaced_by: str | None = None
     origin: "Callable[[], WeightState | None]" = lambda: None
 
     @property

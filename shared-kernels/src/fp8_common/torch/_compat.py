@@ -1,4 +1,4 @@
-"""The private names of torch that are used outside of FSDP: compiler constants and fake tensors."""
+"""The private names of torch that are used outside of FSDP: compiler constants, fake tensors, `torch.func`."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,3 +24,8 @@ def assume_constant_result(function: Function) -> Function:
 def is_fake(x: torch.Tensor) -> bool:
     """Return whether `x` has a shape and a device but no data: nothing can be launched on it."""
     return isinstance(x, FakeTensor)
+
+
+def in_function_transform() -> bool:
+    """Return whether `torch.func` (vmap, grad, jvp, ...) transforms what runs now; False under a compiler."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

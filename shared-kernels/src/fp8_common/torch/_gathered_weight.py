@@ -3,6 +3,7 @@
 FP8 layers read its codes; any other operator gets the dequantized values, so that custom layers work too.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ _KEEPS_CODES = {
     aten.as_strided.default,
     aten.view.default,
     aten._unsafe_view.default,
+}
+
+
+# What `F.linear(x, layer.weight)` and `x @ layer.weight.T` begin with.
+_MULTIPLIES = {
+    *(aten.t.default, aten.transpose.int, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
 }
 
 
@@ -64,6 +71,10 @@ class GatheredFloat8Weight(torch.Tensor):
         """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
         return dispatch.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the values; torch would export an address that is none."""
+        return self.dequantize().__dlpack__(**options)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show shape and format; the values may be freed."""
         return f"GatheredFloat8Weight(shape={tuple(self.shape)}, fmt={self.fmt!r}, dtype={self.dtype})"
@@ -101,6 +112,12 @@ class GatheredFloat8Weight(torch.Tensor):
             raise RuntimeError(
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
                 "replaces. Change the sharded parameter instead (after model.reshard())."
+            )
+        if func in _MULTIPLIES:
+            warnings.warn(
+                "An FP8 weight is multiplied outside of its layer: in high precision, with values that were rounded to "
+                "FP8 for the gather. Call the layer, or leave it out of the conversion with module_filter_fn.",
+                stacklevel=2,
             )
         args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
         return func(*args, **kwargs)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8_common._errors import Fp8Error
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch._compat import in_function_transform
 from fp8_common.torch._device import should_emulate
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._linear_config import LinearConfig
@@ -79,8 +80,16 @@ class LinearOperands:
             [..., rows] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
 
         Raises:
-            Fp8Error: `x` is a scalar, or its last dimension is not that of the weight.
+            Fp8Error: `x` is no tensor or a scalar, or its last dimension is not that of the weight.
+            Fp8UnsupportedError: `torch.func` transforms the layer.
         """
+        if not isinstance(x, torch.Tensor):
+            raise Fp8Error(f"{type(self).__name__} expects a tensor as input, got {type(x).__name__}.")
+        if in_function_transform():
+            raise Fp8UnsupportedError(
+                "FP8 layers do not work under torch.func (vmap, grad, jvp, ...): their products have a backward of "
+                "their own. Use torch.autograd, or `unconvert` the model first."
+            )
         if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
             name = type(self).__name__
             raise Fp8Error(f"{name} expects [..., {weight.shape[-1]}] as input, got {tuple(x.shape)}.")

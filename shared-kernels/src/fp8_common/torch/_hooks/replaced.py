@@ -9,7 +9,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fp8_common._errors import Fp8Error
 from fp8_common.torch._hooks.owned import OwnedHook
 
-_MARK = "_fp8_replaced_by"
+MARK = "_fp8_replaced_by"
+"""The attribute of a replaced parameter: the call that replaced it."""
 
 
 def mark_replaced(parameter: torch.Tensor, by: str) -> None:
@@ -19,24 +20,26 @@ def mark_replaced(parameter: torch.Tensor, by: str) -> None:
         parameter: The one that the model no longer has. While it lives, optimizers that hold it refuse to step.
         by: The call that replaced it, for the error.
     """
-    if not hasattr(parameter, _MARK):
-        OwnedHook(register_optimizer_step_pre_hook, parameter, _refuse, at_once=True)
-    setattr(parameter, _MARK, by)
+    setattr(parameter, MARK, by)
+    watch_replaced(parameter)
 
 
-def _refuse(parameter: torch.Tensor, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+def watch_replaced(owner: object) -> None:
+    """Look at every optimizer step, as long as `owner` lives, whether the optimizer holds marked parameters."""
+    OwnedHook(register_optimizer_step_pre_hook, owner, _refuse)
+
+
+def _refuse(owner: object, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Refuse to step.
 
     Raises:
-        Fp8Error: The parameter should learn and was replaced. One with a gradient is still used by somebody: another
+        Fp8Error: A parameter that should learn was replaced. One with a gradient is still used by somebody: another
             model that shared it.
     """
-    if not parameter.requires_grad or parameter.grad is not None:
-        return
-    held = [each for group in optimizer.param_groups for each in group["params"]]
-    if any(each is parameter for each in held):
-        replaced = [each for each in held if hasattr(each, _MARK)]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    replaced = [p for p in held if p.requires_grad and p.grad is None and hasattr(p, MARK)]
+    if replaced:
         raise Fp8Error(
             f"The optimizer holds {len(replaced)} of {len(held)} parameters that the model no longer has: "
-            f"{getattr(parameter, _MARK)} replaced them, so they would never learn. Make the optimizer afterwards."
+            f"{getattr(replaced[0], MARK)} replaced them, so they would never learn. Make the optimizer afterwards."
         )

@@ -1,0 +1,31 @@
+"""The fused inference kernel of `nn.TransformerEncoderLayer`, which reads weights of layers without calling them.
+
+It would compute converted layers in high precision in evaluation and in FP8 in training; nothing is gained by it there.
+"""
+
+from collections.abc import Collection
+
+from torch import nn
+
+_KEPT = "fp8_fast_path"
+
+
+def turn_off(module: nn.Module, converted: Collection[nn.Module]) -> None:
+    """Make an encoder, or one of its layers, call its layers in evaluation too if it holds any of `converted`."""
+    name = _switch_of(module)
+    if name and name in vars(module) and any(layer in converted for layer in module.modules()):
+        vars(module).setdefault(_KEPT, getattr(module, name))
+        setattr(module, name, 0)
+
+
+def restore(module: nn.Module) -> None:
+    """Undo `turn_off`."""
+    if _KEPT in vars(module):
+        setattr(module, _switch_of(module), vars(module).pop(_KEPT))
+
+
+def _switch_of(module: nn.Module) -> str:
+    """Return the attribute without which the module takes no fast path; an encoder passes on nested tensors there."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return "activation_relu_or_gelu"
+    return "use_nested_tensor" if isinstance(module, nn.TransformerEncoder) else ""
