@@ -23,7 +23,7 @@ FOUND = (
     # edits of sharded plain weights, which their local tensors do not count, left delayed scales as they were
     Program(ranks=2, operations=(TRAIN, STEP, ("edit", "mul", 8.0), TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
     # an edit before a step counted as a part of it, where nothing is gathered in FP8
-    Program(ranks=0, operations=(TRAIN, ("edit", "mul", 8.0), STEP, TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
+    Program(ranks=2, operations=(TRAIN, ("edit", "mul", 8.0), STEP, TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
     # the first edit before any forward
     Program(ranks=2, copies=True, operations=(("edit", "view", 0.75), TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
 )
