@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import convergence, plot_convergence
@@ -49,16 +50,20 @@ def test_a_run_that_fails_is_counted_and_told(tmp_path, capsys):
     assert "fp8-nothing/bf16/0: failed" in capsys.readouterr().out
 
 
-def test_half_a_seed_is_left_out():
+def test_each_way_is_compared_with_the_control_of_its_own_seeds():
     run = {"val_loss": 2.0, "losses": [5.0, 3.0], "parameters": 7}
-    names = [f"fp8-jax-owg/{way}/{seed}" for seed in (0, 1) for way in FAMILIES["fp8-jax-owg"][1]][:-1]
-    result = {"runs": dict.fromkeys(names, run) | {"fp8-jax-owg/delayed/0": run | {"val_loss": 1.9}}}
+    names = [f"fp8-jax-owg/{way}/{seed}" for seed in (0, 1) for way in FAMILIES["fp8-jax-owg"][1]]
+    runs = dict.fromkeys([*names[:-1], "fp8-jax-owg/delayed/2"], run)
+    result = {"runs": runs | {"fp8-jax-owg/delayed/0": run | {"val_loss": 1.9}}}
     whole = plot_convergence.grouped(result)
     assert {way: list(runs) for way, runs in whole["fp8-jax-owg"].items()} == {
-        way: [0] for way in FAMILIES["fp8-jax-owg"][1]
+        "bf16": [0, 1],
+        "delayed": [0, 1],  # a seed without its control is left out
+        "current": [0],
     }
-    assert plot_convergence.differences(whole["fp8-jax-owg"])["delayed"] == pytest.approx([-0.05])
-    assert "| fp8-jax-owg | delayed | 1 | 1.9000 | - | -5.00 % |" in plot_convergence.table(result)
+    assert plot_convergence.differences(whole["fp8-jax-owg"])["delayed"] == pytest.approx([-0.05, 0.0])
+    row = "| fp8-jax-owg | delayed | 2 | 1.9500 | 0.1000 | -2.50 ± 2.50 % | -5.00 %, +0.00 % |"
+    assert row in plot_convergence.table(result)
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +98,8 @@ def test_the_command_line_chooses_runs(tmp_path):
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "The time is up before fp8-jax-owg/current/0" in done.stdout
+
+
+def test_means_stand_beside_their_standard_errors():
+    assert plot_convergence.mean_and_error(np.array([0.01, 0.02, 0.03])) == "+2.00 ± 0.58 %"
+    assert plot_convergence.mean_and_error(np.array([0.01])) == "-"

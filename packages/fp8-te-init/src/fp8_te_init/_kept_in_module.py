@@ -54,10 +54,11 @@ class KeptInModule:
         copied = KeptInModule(twin)
         twin.__dict__[_KEY] = copied  # `register` looks for it there; deepcopy puts it there once more
         for name, (kept, group) in self.entries.items():
-            if (source := original._parameters.get(name)) is None:
+            own = original._parameters.get(name)
+            if own is None:
                 continue
             # in a copy this object stands before the parameters: they may not have been copied yet
-            parameter = copy.deepcopy(source, memo)
+            parameter = copy.deepcopy(own, memo)
             if id(kept) not in memo:  # tied weights stay tied
                 memo[id(kept)] = kept.copied()
             if id(group) not in memo:  # a step of the original must not drop what the copy starts from
