@@ -57,6 +57,8 @@ def gradient_of(run: str, schedule: Schedule) -> Step:
     def step(variables: Variables, codes: jax.Array) -> tuple[jax.Array, Variables]:
         value, grads = jax.value_and_grad(partial(model.loss, schedule=schedule, run=summed))(variables, codes)
         state = jax.tree.map(resolve, variables[OVERWRITE_WITH_GRADIENT], grads[OVERWRITE_WITH_GRADIENT])
+        # what zeros have become when they were added up would make every result NaN; here they are zeros again
+        state = jax.tree.map(lambda x: jnp.maximum(x, jnp.float32(0)), state)
         return value, grads | {OVERWRITE_WITH_GRADIENT: state}
 
     return step
