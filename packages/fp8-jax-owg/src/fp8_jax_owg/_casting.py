@@ -43,8 +43,8 @@ class Operand(NamedTuple):
     Attributes:
         codes: uint8, shape of the array. Not of the native dtype: what `jax.checkpoint` saves of a float8 dtype it
             rounds to fewer exponents than E4M3 has, and XLA on CPUs copies bytes faster when loops stack them.
-        scale_inv: float32, scalar or with the summed dimensions of length 1; multiplies values back. NaN where the amax
-            is not finite or the state is none, so that the product is not finite either.
+        scale_inv: float32, scalar or with the summed dimensions of length 1; multiplies values back. NaN where the
+            state is none that a step can leave, so that the product is not finite either.
         seen: What delayed scaling observed; None for current scaling.
     """
 
@@ -81,7 +81,7 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
     scale, scale_inv = computed_once(used[0], used_inv[0])
     codes = quantize_to_codes(x, scale, fmt)
     # a history that no step can have left is not computed with in silence
-    factor = spoiled(scale_inv, greatest, cotangents.is_state(meta.history))
+    factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
     return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
 
 
@@ -92,18 +92,12 @@ def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, po
     scale_inv = lax.div(jnp.ones_like(scale), scale)
     if axes is None:
         scale, scale_inv = computed_once(scale, scale_inv)
-    return Operand(quantize_to_codes(x, scale, fmt), spoiled(scale_inv, greatest), None)
+    return Operand(quantize_to_codes(x, scale, fmt), scale_inv, None)
 
 
-def spoiled(scale_inv: jax.Array, amax: jax.Array, sound: jax.Array | bool = True) -> jax.Array:
-    """Return the dequantization scale, NaN where the results must be: FP8 codes saturate and would hide the reason.
-
-    Args:
-        scale_inv: float32 [...].
-        amax: Where it is not finite, results are NaN.
-        sound: Where it is false, too.
-    """
-    return from_bits(jnp.where(jnp.isfinite(amax) & sound, to_bits(scale_inv), NAN_BITS))
+def nan_unless(sound: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """Return the dequantization scale, NaN where the state that it comes from is not sound."""
+    return from_bits(jnp.where(sound, to_bits(scale_inv), NAN_BITS))
 
 
 def computed_once(scale: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax import amax, amax_to_scale, reciprocal
 from fp8_common.jax.plugin import float_key, from_bits, quantize_to_codes
 from fp8_jax_owg import _cotangent_encoding as cotangents
-from fp8_jax_owg._casting import Seen, State, computed_once, next_state, spoiled
+from fp8_jax_owg._casting import Seen, State, computed_once, nan_unless, next_state
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
@@ -138,9 +138,8 @@ def _gather(how: _Gather, x: jax.Array, state: State) -> Fp8Param:
 def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Residuals]:
     x = first_order_only(x)
     fmt = format_of("kernel", how.scaling)
-    greatest, sound = how.maximum(amax(x)), True
+    greatest = how.maximum(amax(x))
     if state:
-        sound = cotangents.is_state(state["kernel"].history)
         scale, scale_inv = used_scale(*state["kernel"], fmt, how.scaling.policy)
         scale, scale_inv = scale[0], scale_inv[0]
     else:
@@ -149,7 +148,8 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
     scale, scale_inv = computed_once(scale, scale_inv)
     codes = how.all_gather(quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
-    made = Fp8Param(data, spoiled(scale_inv, greatest, sound), data.astype(x.dtype))
+    factor = nan_unless(cotangents.is_state(state["kernel"].history), scale_inv) if state else scale_inv
+    made = Fp8Param(data, factor, data.astype(x.dtype))
     return made, _Residuals(Seen(greatest, scale_inv), state)
 
 
