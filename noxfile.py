@@ -242,7 +242,7 @@ def te(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Run the GPU tests and the benchmarks with this Python's own torch and jax."""
     if reason := why_no_gpu():
-        session.skip(f"There is nothing to run on: {reason}.")
+        session.error(f"There is nothing to run on: {reason}.")
     sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
     session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)

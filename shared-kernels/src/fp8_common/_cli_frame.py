@@ -37,9 +37,9 @@ def framed(name: str, run: Callable[[], int]) -> int:
     except BrokenPipeError:  # `fp8 formats | head -1`: the reader has what it wanted
         _discard_output()
         return READER_GONE
-    except (Fp8Error, Fp8UnsupportedError, ModuleNotFoundError) as error:
+    except (Fp8Error, ModuleNotFoundError) as error:
         sys.stderr.write(f"{name}: {error}\n")
-        return REFUSED if isinstance(error, Fp8Error) else UNSUPPORTED
+        return UNSUPPORTED if isinstance(error, (Fp8UnsupportedError, ModuleNotFoundError)) else REFUSED
     except OSError as error:
         _discard_output()
         place = f" to {error.filename!r}" if error.filename else ""

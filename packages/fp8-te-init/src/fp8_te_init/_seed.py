@@ -142,7 +142,7 @@ class _Seeding:
         """Note an error under a name instead of raising it."""
         try:
             yield
-        except (Fp8Error, StaleInitError) as error:
+        except Fp8Error as error:
             self.problems[name] = error
 
     def open(self, checkpoint: Checkpoint | None, prefix: str) -> None:
