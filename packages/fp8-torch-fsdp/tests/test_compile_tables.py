@@ -82,9 +82,9 @@ def test_output_projection_has_shapes_that_gpus_accept_or_says_what_to_do(vocab,
         scale = torch.rand(1, b.shape[0]) if rowwise else torch.rand(())
         if vocab % 16 and not pad and number < 2:
             with pytest.raises(Fp8Error, match="set pad_inner_dim=True"):
-                product._aligned(a, b, scale, pad)
+                product._aligned(a, b, scale, (pad, pad))
             continue
-        padded_a, padded_b, padded_scale = product._aligned(a, b, scale, pad)
+        padded_a, padded_b, padded_scale = product._aligned(a, b, scale, (pad, pad))
         assert not padded_a.shape[1] % 16
         assert not padded_b.shape[0] % 16
         full = (padded_a.double() @ padded_b.double().t()) * padded_scale
