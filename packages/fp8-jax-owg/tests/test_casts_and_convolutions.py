@@ -34,12 +34,10 @@ def test_in_q_gives_the_codes_of_the_definition(dtype):
     x = adversarial("e4m3", dtype, scale=float(INTO))
     data, scale_inv = in_q(jnp.asarray(x), SCALE, HISTORY)
     expected = fp8_common.quantize(x, INTO, "e4m3")
-    nan = np.isnan(np.float32(x))
-    np.testing.assert_array_equal(np.asarray(data).view(np.uint8)[~nan], expected[~nan])
-    assert np.isnan(np.float32(data)[nan]).all()
-    assert np.isnan(scale_inv), "infinities and NaN were among them"
     finite = np.isfinite(np.float32(x))
-    assert in_q(jnp.asarray(x[finite]), SCALE, HISTORY)[1] == fp8_common.reciprocal(INTO)
+    np.testing.assert_array_equal(np.asarray(data).view(np.uint8)[finite], expected[finite])
+    assert np.isnan(np.float32(data)[~finite]).all()
+    assert scale_inv == fp8_common.reciprocal(INTO)
 
 
 def test_in_qdq_passes_the_gradient_and_observes():
