@@ -22,6 +22,7 @@ def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Pa
     """
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
+        # `_data` and `_state` belong to an FP8 wrapper; the others say what became of the old parameter.
         if name not in _OWN:
             setattr(new, name, value)
     new.grad = parameter.grad

@@ -44,6 +44,7 @@ class TraceableShards(Distribution):
         """Start to gather the buffers."""
         kept, *buffers = sent
         if grad is not None:
+            # Only in the backward (see `ops`); in the forward there is no gradient to depend on.
             buffers = [copy_in_backward(buffer, grad) for buffer in buffers]
         return kept, [self.wire.place.start_gather(buffer) for buffer in buffers]
 
