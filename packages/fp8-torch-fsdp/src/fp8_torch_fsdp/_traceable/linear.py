@@ -1,7 +1,7 @@
 """`TraceableShards`: an FP8 linear layer that holds some rows of its weight gathers it for each product and lets it go.
 
 The backward starts the second gather first, computes the weight's gradient meanwhile, and starts to average that
-before it needs the gathered weight: each collective has a product to hide behind.
+before it needs the gathered weight: each collective runs while a product is computed.
 """
 
 from typing import Any

@@ -87,6 +87,7 @@ class GatheringLinear(nn.Linear):
         """Return input @ weight.T + bias for input [..., in_features]."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        # The bias is left to autograd: it is one row, while a gathered weight would be alive until the backward.
         bias = None if self.bias is None else gathered(self.bias, self.fp8_place).to(input.dtype)
         return _GatheredLinear.apply(input, local_of(self.weight), bias, self.weight.shape[0], self.fp8_place)
 
