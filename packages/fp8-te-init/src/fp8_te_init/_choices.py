@@ -7,6 +7,7 @@ from typing import Any
 from fp8_common import Fp8Error, Recipe, get_recipe
 from fp8_te_init._config import PrimaryConfig
 
+# Recipes of TransformerEngine are recognized by the names of their classes, so nothing is imported from it.
 _TE_RECIPES = {
     "DelayedScaling": "tensorwise_delayed",
     "Float8CurrentScaling": "tensorwise",

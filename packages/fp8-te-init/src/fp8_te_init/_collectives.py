@@ -43,6 +43,7 @@ def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, 
     """
     name = func._schema.name.split("::")[1]
     written = [tensor for tensor in tensor_subclass.written_tensors(func, args, kwargs) if isinstance(tensor, kind)]
+    # One that only reads a weight (an all-gather of values, a send) goes on in the caller with dequantized values.
     if not written:
         return None
     weight: Any = written[0]
@@ -53,6 +54,7 @@ def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, 
             "is supported; reduce gradients or the masters of a MasterOptimizer, and gather weight.dequantize()."
         )
     values = _broadcast_rest(weight, unboxed_group(args[1]), args[2])
+    # Compared afterwards: a broadcast that brings what is here already is no write, and does not restart masters.
     before = weight.state.codes.clone()
     result = func([weight.state.codes], *args[1:], **kwargs)
     unboxed_work(result[1]).wait()  # whoever reads the weight next must see whole codes, also with async_op=True
@@ -61,7 +63,7 @@ def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, 
 
 
 def broadcast_for_ddp(weight: Any) -> None:
-    """Broadcast a weight if `DistributedDataParallel` (or FSDP1) is about to synchronize the ranks' parameters.
+    """Broadcast a weight if `DistributedDataParallel` is about to synchronize the ranks' parameters.
 
     To be called where the weight is detached, from the operator's dispatch: torch's function is two frames up.
     """
@@ -84,8 +86,10 @@ def _broadcast_rest(weight: Any, group: dist.ProcessGroup, root: int) -> torch.T
     state: PrimaryState = weight.state
     rows, sends = weight.quantized_rows, group.rank() == root
     values = _values_of(state, rows) if sends else None
+    # The receivers have to know before the values come whether any come, and of which dtype.
     header = torch.tensor(_header(state, values), dtype=torch.int64, device=state.codes.device)
     theirs = _broadcast(header.clone(), group, root)
+    # Reduced, so that ranks whose weight is like the sender's raise too instead of waiting in the next broadcast.
     unlike = (theirs[0] != header[0]).to(torch.int32).reshape(1)
     (differs,), _ = max_over_ranks([unlike], group)
     if differs.item():
@@ -93,6 +97,7 @@ def _broadcast_rest(weight: Any, group: dist.ProcessGroup, root: int) -> torch.T
             f"A broadcast of an FP8 weight needs the same shape, rows and casts on all ranks; this rank has "
             f"{tuple(state.codes.shape)} of {tuple(state.full_shape)} with {state.cast}. Build the model alike."
         )
+    # A clone receives: copies of the weight may share the scale tensor, which is replaced and never written to.
     scale = _broadcast(state.scale.clone(), group, root)
     if not torch.equal(scale, state.scale):
         state.writes += 1
@@ -118,6 +123,7 @@ def _header(state: PrimaryState, values: torch.Tensor | None) -> list[int]:
     """Return what tells casts and shapes apart, the kind of values that follow, and whether they wait for a scale."""
     alike = repr((tuple(state.codes.shape), tuple(state.full_shape), state.first_row, state.cast))
     dtype = -1 if values is None else _VALUE_DTYPES.index(values.dtype)
+    # crc32 and not hash(): Python's hash of a string differs between processes.
     return [zlib.crc32(alike.encode()), dtype, int(state.unagreed), int(state.held is not None)]
 
 
@@ -131,6 +137,7 @@ def _values_of(state: PrimaryState, rows: NativeRows) -> torch.Tensor | None:
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
+    # The group's own method: its root is a rank of the group, while `dist.broadcast` takes a global rank.
     options = dist.BroadcastOptions()
     options.rootRank = root
     group.broadcast([tensor], options).wait()

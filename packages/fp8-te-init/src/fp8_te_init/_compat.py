@@ -22,8 +22,11 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor with the mesh, placements and shape of `tensor` and other local data, without a copy."""
     spec = tensor._spec
     if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+        # Operators of DTensor read the dtype from the spec, so codes in place of values need a spec of their own.
         meta = spec.tensor_meta._replace(dtype=local.dtype)
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    # The constructor and not `from_local`, an autograd function that takes a view of its argument: an operator on
+    # codes.
     return DTensor(local, spec, requires_grad=tensor.requires_grad and local.is_floating_point())
 
 
@@ -38,6 +41,7 @@ def ddp_synchronization(frame: FrameType) -> tuple[dist.ProcessGroup, int] | Non
     DDP offers no hook there, and what it sends next are flattened values, which say nothing of scales.
     """
     function = getattr(torch.distributed.utils, SYNCHRONIZATION[0], None)
+    # By code object, because a name could belong to anybody's function.
     if function is None or frame.f_code is not function.__code__:
         return None
     return frame.f_locals["process_group"], frame.f_locals["src"]
@@ -45,6 +49,7 @@ def ddp_synchronization(frame: FrameType) -> tuple[dist.ProcessGroup, int] | Non
 
 def unboxed_group(boxed: Any) -> dist.ProcessGroup:
     """Return the process group that an operator got as an argument."""
+    # `__torch_dispatch__` sees the TorchScript object that the c10d operators take, not the Python class.
     return boxed if isinstance(boxed, dist.ProcessGroup) else dist.ProcessGroup.unbox(boxed)
 
 

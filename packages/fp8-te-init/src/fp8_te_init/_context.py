@@ -79,11 +79,15 @@ def primary_weights(
     check_choice("preserve", preserve, Preserve)
     check_choice("release", release, Release)
     check_choice("backend", backend, Backend)
+    # An inner block with enabled=False still sets a `_Building`: one without configuration hides that of the outer
+    # block.
     native = enabled and backend != "te" and not (backend == "auto" and is_for_te_alone(recipe))
     building = _Building(
         config=resolve_config(recipe, config) if native else None, preserve=preserve, group=ReleaseGroup(release)
     )
     te = te_context(backend, recipe, enabled=enabled, preserve=preserve != "none")
+    # The hook is one of the process, what it does is one of the thread or task: other threads see no `_current`. Nested
+    # blocks share the hook of the outermost, since a hook for each would look at every parameter several times.
     token = _current.set(building)
     hook: Any = _on_registration  # the stub says that such hooks return nothing
     handle = None if _installed.get() else register_module_parameter_registration_hook(hook)
@@ -118,11 +122,13 @@ def fp8_model_init(
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
     """Put an FP8 weight in the place of a linear layer's, or take over the copy of TransformerEngine's."""
     building = _current.get()
+    # FP8 already: tied to another module, assigned, or made by the hook of a block in another thread, which ran first.
     if primary_of(parameter) is not None:
         if not isinstance(module, PrimaryFloat8Linear):
             keep_scales_in_state_dicts(module, name)  # an embedding that is tied to a layer
         return None
     if building is not None and te_kind(local_of(parameter)) is not None:
+        # Registered again, for example under a second name (weight tying): what is kept stays with the first place.
         if kept_of(parameter) is not None:
             return None
         kept = KeptValues(building.preserve)
@@ -138,6 +144,7 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
             "A linear layer is built in another thread than an open primary_weights block: it stays a plain one. "
             "Enter the block in that thread, or run it with contextvars.copy_context().run."
         )
+    # Exactly nn.Linear: `adopt` replaces the class of a layer, and what a subclass adds would be lost.
     if building is None or building.config is None or type(module) is not nn.Linear or name != "weight":
         return None
     if name in module._parameters:  # not under construction: somebody gives an existing layer other values
@@ -145,6 +152,8 @@ def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> n
     if parameter.dtype not in INPUT_DTYPES:
         return None
     config = building.config
+    # Zeros for now: later in its constructor nn.Linear calls `reset_parameters`, by then that of PrimaryFloat8Linear,
+    # because `adopt` changes the class in the middle of it. What that writes is what is kept.
     weight = PrimaryFloat8Weight.empty(
         parameter.shape, config.weight, dtype=parameter.dtype, device=parameter.device, gather=config.gather
     )

@@ -59,6 +59,8 @@ def convert_linear(
     chosen, left = _select(model, module_filter_fn, config)
     if not chosen:
         raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
+    # By id of the plain weight: layers that share one get one FP8 weight. All of them are held by their layers until
+    # they are looked up here, so none can have the id of one that is gone.
     group, made = ReleaseGroup(release), dict[int, tuple[nn.Parameter, KeptValues]]()
     for name, own in chosen.items():
         layer: Any = model.get_submodule(name)
@@ -85,6 +87,7 @@ def _select(
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not isinstance(module, PrimaryFloat8Linear)
     }
+    # Only plain nn.Linear: `adopt` replaces the class of a layer, and what a subclass adds would be lost.
     own = {name: module for name, module in linear.items() if type(module) is nn.Linear}
     left |= {name: f"{type(linear[name]).__name__} is a class of its own" for name in linear.keys() - own.keys()}
     for name, decision in select_modules(own, keep).items():
@@ -129,6 +132,7 @@ def _quantized(plain: torch.Tensor, config: PrimaryConfig, kept: KeptValues) -> 
     weight = PrimaryFloat8Weight.empty(
         plain.shape, config.weight, dtype=plain.dtype, device=plain.device, gather=config.gather
     )
+    # On the meta device there are no values: `reset_parameters` after `to_empty` makes and keeps them.
     if not plain.is_meta:
         weight.state.write(plain.data, keeper(kept, weight.quantized_rows))
     return nn.Parameter(weight, requires_grad=plain.requires_grad), kept

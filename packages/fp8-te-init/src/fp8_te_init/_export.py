@@ -37,8 +37,10 @@ def export_fp32_state_dict(
             values[id(parameter)] = master.detach().clone()
         elif weight is not None:
             values[id(parameter)] = float32_like(parameter, weight.values().clone())
+    # By id of the parameter, under each of its names: a state dict holds tied weights several times.
     named = model.named_parameters(remove_duplicate=False)
     weights = {name: values[id(parameter)] for name, parameter in named if id(parameter) in values}
+    # `state_dict` and not `named_parameters`: buffers and extra state belong to it too.
     for name, value in model.state_dict(keep_vars=True).items():
         owner = name.removesuffix(SCALE).removesuffix(HISTORY)
         if owner != name and owner in weights:
@@ -48,6 +50,7 @@ def export_fp32_state_dict(
             value = value.float() if value.is_floating_point() else value
         exported[name] = weights.get(name, value)
     if full_tensors:
+        # A collective for each distributed tensor; all ranks have them in the order of the state dict.
         exported = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in exported.items()}
     return exported
 
@@ -55,6 +58,7 @@ def export_fp32_state_dict(
 def _master(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
     if isinstance(optimizer, MasterOptimizer):
         return optimizer.master_of(parameter)
+    # `optimizer.state` is a defaultdict: looking up a parameter that is not there would add it.
     state = {} if optimizer is None or parameter not in optimizer.state else optimizer.state[parameter]
     master = state.get(MASTER)
     return master if isinstance(master, torch.Tensor) and master.dtype == torch.float32 else None

@@ -59,6 +59,7 @@ class ScaledMaster:
                 "bfloat16 parameter, which FP8 codes are not. Use store_param_remainders=False."
             )
         if MASTER not in self._optimizer.state.get(self._parameter, {}):
+            # False: without remainders, the only case that is left here.
             self._optimizer.initialize_state(self._parameter, False)
         held = local_of(self._optimizer.state[self._parameter][MASTER])
         # a copy: where masters are scaled, the method scales its argument in place
@@ -76,9 +77,11 @@ def find_master(optimizer: Optimizer, parameter: Any) -> Master | None:
     if isinstance(optimizer, MasterOptimizer):
         master = optimizer.master_of(parameter)
         return None if master is None else TensorMaster(master, partial(optimizer.note, parameter))
+    # `is`: comparing tensors with == or `in` compares their elements.
     owned = any(own is parameter for group in optimizer.param_groups for own in group["params"])
     if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):
         return ScaledMaster(optimizer, parameter)
+    # Asked first: `state` is a defaultdict, to which a look-up would add an empty entry.
     master = optimizer.state[parameter].get(MASTER) if parameter in optimizer.state else None
     if master is None:
         master = getattr(parameter, "main_param", None)

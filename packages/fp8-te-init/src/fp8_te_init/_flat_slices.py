@@ -28,6 +28,7 @@ class _Slice:
 
     @property
     def geometry(self) -> ShardGeometry:
+        # max: a weight without columns has no elements, and its only slice is empty.
         shape = self.weight.state.full_shape
         return ShardGeometry(full_shape=shape, first_index=self.start // max(1, shape[1]))
 
@@ -44,11 +45,13 @@ class _Slice:
 
     def store(self, keys: torch.Tensor, *, step: bool) -> None:
         state = self.weight.state
+        # Also where this rank holds no element: its copy of the scale has to be that of the codes that others send.
         state.take_keys(keys, step=step)
         state.writes += 1
         increment_version(self.weight)
         if not self.values.numel():
             return
+        # Whole rows are cast, because scales of rows and blocks lie on rows; of the result only this slice is stored.
         codes = state.layout.cast_part(self.rows(), state.scale, self.geometry).view(torch.uint8).view(-1)
         offset = self.start % self.weight.shape[1]
         own = slice(self.start, self.start + self.values.numel())

@@ -12,6 +12,7 @@ import torch
 
 aten = torch.ops.aten
 
+# Nothing of what a tensor held before these is left, so that a replay may begin with them on empty memory.
 _OVERWRITES = {
     aten.normal_.default,
     aten.uniform_.default,
@@ -76,9 +77,12 @@ class InitReplay:
         """
         generator = kwargs.get("generator")
         plain = {name: value for name, value in kwargs.items() if name != "generator"}
+        # A tensor among the arguments may be changed or freed before the replay.
         if any(isinstance(value, torch.Tensor | list) for value in (*args, *plain.values())):
             return None
         state = None
+        # By the schema: the argument is left out when the global generator is used. This runs before the operator, so
+        # the state is the one that it will draw from.
         if any(argument.name == "generator" for argument in func._schema.arguments):
             state = (generator or _default_generator(device)).get_state()
         operation = _Operation(func, args, tuple(plain.items()), state)

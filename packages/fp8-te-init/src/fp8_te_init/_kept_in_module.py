@@ -26,6 +26,8 @@ from fp8_te_init._parameter_mark import is_marked, kept_of, mark
 from fp8_te_init._release import ReleaseGroup
 from fp8_te_init._weight import primary_of
 
+# In the `__dict__` of the module, neither a submodule nor a buffer: state dicts and `modules()` do not see it, and it
+# goes with the module.
 _KEY = "_fp8_kept_init"
 
 
@@ -42,6 +44,8 @@ class KeptInModule:
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
+        # Weakly: this object is in the dictionary of the module, and a cycle would keep weights until a garbage
+        # collection.
         self._module = (lambda: None) if module is None else weakref.ref(module)
         self.entries: dict[str, _Entry] = {}
 
@@ -73,6 +77,7 @@ class KeptInModule:
 
 def register(module: nn.Module, name: str, parameter: nn.Parameter, kept: KeptValues, group: ReleaseGroup) -> None:
     """Keep `kept` for the parameter `name` of `module`, which is or is about to be `parameter`."""
+    # Not setattr, which `nn.Module` and its subclasses define anew.
     own = module.__dict__.setdefault(_KEY, KeptInModule(module))
     own.entries[name] = _Entry(kept, group)
     group.add(kept, module, name)
@@ -84,6 +89,7 @@ def register(module: nn.Module, name: str, parameter: nn.Parameter, kept: KeptVa
 
 def kept_for(module: nn.Module, name: str) -> KeptValues | None:
     """Return what is kept for a parameter, brought up to date with the parameter that is there now."""
+    # A parameter that still has references (an autograd graph, an optimizer) has not told yet that it was replaced.
     reconcile(module, name)
     entry = _entries(module).get(name)
     # a weight that is tied to a layer's is kept under that layer alone
@@ -160,6 +166,7 @@ def _entries(module: nn.Module) -> dict[str, _Entry]:
 def _replaced(group: ReleaseGroup, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """Take over what TransformerEngine is about to put in the place of a deferred parameter."""
     entry = _entries(module).get(name)
+    # The hook is one of the process and sees every parameter of every model.
     if entry is None or entry.group is not group or parameter is None:
         return
     kept = entry.kept
@@ -172,10 +179,13 @@ def _replaced(group: ReleaseGroup, module: nn.Module, name: str, parameter: nn.P
 
 def _attach(module: nn.Module, name: str, parameter: nn.Parameter, kept: KeptValues) -> None:
     kept.sharded = isinstance(parameter, DTensor)
+    # The mark dies with the parameter, unless `PrimaryFloat8Linear._apply` carries it over to a tensor of another
+    # state: so the state is watched below too.
     _reconcile_after(mark(parameter, kept), module, name)
     place: Any = parameter
     local: Any = local_of(place)
     for holder in (place, local):  # TransformerEngine puts them on the local tensor
+        # An object and no closure: parameters are pickled and copied with their attributes.
         holder.get_high_precision_init_val = Accessor("values", module, name)
         holder.clear_high_precision_init_val = Accessor("clear", module, name)
     primary = primary_of(parameter)
@@ -184,6 +194,7 @@ def _attach(module: nn.Module, name: str, parameter: nn.Parameter, kept: KeptVal
         _reconcile_after(primary.state, module, name)
     rows = requantizable(parameter)
     if rows is not None and not parameter.is_meta:
+        # fully_shard came between: rows of other ranks are dropped here, not only when masters are made
         kept.narrow(rows.rows)
 
 
@@ -243,6 +254,7 @@ def _nothing_kept() -> type[None]:
 
 def _is_gathered(parameter: object, kept: KeptValues) -> bool:
     """Return whether FSDP2 has put the whole weight in the place of a shard, for a while."""
+    # FSDP2 swaps `module._parameters` between the DTensor and the gathered tensor around each forward and backward.
     return kept.sharded and not isinstance(parameter, DTensor)
 
 

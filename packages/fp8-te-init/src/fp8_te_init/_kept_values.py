@@ -39,6 +39,8 @@ class KeptValues:
         self.lost: str | None = None
         self.dropped_by: str | None = None
         self.sharded = False
+        # Closed for good by a release: later writes (of a fine-tuning, of averages) are no start of a training any
+        # more.
         self._open = preserve != "none"
 
     @property
@@ -74,10 +76,13 @@ class KeptValues:
             if self.lost is not None:
                 raise StaleInitError(self.lost)
             return None
+        # Sharded since: also where no finalizer has run yet.
         if self.source.rows != quantized.rows:
             self.narrow(quantized.rows)
         values = self.source.values(quantized)
         codes = quantized.codes()
+        # Each read casts once more and compares, instead of trusting that every write was seen: kernels of other
+        # libraries write to codes without any operator.
         if not torch.equal(quantized.quantized(values.to(codes.device)), codes):
             raise StaleInitError(
                 "The kept high-precision values do not quantize to the present FP8 codes: the weight was changed "
@@ -92,6 +97,7 @@ class KeptValues:
         self.source = self._source_for(values, quantized, replay)
 
     def _source_for(self, values: torch.Tensor, quantized: QuantizedRows, replay: InitReplay | None) -> Source:
+        # None from a source means that it cannot be exact for these values; a copy always is.
         source: Source | None = None
         if self.preserve == "residual":
             source = ResidualSource.of(values, quantized)
@@ -143,6 +149,7 @@ class KeptValues:
 
     def copied(self) -> "KeptValues":
         """Return the same for a copy of the weight."""
+        # `sharded` is left out: `register` finds it for the copied parameter.
         twin = KeptValues(self.preserve)
         twin.source = None if self.source is None else self.source.copied()
         twin.lost, twin.dropped_by, twin._open = self.lost, self.dropped_by, self._open

@@ -50,6 +50,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
     @property
     def weight_quant_scale(self) -> torch.Tensor | None:
         """float32 scales of the whole weight, into FP8; None where the weight is a plain one."""
+        # FSDP2 has the whole weight in place of the shard during forward and backward.
         if isinstance(self.weight, GatheredFloat8Weight):
             return self.weight.scale
         primary = primary_of(self.weight)
@@ -69,6 +70,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
         Raises:
             Fp8Error: Values that cannot be quantized, or plain ones for a distributed weight.
         """
+        # "config" is there once `adopt` has run: before that, nn.Linear is being built and its weight is a plain one.
         if name == "weight" and param is not None and "config" in self.__dict__ and _is_plain(param):
             param = self._quantized(param)
         super().register_parameter(name, param)
@@ -120,6 +122,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
                 "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
                 "the module that fully_shard was applied to, and leave tensor-parallel layers out."
             )
+        # nn.Parameter of a tensor subclass returns an object of that subclass; only plain tensors get this very type.
         if type(self._parameters.get("weight")) is nn.Parameter:
             raise Fp8Error(
                 "The weight of this FP8 layer was replaced by a plain parameter behind its back (module._parameters). "
@@ -158,6 +161,8 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
         if primary.is_meta:
             return
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), weight and bias alike. Its
+        # function is not called, because on a shard it would draw numbers for the rows of this rank alone.
         _draw_uniform(primary, bound)
         increment_version(self.weight)  # a MasterOptimizer that is there already sees that it was written to
         if self.bias is not None:
@@ -165,6 +170,7 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
         """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
+        # `nn.Module._apply` swaps the content of wrapper subclasses with that of a new tensor, attributes included.
         attributes = dict(self.weight.__dict__)
         super()._apply(lambda tensor: _moved(tensor, fn), recurse)
         for name, value in attributes.items():  # what Megatron and others keep there: main_grad, main_param, marks
@@ -193,6 +199,7 @@ def _draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:
     state = primary.state
     device = state.codes.device
     rows = (0, state.full_shape[0])
+    # Before the draw: the replay takes the state of the generator as it is now.
     replay = InitReplay.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
     whole = torch.empty(state.full_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
     state.write_drawn(whole, keeper(state.kept, primary.quantized_rows, replay))
@@ -204,6 +211,7 @@ def _draw_rows(bias: nn.Parameter, bound: float) -> None:
     if local is bias:
         local.copy_(whole)
         return
+    # Drawn whole as well, so that all ranks leave the generator in the same state.
     first, rows = place_of(bias)
     local.copy_(whole[first : first + rows])
 
@@ -213,7 +221,9 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
     primary = primary_of(tensor)
     if primary is None:
         return fn(tensor)
+    # What `fn` does is found out on an empty tensor: applied to the weight, a cast would return dequantized values.
     wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    # `to_empty`: there are no codes to move.
     if tensor.is_meta and not wanted.is_meta:
         moved = torch.empty_like(tensor, device=wanted.device)
     elif wanted.device != tensor.device:

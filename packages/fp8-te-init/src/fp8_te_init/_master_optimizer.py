@@ -66,6 +66,8 @@ class MasterOptimizer(Optimizer):
         self._shared: dict[int, dict[str, Any]] = {}
         self._round_through_dtype = round_through_dtype
         self.reductions = 0
+        # `Optimizer.__init__` calls `add_param_group` for each group, and `inner` is not there yet: the dictionaries
+        # above are, and the inner optimizer takes all groups at once below.
         super().__init__(params, {})
         self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
@@ -73,6 +75,8 @@ class MasterOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of: masters too, which no other optimizer has."""
+        # `Optimizer.__getstate__` returns its own three attributes alone. Tensors as keys stay right in a copy: it goes
+        # through one memo, in which parameters and masters are copied once.
         own = ("inner", "reductions", "_masters", "_versions", "_shared", "_round_through_dtype")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
@@ -105,6 +109,7 @@ class MasterOptimizer(Optimizer):
         Raises:
             Fp8Error: An FP8 weight that was frozen when it came here, and so has no master, has a gradient.
         """
+        # First: a step from a master that does not know of a loaded checkpoint would overwrite it.
         self._take_writes()
         self._share_options()
         if closure is None:
@@ -112,8 +117,10 @@ class MasterOptimizer(Optimizer):
             loss = self.inner.step()
         else:
             loss = self.inner.step(self._evaluation_of(closure))
+        # The gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step.
         for master in self._masters.values():
             master.grad = None
+        # Again: the step may have changed options or added keys, which `state_dict` and schedulers read here.
         self._share_options()
         self.write_back(step=True)
         self._publish()
@@ -128,6 +135,8 @@ class MasterOptimizer(Optimizer):
         for index, (ours, theirs) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
             shared = self._shared.get(index, {})
             for key, value in ours.items():
+                # `is not`: an option may be a tensor (a learning rate), and comparing its value would wait for the
+                # device.
                 if key != "params" and (key not in shared or shared[key] is not value):
                     theirs[key] = value
             ours.update({key: value for key, value in theirs.items() if key != "params"})
@@ -142,6 +151,8 @@ class MasterOptimizer(Optimizer):
         """
         agreements, written = [], []
         for parameter, master in self._masters.items():
+            # A parameter that has a master and is not FP8 is bfloat16 or float16: it is rounded, nothing has to be
+            # agreed on.
             weight = requantizable(parameter)
             if weight is None:
                 local_of(parameter).copy_(local_of(master))
@@ -152,6 +163,7 @@ class MasterOptimizer(Optimizer):
             increment_version(parameter)
             written.append(local_of(parameter))
         self.reductions += agree_on(agreements, step=step)
+        # With reshard_after_forward=False FSDP2 would go on with the codes that it gathered before the step.
         fsdp.reshard_gathered(written)
         for parameter in self._masters:
             self.note(parameter)
@@ -167,6 +179,8 @@ class MasterOptimizer(Optimizer):
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
         taken = 0
         for parameter, master in self._masters.items():
+            # Counting writes costs nothing, the comparison costs a cast: it runs only where the count says something
+            # was written.
             own = local_of(master)
             # a master that was changed as well does not win: `write_back` would have said that it is meant
             if self._versions[parameter] == _writes_to(parameter) or _is_rounded_from(
@@ -187,6 +201,7 @@ class MasterOptimizer(Optimizer):
         calls = itertools.count()
 
         def evaluate() -> Any:
+            # In the first call of a step the weights are those that the last step wrote.
             if next(calls):
                 self.write_back(step=False)
             with torch.enable_grad():
@@ -200,6 +215,7 @@ class MasterOptimizer(Optimizer):
         """Give the masters the gradients of their parameters."""
         self._refuse_thawed()
         for parameter, master in self._masters.items():
+            # A float32 gradient is handed over without a copy, others are converted.
             gradient = _gradient_of(parameter)
             master.grad = None if gradient is None else gradient.to(torch.float32)
 
@@ -218,6 +234,9 @@ class MasterOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
         self._share_options()
+        # `Optimizer.state_dict` reads `self.state`. Masters belong in a checkpoint before the first step too; after
+        # this the state looks empty again, because torch.distributed.checkpoint takes a state that is not empty for
+        # that of an optimizer that has stepped.
         self._publish(always=True)
         try:
             return super().state_dict()
@@ -239,9 +258,11 @@ class MasterOptimizer(Optimizer):
                 f"The checkpoint has parameter groups of {[len(group['params']) for group in groups]} parameters, this "
                 f"optimizer of {[len(group['params']) for group in self.param_groups]}. Build it as it was saved."
             )
+        # Not `Optimizer.load_state_dict`: it casts the state to the dtype of its parameter, bfloat16 for many weights.
         for ours, theirs in zip(self.param_groups, groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
             for parameter, index in zip(ours["params"], theirs["params"], strict=True):
+                # A copy of the dictionary: the master is popped from it, and the checkpoint is the caller's.
                 self._load_one(parameter, dict(state_dict["state"].get(index, {})))
                 if parameter in self._masters:
                     self.note(parameter)
@@ -264,6 +285,8 @@ class MasterOptimizer(Optimizer):
 
     def _publish(self, *, always: bool = False) -> None:
         """Show the inner optimizer's state under the parameters; empty before the first step, as it is elsewhere."""
+        # Made anew each time: the inner optimizer owns the state, keyed by masters; this is the same by parameters,
+        # without a copy of any tensor.
         self.state.clear()
         if not self.inner.state and not always:
             return

@@ -21,6 +21,7 @@ class NativeRows:
     @property
     def rows(self) -> Rows:
         """Which rows of the whole weight."""
+        # A rank beyond the last row (more ranks than rows) has the empty range at the end of the weight.
         first = min(self._state.first_row, self._state.full_shape[0])
         return Rows(first, first + self._state.rows)
 

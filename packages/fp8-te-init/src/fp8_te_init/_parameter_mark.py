@@ -21,6 +21,8 @@ class ParameterMark:
     """
 
     def __init__(self, kept: KeptValues | None = None) -> None:
+        # Weakly: the module keeps the values alive, so that a parameter in somebody's list does not hold those of a
+        # model that is gone.
         self.kept = (lambda: None) if kept is None else weakref.ref(kept)
 
     def __reduce__(self) -> tuple:

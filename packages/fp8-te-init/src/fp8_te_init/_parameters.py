@@ -30,12 +30,14 @@ def fp8_weights(model: nn.Module) -> list[NamedWeight]:
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield qualified name, owner, name there and parameter, each parameter once, in their sharded form."""
+    # Gathered weights are other objects than those that optimizers hold, and what is kept belongs to the shards.
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
+            # By id: tied weights are one object under several names, and all parameters stay alive through the model.
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{prefix}.{attribute}".lstrip("."), module, attribute, parameter

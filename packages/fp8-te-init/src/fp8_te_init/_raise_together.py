@@ -17,6 +17,7 @@ _KINDS = (Fp8Error, MissingInitError, StaleInitError)
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the process groups that connect all ranks which hold parts or copies of a model, as far as it tells."""
+    # In the order of the modules, which all ranks share: reductions over several groups have to come in one order.
     groups: dict[str, dist.ProcessGroup] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -45,11 +46,13 @@ def raise_together(
         Fp8Error: Something failed somewhere; or the more special error that it was.
     """
     kinds = [_kind_of(problems.get(name)) for name in names]
+    # One flag for each name and not one for all: the message can then name what failed on another rank.
     (flags,), _ = max_over_ranks([torch.tensor(kinds, dtype=torch.int32, device=device)], *groups)
     failed = flags.nonzero().reshape(-1).tolist()
     if not failed:
         return
     listed = ", ".join(names[index] for index in failed[:5]) + ", ..." * (len(failed) > 5)
+    # From the reduced flags, so that all ranks raise the same class, also those where nothing or something else failed.
     kind = _KINDS[int(flags[failed[0]]) - 1]
     mine = next((problems[names[index]] for index in failed if names[index] in problems), None)
     if mine is None:

@@ -36,6 +36,7 @@ class ReleaseGroup:
 
     def __init__(self, policy: Release) -> None:
         self.policy: Release = policy
+        # All weakly: modules hold this group (through their entries), and hooks of the process must not hold models.
         self._places: weakref.WeakKeyDictionary[KeptValues, tuple[weakref.ref[nn.Module], str]] = (
             weakref.WeakKeyDictionary()
         )
@@ -66,6 +67,8 @@ class ReleaseGroup:
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Comes for every optimizer of the process, the inner one of a MasterOptimizer too: its masters carry no mark.
+        # `in` is False for None, which cannot be referred to weakly.
         trained = [kept for parameter in parameters if (kept := kept_of(parameter)) in self._places and kept]
         if not trained:
             return
@@ -105,6 +108,8 @@ class ReleaseGroup:
     def _enter(self, module: nn.Module, args: object) -> None:
         if not self._keeps_anything:
             self._end()
+        # Counted over all modules of the process: depth 0 is reached when the outermost forward ends, whichever that
+        # was.
         self._depth += 1
         self._seen = self._seen or module in self._modules
 

@@ -97,6 +97,7 @@ def _optimizer_bytes(optimizer: Optimizer | None) -> tuple[int, int]:
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
+                # optimizers that keep masters in their own state, TransformerEngine's FusedAdam for example
                 masters += local_of(value).nbytes if name == MASTER else 0
                 rest += local_of(value).nbytes if name != MASTER else 0
     return masters, rest

@@ -40,6 +40,7 @@ def rescale_(model: nn.Module, groups: Groups = None) -> int:
     """
     weights = fp8_weights(model)
     given = [groups] if isinstance(groups, dist.ProcessGroup) else groups
+    # All values before any scale is changed: residuals are differences to the codes that are there now.
     values = [start_of(weight) for weight in weights]
     if given is not None:
         reductions = _agree_over(weights, values, given)
@@ -51,6 +52,7 @@ def rescale_(model: nn.Module, groups: Groups = None) -> int:
         reductions = agree_on(agreements, step=False)
     for named, own in zip(weights, values, strict=True):
         kept = kept_for(named.module, named.attribute)
+        # Other sources do not depend on codes and stay as they are.
         if kept is not None and isinstance(kept.source, ResidualSource):
             _encode_again(kept, own, named)
     return reductions

@@ -41,6 +41,8 @@ def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
     """
     by_group: dict[str | None, list[Agreement]] = {}
     for weight in weights:
+        # A dictionary keeps the order of first appearance, the same on all ranks, so that no two ranks wait in the
+        # reductions of different groups.
         by_group.setdefault(None if weight.group is None else weight.group.group_name, []).append(weight)
     total = 0
     for members in by_group.values():

@@ -89,6 +89,7 @@ def seed_masters(
         Fp8Error: The checkpoint cannot be read or is of another model, on any rank; on all ranks, nothing dropped.
     """
     order = _checked_order(source_order, strict=strict, has_checkpoint=checkpoint is not None)
+    # Before the wrapper is taken off: the group of DDP is known to the wrapper alone.
     groups = groups_of(model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     weights = fp8_weights(model)
@@ -106,6 +107,7 @@ def seed_masters(
         if requantizable(parameter) is None:
             with run.noting(name):
                 run.seed_plain(name, parameter)
+    # All names, failed or not: the flags of all ranks have to have one length.
     names = ["the checkpoint", "the model", *(name for name, *_ in named_parameters(model))]
     raise_together(names, run.problems, groups, weights[0].weight.device if weights else torch.device("cpu"))
     # only now: a rank that had failed would have left the others waiting in this reduction
@@ -157,6 +159,7 @@ class _Seeding:
         """Set the masters of an FP8 weight; with values of a checkpoint also its codes, later."""
         masters = self._masters(named)
         source = self._in_checkpoint(named.name, named.parameter, named.weight.rows)
+        # A frozen weight has no master, but may take its codes from a checkpoint.
         if not masters and (source is None or "checkpoint" not in self._order):
             return
         values, chosen = self._values(named, source)
@@ -184,6 +187,7 @@ class _Seeding:
 
     def keep_again(self, weights: Sequence[NamedWeight]) -> None:
         """Keep the checkpoint's values where values are kept on: those of before belong to other codes."""
+        # By id: `agreements` holds the very objects that are in `weights`, which keeps them alive.
         changed = {id(agreement.weight): agreement.values for agreement in self.agreements}
         for named in weights:
             kept = kept_for(named.module, named.attribute)

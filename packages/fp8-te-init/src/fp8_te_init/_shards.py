@@ -19,6 +19,7 @@ def place_of(parameter: torch.Tensor) -> tuple[int, int]:
     assert isinstance(parameter, DTensor)  # noqa: S101  what `_shard_dim` found it on
     mesh = parameter.device_mesh
     rows, size = parameter.shape[0], mesh.size(dim)
+    # FSDP2 cuts like torch.chunk: ranks have ceil(rows / size) rows each, the last ones fewer or none.
     chunk = -(-rows // size)
     first = min(rows, chunk * mesh.get_local_rank(dim))
     return first, min(chunk, rows - first)

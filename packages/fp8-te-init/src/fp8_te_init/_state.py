@@ -72,6 +72,7 @@ class PrimaryState:
         """Return the state of other storage for the same weight: it keeps no high-precision values."""
         scale, history = self.scale, self.history
         if scale.device != codes.device:
+            # a meta tensor has no values to move
             make = torch.empty_like if scale.is_meta else torch.Tensor.to
             scale = make(scale, device=codes.device)
             history = None if history is None else make(history, device=codes.device)
@@ -153,12 +154,14 @@ class PrimaryState:
             step: Whether an optimizer made the values: delayed scaling then uses the scale of earlier steps and
                 records this one; otherwise the weight starts anew.
         """
+        # First: `quantized` reads the scale that this makes.
         self.take_keys(keys, step=step)
         self.codes[: self.rows] = self.quantized(values)
         self.unagreed, self.held = False, None
 
     def take_keys(self, keys: torch.Tensor, *, step: bool) -> None:
         """Make the scale from the agreed `keys`, as `store` does; the codes are left to the caller."""
+        # The keys are those of the whole weight, also where this rank holds a part: the scale is the same everywhere.
         amax = self.layout.amax(keys, self.full_shape)
         if self.history is not None:
             amax = self._recorded(amax, step=step)
@@ -171,6 +174,7 @@ class PrimaryState:
         if self.history is None:
             return amax
         algo = self.cast.policy.algo
+        # Before the update: a step is quantized with what earlier steps say, its own amax counts from the next one.
         known = delayed_ops.reduce_history(self.history, algo)
         before = self.history if step else torch.zeros_like(self.history)
         self.history, _ = update_history(before, amax, algo)
@@ -209,6 +213,7 @@ class PrimaryState:
     def _wait_for_agreement(self, own: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
         if self.sharded:
             self.unagreed = True
+            # A clone: `own` is a part of a temporary, or of what the caller goes on writing to.
             self.held = own.clone() if keep is None else None
         if keep is not None:
             keep(own)

@@ -23,9 +23,12 @@ from fp8_te_init._wire import waiting_values
 
 def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
     """Make `module.state_dict()` hold plain codes and scales of the parameter `name`, and take them back."""
+    # Modules are adopted, copied and tied more than once; partials of the same function are not equal, so the function
+    # and its argument are compared.
     known = (hook for hook in module._state_dict_hooks.values() if isinstance(hook, partial))
     if any(hook.func is _unwrap and hook.args == (name,) for hook in known):
         return
+    # Partials of functions of this module and no closures, so that modules that have them can be pickled.
     module._register_state_dict_hook(partial(_unwrap, name))
     module._register_load_state_dict_pre_hook(partial(_take_back, name), with_module=True)
 
@@ -48,6 +51,7 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
             step=False,
         )
     state_dict[key] = _with_local(state_dict[key], primary.codes)
+    # Not a buffer: the state has another scale tensor after every write.
     state_dict[f"{key}{SCALE}"] = state.scale
     if state.history is not None:
         state_dict[f"{key}{HISTORY}"] = state.history
@@ -67,6 +71,7 @@ def _take_back(
     """Load the scales, and wrap what `load_state_dict(assign=True)` is about to put in the weight's place."""
     primary = primary_of(getattr(module, name))
     key = f"{prefix}{name}"
+    # Popped, or strict loading would call them unexpected keys.
     scale, history = state_dict.pop(f"{key}{SCALE}", None), state_dict.pop(f"{key}{HISTORY}", None)
     if primary is None or key not in state_dict:
         return
@@ -82,6 +87,7 @@ def _take_back(
         primary.state.kept.forget("a loaded checkpoint of FP8 codes")
     if local_metadata.get("assign_to_params_buffers"):
         state_dict[key] = _with_local(state_dict[key], _assigned(primary, loaded, scale, history, is_codes))
+    # The codes are copied by torch after this hook; plain values go through `copy_`, which makes a scale of its own.
     elif is_codes and scale is not None and loaded.shape == primary.shape:  # torch tells of other shapes
         primary.state.take_scale(scale, history)
 

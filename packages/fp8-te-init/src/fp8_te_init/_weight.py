@@ -65,6 +65,8 @@ class PrimaryFloat8Weight(torch.Tensor):
         if state is None or isinstance(codes, PrimaryFloat8Weight):
             rebuilt: Any = nn.Parameter(codes, requires_grad=requires_grad)
             return rebuilt
+        # A wrapper without storage: autograd and FSDP2 see a tensor of `dtype`, and only `__torch_dispatch__` reaches
+        # the codes. Strides and offset are those of the codes: a view of this tensor is the same view of them.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             codes.size(),
@@ -106,6 +108,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         if isinstance(values, PrimaryFloat8Weight) and values.state is self.state:
             return
         with torch.no_grad():
+            # `copy_` writes to the codes in place: aliases and FSDP2 go on seeing this weight.
             self.copy_(values)
 
     @property
@@ -132,6 +135,7 @@ class PrimaryFloat8Weight(torch.Tensor):
     def is_whole(self) -> bool:
         """Whether this is all of what its storage holds, in its own shape."""
         own = self._state.codes
+        # FSDP2 holds its shard as a view of the rows without padding, so both numbers of rows are the whole.
         return self._codes.ndim == 2 and self._codes.data_ptr() == own.data_ptr() and self._covers_rows()
 
     @property
@@ -152,6 +156,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Return the part of a tensor of the storage's shape that this view shows."""
         if self._codes.shape == whole.shape:
             return whole
+        # Values lie like the codes once they are contiguous, so that the view of one is a view of the other.
         offset = self._codes.storage_offset() - self._state.codes.storage_offset()
         return whole.contiguous().as_strided(self._codes.shape, self._codes.stride(), offset)
 
@@ -168,6 +173,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         state = self._state
         fields = (state.cast, state.codes, state.scale, state.full_shape, state.first_row, state.sharded, state.gather)
         view = (tuple(self.shape), self._codes.stride(), self._codes.storage_offset() - state.codes.storage_offset())
+        # A parameter of a subclass has the class of the subclass and a flag (`_is_param`), which would not be pickled.
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _rebuild, (fields, state.history, view, self.dtype, trained)
 
@@ -191,6 +197,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Rebuild from `__tensor_flatten__`."""
         return PrimaryFloat8Weight(inner["_codes"], *context)
 
+    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -199,29 +206,35 @@ class PrimaryFloat8Weight(torch.Tensor):
     ) -> Any:
         """Views and copies keep codes, writes quantize again, everything else sees dequantized values."""
         kwargs = kwargs or {}
+        # Before the check for writes, which would run the collective on dequantized copies.
         if is_collective(func):
             done = refuse_or_broadcast(func, args, kwargs, cls)
             if done is not None:
                 return done
+        # DDP detaches every parameter right before it broadcasts flattened copies: the last moment to broadcast codes.
         if func is aten.detach.default and dist.is_initialized():
             broadcast_for_ddp(args[0])
+        # Before the check for writes too: codes are taken over as they are, every other `copy_` brings values.
         if func is aten.copy_.default and isinstance(args[0], cls) and _is_codes(args[1]):
             return _copy_codes(args[0], args[1])
         if any(True for _ in _written(func, args, kwargs)):
             return _write(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, cls):
+            # The codes have one byte for each element, so that a view by shape and strides is the same view of them.
             if tensor_subclass.is_view(func):
                 result = func(first._codes, *args[1:], **kwargs)
                 return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state, first.dtype), result)
             copied = _copied(first, func, args[1:], kwargs)
             if copied is not None:
                 return copied
+        # A plain result: nothing that is computed from a weight is a weight.
         args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
         return func(*args, **kwargs)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return the uint8 buffer of this shard, and what `fsdp_post_all_gather` needs besides."""
+        # In this order: `send` may agree on another scale, which is then the one that is read.
         return wire.send(self, self._state, mesh), (self._state.scale, self._state)
 
     def fsdp_post_all_gather(
@@ -238,12 +251,16 @@ class PrimaryFloat8Weight(torch.Tensor):
         if target is not None and state.gather == "fp8":
             fsdp.refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
             return None
+        # From here on: the first gather, or one of values. FSDP2 passes `out`, which it keeps, from the second one on.
         codes = wire.receive(all_gather_outputs[0], state, scale)
         if target is not None:
             fsdp.refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
             fsdp.refill(target.scale, scale)
             return None
+        # A clone of the scale: later gathers write to it (`refill`), and the state's own is shared.
         gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.layout.block)
+        # The second part is what FSDP2 frees on reshard, and allocates again, besides the gathered buffers. Codes in
+        # FP8 are such a buffer already; codes that were made from gathered values have memory of their own.
         return gathered, () if state.gather == "fp8" else (codes,)
 
 
@@ -276,6 +293,7 @@ def _is_codes(source: object) -> bool:
 
 def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
     """Take over codes, and from another primary weight also scales and the place of its rows."""
+    # Also if the codes are equal: a MasterOptimizer compares before it starts a master anew.
     target._state.writes += 1
     if not isinstance(source, PrimaryFloat8Weight):
         target._codes.copy_(source.view(torch.uint8))
@@ -286,6 +304,8 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     target._codes.copy_(source._codes)
     mine.scale, mine.history = other.scale, other.history
     if mine is not other and target._codes.ndim == 2:
+        # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view
+        # in its storage tells which rows these are.
         row = (source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
         mine.first_row, mine.unagreed = other.first_row + row, other.unagreed
         mine.held = None if other.held is None else other.held[row : row + mine.rows].clone()
@@ -300,6 +320,7 @@ def _copied(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -
         size = torch.Size(rest[0])
         if asked not in (None, weight.dtype) or len(size) != 2 or size[1] != state.full_shape[1]:
             return None
+        # FSDP2 makes the padded tensor for its shard with this operator. The dtype is dropped: codes stay uint8.
         fresh = state.around(func(weight._codes, size, *rest[1:], **device_only), sharded=True)
         fresh.first_row = state.full_shape[0]  # no row of the weight yet: `copy_` says which come here
         return PrimaryFloat8Weight(fresh.codes, fresh, weight.dtype)
@@ -321,13 +342,16 @@ def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator
 
 def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """Run an operator on the values behind the weights that it writes to, then quantize them again."""
+    # By state and not by tensor: two views of one storage in one operator (foreach) have to see each other's writes.
     written = {id(w._state): w for w in _written(func, args, kwargs)}
     if any(w.is_meta for w in written.values()):
         return args[0]
+    # Otherwise kept values would be lost to rounded ones, and a current scale be made anew from them.
     if func is aten.copy_.default and _holds_already(args[0], args[1]):
         return args[0]
     _tell_of_rounding(func, written.values())
     values = {key: _current_values(w) for key, w in written.items()}
+    # Before the operator runs: the replay takes the state of the generator.
     replay = _replay_of(func, args, kwargs, next(iter(written.values())))
 
     def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
@@ -335,16 +359,19 @@ def _write(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         return weight.dequantize() if whole is None else weight._geometry(whole)
 
     plain_args, plain_kwargs = pytree.tree_map_only(PrimaryFloat8Weight, plain, (args, kwargs))
+    # Writes to `values`, of which `plain` gave views: what was written is then in the whole of each storage.
     result = func(*plain_args, **plain_kwargs)
     for key, weight in written.items():
         state = weight._state
         state.writes += 1
         state.write(values[key], keeper(state.kept, weight.quantized_rows, replay))
+    # In-place operators return the very tensor that they were called on.
     return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
 
 
 def _tell_of_rounding(func: torch._ops.OpOverload, weights: Iterable[PrimaryFloat8Weight]) -> None:
     """Warn, once for each weight, of an operator that adds to rounded values: averages, optimizers without masters."""
+    # These replace all values, or draw new ones: nothing accumulates that rounding could lose.
     if func.overloadpacket in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
         return
     rounded = [w._state for w in weights if w._state.is_rounded and not w._state.told]
@@ -388,6 +415,7 @@ def _current_values(weight: PrimaryFloat8Weight) -> torch.Tensor:
         return state.values(weight.dtype).contiguous()
     # values of a weight that stands for more bits now (`.float()`) must not be rounded to those of before
     wider = torch.promote_types(kept.dtype, weight.dtype)
+    # Of the shape of the storage, because the operator may see a view of it; zeros where there is padding.
     whole = torch.zeros(state.codes.shape, dtype=wider, device=state.codes.device)
     whole[: state.rows] = kept
     return whole

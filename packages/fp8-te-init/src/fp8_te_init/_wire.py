@@ -25,8 +25,10 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
     """
     if not state.travels:
         _check(weight)
+    # All ranks have to come here together: a sharded weight is expected to be written to on every rank.
     if state.unagreed:
         _agree_under_root(weight)
+    # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.
     padded = torch.Size((-(-state.full_shape[0] // mesh.size()), state.full_shape[1]))
     if state.gather == "fp8":
         return (fsdp.pad_rows(state.codes if state.codes.shape == padded else state.own_codes, padded),)
@@ -57,6 +59,7 @@ def _check(weight: torch.Tensor) -> None:
                 f"{param.name} cannot travel as FP8 codes: reshard_after_forward with an integer and tensor-parallel "
                 "weights are not supported. Use True or False, or shard over a two-dimensional mesh (HSDP)."
             )
+        # Remembered in the state: the check walks over all parameters of the root, and gathers are frequent.
         local: Any = param.local  # the check of its type above says more than the checker of types can follow
         local._state.travels = True
 

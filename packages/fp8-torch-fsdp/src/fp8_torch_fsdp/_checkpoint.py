@@ -24,6 +24,8 @@ class PlainLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Look at a value that is no tensor before torch unpickles it, whatever it is."""
+        # `DefaultLoadPlanner.load_bytes` unpickles without restriction; this one raises before that for anything but
+        # plain values.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
@@ -38,11 +40,15 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
     """
     target, partial = Path(path), Path(f"{path}.partial")
     if _is_first_rank():
+        # left there by a save that was interrupted
         shutil.rmtree(partial, ignore_errors=True)
     _barrier()
+    # After a barrier, since another rank may write its file before the first one has removed the old folder; and before
+    # the next one, since the name may only change when every rank has written.
     dcp.save(state, checkpoint_id=partial)
     _barrier()
     if _is_first_rank():
+        # a folder cannot be renamed to one that exists and is not empty
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     _barrier()
@@ -71,6 +77,7 @@ def verify_checkpoint(path: str | Path) -> None:
         Fp8Error: Saying what is missing.
     """
     folder = Path(path)
+    # One file holds many tensors, one after the other: it is whole if the one that ends last is.
     needed: dict[str, int] = {}
     for place in (read_metadata(folder).storage_data or {}).values():
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)

@@ -42,6 +42,7 @@ def enable_float8_all_gather(
     wrapped: dict[int, nn.Parameter] = {}
     names = []
     for prefix, module in model.named_modules():
+        # `_parameters` and not `named_parameters`: each module that shares a parameter has to get the new one.
         for name, parameter in list(module._parameters.items()):
             if parameter is None or id(parameter) not in wanted:
                 continue

@@ -111,6 +111,8 @@ class Float8LinearConfig(LinearConfig):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse torchao's names of options with ours for them."""
+        # In `__new__`, because the generated `__init__` would raise a TypeError that does not say what to write
+        # instead.
         known = [f"{name}: {TORCHAO_OPTIONS[name]}" for name in options if name in TORCHAO_OPTIONS]
         if known:
             raise Fp8Error(f"Float8LinearConfig has other names than torchao for {'; '.join(known)}.")
@@ -119,6 +121,7 @@ class Float8LinearConfig(LinearConfig):
     def __post_init__(self) -> None:
         """Apply shared choices and refuse combinations that have no products."""
         # named: with slots, the class that super() closes over is not this one
+        # First: it makes a `Recipe` of a name, which `delayed` then changes.
         LinearConfig.__post_init__(self)
         if self.delayed is not None:
             object.__setattr__(self, "recipe", self.delayed.apply(self.recipe))

@@ -54,15 +54,18 @@ def convert_to_float8_training(
         why = f" {done} are FP8 layers already." if done else _why_left(left)
         why += _other_weights(model)
         raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
+    # By module, which is hashed by identity: a layer that is reached under several names is converted once.
     replacements: dict[nn.Module, Float8Linear] = {
         module: Float8Linear.from_linear(module, own) for module, own in chosen.items()
     }
+    # Before `_replace`: weights are counted by the layers that the model has, and these are still the original ones.
     if config.all_gather.enabled:
         _wrap_weights(model, replacements)
     _replace(model, replacements)
     for module in model.modules():
         fast_path.turn_off(module, replacements.values())
     model = replacements.get(model, model)
+    # Only delayed scaling has state of its own that has to be brought up to date before a forward.
     if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in replacements.values()):
         synchronize_before_forward(model)
     logger.info("FP8: converted %d linear layers.%s", len(chosen), _why_left(left))
@@ -120,8 +123,10 @@ def _select(
             left[name] = "filtered"
         elif hasattr(module, "parametrizations") or "weight" not in module._parameters:
             refused.append(name)
+        # the class of the output projection of nn.MultiheadAttention
         elif isinstance(module, NonDynamicallyQuantizableLinear):
             left[name] = "nn.MultiheadAttention multiplies by its weight without calling it"
+        # Compared on the class: a subclass that only adds attributes or an initialisation can be converted.
         elif type(module).forward is not nn.Linear.forward:
             left[name] = f"{type(module).__name__} has its own forward"
         elif isinstance(module.weight, UninitializedParameter):
@@ -166,6 +171,7 @@ def _other_weights(model: nn.Module) -> str:
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    # The new layers too: subclasses of nn.Linear may own other layers. Keys stay, so the dictionary may be walked over.
     for parent in [*model.modules(), *replacements.values()]:
         for name, child in parent._modules.items():
             if child in replacements:
@@ -174,11 +180,13 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
 
 def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear]) -> None:
     """Wrap each weight that FP8 layers alone use; layers that share a weight share its wrapper and its scale."""
+    # By id: all parameters are alive through the model during the call.
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     for layers in _by_weight(replacements.values()):
+        # Another layer that uses it would multiply by rounded values.
         if len(layers) != users[id(layers[0].weight)]:
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
@@ -187,7 +195,11 @@ def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear])
         strategy = wrapped.strategy
         leave_address(layers[0].weight, layers[0], "weight")
         for layer in layers:
+            # Not through `layer.weight = ...`, which runs the registration hooks of the process.
             layer._parameters["weight"] = wrapped
+            # fully_shard makes shards with states of their own. Through the state of now the plan marks this parameter
+            # as replaced, so that optimizers that still hold it raise; weakly, so that the layer does not keep a whole
+            # weight alive.
             layer.unsharded = Unsharded(weakref.ref(layer), weakref.ref(wrapped._state))
             layer.fp8_weight, layer.strategy = delayed_of(strategy), strategy
 

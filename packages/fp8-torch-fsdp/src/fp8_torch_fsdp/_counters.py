@@ -25,6 +25,7 @@ def amax_reduction_count(model: nn.Module) -> int:
 
 def plans_of(model: nn.Module) -> list[ScalePlan]:
     """Return the plans that synchronize scales of `model`: those of FSDP roots first."""
+    # By id, in an order that all ranks share: whoever walks over them may issue a reduction for each.
     plans = {id(plan): plan for _, weight in sharded_weights(model) if (plan := weight._state.plan()) is not None}
     plans |= {id(plan): plan for module in model.modules() if (plan := plan_of_root(module)) is not None}
     # layers that were converted as part of another model keep the plan that they had there
@@ -34,6 +35,7 @@ def plans_of(model: nn.Module) -> list[ScalePlan]:
 
 def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedFloat8Weight]]:
     """Yield name and shard of every weight of `model` that is gathered in FP8, gathered at the moment or not."""
+    # FSDP2 knows the shard also while the gathered weight is in its place in the module.
     held = dict(fsdp.named_shards(model))
     for name, parameter in model.named_parameters():
         local = held.get(name, getattr(parameter, "_local_tensor", parameter))

@@ -53,12 +53,14 @@ class DelayedScale(nn.Module):
             raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
         self.cast, self.initial = cast, initial
         self.owner, self.shared = None, False
+        # The version of `scale` after the last write by delayed scaling; see `was_loaded`.
         self._written = 0
         # dtypes are given: torch.set_default_dtype must not decide about scales
         self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
         self.register_buffer("history", torch.zeros(cast.policy.history, dtype=torch.float32, device=device))
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool, device=device))
         self.register_buffer("key", torch.zeros((), dtype=torch.int32, device=device))
+        # two keys: what all ranks know can be saved, what one rank has seen since cannot
         self.register_buffer("own_key", torch.zeros((), dtype=torch.int32, device=device), persistent=False)
         self.register_buffer("late", torch.zeros((), dtype=torch.bool, device=device))
         self.reset_parameters()
@@ -135,6 +137,7 @@ class DelayedScale(nn.Module):
                     "its root, or call sync_float8_amax_and_scale_history(model) once per step.",
                 )
             self.observe(amax)
+        # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
         dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.ready, self.scale, dynamic)
 
@@ -145,6 +148,7 @@ class DelayedScale(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
         """Accept checkpoints of models that were not trained with delayed scaling: start anew."""
+        # On the meta device there is nothing to reset: torch reports the keys as missing there.
         if not any(key.startswith(prefix) for key in state_dict) and not self.key.is_meta:
             self.reset_parameters()
             return
@@ -189,6 +193,7 @@ def take_combined(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
 @torch.no_grad()
 def mark_late(modules: Sequence[DelayedScale]) -> None:
     """Note that an optimizer stepped: whatever was observed before belongs to the step that ended."""
+    # An optimizer of other parts of the model may step while this layer is still on the meta device.
     present = [module for module in modules if not module.key.is_meta]
     if present:
         _write(present, {"late": _stacked(present, "late") | (observed_keys(present) >= 0)})
@@ -209,6 +214,7 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
         due: bool scalar; False leaves everything as it is, what was observed included.
     """
     for group, key in _alike(modules, keys):
+        # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         observed = (key >= 0) & due
         window = torch.stack([module.history for module in group], dim=1)
         previous = _stacked(group, "scale")
@@ -278,6 +284,7 @@ def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[li
     """Group modules that share a policy, with their keys, so that each group is one batch of operations."""
     groups: dict[object, list[int]] = {}
     for index, module in enumerate(modules):
+        # a policy is frozen and hashes by value
         groups.setdefault(module.cast.policy, []).append(index)
     # A list as index is copied to the device; usually all share one policy, and there is none.
     return [
@@ -297,6 +304,7 @@ def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
 def _write(modules: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
     """Write row i of each value into the buffer of that name of module i."""
     for name, rows in values.items():
+        # In place: compiled code and CUDA graphs hold these very buffers.
         torch._foreach_copy_([getattr(module, name) for module in modules], list(rows.unbind()))
     for module in modules if "scale" in values else ():
         module.note_written()

@@ -14,6 +14,7 @@ def turn_off(module: nn.Module, converted: Collection[nn.Module]) -> None:
     """Make an encoder, or one of its layers, call its layers in evaluation too if it holds any of `converted`."""
     name = _switch_of(module)
     if name and name in vars(module) and any(layer in converted for layer in module.modules()):
+        # setdefault: a second conversion of the model must not take the 0 of the first for the original value
         vars(module).setdefault(_KEPT, getattr(module, name))
         setattr(module, name, 0)
 
@@ -27,5 +28,6 @@ def restore(module: nn.Module) -> None:
 def _switch_of(module: nn.Module) -> str:
     """Return the attribute without which the module takes no fast path; an encoder passes on nested tensors there."""
     if isinstance(module, nn.TransformerEncoderLayer):
+        # 0 stands for any other activation, for which torch has no fused kernel.
         return "activation_relu_or_gelu"
     return "use_nested_tensor" if isinstance(module, nn.TransformerEncoder) else ""

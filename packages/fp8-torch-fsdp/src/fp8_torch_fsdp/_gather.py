@@ -28,6 +28,7 @@ def gather_inputs(weight: Any, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ..
     state = owner._state
     plan = state.plan()
     if plan is None or plan.is_due(state):
+        # The first gather on a rank is the first one on all: each makes its plan here, and the reductions meet.
         (plan or SyncPlan(fsdp.find_root(owner), type(owner))).synchronize()
     elif state.changes.are_new(owner._data) and not fsdp.in_backward():
         _cast_again(owner)
@@ -35,6 +36,7 @@ def gather_inputs(weight: Any, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ..
         buffers, scale = state.wire
     else:
         buffers, scale = state.to_wire(weight._data, mesh.size())
+        # Under CPU offload the codes are on the GPU, which is to hold nothing of the shard between gathers.
         if state.cache and owner is weight:
             state.wire = buffers, scale
     return buffers, (scale, state.geometry.full_shape)
@@ -48,6 +50,8 @@ def _cast_again(owner: Any) -> None:
     """
     state = owner._state
     keys = state.strategy.local_keys(owner._data, state.geometry)
+    # Keys are the bits of floats that are not negative, so integers compare like the maxima. A smaller one is no error:
+    # the scale of before holds it.
     if state.agreed is not None and (keys.to(state.agreed.device) > state.agreed).any():
         raise Fp8StaleError(
             f"{state.name} was changed inside of the forward of its FSDP root and has outgrown the scale that the "

@@ -31,6 +31,7 @@ class Distribution(WeightAccess):
     products get the weight from.
     """
 
+    # read-only, because all layers share it
     parts: Mapping[str, Any] = MappingProxyType({})
     """What `Strategy.cast_whole` has to know about the parts of a weight that other ranks hold."""
 
@@ -103,6 +104,8 @@ class Float8Linear(nn.Linear, LinearOperands):
         cls = _fp8_class(cls, type(linear))
         # without __init__, which would make parameters: everything is taken over from the layer
         self = cls.__new__(cls)
+        # A shallow copy: the dictionaries of parameters and hooks are those of `linear`, so that handles which users
+        # hold still remove their hooks.
         self.__dict__ = linear.__dict__.copy()
         self._modules = dict(linear._modules)  # subclasses may own other layers
         self.config, self.watcher, self.distribution, self.unsharded = config, None, WHOLE, None
@@ -120,6 +123,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         plain: Any = original.__new__(original)
         plain.__dict__ = {name: value for name, value in self.__dict__.items() if name not in _ADDED}
         plain._modules = {name: child for name, child in self._modules.items() if name not in _ADDED}
+        # Copies of these two, since entries are removed from them; all other hooks stay shared.
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
             setattr(plain, name, getattr(self, name).copy())
         forget_state_dict_hooks(plain)
@@ -146,6 +150,7 @@ class Float8Linear(nn.Linear, LinearOperands):
     @property
     def records(self) -> bool:
         """Whether a forward now is one that delayed scaling observes."""
+        # An evaluation must not move the scales of training.
         return self.training and torch.is_grad_enabled()
 
     def scale_state(self, name: str) -> DelayedScale | None:
@@ -184,6 +189,7 @@ def with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 @cache
 def _fp8_class(cls: type[Float8Linear], original: type[nn.Linear]) -> type[Float8Linear]:
     """Return `cls`, or a class that is also an `original`, for what users' subclasses add to nn.Linear."""
+    # The same class for all layers of a kind (cached): type checks and compiled code then see one.
     if original is nn.Linear or issubclass(original, Float8Linear):
         return cls
     return type(f"Float8{original.__name__}", (cls, original), {"__module__": original.__module__})
@@ -191,6 +197,8 @@ def _fp8_class(cls: type[Float8Linear], original: type[nn.Linear]) -> type[Float
 
 def _original_class(cls: type) -> type[nn.Linear]:
     """Return the class that a layer had before it was converted."""
+    # A class of `_fp8_class` has (itself, Float8Linear, original, ..., nn.Linear): the first that is not FP8 is the
+    # original.
     return next(base for base in cls.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, Float8Linear))
 
 

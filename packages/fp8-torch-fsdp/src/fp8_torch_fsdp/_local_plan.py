@@ -91,6 +91,8 @@ class LocalPlan(ScalePlan):
     def before_forward(self, model: nn.Module) -> None:
         """Synchronize where an optimizer step was made, and take scales of changed weights anew."""
         self.steps.forget_interrupted()
+        # FSDP2 may gather FP8 weights only later in the first forward; the `SyncPlan` that is made then takes the
+        # scales.
         self._settled = self._settled or not _waits_for_sync_plan(model)
         self._claim(model)
         if not (self.scales and self._settled):
@@ -99,6 +101,8 @@ class LocalPlan(ScalePlan):
         if not self._watches_outputs and (group or compat.replicating_ddp()) is not None:
             self._watches_outputs = True
             self.take(self.scales, shared=True)
+            # Only now, because DDP and FSDP2 come after the conversion. torch looks for such hooks after the forward,
+            # so this one sees the present call already.
             model.register_forward_hook(torch._dynamo.disable(_after_forward))
         self._synchronize(group, roll=False)
 
@@ -119,6 +123,7 @@ class LocalPlan(ScalePlan):
 
     @torch.no_grad()
     def _synchronize(self, group: dist.ProcessGroup | None, *, roll: bool) -> None:
+        # Asked before the histories roll: that writes the scales, which then no longer look loaded.
         loaded = [scale for scale in self._weights if scale.was_loaded]
         changed = self._changed_weights(loaded)
         parts = [*self._observations(self.scales, roll), *([changed] if changed is not None else [])]
@@ -136,6 +141,8 @@ class LocalPlan(ScalePlan):
             free = [scale for scale in delayed_scales(model) if scale.owner in (None, self)]
             self.take(free, shared=self._watches_outputs)
             own = set(free)
+            # `free` may lack scales of some layers: those of submodules that are FSDP roots or were converted on their
+            # own.
             layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
             self._layers = [
                 layer for layer in layers if own & {layer.fp8_input, layer.fp8_weight, layer.fp8_grad_output}
@@ -177,6 +184,7 @@ class LocalPlan(ScalePlan):
             None if no weight has delayed scaling, or none changed and no other rank has to know.
         """
         self._look_at_weights()
+        # Collected at each look, because a look notes the present number of writes as known.
         edited, self._edited = self._edited, set()
         changed = {scale: scale in edited and scale not in loaded for scale in self._weights}
         if not self._weights or not (any(changed.values()) or self._watches_outputs):
@@ -234,6 +242,7 @@ def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
 def _process_group(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
     """Return the group over which their parameters are distributed in any way; None if they are not."""
     meshes = itertools.chain.from_iterable(map(fsdp.meshes_of, modules))
+    # With every dimension marked, `ranks_along` gives all ranks of the largest mesh.
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None:
         return None

@@ -30,6 +30,7 @@ def mark_weights_changed(module: nn.Module) -> list[str]:
         marked[name] = None
     for name, layer in module.named_modules():
         if isinstance(layer, Float8Linear):
+            # for weights that are not gathered in FP8: delayed scaling knows of writes to them by the version alone
             torch.autograd.graph.increment_version(getattr(layer.weight, "_local_tensor", layer.weight))
             marked[f"{name}.weight".lstrip(".")] = None
     if not marked:

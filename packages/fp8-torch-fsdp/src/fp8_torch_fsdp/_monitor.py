@@ -82,6 +82,7 @@ class Float8Monitor:
             names += [f"{prefix}/{key}" for key in entries]
             numbers += list(entries.values())
         self._statistics.clear()
+        # stacked first: one wait for the device instead of one for each number
         collected = torch.stack([n.float() for n in numbers]).tolist() if numbers else []
         return {**dict(zip(names, collected, strict=True)), **self._weights()}
 
@@ -90,11 +91,13 @@ class Float8Monitor:
         for name, weight in sharded_weights(self._model):
             state = weight._state
             plan = state.plan()
+            # not gathered yet: there is no scale that the ranks agreed on
             if plan is None or state.changes.seen is None:
                 continue
             if state.scale is not None:
                 collected[f"{name}/wire/scale"] = state.scale.min().item()
             if state.agreed is not None and state.agreed.numel():
+                # Keys are the bits of floats that are not negative: the largest integer is the largest float.
                 collected[f"{name}/wire/amax"] = state.agreed.max().view(torch.float32).item()
             nonfinite = (~torch.isfinite(weight.plain)).sum() / max(weight.numel(), 1)
             collected[f"{name}/wire/nonfinite"] = nonfinite.item()
@@ -122,6 +125,7 @@ class _Watcher:
 def _measure(x: torch.Tensor, operand: Operand) -> _Statistics:
     scale_inv = operand.wide_scale_inv
     finite = torch.isfinite(x)
+    # the largest magnitude that this scale brings into the range of the format
     limit = operand.fmt.max * scale_inv
     became = dispatch.values(operand.codes, operand.fmt)
     return _Statistics(

@@ -22,8 +22,10 @@ def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Pa
     """
     new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
+        # `_data` and `_state` belong to an FP8 wrapper; the others say what became of the old parameter.
         if name not in _OWN:
             setattr(new, name, value)
+    # set on the parameter itself and not in its `__dict__`, so not among the attributes above
     new.grad = parameter.grad
     for attached in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         # the dictionary itself: handles that users hold still remove their hooks

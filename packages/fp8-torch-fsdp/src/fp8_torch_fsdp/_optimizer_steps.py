@@ -49,6 +49,7 @@ class OptimizerSteps:
 
     def finish(self, optimizer: Optimizer, args: tuple = (), kwargs: object = None) -> None:
         """Note that the step of an optimizer has ended; the second time for a step nothing happens."""
+        # Called by a `Float8Controller` too, whose hook may run before the one of this object.
         if not self.stepping:
             return
         self.stepping = False
@@ -57,6 +58,7 @@ class OptimizerSteps:
             after(optimizer)
 
     def _begin(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        # Asked at each step and not once: fully_shard and assigning loads exchange the parameters of a model.
         own = self._own()
         self.stepping = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         if self.stepping and not fsdp.in_backward() and (before := self._before()) is not None:

@@ -70,6 +70,7 @@ def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype =
     Returns:
         One entry per parameter, in the order of `model.named_parameters()`.
     """
+    # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
     owners = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
     entries = [
         _entry(name, parameter, owners.get(id(parameter)), reference_dtype)
@@ -112,6 +113,7 @@ def _strategy_of(local: torch.Tensor, owner: nn.Module | None) -> Strategy | Non
 def _scale_bytes(parameter: torch.Tensor, strategy: Strategy) -> int:
     """Return the bytes of scales that travel with the codes: those of whole rows and of shards do."""
     mesh = getattr(parameter, "device_mesh", None)
+    # the last dimension of a mesh shards; one before it (HSDP) holds copies
     ranks = mesh.size(mesh.ndim - 1) if mesh is not None else 1
     if isinstance(strategy, ShardwiseStrategy):
         return 4 * ranks

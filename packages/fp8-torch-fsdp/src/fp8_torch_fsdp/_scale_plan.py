@@ -34,6 +34,7 @@ class ScalePlan(abc.ABC):
     """
 
     def __init__(self, root: nn.Module | None) -> None:
+        # Weakly: the root keeps its plan alive, by an attribute or by its hooks.
         self._root = (lambda: None) if root is None else weakref.ref(root)
         self.scales: list[DelayedScale] = []
         self.steps = OptimizerSteps(self.parameters, before=self._before_step, after=self._after_step)
@@ -110,6 +111,8 @@ class ScalePlan(abc.ABC):
         self._combining = False  # a backward that raised an exception did not come to its end
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                # Callbacks for the end of a backward can be queued inside of one alone: the gradient of an output comes
+                # first.
                 leaf.register_hook(queue)
 
     def _backward_begins(self) -> bool:

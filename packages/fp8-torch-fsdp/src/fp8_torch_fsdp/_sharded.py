@@ -45,6 +45,7 @@ class ShardedFloat8Weight(torch.Tensor):
     @staticmethod
     def __new__(cls: type, data: torch.Tensor, state: WeightState) -> "ShardedFloat8Weight":
         """Wrap `data` without copying it."""
+        # A wrapper without storage: every operator comes to `__torch_dispatch__`, which is how writes are seen.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
@@ -92,8 +93,10 @@ class ShardedFloat8Weight(torch.Tensor):
                 f"a plain tensor like it; got {type(plain).__name__} of shape {tuple(plain.shape)}, {plain.dtype} on "
                 f"{plain.device}. Convert the layer after its weight has its final form."
             )
+        # The strides of a wrapper are fixed when it is made.
         if plain.stride() != self.stride():
             plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(plain)
+        # The other tensors that alias this weight keep the old data, as with any tensor whose `.data` is set.
         self._data = plain.detach()
         self._state.mark_changed()
 
@@ -183,6 +186,7 @@ class ShardedFloat8Weight(torch.Tensor):
         """Name what a compiled graph depends on besides the values: the same in every process."""
         return tensor_subclass.stable_hash(self, type(self.strategy).__name__, self.strategy.cast, self.strategy.decode)
 
+    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -193,14 +197,20 @@ class ShardedFloat8Weight(torch.Tensor):
         kwargs = kwargs or {}
         for written in tensor_subclass.written_tensors(func, args, kwargs):
             if isinstance(written, cls):
+                # Before the operator runs: should it raise halfway, the weight counts as changed.
                 written._state.mark_changed()
+        # There is one, or torch would not have called this method.
         source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda w: w._data, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        # An in-place operator returns the very tensor that it was called on, not the plain one under it.
         if func._schema.is_mutable:
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
+        # A view shares the state: a write through it makes the scale of the whole shard stale.
         if tensor_subclass.is_view(func):
             return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
+        # FSDP2 uploads an offloaded shard with this operator before it calls `fsdp_pre_all_gather` on the copy: the
+        # copy has to lead to the shard whose scale was agreed on. A copy in another dtype is another weight (below).
         if func is aten._to_copy.default and result.dtype == source.dtype:
             return cls(result, source._state.copied())
         if func in _MAKES_WEIGHT and result.is_floating_point():
@@ -226,6 +236,8 @@ class ShardedFloat8Weight(torch.Tensor):
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and not strategy.decode:
             # FSDP2 has already refilled the buffer that the codes alias; only the scales are left.
+            # By identity: each new agreement brings another tensor, and the gather of a backward finds the scale of its
+            # forward in place. None: the scales travelled with this gather.
             if target.filled_from is None or target.filled_from is not kept:
                 fsdp.refill(target.scale, scale)
                 target.filled_from = kept
@@ -234,10 +246,12 @@ class ShardedFloat8Weight(torch.Tensor):
         if not strategy.decode:
             whole = GatheredFloat8Weight(codes, scale.clone(), strategy.cast.format, param_dtype, strategy.layout.block)
             whole.filled_from = kept
+            # Nothing of its own to free: the codes are the gathered buffer, which FSDP2 frees itself.
             return whole, ()
         fmt, block = strategy.cast.fp8_format, strategy.layout.block
         plain = dispatch.dequantize(codes, scale, fmt, param_dtype, block)
         if target is None:
+            # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
             return plain, (plain,)
         fsdp.refill(target, plain)
         return None
@@ -247,4 +261,5 @@ def _kind(state: WeightState) -> tuple[type, CastRecipe]:
     return type(state.strategy), state.strategy.cast
 
 
+# `torch.load(weights_only=True)` of state that names this class, without the user having to allow it
 torch.serialization.add_safe_globals([ShardedFloat8Weight])

@@ -11,6 +11,7 @@ from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
     """Make `module.state_dict()` hold plain tensors, and an assigning load keep FP8 weights what they are."""
+    # Once for each module: it may be converted again, or own several parameters that are gathered in FP8.
     if not any(hook is _unwrap for hook in module._state_dict_hooks.values()):
         module._register_state_dict_hook(_unwrap)
         module.register_load_state_dict_pre_hook(_wrap_assigned)
@@ -20,6 +21,7 @@ def forget_state_dict_hooks(module: nn.Module) -> None:
     """Undo `keep_state_dicts_plain`."""
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for key, hook in list(hooks.items()):
+            # torch wraps hooks that want the module in an object that has the function as `hook`.
             if getattr(hook, "hook", hook) in (_unwrap, _wrap_assigned):
                 del hooks[key]
 
@@ -46,6 +48,8 @@ def _wrap_assigned(
         own = getattr(parameter, "_local_tensor", parameter)
         key = f"{prefix}{name}"
         if key in state_dict and isinstance(own, ShardedFloat8Weight):
+            # Bound as a default argument below: a lambda would look `state` up when it is called, after the loop has
+            # gone on.
             state = own._state.fresh()
             state_dict[key] = map_local(state_dict[key], lambda t, state=state: ShardedFloat8Weight(t, state))
 
@@ -54,5 +58,6 @@ def map_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:
     """Apply `change` to a tensor, or to the local part of a DTensor."""
     if isinstance(tensor, DTensor):
         local = change(tensor._local_tensor)
+        # The constructor: `from_local` is an autograd function, and would record this.
         return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
     return change(tensor)

@@ -17,6 +17,8 @@ def refresh_keys(members: Iterable[Member]) -> None:
     """Compute the keys of weights again that may have changed, and put them where the ranks combine them."""
     together: dict[torch.device, list[Member]] = {}
     for member in members:
+        # Keys of a weight that did not change are kept: the ranks combine them again in every reduction, without a pass
+        # over the data.
         if member.state.keys is not None and not member.stale:
             continue
         strategy = member.state.strategy
@@ -24,6 +26,7 @@ def refresh_keys(members: Iterable[Member]) -> None:
             together.setdefault(member.shard.device, []).append(member)
         else:
             keys = strategy.local_keys(member.shard, member.geometry)
+            # Under CPU offload the shard is on the CPU and the ranks talk on the GPU.
             member.state.keys = keys.to(member.device, non_blocking=True)
     for group in together.values():
         keys = foreach.amax_keys([member.shard for member in group])
@@ -39,6 +42,7 @@ def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Te
         together = member.state.strategy.scale_follows_from_key
         if together:
             alike.setdefault(member.state.strategy.cast, []).append(index)
+        # None holds the place until the loop below.
         scales.append(None if together else member.state.strategy.scale_from_keys(keys, member.geometry))
     for cast, indices in alike.items():
         amax = torch.cat([renewed[i][1] for i in indices]).view(torch.float32)
@@ -63,4 +67,5 @@ def cast_together(members: Iterable[Member]) -> None:
         for member, own in zip(group, codes, strict=True):
             state = member.state
             state.wire = (fsdp.pad_rows(own, state.geometry.padded_shape),), state.scale
+            # `wire` was filled without `to_wire`, which counts the others
             state.casts += 1

@@ -37,6 +37,8 @@ class Member:
         self.state: WeightState = local._state
         changes = self.state.changes
         if changes.take_doubt() and not changes.are_new(self.shard):
+            # Casts and compares, which waits for a GPU: only for weights that were lent to somebody, and that no
+            # counter shows as changed.
             with torch.no_grad(), torch.inference_mode(False):
                 if self.state.differs(self.shard, self.param.process_group.size()):
                     changes.mark(edit=True)
@@ -49,6 +51,7 @@ class Member:
 
     def renew(self, scale: torch.Tensor | None, step: int) -> None:
         """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go."""
+        # FSDP2 may hold codes of before: with reshard_after_forward=False, or after `unshard()`.
         if self.param.group.is_unsharded:
             self.param.group.reshard()
         state = self.state
@@ -98,6 +101,8 @@ def flags_of(members: list[Member]) -> torch.Tensor:
     changed, unchanged, edited, untouched = [], [], [], []
     for member in members:
         changes = member.state.changes
+        # MAX of "changed" and of "unchanged" are both 1 where ranks differ. A shard without elements is never written
+        # to.
         has_say = member.shard.numel() > 0 and changes.seen is not None
         edit = has_say and member.stale and changes.are_edits(member.shard)
         changed.append(member.stale)

@@ -61,12 +61,15 @@ class SyncPlan(ScalePlan):
         _mark_unsharded(root)
         self._groups = by_process_group(self.members, replicas=bool(scales))
         self._take_by_group(root, scales)
+        # As of the last forward or backward: inside of gradient accumulation no optimizer step is due (`quiet` below).
         self._accumulating = not fsdp.gradient_sync_enabled(root)
         self._explicit = False
+        # Reversed, so that the first weight of each group of FSDP2 is the last one written.
         firsts = {id(member.param.group): member.param.name for member in reversed(self.members)}
         self._first_of_groups = set(firsts.values())
         self._unchecked: list[_Unchecked] = []
         self._link()
+        # prepend: before the hook of FSDP2, which starts the first gather
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
         root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
         logger.info("FP8 all-gather for %d weights under one FSDP root.", len(self.members))
@@ -80,11 +83,14 @@ class SyncPlan(ScalePlan):
             if id(module) in ranks:
                 own = fsdp.group_of(*ranks[id(module)])
                 groups |= {scale: own for scale in module.children() if isinstance(scale, DelayedScale)}
+        # `shared` is set for each below: the group of a layer may be smaller than that of the root.
         self.take(scales, shared=False)
         self._scales_of: dict[dist.ProcessGroup, list[DelayedScale]] = {}
         for scale, group in groups.items():
             scale.shared = group.size() > 1
             self._scales_of.setdefault(group, []).append(scale)
+        # Groups in which nothing but delayed scales has to be agreed on follow the groups of weights, on all ranks
+        # alike.
         known = [group for group, _ in self._groups]
         self._groups += [(group, []) for group in self._scales_of if group not in known]
 
@@ -93,18 +99,23 @@ class SyncPlan(ScalePlan):
             self._prepare_gathers(module)
 
     def _prepare_gathers(self, module: nn.Module) -> None:
+        # First: what is written to weights after a step that raised is an edit again.
         self.steps.forget_interrupted()
+        # The value of before says whether a step can have come between the last backward and this forward.
         was_accumulating, self._accumulating = self._accumulating, not fsdp.gradient_sync_enabled(module)
         was_explicit, self._explicit = self._explicit, False
         for member in self.members:
             member.look()
         self._synchronize(roll=False, quiet=was_accumulating or was_explicit)
+        # After the synchronization: what it agreed on is the amax of the weights that this forward uses.
         if self.scales and module.training and torch.is_grad_enabled():
             self._observe_weights()
         if not was_accumulating:
             self._gather_again_without_keys()
 
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
+        # Without scales to combine the hook is still needed while gradients are accumulated, to see whether the next
+        # backward ends that.
         observing = self._shares_scales and module.training
         if torch.is_grad_enabled() and (observing or self._accumulating):
             self._combine_after_backward(
@@ -173,6 +184,7 @@ class SyncPlan(ScalePlan):
                 rank that sees no change does not wait to hear of one elsewhere, which is an error instead.
         """
         with torch.inference_mode(False):
+            # Before anything is sent: these flags were combined the last time, so all ranks raise here or none does.
             self._raise_for_partial_edits()
             self._link()
             if self._stepped or roll:
@@ -182,6 +194,7 @@ class SyncPlan(ScalePlan):
                 self._synchronize_group(process_group, members, roll, quiet)
             self._stepped = False
             for member in self.members:
+                # No keys, nothing agreed on: the scale is a constant or travels, and only the kept cast is due.
                 if member.stale and not member.reduced:
                     member.renew(member.state.scale, self.steps.count)
             cast_together(self.members)
@@ -211,10 +224,12 @@ class SyncPlan(ScalePlan):
         parts = [*(member.state.known_keys for member in members), *own, *observations]
         reduced, reductions = max_over_ranks(parts, process_group)
         self.reductions += reductions
+        # Asked before the histories roll: that writes the scales, which then no longer look loaded.
         loaded = {scale for scale in self.scales if scale.was_loaded}
         if observations:
             self._take_observations(scales, *reduced[-2:])
         if members:
+            # in the place of `own` among the parts, after one part for each weight
             flags = reduced[len(members)].view(4, -1)
             changed = self._changed(members, flags, quiet)
             if self.scales:
@@ -247,6 +262,7 @@ class SyncPlan(ScalePlan):
             self._raise_for_partial_edits()
             return flags[0].bool().tolist()
         stale = [member.stale for member in members]
+        # Reading the flags would let the host wait for the GPU, in every forward.
         known = all(stale) or (quiet and not any(stale))  # a step was made, or none is due: no need to wait
         host = flags.to("cpu", non_blocking=known)
         arrived = torch.cuda.Event()
@@ -278,6 +294,7 @@ class SyncPlan(ScalePlan):
         for member in self.members:
             state = member.state
             if state.plan() is not self:
+                # Weakly: the plan holds the members, which lead to the tensors that hold these states.
                 state.plan, state.name, state.geometry = weakref.ref(self), member.param.name, member.geometry
 
 
@@ -292,6 +309,8 @@ def _mark_unsharded(root: nn.Module) -> None:
 
 def _refuse(members: list[Member]) -> None:
     """Refuse, on all ranks alike, weights that were sharded in a way that FP8 cannot follow."""
+    # FSDP2 has no such gather for tensors with hooks of their own: it raises NotImplementedError, in the first
+    # backward.
     names = [member.param.name for member in members if member.param.reshards_to_part_of_the_mesh]
     if names:
         raise Fp8Error(

@@ -50,6 +50,7 @@ class WeightChanges:
 
     def are_new(self, shard: torch.Tensor) -> bool:
         """Return whether `shard` (the plain local tensor) is known to have changed since its scale was agreed on."""
+        # Both: a compiled step shows in the count alone, a write through a plain alias in the version alone.
         return self.seen != (self.count, version_of(shard))
 
     def take_doubt(self) -> bool:
@@ -150,6 +151,7 @@ class WeightState:
             return True
         if self.wire is None:
             return False  # it is cast for each gather
+        # Not by the method above, which counts: this cast goes nowhere.
         buffers, _ = self.strategy.to_wire(shard, self.geometry, self.scale, world_size)
         return not all(torch.equal(now, kept) for now, kept in zip(buffers, self.wire[0], strict=True))
 
@@ -168,6 +170,8 @@ class WeightState:
 
     def __deepcopy__(self, memo: dict) -> "WeightState":
         """A copied weight starts without memory: its FSDP root, if any, is another one."""
+        # With the memo: the `DelayedScale` in a strategy is a submodule of the layer, and the copied layer has the same
+        # twin.
         return WeightState(strategy=copy.deepcopy(self.strategy, memo), cache=self.cache)
 
 

@@ -62,6 +62,7 @@ def hp_tensor_to_float8_dynamic(
     Raises:
         Fp8Error: An unknown dtype, or a granularity that does not go with the other arguments.
     """
+    # Each granularity with its own argument: an axis without "axiswise" would be ignored without a word.
     axiswise = scaling_granularity == "axiswise"
     if scaling_granularity not in ("tensorwise", "axiswise") or axiswise != (axiswise_dim is not None):
         raise Fp8Error(

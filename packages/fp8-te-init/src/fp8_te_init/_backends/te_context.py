@@ -38,9 +38,11 @@ def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> c
     Raises:
         Fp8UnsupportedError: It is needed and cannot be imported, or has no such context manager or recipe.
     """
+    # "auto" never imports it: whoever builds its modules has imported it already.
     if backend == "native" or (backend == "auto" and "transformer_engine.pytorch" not in sys.modules):
         return contextlib.nullcontext()
     te = _imported("transformer_engine.pytorch")
+    # the newer name first; older releases have the second one alone
     init = getattr(te, "quantized_model_init", None) or getattr(te, "fp8_model_init", None)
     if init is None:
         raise Fp8UnsupportedError(
@@ -81,6 +83,8 @@ def take_copy(parameter: Any, kept: KeptValues) -> None:
                 )
             elif kept.keeps_writes:
                 kept.keep(values.view(rows.rows.count, -1), rows)
+            # Taken off the parameter even if it is not kept: otherwise it would occupy host memory as long as the
+            # parameter.
             delattr(holder, COPY)
 
 

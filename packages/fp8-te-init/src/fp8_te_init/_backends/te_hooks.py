@@ -24,6 +24,7 @@ def install_fsdp_hooks(cls: type) -> bool:
     """
     if hasattr(cls, _MARK):
         return False
+    # The class and not the tensors: FSDP2 makes shards and copies of its own, which know their class alone.
     hooked: Any = cls
     if hasattr(cls, "fsdp_pre_all_gather"):
         hooked.fsdp_pre_all_gather = _padding(hooked.fsdp_pre_all_gather)
@@ -39,6 +40,8 @@ def _padding(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)  # FSDP2 looks at the number of parameters
     def pre_all_gather(self: Any, mesh: Any, orig_size: torch.Size, *others: Any) -> tuple:
         tensors, metadata = own(self, mesh, orig_size, *others)
+        # Whether anything is padded depends on sizes that all ranks know, so all send alike. The metadata becomes a
+        # pair in either case, for `post_all_gather`.
         share = -(-orig_size[0] // mesh.size())
         if share * mesh.size() == orig_size[0]:
             return tensors, (metadata, None)
@@ -64,6 +67,7 @@ def _unpadding(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pre_all_gather(self: Any, mesh: Any) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    # Only the mesh comes with this form of the hook; shapes are looked up at the parameter that FSDP2 holds.
     held = next(param for param in fsdp.sharded_params(fsdp.find_root(self)) if param.local is self)
     return (fsdp.pad_rows(self._data, held.padded_shape),), (self._scale_inv, held.full_shape)
 
@@ -75,6 +79,7 @@ def _post_all_gather(
     data = fsdp.unpad(outputs[0], full_shape, torch.uint8)
     target = getattr(out, "_local_tensor", out)
     if target is not None:
+        # transposed codes are of the gather before
         target._data, target._transpose_invalid = data, True
         target._scale_inv.copy_(scale_inv)
         return None

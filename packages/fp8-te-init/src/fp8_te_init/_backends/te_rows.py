@@ -26,12 +26,14 @@ NEEDED = {
     MX: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "quantize_"),
 }
 """The attributes that this file uses of each class; a test looks for them in the real ones."""
+# Shards have to consist of whole blocks: of 128x128 values, or for MX of 32, down a column in the transposed copy.
 _SHARD_ROWS = {BLOCKS: 128, MX: 32}
 _ONE_SCALE = ScaleLayout.of(CastRecipe())
 
 
 def te_kind(tensor: object) -> str | None:
     """Return the name of the TransformerEngine class that a tensor is of; None if it is of none."""
+    # Along the MRO: subclasses count as well.
     return next((cls.__name__ for cls in type(tensor).__mro__ if cls.__name__ in NEEDED), None)
 
 
@@ -132,6 +134,7 @@ class TeRows:
         scales, (rows, columns) = self._tensor._rowwise_scale_inv, self.codes().shape
         if self._kind == MX:
             # E8M0: a power of two for 32 values along the row
+            # 127 is the bias of E8M0.
             wide = torch.exp2(scales.view(torch.uint8).float() - 127).repeat_interleave(32, dim=1)
         elif self._tensor._is_2D_scaled:
             wide = scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=0)
@@ -169,10 +172,13 @@ class TeRows:
     def _possible_scales(self) -> list[torch.Tensor]:
         scale_inv = self.scale_inv()
         nearest = dispatch.reciprocal(scale_inv)
+        # Rounding makes the reciprocal of the reciprocal another number at times, at most one step away on either side.
         steps = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
         known = getattr(getattr(self._tensor, "_quantizer", None), "scale", None)
+        # The quantizer's own scale is tried first of the others: after a store of this package it is the exact one.
         if scale_inv.ndim == 0 and known is not None:
             steps.insert(0, known.detach().reshape(()).to(scale_inv.device))
+        # A candidate whose reciprocal is another number cannot have made these codes.
         return [nearest, *(torch.where(dispatch.reciprocal(scale) == scale_inv, scale, nearest) for scale in steps)]
 
     def pending(self) -> torch.Tensor | None:
@@ -189,6 +195,7 @@ class TeRows:
         """Quantize values [n, columns] with the scale from the agreed `keys`, and let go of transposed codes."""
         tensor = self._tensor
         if self._kind != PER_TENSOR:
+            # In the dtype of the weight, as TransformerEngine casts its own masters.
             tensor.quantize_(values.to(self.dtype).view(tensor.shape))
             return
         quantizer = tensor._quantizer

@@ -72,6 +72,7 @@ class CheckpointSource(Source):
                 f"{self._name} has shape {tuple(tensor.shape)} in the checkpoint, and the model's parameter has "
                 f"{tuple(self._shape)}. Use the checkpoint of this model."
             )
+        # float8 is a floating-point dtype for torch, so it has to be asked for first
         if tensor.dtype in FLOAT8_DTYPES:
             return self._dequantized(tensor)
         if not tensor.is_floating_point():
@@ -90,6 +91,7 @@ class CheckpointSource(Source):
             first, count = place_of(tensor)
             if (first, first + count) == self.rows:
                 return _values(local_of(tensor))
+            # a collective of the ranks that hold the tensor
             tensor = tensor.full_tensor()
         return _values(tensor)[self.rows.start : self.rows.stop]
 
@@ -109,6 +111,7 @@ class CheckpointSource(Source):
             )
         own = self._own_rows(tensor)
         geometry = ShardGeometry(full_shape=self._shape, first_index=self.rows.start)
+        # the scales of the rows that are held here, in a shape that broadcasts to them
         scale = layout.of_part(scale, own.shape, geometry)
         return dequantize(own, scale, FLOAT8_DTYPES[tensor.dtype], torch.float32)
 
@@ -133,6 +136,7 @@ def reader_of(checkpoint: Checkpoint, prefix: str = "") -> CheckpointReader:
         )
     if not path.is_file():
         raise Fp8Error(f"There is no checkpoint {str(path)!r}: give a file of torch.save or a folder of DCP.")
+    # mmap: the file may be larger than the memory; a tensor is read when it is asked for
     mapped = _told(path, partial(torch.load, path, map_location="cpu", mmap=True, weights_only=True))
     return _reader_of_mapping(mapped, prefix)
 
@@ -145,6 +149,8 @@ def _from_folder(path: Path, known: Mapping[str, Any], name: str) -> torch.Tenso
     target = torch.empty(known[name].size, dtype=known[name].properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process", category=UserWarning)
+        # no_dist: each rank reads what it needs when it needs it. A collective load would need all ranks to ask for the
+        # same names in the same order, and one that fails would leave the others waiting.
         _told(path, partial(dcp.load, {name: target}, checkpoint_id=path, no_dist=True))
     return target
 
@@ -162,6 +168,7 @@ def _told(path: Path, read: Callable[[], Any]) -> Any:
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """Return plain values of a tensor that may be an FP8 weight."""
+    # Exactly these: torch.Tensor has a `dequantize` too, for its own quantized dtypes, which raises for others.
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor
     read: Any = getattr(tensor, "dequantize", None)

@@ -44,6 +44,7 @@ class CopySource(Source):
     def narrowed(self, rows: Rows) -> "CopySource":
         """Copy some rows to pages of their own, so that the whole copy can be freed."""
         part = self._copy[rows.inside(self.rows)]
+        # A slice would keep all of the memory of the whole copy.
         return type(self)(mapped_copy(part, pin=self._copy.is_pinned()), rows)
 
 

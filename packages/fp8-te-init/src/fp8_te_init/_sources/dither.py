@@ -26,6 +26,7 @@ def dithered(quantized: QuantizedRows, *, seed: int, name: str) -> torch.Tensor:
     share = PhiloxSource(
         Uniform(low=0.0, high=1.0),
         seed=seed,
+        # other numbers than those of an initialisation with the same seed and name
         name=f"{name}/dither",
         columns=quantized.full_shape[1],
         dtype=torch.float32,
@@ -46,12 +47,14 @@ def _cell_sides(fmt: Format) -> tuple[np.ndarray, np.ndarray]:
     """
     values = decode(np.arange(256, dtype=np.uint8), fmt).astype(np.float64)
     positive = np.unique(values[np.isfinite(values) & (values >= 0)])
+    # The middle between neighbours is where rounding to nearest changes, also between binades of different spacing.
     half = np.diff(positive) / 2
     below, above = np.zeros(256), np.zeros(256)
     for code, value in enumerate(values):
         if not np.isfinite(value):
             continue
         place = int(np.searchsorted(positive, abs(value)))
+        # the largest finite value has no neighbour above
         if place == len(half):
             continue
         inner, outer = half[place - 1] if place else 0.0, half[place]

@@ -47,6 +47,7 @@ class Normal(Distribution):
 
     def shape_uniforms(self, uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return normal values [n, 4]; each pair of words gives a pair of values."""
+        # The logarithm is finite: uniform numbers are never 0.
         radius = np.sqrt(-2 * np.log(uniforms[:, 0::2]))
         angle = 2 * math.pi * uniforms[:, 1::2]
         pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
@@ -84,6 +85,7 @@ class TruncatedNormal(Distribution):
 
     def shape_uniforms(self, uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return values [n, 4], by the inverse of the distribution function."""
+        # the share of the normal distribution within `cut` standard deviations
         inside = math.erf(self.cut / math.sqrt(2))
         z = torch.erfinv(torch.from_numpy(inside * (2 * uniforms - 1))).numpy()
         return self.std * math.sqrt(2) * z
@@ -119,6 +121,7 @@ class PhiloxSource(Source):
         """Make the values [n, columns] on the host."""
         start, stop = self.rows.start * self._columns, self.rows.stop * self._columns
         flat = torch.empty(stop - start, dtype=self._dtype)
+        # Counters give four values each: the first one may begin before the first row that is held here.
         for first in range(start - start % 4, stop, 4 * CHUNK):
             last = min(stop, first + 4 * CHUNK)
             made = self._init.shape_uniforms(uniforms(self._key, first // 4, -(-last // 4))).reshape(-1)
@@ -128,6 +131,7 @@ class PhiloxSource(Source):
 
     def narrowed(self, rows: Rows) -> "PhiloxSource":
         """Return the source of some rows."""
+        # Without `__init__`, which takes seed and name; only their key is remembered.
         twin = object.__new__(PhiloxSource)
         twin.__dict__.update(self.__dict__, rows=rows)
         return twin
@@ -135,6 +139,7 @@ class PhiloxSource(Source):
 
 def key_of(seed: int, name: str) -> int:
     """Return the 64-bit key of a parameter: parameters of other names draw other numbers."""
+    # A digest and not hash(), which differs between processes.
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 

@@ -38,6 +38,7 @@ class ReplaySource(Source):
 
     def values(self, quantized: QuantizedRows) -> torch.Tensor:
         """Make the values again, all rows that were drawn together, and return some; the global generator stays."""
+        # All rows, since the generator reaches the numbers of the last ones through those of the first alone.
         return self._replay.play(self._columns, self._dtype)[self.rows.inside(Rows(*self._replay.rows))]
 
     def narrowed(self, rows: Rows) -> "ReplaySource":

@@ -17,7 +17,7 @@ from fp8_te_init._host_memory import mapped_copy, mapped_empty
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
 
 WORTH = 0.1
-"""Largest share of escapes, 6 bytes each, with which this is smaller than a copy of two bytes per element."""
+"""Largest share of escapes, 6 bytes each, that is accepted: 1.6 bytes per element in all, where a copy has two."""
 
 PART = 1 << 18
 """Elements that are encoded or decoded at a time."""
@@ -59,6 +59,7 @@ class ResidualSource(Source):
             fits = (difference >= -128) & (difference <= 127)
             residual[part] = torch.where(fits, difference, 0).to(torch.int8)
             places = (~fits).reshape(-1).nonzero().reshape(-1) + part.start * columns
+            # int32 holds places in weights of fewer than 2^31 elements.
             found.append(places.to(torch.int32).cpu())
         escaped = torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
         if escaped.numel() > WORTH * values.numel():
@@ -110,6 +111,7 @@ def row_parts(rows: int, columns: int) -> Iterator[slice]:
 def _base(quantized: QuantizedRows, part: slice) -> torch.Tensor:
     """Return the dequantized values of some rows in bfloat16."""
     scale_inv = quantized.scale_inv()
+    # A scalar serves all rows; two dimensions are scales of rows or blocks, one line for each row.
     scale_inv = scale_inv[part] if scale_inv.ndim == 2 else scale_inv
     codes = quantized.codes()[part].view(torch_dtype(quantized.fmt))
     return (dispatch.values(codes, quantized.fmt) * scale_inv).to(torch.bfloat16)
@@ -117,6 +119,7 @@ def _base(quantized: QuantizedRows, part: slice) -> torch.Tensor:
 
 def ordinal(values: torch.Tensor) -> torch.Tensor:
     """Return int32 numbers of bfloat16 values in the order of the values; -0 is numbered apart from 0."""
+    # Bits of positive floats sort like their values; those of negative ones the other way round, hence the sign.
     bits = values.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF) - 1, bits)
 
@@ -131,6 +134,7 @@ def digest_of(quantized: QuantizedRows) -> bytes:
     """Return a digest of the codes and scales of each row, 8 bytes a row."""
     codes = quantized.codes().cpu()
     scales = quantized.scale_inv().cpu()
+    # A digest for each row and not for the whole: a shard can then keep those of its rows.
     scales = scales.expand(codes.shape[0], 1 if scales.ndim < 2 else scales.shape[1])
     pairs = zip(codes.contiguous().numpy(), scales.contiguous().numpy(), strict=True)
     return b"".join(hashlib.blake2b(code.tobytes() + scale.tobytes(), digest_size=8).digest() for code, scale in pairs)

@@ -27,6 +27,7 @@ class Strategy(abc.ABC):
 
     cast: CastRecipe
     decode: bool = False
+    # Not compared: it follows from `cast`, and layouts are compared by identity.
     layout: ScaleLayout = dataclasses.field(init=False, compare=False)
 
     scales_each_part: ClassVar[bool] = False
@@ -90,6 +91,7 @@ class Strategy(abc.ABC):
         """
         if scale is None:
             raise Fp8StaleError("A weight has no scale that the ranks agreed on. Synchronize its FSDP root first.")
+        # Padded here: FSDP2 pads parameters itself, but not what this hook returns.
         return (fsdp.pad_rows(self.layout.cast_part(shard, scale, geometry), geometry.padded_shape),), scale
 
     def record(self, keys: torch.Tensor) -> None:  # noqa: B027 only delayed scaling cares

@@ -47,6 +47,7 @@ class RowwiseStrategy(Strategy):
         padded = fsdp.pad_rows(codes, geometry.padded_shape)
         if world_size == 1:
             return (padded,), own
+        # 4: the bytes of a float32 scale, since everything travels as uint8
         scale_bytes = fsdp.pad_rows(own.contiguous(), torch.Size((*geometry.padded_shape[:-1], 4)))
         return (padded, scale_bytes), None
 
@@ -56,6 +57,7 @@ class RowwiseStrategy(Strategy):
         """Return the scales [..., rows, 1] of the whole weight, sharing the gathered buffer."""
         if len(gathered) == 1:
             return super().scale_from_wire(gathered, kept, full_shape)
+        # padding is at the end of the gathered scales too
         rows = math.prod(full_shape[:-1])
         return gathered[1].view(-1).view(torch.float32)[:rows].view(*full_shape[:-1], 1)
 

@@ -48,6 +48,7 @@ class ShardwiseStrategy(Strategy):
         self, shard: torch.Tensor, geometry: ShardGeometry, scale: torch.Tensor | None, world_size: int
     ) -> WireBuffers:
         """Return codes and the scale's bytes as two buffers; keep the scale on one rank."""
+        # The agreed `scale` is not used: there is none. The shard is a whole tensor to its layout.
         codes, own = self.layout.cast_whole(shard)
         padded, own = fsdp.pad_rows(codes, geometry.padded_shape), own.reshape(1)
         return ((padded,), own) if world_size == 1 else ((padded, own.view(torch.uint8)), None)
@@ -57,6 +58,7 @@ class ShardwiseStrategy(Strategy):
     ) -> torch.Tensor:
         """Return the scales [..., rows, 1] of the whole weight."""
         own = kept if kept is not None else gathered[1].reshape(-1).view(torch.float32)
+        # One scale for each rank; FSDP2 gives ceil(rows / ranks) rows to each, so that this many rows share it.
         along = -(-full_shape[0] // own.numel())
         rows = own.repeat_interleave(along)[: full_shape[0]]
         each = math.prod(full_shape[1:-1])

@@ -40,6 +40,8 @@ class DelayedStrategy(TensorwiseStrategy):
 
     def scale_from_keys(self, keys: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor | None:
         """Return the scale in use, the dynamic one in the first step."""
+        # Not recorded here: `record` does that for the weights that training uses, synchronizations happen in
+        # evaluation too.
         return self.delayed.current(self.layout.amax(keys, geometry.full_shape), record=False)
 
     def cast_whole(

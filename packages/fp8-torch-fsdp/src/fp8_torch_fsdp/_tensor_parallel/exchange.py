@@ -28,6 +28,8 @@ class Place(NamedTuple):
 
     def distributed(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor whose part on this rank is `local`."""
+        # `from_local` takes shape and stride together; without them it multiplies the local shape, wrong for uneven
+        # parts.
         stride = None if self.shape is None else torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 
@@ -40,7 +42,9 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredFloat
         cast: How to cast it.
         place: How it is cut.
     """
+    # A collective for scales of this step's values: all ranks come here in the same forward or backward.
     codes, scale, fmt = cast(local.reshape(-1, local.shape[-1]))
+    # as uint8, because gloo and older NCCL refuse float8
     data = place.distributed(codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
     return GatheredFloat8Weight(whole.contiguous().view(codes.dtype), scale, fmt.name, local.dtype)

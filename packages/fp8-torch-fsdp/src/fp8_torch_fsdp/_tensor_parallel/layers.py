@@ -44,6 +44,7 @@ class TensorParallel(Distribution, abc.ABC):
     def leave(self, output: torch.Tensor, now: Placement) -> torch.Tensor:
         """Bring a local output that is cut as `now` says into the wanted layout."""
         wanted = _positive(self.output_layout, output)
+        # nothing to do: a DTensor on the way would cost two autograd nodes
         if self.use_local_output and now == wanted:
             return output
         placed = _in_layout(DTensor.from_local(output, self.mesh, [now], run_check=False), wanted)
@@ -60,6 +61,7 @@ class Colwise(TensorParallel):
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Gather the input, in FP8 where that serves; multiply; the output is cut along its last dimension."""
+        # Partial: each rank has some rows of the weight, so its gradient of the input is one summand.
         whole = gather_input(layer, input, self.mesh, self.input_layout).to_local(grad_placements=[Partial()])
         bias = None if layer.bias is None else _local(layer.bias)
         output = with_bias(layer.distributed_product(whole, _local(layer.weight)), bias)
@@ -84,6 +86,7 @@ class Rowwise(TensorParallel):
         layout = _positive(self.output_layout, partial)
         output = ReduceOutput.apply(partial, cast, self.mesh, layout)
         bias = None if layer.bias is None else _local(layer.bias)
+        # Each rank adds the bias to its part of the output alone, and sees a part of its gradient.
         if bias is not None and layout.is_shard():
             bias = SumGradient.apply(bias, self.mesh)
         return self.leave(with_bias(output, bias), layout)
@@ -98,6 +101,7 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
         mesh: The ranks.
         layout: How a plain input is cut.
     """
+    # Before the gather, or float32 values would travel and be cast to FP8 with another amax than autocast's.
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     placed = _placed(input, mesh, layout)

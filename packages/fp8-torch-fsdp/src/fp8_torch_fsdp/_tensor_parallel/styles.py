@@ -54,6 +54,7 @@ class _Float8Parallel(ParallelStyle):
         whole = distribute_tensor(data.plain if wrapped else data, mesh, [placement], src_data_rank=self.src_data_rank)
         if wrapped:
             state = data._state
+            # `fresh`: the part is another weight than the whole one, and nothing is known about it yet.
             whole = map_local(whole.detach(), lambda local: ShardedFloat8Weight(local, state.fresh()))
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 

@@ -1,7 +1,7 @@
 """`TraceableShards`: an FP8 linear layer that holds some rows of its weight gathers it for each product and lets it go.
 
 The backward starts the second gather first, computes the weight's gradient meanwhile, and starts to average that
-before it needs the gathered weight: each collective has a product to hide behind.
+before it needs the gathered weight: each collective runs while a product is computed.
 """
 
 from typing import Any
@@ -44,6 +44,7 @@ class TraceableShards(Distribution):
         """Start to gather the buffers."""
         kept, *buffers = sent
         if grad is not None:
+            # Only in the backward (see `ops`); in the forward there is no gradient to depend on.
             buffers = [copy_in_backward(buffer, grad) for buffer in buffers]
         return kept, [self.wire.place.start_gather(buffer) for buffer in buffers]
 

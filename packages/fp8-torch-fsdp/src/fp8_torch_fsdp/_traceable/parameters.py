@@ -42,6 +42,7 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None, rows: int, place: Placement
     ) -> torch.Tensor:
+        # the shard and not the gathered weight, which would stay alive until the backward
         ctx.save_for_backward(x, part)
         ctx.rows, ctx.place = rows, place
         weight = whole(place, start_whole(place, part, rows), rows)
@@ -54,6 +55,7 @@ class _GatheredLinear(torch.autograd.Function):
         place: Placement = ctx.place
         grad_x = grad_part = started = averaging = None
         if ctx.needs_input_grad[0]:
+            # Started first: the product for the gradient of the weight needs no weight, and runs meanwhile.
             started = start_whole(place, copy_in_backward(part, grad), ctx.rows)
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
@@ -85,16 +87,19 @@ class GatheringLinear(nn.Linear):
         """Return input @ weight.T + bias for input [..., in_features]."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        # The bias is left to autograd: it is one row, while a gathered weight would be alive until the backward.
         bias = None if self.bias is None else gathered(self.bias, self.fp8_place).to(input.dtype)
         return _GatheredLinear.apply(input, local_of(self.weight), bias, self.weight.shape[0], self.fp8_place)
 
 
 def gather_in_forward(module: Any, names: list[str], place: Placement) -> None:
     """Make `module` see its sharded parameters `names` whole while its forward runs, and as they are otherwise."""
+    # Exactly nn.Linear: subclasses may use their weight in other ways, and get it by the property below.
     if type(module) is nn.Linear:
         module.__class__ = GatheringLinear
     else:
         module.__class__ = _gathering(type(module), tuple(names))
+        # False outside of the forward: state dicts, optimizers and repr see the shards.
         module.fp8_gathering = False
     module.fp8_place = place
 
@@ -110,7 +115,9 @@ def _gathering(cls: type, names: tuple[str, ...]) -> type:
         finally:
             self.fp8_gathering = False
 
+    # A property of the class comes before `nn.Module.__getattr__`, which is only asked for what is found nowhere else.
     readers = {name: property(_reader(name)) for name in names}
+    # Cached by class and names: layers of one kind have one class, and so one compiled graph.
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **readers})
 
 

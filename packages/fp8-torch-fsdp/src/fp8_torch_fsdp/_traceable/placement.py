@@ -62,6 +62,7 @@ class Placement:
         return cls(
             size=mesh.size(last),
             rank=mesh.get_local_rank(last),
+            # Names, because a graph cannot hold the object of a process group.
             group=compat.name_of(mesh.get_group(last)),
             copies=mesh.size(0) if last else 1,
             copies_group=compat.name_of(mesh.get_group(0)) if last else None,
@@ -97,6 +98,7 @@ class Placement:
     def finish_average(self, started: Started, rows: int) -> torch.Tensor:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
         part = self.finish(started)
+        # All ranks have equally many summands, so the average of averages is the average.
         if self.copies_group is not None and self.copies > 1:
             part = compat.wait(compat.start_all_reduce(part, self.copies_group))
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
@@ -118,8 +120,10 @@ def sharded(parameter: nn.Parameter, plain: torch.Tensor, mesh: DeviceMesh) -> n
         raise Fp8Error("fully_shard_traceable cannot shard a parameter without dimensions. Reshape it to [1].")
     place = Placement.of(mesh)
     first = place.first_row(plain.shape[0])
+    # A clone: a slice would keep the storage of the whole parameter alive on every rank.
     local = plain[first : first + place.padded_rows(plain.shape[0])].clone()
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    # Shape and stride are given: otherwise the local shape would be multiplied, which is wrong for uneven parts.
     distributed = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=plain.shape, stride=plain.contiguous().stride()
     )

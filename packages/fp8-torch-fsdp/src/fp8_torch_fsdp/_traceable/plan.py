@@ -32,7 +32,9 @@ class TraceablePlan(ScalePlan):
         self._weights, self._groups = list(weights), [group for group in groups if group.size() > 1]
         self._versions: list[int | None] = [None] * len(self._weights)
         self.take(delayed_scales(root), shared=bool(self._groups))
+        # prepend: the hooks of others may use the layers already
         root.register_forward_pre_hook(torch._dynamo.disable(self._before_root_forward), prepend=True)
+        # Without delayed scaling nothing is observed that ranks would have to combine.
         if self.scales and self._groups:
             root.register_forward_hook(torch._dynamo.disable(self._after_root_forward))
 
@@ -70,10 +72,12 @@ class TraceablePlan(ScalePlan):
     @torch.no_grad()
     def _synchronize(self, *, roll: bool) -> None:
         """Agree on every scale. Every rank of the root must call it."""
+        # Scales outlive this forward: those made in inference mode could not be saved by the autograd of a later one.
         with torch.inference_mode(False):
             for parameter, state in self._weights:
                 state.keys = state.strategy.local_keys(local_of(parameter), state.geometry)
             edited = self._edited()
+            # The same parts on every rank, changed or not: sizes of a reduction must not depend on what one rank did.
             parts = [*(state.known_keys for _, state in self._weights), edited, *self._observations(self.scales, roll)]
             reduced, reductions = max_over_ranks(parts, *self._groups)
             self.reductions += reductions
@@ -84,6 +88,7 @@ class TraceablePlan(ScalePlan):
                 self._take_observations(self.scales, *reduced[-2:])
                 own = [delayed_of(state.strategy) for _, state in self._weights]
                 delayed.restart_edited(own, reduced[:count], reduced[count], loaded)
+            # strict=False: flags and observations follow the keys
             for (_, state), keys in zip(self._weights, reduced, strict=False):
                 state.agreed = keys
                 state.scale = state.strategy.scale_from_keys(keys, state.geometry) if keys.numel() else None
@@ -92,6 +97,7 @@ class TraceablePlan(ScalePlan):
         """Return int32 [n], whether each weight was written to by something else than a step; [0] without history."""
         if not self.scales:
             return torch.zeros(0, dtype=torch.int32)
+        # Versions of now are noted at once: this synchronization covers them.
         known = self._versions
         self._note_versions()
         changed = [before is not None and before != now for before, now in zip(known, self._versions, strict=True)]

@@ -71,6 +71,7 @@ class _Layout:
 
     def apply(self, prefix: str, module: Any) -> None:
         parameters = {name: one for name, one in module._parameters.items() if one is not None}
+        # Asked before the next line, which puts plain DTensors in place: in this mode the layers send codes themselves.
         in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
         module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
         if isinstance(module, Float8Linear):

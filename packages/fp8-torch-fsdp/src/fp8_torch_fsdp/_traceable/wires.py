@@ -56,6 +56,7 @@ class Float8Wire(Wire):
                 "changed since the last forward of the root. Call the module that fully_shard_traceable was applied "
                 "to.",
             )
+        # The scale is read from the state at each call: in a compiled graph it is an input, not a constant.
         return self.strategy.to_wire(part, self.state.geometry, self.state.scale, self.place.size)
 
     def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
@@ -75,6 +76,7 @@ class PlainWire(Wire):
 
     def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
         """Return the operand, cast now."""
+        # padding of all ranks is at the end
         weight = arrived[0][: self.state.geometry.full_shape[0]]
         codes, scale = self.strategy.cast_whole(weight, record=record)
         return Operand(codes, dispatch.reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.layout.block)

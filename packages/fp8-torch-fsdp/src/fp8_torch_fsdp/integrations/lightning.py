@@ -68,6 +68,7 @@ class Float8Precision(Precision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step, then synchronize delayed scales: `training_step` calls layers, not the module that was converted."""
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        # Sharded models synchronize in the forward of their root.
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             sync_float8_amax_and_scale_history(model, group=dist.group.WORLD if dist.is_initialized() else None)
         return result

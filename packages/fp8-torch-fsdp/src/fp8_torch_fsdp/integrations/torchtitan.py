@@ -58,6 +58,7 @@ class Float8Converter(QuantizationConverter):
         Args:
             model_config: The configuration of a model, a `Module.Config`.
         """
+        # Taken over one by one: the configuration keeps its values and gets a class with another `build`.
         fields = {f.name: getattr(model_config, f.name) for f in dataclasses.fields(model_config) if f.init}
         return _converting(type(model_config))(**fields, fp8_converter=self)
 
@@ -84,6 +85,8 @@ def _converting(config_class: type) -> type:
         def build(self, **kwargs: Any) -> nn.Module:
             if self.fp8_converter is None:
                 raise Fp8Error("This configuration was made by hand: use Float8Converter.convert.")
+            # By name: dataclass(slots=True) makes a second class, and super() without arguments would know the first
+            # one.
             return self.fp8_converter.apply(config_class.build(self, **kwargs))
 
     Converting.__name__ = Converting.__qualname__ = f"Float8{config_class.__qualname__}"
