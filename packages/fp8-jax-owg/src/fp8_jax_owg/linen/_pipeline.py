@@ -86,11 +86,13 @@ class LayerwiseShardablePipelined(nn.Module):
             return
         lead = 2 if schedule.rounds > 1 else 1
         stage = jax.tree.map(lambda leaf: leaf[(0,) * lead], meta.unbox(variables))
+        # Any key will do: the program is traced, not run.
         rngs = {name: jax.random.key(0) for name in self.rng_collections}
         program, after = jax.make_jaxpr(lambda v, h: body.apply(v, h, rngs=rngs, mutable=names)[1], return_shape=True)(
             stage, one
         )
         # what comes out as it went in was only read
+        # Not strict: behind the variables the program has the activations as inputs.
         given = dict(zip(_paths(stage), program.jaxpr.invars, strict=False))
         made = zip(_paths(after), program.jaxpr.outvars, strict=True)
         changed = [path for path, value in made if given.get(path) is not value]
@@ -165,6 +167,7 @@ def _find_flags(body: nn.Module, variables: Any, one: Any) -> list[bool]:
         return flags
     # boxes may have been removed from the parameters; they are still there in what init would make
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+    # Shapes only: nothing is initialized.
     made = jax.eval_shape(functools.partial(body.init, rngs), one)
     found = owg_flags(made)
     if not any(found):

@@ -43,6 +43,7 @@ class TrainState(train_state.TrainState):
         """
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         after = apply_updates(self.params, updates), opt_state
+        # Python's True is the default, for which nothing has to be selected.
         if valid is not True:
             after = where_step_valid(valid, after, (self.params, self.opt_state))
         return self.replace(step=self.step + 1, params=after[0], opt_state=after[1], **kwargs)

@@ -59,6 +59,7 @@ class Optimizer(nnx.Module):
         before = _pure(variables), jax.tree.map(_value, self.state, is_leaf=_is_variable)
         updates, state = self.tx.update(_pure(grads), before[1], before[0], **extra)
         after = apply_updates(before[0], updates), state
+        # Python's True is the default, for which nothing has to be selected.
         if valid is not True:
             after = where_step_valid(valid, after, before)
         nnx.update(model, jax.tree.unflatten(jax.tree.structure(variables), jax.tree.leaves(unmark(after[0]))))

@@ -40,6 +40,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # Positions as text and keyword names in one dictionary: no keyword begins with a digit.
         every = {str(place): arg for place, arg in enumerate(args)} | kwargs
         differentiated = [str(number % len(args)) for number in numbers]
         # together, because arguments may share variables
