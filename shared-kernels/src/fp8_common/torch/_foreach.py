@@ -30,6 +30,7 @@ def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
+    # Compilers see one operator; eager code saves its overhead, as in `_dispatch`.
     return foreach_amax(list(tensors)) if torch.compiler.is_compiling() else _amax_keys(tensors)
 
 
@@ -124,6 +125,7 @@ def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    # A kernel is compiled for one dtype, so each gets a launch.
     places: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         places.setdefault(x.dtype, []).append(i)

@@ -94,6 +94,7 @@ class GatheredFloat8Weight(torch.Tensor):
         """Name what a compiled graph depends on besides the values: the same in every process."""
         return stable_hash(self, self.scale, self.fmt, self.block)
 
+    # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -123,4 +124,5 @@ class GatheredFloat8Weight(torch.Tensor):
         return func(*args, **kwargs)
 
 
+# `torch.load` with weights_only=True takes no classes but those that are named here.
 torch.serialization.add_safe_globals([GatheredFloat8Weight])

@@ -147,6 +147,7 @@ class _Products(torch.autograd.Function):
         record: bool,
     ) -> torch.Tensor:
         sent = access.send_weight(layer, weight)
+        # Before the cast of the input, so that a gather of the weight runs beside it.
         started = access.start_weight(layer, sent, None)
         rows = x.reshape(-1, x.shape[-1])
         x_operand = layer.cast("input", rows, record=record)
@@ -167,12 +168,14 @@ class _Products(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
+        # The weight is on its way during the other product, and its gradient during this one.
         started = access.start_weight(layer, sent, grad) if needs_x else None
         shared = layer.cast("grad_output", rows, record=ctx.record) if layer.config.gradient_has_one_scale else None
         if needs_weight:
             product = _grad_weight(layer, rows, saved_input, shared, ctx.weight_dtype)
             grad_weight = access.start_gradient(layer, product)
         if needs_x:
+            # Delayed scaling has observed the weight in the forward.
             weight = access.finish_weight(layer, started, record=False)
             grad_x = _reshaped(_grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
         if needs_weight:
