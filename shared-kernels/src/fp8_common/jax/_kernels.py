@@ -117,8 +117,8 @@ def _rows_over(
     call: Callable[..., Sequence[jax.Array]], x: jax.Array, *, axes: tuple[str, ...], fmt: Format, policy: ScalePolicy
 ) -> tuple[jax.Array, ...]:
     """Rows whose parts are on the mesh axes `axes`: their amax is combined, the parts stay where they are."""
-    # The row-wise kernel makes scale and data in one pass, and cannot wait for other devices in between: reference
-    # code.
+    # Reference code, because the row-wise kernel makes scale and data in one pass and cannot wait for other devices in
+    # between.
     keys = lax.pmax(float_key(_amax(x, axis=-1, keepdims=True)), axes)
     scale = amax_to_scale(from_bits(keys), fmt, policy)
     return _quantize(x, scale, fmt), scale

@@ -88,7 +88,8 @@ def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: Sca
     if policy.formula == "descale":
         return _reciprocal(_descale(amax, fmt=fmt, policy=policy))
     key = float_key(lax.stop_gradient(amax))
-    # The usual policies take the short way: of all that it computes, only amax itself can be subnormal.
+    # The usual policies take a shorter way: what can be subnormal in it, amax and quotient, comes out at the limits
+    # anyhow.
     if _stays_normal(policy):
         return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, lax.stop_gradient(prev))
     scale = _limit(_quotient(_at_least_eps(key, policy), fmt, policy), policy)

@@ -52,7 +52,7 @@ def multiply(
 
 
 def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    # Not float16 for a result in float16: it holds neither the range of E5M2 nor that of sums of codes.
+    # Not float16 for a result in float16: sums of codes overflow it.
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     product = _matmul(values(a.codes, a.fmt, exact), values(b.codes, b.fmt, exact)).float()
     if a.scale_inv.ndim == b.scale_inv.ndim == 0:
