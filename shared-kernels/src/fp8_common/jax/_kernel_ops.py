@@ -96,6 +96,7 @@ def _lower_cuda(op: KernelOp, ctx: Any, operands: Sequence[Any], params: dict[st
 def _lower_partitioned(
     op: KernelOp, inner: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any]:
+    # Known only now, when the program is lowered; the rule for Shardy depends on it.
     devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
     apply = mlir.lower_fun(lambda *x: _partitioned(op, inner, x, params, devices), multiple_results=True)
     return apply(ctx, *operands)

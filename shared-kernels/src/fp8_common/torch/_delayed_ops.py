@@ -64,6 +64,7 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
         policy: `fp8_common.torch._ops.policy_key` of the rule that all share.
     """
     names, rule = tuple(formats.split(",")), policy_of_key(policy)
+    # All or none: one launch handles every tensor, whatever its format.
     if all(triton_backend.applies(amax, name, rule) for name in set(names)):
         return triton_backend.delayed_update(history, amax, scale, _numerators(names, rule, amax.device), rule)
     window, largest = update_history(history, amax, rule.algo)

@@ -60,6 +60,7 @@ class GatheredFloat8Weight(torch.Tensor):
         cls: type, codes: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype, block: Block | None = None
     ) -> "GatheredFloat8Weight":
         """Wrap codes and scales without copying them."""
+        # A tensor without memory of its own: shape, strides and dtype are what autograd and FSDP2 see of it.
         self = torch.Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )

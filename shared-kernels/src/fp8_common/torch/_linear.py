@@ -152,6 +152,8 @@ class _Products(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         x_operand = layer.cast("input", rows, record=record)
         w_operand = access.finish_weight(layer, started, record=record)
+        # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
+        # everything else stays on the context.
         ctx.save_for_backward(*sent, *_saved_input(layer.config, rows, x_operand))
         ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
         ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
@@ -188,12 +190,15 @@ def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tup
 
     Codes serve where they have one scale, whatever dimension is contracted.
     """
+    # Codes are a quarter of a float32 input, or half of one of 16 bits.
     return (cast.codes, cast.scale_inv) if config.input_has_one_cast else (rows,)
 
 
 def _grad_input(layer: LinearOperands, grad: torch.Tensor, weight: Operand, shared: Operand | None) -> torch.Tensor:
     """Return dx = dy w [M, K]; row scales of the weight are folded into dy [M, N] before its cast."""
     if layer.config.folds_weight_scales:
+        # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
+        # contracted here, where no FP8 product can apply it.
         grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
         weight = Operand(weight.codes.t(), torch.ones_like(weight.scale_inv[0, 0]), weight.fmt)
     else:
@@ -213,6 +218,7 @@ def _grad_weight(
     config = layer.config
     grad_cast, input_cast = config.grad_weight_casts
     if not input_cast.enabled:
+        # Disabled means for both operands: `Recipe` refuses a product of one.
         return (grad.t() @ saved_input[0].to(grad.dtype)).to(dtype)
     if config.input_has_one_cast:
         codes, scale_inv = saved_input

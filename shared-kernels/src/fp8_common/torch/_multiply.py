@@ -54,6 +54,7 @@ def multiply(
 def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     # Not float16 for a result in float16: sums of codes overflow it.
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    # Scales afterwards, in float32: decoded values times scales would be rounded once more before the product.
     product = _matmul(values(a.codes, a.fmt, exact), values(b.codes, b.fmt, exact)).float()
     if a.scale_inv.ndim == b.scale_inv.ndim == 0:
         return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)

@@ -73,6 +73,7 @@ class ShardedParam:
     def local(self) -> Any:
         """This rank's shard, unpadded: a plain tensor or a plugin's tensor subclass."""
         sharded: Any = self.fsdp_param.sharded_param  # a DTensor, which FSDP2 annotates as a Parameter
+        # Not `to_local`, which goes through autograd and may return another object: shards are found again by identity.
         return sharded._local_tensor
 
     @property
