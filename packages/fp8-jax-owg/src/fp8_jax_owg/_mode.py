@@ -37,6 +37,7 @@ def get_mode() -> Mode:
     Raises:
         Fp8UnsupportedError: "extended" was asked for and does not work with this JAX.
     """
+    # Read whenever something is traced: the environment may change, what is compiled stays.
     asked = getattr(_override, "mode", None) or owg_mode()
     if asked == "fan_out":
         return "fan_out"

@@ -113,6 +113,7 @@ class LayerwiseShardablePipelined(nn.Module):
         body, variables = self.body.unbind()
         axes = (ROUND, STAGE) if schedule.rounds > 1 else (STAGE,)
         for name in axes:
+            # The stage sees its variables without the added axes, so their partitioning must not name these.
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None

@@ -29,6 +29,7 @@ class TrainState(train_state.TrainState):
             tx: Any optax optimizer, or `fp8_jax_owg.optax.MultiSteps`.
             **kwargs: Further fields of a subclass.
         """
+        # `MultiSteps` keeps overwritten leaves from the optimizer by itself.
         optimizer: Any = tx.gradient_transformation() if isinstance(tx, MultiSteps) else bypass_owg(tx)
         state = optimizer.init(params)
         return cls(step=0, apply_fn=apply_fn, params=params, tx=optimizer, opt_state=state, **kwargs)
