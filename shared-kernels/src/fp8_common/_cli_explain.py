@@ -62,6 +62,7 @@ def facts(value: float, fmt: str | Format, scale: float = 1.0) -> dict[str, Any]
         "rounding_error": result - float(scaled),
         "relative_error": (result - float(scaled)) / float(scaled) if scaled else 0.0,
         "tie": _is_tie(float(scaled), result, below, above),
+        # By the product before rounding; a product that overflows float32 saturates like any other large number.
         "saturated": bool(abs(scaled) > fmt.max and math.isfinite(value32)),
         "underflowed": bool(scaled != 0 and result == 0),
         "scale_inv": float(reciprocal(scale32)),

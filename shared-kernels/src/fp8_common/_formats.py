@@ -138,6 +138,7 @@ def get_format(fmt: str | Format) -> Format:
     Raises:
         Fp8Error: The name belongs to no format.
     """
+    # The objects of this file are meant to be the only ones: some code compares them with `is`.
     if isinstance(fmt, Format):
         return fmt
     for candidate in FORMATS.values():

@@ -177,6 +177,7 @@ def rowwise_plan(
     # Triton tiles have sides that are powers of two; what is beyond the row is masked.
     bn = max(16, _next_power_of_2(n))
     if n > LONGEST_ROW:
+        # Longer rows do not fit into the registers of one program: they are read twice, in tiles.
         kernel, grid, tile, warps = "rowwise_long", m, {"BN": 4096}, 8
     else:
         # Short rows share a program. A warp holds 1024 elements, 32 a thread, so that the longest row needs 16 warps.
@@ -274,6 +275,7 @@ def delayed_update_plan(tensors: int, length: int, policy: ScalePolicy) -> Launc
             "fp32",
         ),
         scalars={"T": ("i32", tensors), "L": ("i32", length)},
+        # Any format: the rule is the same for all, and the numerators come as `fmax_ptr`.
         constexprs={"ALGO": policy.algo, "RULE": scale_rule(E4M3, policy)[1], "BL": rows, "BT": columns},
         num_warps=4,
         outputs=("new_history_ptr", "new_scale_ptr", "scale_inv_ptr"),

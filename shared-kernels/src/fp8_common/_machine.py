@@ -132,6 +132,7 @@ def parse_nvidia_smi(answer: str) -> list[Device]:
         name, _, rest = line.partition(",")
         capability, _, memory = (part.strip() for part in rest.partition(","))
         major, _, minor = capability.partition(".")
+        # nvidia-smi writes messages such as "[N/A]" where a field is not known.
         if not (major.isdigit() and minor.isdigit()):
             continue
         size = int(memory) * 2**20 if memory.isdigit() else None

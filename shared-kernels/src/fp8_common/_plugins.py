@@ -68,6 +68,7 @@ def discover(
         entry_points: The entry points to ask; None finds the installed ones.
     """
     found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+    # Sorted, because the order of entry points is that of the folders on the path.
     return tuple(_ask(entry, machine) for entry in sorted(found, key=lambda entry: (entry.name, entry.value)))
 
 

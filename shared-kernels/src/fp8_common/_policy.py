@@ -14,6 +14,7 @@ FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 # Within these limits a scale and its reciprocal are both normal, so hardware that flushes subnormals agrees.
 SCALE_MIN = 2.0**-126
 SCALE_MAX = 2.0**100
+# Within it max * 2^-margin is exact in float32, for every format.
 MAX_MARGIN = 16
 
 MxMode = Literal["floor", "ceil", "even", "rceil"]

@@ -85,6 +85,7 @@ def quantize_rowwise(
     Returns:
         Codes of the shape of `x`; scales of that shape with `axis` of length 1, so that they broadcast.
     """
+    # No previous scale: slices of zeros, and those with an infinity or NaN, get 1.0 unless the policy says otherwise.
     scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
     return Quantized(quantize(x, scale, fmt), scale)
 

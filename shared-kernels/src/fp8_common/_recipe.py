@@ -186,6 +186,7 @@ def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) ->
             f"{where} granularities {a.granularity!r} and {b.granularity!r} do not multiply. "
             "Combine tensorwise with rowwise, blockwise with blockwise, or mx with mx."
         )
+    # A device multiplies one family or the other, see `_hardware.native_formats`.
     if a.fp8_format.fnuz != b.fp8_format.fnuz:
         raise Fp8Error(f"{where} {a.format} and {b.format} do not multiply. Use FNUZ formats on both sides or on none.")
     # E4M3 has 3 mantissa bits and E5M2 has 2: below 5 means E5M2 on both sides.
@@ -194,6 +195,7 @@ def _check_product(name: str, product: Product, a: CastRecipe, b: CastRecipe) ->
 
 
 def _is_normal_float32(value: float) -> bool:
+    # NaN fails the comparison, too. A subnormal scale would be zero on hardware that flushes them.
     return isinstance(value, float | int) and SCALE_MIN <= value <= float(np.finfo(np.float32).max)
 
 

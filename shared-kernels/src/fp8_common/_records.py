@@ -110,6 +110,7 @@ def _load(annotation: Any, value: Any, where: str) -> Any:
     if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation is not bool):
         raise Fp8Error(f"{where} must be of type {annotation.__name__}, got {value!r}.")
     try:
+        # Makes the float that a field wants of an integer, which JSON may have written for it.
         return annotation(value)
     except OverflowError as error:
         raise Fp8Error(f"{where} must be a number that a float can hold, got {value!r}.") from error

@@ -79,6 +79,7 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
     used, used_inv = used_scale(meta.scale, meta.history, fmt, policy)
     greatest = amax(x)
     scale, scale_inv = computed_once(used[0], used_inv[0])
+    # The amax of this step takes no part in it: it is observed for later steps.
     codes = quantize_to_codes(x, scale, fmt)
     # a history that no step can have left is not computed with in silence
     factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
@@ -89,6 +90,8 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
 def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, policy: ScalePolicy) -> Operand:
     greatest = amax(x, axis=axes, keepdims=axes is not None)
     scale = amax_to_scale(greatest, fmt, policy)
+    # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
+    # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
     scale_inv = lax.div(jnp.ones_like(scale), scale)
     if axes is None:
         scale, scale_inv = computed_once(scale, scale_inv)

@@ -149,6 +149,7 @@ def _out_qdq(how: _Cast, y: jax.Array, meta: TensorMeta) -> jax.Array:
 
 
 def _out_qdq_fwd(how: _Cast, y: jax.Array, meta: TensorMeta) -> tuple[jax.Array, TensorMeta]:
+    # Nothing is cast forward, so the state itself goes to the backward rule, which casts with it.
     return y, meta
 
 
@@ -165,6 +166,7 @@ def _out_dq(dtype: np.dtype, y: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.
 def _out_dq_fwd(
     dtype: np.dtype, y: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    # Residuals must be arrays: an empty one carries the dtype of `y`, which its gradient must have.
     return _out_dq(dtype, y, lhs_scale, rhs_scale), jnp.zeros((0,), y.dtype)
 
 

@@ -19,6 +19,7 @@ PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dil
 FLOAT8 = {fmt.numpy_dtype for fmt in DATA_FORMATS}
 # dtype and dimensions as HLO writes them, such as u8[2,64]
 _SHAPE = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
+# `-start` but not `-done`: both belong to one asynchronous operation, which would count twice.
 _COLLECTIVE = re.compile(r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
 
 
@@ -66,6 +67,7 @@ class Collective:
     @property
     def bits(self) -> int:
         """Width of an element."""
+        # The first number is the width: f8e4m3fn has further ones. A boolean takes a byte when it is sent.
         return 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
 
 
@@ -102,6 +104,7 @@ def assert_fp8_dots(fn: Callable[..., Any], *args: Any, others: int = 0) -> list
     """
     dots = find_dots(fn, *args)
     wide = [dot for dot in dots if not dot.is_fp8]
+    # The second part refuses a function in which no product was found at all, also with others=0.
     if len(wide) != others or len(wide) == len(dots):
         listing = "; ".join(map(str, wide))
         raise Fp8Error(

@@ -53,6 +53,7 @@ def psum(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
 def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, name: str) -> Any:
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     # inside shard_map(check_vma=True) each value knows along which axes it differs; elsewhere none does
+    # `lax.axis_index` differs along its axes by definition, so its type says whether types say anything at all.
     tracked = bool(compat.varying_axes(lax.axis_index(axes)))
 
     def parameter(gradient: jax.Array) -> jax.Array:
@@ -82,6 +83,7 @@ def apply_updates(variables: Any, updates: Any) -> Any:
         variables: The state.
         updates: From an optimizer wrapped in `fp8_jax_owg.optax.bypass_owg`.
     """
+    # The rule of `optax.apply_updates` for parameters: the sum in the wider dtype, kept in that of the parameter.
     return map_leaves(lambda p, u: (p + u).astype(p.dtype), replace, variables, updates)
 
 
@@ -98,4 +100,5 @@ def where_step_valid(valid: Any, new: Any, old: Any) -> Any:
         new: The tree after the step.
         old: The tree before it.
     """
+    # Selected, and not multiplied by 0 or 1: the step that is thrown away may hold NaN.
     return jax.tree.map(lambda a, b: jnp.where(valid, a, b), new, old)

@@ -17,9 +17,11 @@ try:
     from jax._src.interpreters import pxla
 
     ExtendedDType: type = dtypes.ExtendedDType
+    # Looked up here, and not where they are used, so that a name that is gone shows when this module is imported.
     _REQUIRED = (ad_util.raw_jaxval_adders, core.physical_aval, earray.EArray, pxla.global_result_handlers)
 except (ImportError, AttributeError) as error:
     PROBLEM = f"jax {jax.__version__} has moved a private name: {error}"
+    # `_dtype` derives a class from it when it is imported, and importing must work.
     ExtendedDType = object
 
 
@@ -38,6 +40,8 @@ def result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any],
     """
     physical = core.physical_aval(aval)
     handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
+    # What pxla makes has changed: an object whose results are wrapped by a function, in older versions a plain
+    # function.
     if hasattr(handler, "wrap"):
         return handler.wrap(lambda array: earray.EArray(aval, array))
     return lambda buffers: earray.EArray(aval, handler(buffers))
@@ -51,12 +55,14 @@ def enable_eager_addition() -> None:
         # compiled, because eager operations on extended arrays are few
         return jax.jit(lambda a, b: dtype._rules.add(dtype, a, b))(x, y)
 
+    # One entry for all extended dtypes. Whoever registered one before keeps it: each looks the rule up in the dtype.
     ad_util.raw_jaxval_adders.setdefault(earray.EArray, add)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Return the mesh axes along which `x` may differ; empty outside `shard_map(..., check_vma=True)`."""
     aval = jax.typeof(x)
+    # Newer versions of JAX keep these axes in the attribute `mat` ("manual axis type"), older ones in `vma`.
     manual = getattr(aval, "mat", None)
     return frozenset(getattr(aval, "vma", ())) if manual is None else frozenset(manual.varying)
 
@@ -70,5 +76,6 @@ def blames_dtype(error: Exception) -> bool:
 
 def name_of_rule(equation: Any) -> str:
     """Return the name of the function that a `custom_vjp_call` in a traced program calls."""
+    # With or without its constants around it, depending on the version of JAX.
     program = equation.params["call_jaxpr"]
     return str(getattr(program, "jaxpr", program).debug_info.func_name)

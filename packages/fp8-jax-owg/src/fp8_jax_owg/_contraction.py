@@ -90,6 +90,7 @@ class Contraction(NamedTuple):
             (_places(self.lhs, batch), _places(self.rhs, batch)),
         )
         one_sided = [letter for letter in self.lhs + self.rhs if (letter in self.lhs) != (letter in self.rhs)]
+        # The order in which `lax.dot_general` returns dimensions: batch, then those of lhs, then those of rhs.
         made = "".join([*batch, *one_sided])
         order = _places(self.out, made)
         result = lax.dot_general(

@@ -136,6 +136,7 @@ def _convolve_bwd(how: _Conv, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     a, b, state = residuals
     # The codes as bfloat16, which holds every E4M3 value: their scales multiply the results, in float32.
     fmt = format_of("input", how.scaling)
+    # For JAX's rules of both transposed convolutions; the convolution itself is not used here, and XLA leaves it out.
     _, transposed = jax.vjp(how.apply, a.values(fmt).astype(jnp.bfloat16), b.values(fmt).astype(jnp.bfloat16))
     g, of_g = first_order_only(g), jnp.float32(1)
     seen: dict[Tensor, Seen | None] = {"input": a.seen, "kernel": b.seen}

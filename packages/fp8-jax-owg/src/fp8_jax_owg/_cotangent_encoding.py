@@ -35,6 +35,8 @@ def encode(value: jax.Array) -> jax.Array:
         value: float32, any shape: not negative, or -inf for "not observed".
     """
     key = float_key(value)
+    # Exponent field 1 instead of 0 with the mantissa as it was: a normal number, which nothing flushes. Below zero,
+    # where no scale and no amax lies, so that `decode` knows it.
     return jnp.where(key < SMALLEST_NORMAL_KEY, from_bits((key + SMALLEST_NORMAL_KEY) | jnp.int32(SIGN_BIT)), value)
 
 
@@ -44,6 +46,7 @@ def decode(cotangent: jax.Array) -> jax.Array:
     # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
     is_small = (bits < 0) & (key >= SMALLEST_NORMAL_KEY) & (key < 2 * SMALLEST_NORMAL_KEY)
     observed = jnp.where(is_small, from_bits(key - SMALLEST_NORMAL_KEY), cotangent)
+    # `key` has no sign: -0, -inf and every NaN are among these, too.
     return jnp.where((key == 0) | (key >= INFINITY_KEY), NOT_OBSERVED, observed)
 
 

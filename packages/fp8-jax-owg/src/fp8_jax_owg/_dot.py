@@ -72,6 +72,7 @@ class Product:
         placed = self.out_sharding if like is None else None
         result = how.apply(*values, jnp.float32, precision, like, placed)
         # One factor for both: a large and a small scale in turn could overflow though the product does not.
+        # The barrier makes XLA on CPUs compute it once, not for every element of the result.
         factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
         return (result * factor).astype(dtype)
 
@@ -179,6 +180,8 @@ def match_scaling(
             raise Fp8Error("Delayed scaling needs its state: pass meta=init_meta(scaling), or use CurrentScaling().")
         state = {tensor: tensor_meta(meta, tensor) for tensor in tensors}
         lengths = {one.history.size for one in state.values()}
+        # Without `scaling` there is nothing to compare with: the length of the default belongs to `init_meta` alone,
+        # products take histories as long as they are.
         if scaling is not None and lengths != {found.amax_history_length}:
             raise Fp8Error(
                 f"The amax histories of the FP8 state have {', '.join(map(str, sorted(lengths)))} entries, and the "
@@ -200,6 +203,7 @@ def _forward(product: Product, lhs: jax.Array, rhs: Kernel, state: State) -> tup
     how, scaling = product.contraction, product.scaling
     a = cast(lhs, "input", state, scaling, how.axes_of(how.lhs))
     if isinstance(rhs, Fp8Param):
+        # `fp8_all_gather` has cast it, observed it and has its state: there is none for the kernel here.
         b = Operand(lax.bitcast_convert_type(rhs.data, jnp.uint8), rhs.scale_inv, None)
     else:
         b = cast(rhs, "kernel", state, scaling, how.axes_of(how.rhs))
@@ -228,6 +232,7 @@ def _product_bwd(
     c = cast(g, "output_grad", state, scaling)
     of_lhs, of_rhs = product.operand_dtypes
     input_, kernel, grad = (a, "input"), (b, "kernel"), (c, "output_grad")
+    # Codes have the shape and the sharding of the operands that they are of, and nothing else of `like` is read.
     d_lhs = product.multiply(how.for_lhs, grad, kernel, of_lhs, product.backward_precision, a.codes)
     d_rhs = product.multiply(how.for_rhs, input_, grad, of_rhs, product.backward_precision, b.codes)
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})

@@ -16,6 +16,8 @@ from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
 
 
+# JAX finds out that a dtype has rules of its own with `issubdtype(dtype, jax.dtypes.extended)`, which looks at the
+# dtype's attribute `type`: this class, of which there are no instances.
 class max_grad(jax.dtypes.extended):
     """The scalar type, for `jax.dtypes.issubdtype`."""
 
@@ -23,6 +25,8 @@ class max_grad(jax.dtypes.extended):
 class MaxGradRules:
     """What JAX asks about the dtype."""
 
+    # JAX asks `convert_from` and `convert_to` first, for backward compatibility as its source says, and this attribute
+    # where a dtype has neither.
     allow_conversion = True
 
     @staticmethod
@@ -49,6 +53,8 @@ class MaxGradRules:
     def add(dtype: Any, x: Any, y: Any) -> Any:
         """How autodiff combines two cotangents."""
         # The conversion is free: for XLA both dtypes are float32.
+        # Called for `add_any`, the primitive by which autodiff joins the cotangents of several uses, iterations of a
+        # loop among them. They are decoded here (`_sharing._read`): encoded, a zero would be above every subnormal.
         plain = (lax.convert_element_type(one, dtype.float_dtype) for one in (x, y))
         return lax.convert_element_type(cotangents.maximum(*plain), dtype)
 
@@ -66,6 +72,8 @@ class MaxGradRules:
     @staticmethod
     def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
         """How results of compiled functions become arrays."""
+        # Needed although the dtype stays inside of traced functions: outside of jit each primitive is a compiled
+        # function of its own, and returns arrays of this dtype.
         return compat.result_handler(aval, sharding, committed)
 
 
@@ -78,14 +86,18 @@ class MaxGradDType(compat.ExtendedDType):
     """
 
     float_dtype: Any
+    # JAX reads both under these names. `type` hides the builtin for the rest of the class body only.
     _rules: type = MaxGradRules
     type: type = max_grad
 
     def __eq__(self, other: object) -> bool:
         # no other extended dtype wraps a float dtype
+        # From the other side too: the `__eq__` of flax's dataclass returns NotImplemented for another class, and Python
+        # then asks this one.
         return hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
 
     def __hash__(self) -> int:
+        # The hash of flax's dtype is another one: sets and dictionaries keep the two apart, only `==` does not.
         return hash((max_grad, "float32"))
 
     def __repr__(self) -> str:

@@ -119,6 +119,7 @@ def _without_broadcast(x: Any, letters: str, other: Any, other_letters: str) -> 
     """Drop dimensions of length 1 that the other operand has longer."""
     sizes = dict(zip(other_letters, other.shape, strict=True))
     # Size 1 against another size: einsum repeats such a dimension, a contraction would sum over it.
+    # A chain: n is 1, and the size that the other operand has there is not.
     dropped = [i for i, (n, letter) in enumerate(zip(x.shape, letters, strict=True)) if n == 1 != sizes.get(letter, 1)]
     if not dropped:
         return x, letters

@@ -58,7 +58,9 @@ class _Gather:
     def maximum(self, amax: jax.Array) -> jax.Array:
         """Return the amax of all shards."""
         if self.axis_name is None:
+            # Under automatic sharding it is that of the whole array already: the partitioner adds the all-reduce.
             return amax
+        # As integers: a MAX of floats may lose a NaN, and takes subnormals for zero where XLA flushes them.
         return from_bits(lax.pmax(float_key(amax), self.axis_name))
 
 
@@ -111,6 +113,7 @@ def fp8_all_gather(
         axis_name=axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
         axis=axis,
         sharded=sharding,
+        # `PartitionSpec()` replicates: every device has the whole parameter.
         gathered=gathered or (sharding and NamedSharding(sharding.mesh, PartitionSpec())),
     )
     return _gather(how, array, state)
@@ -138,6 +141,8 @@ def _gather(how: _Gather, x: jax.Array, state: State) -> Fp8Param:
 def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Residuals]:
     x = first_order_only(x)
     fmt = format_of("kernel", how.scaling)
+    # Before the gather, from the shards: delayed scaling records it, current scaling needs it for a scale that all
+    # share.
     greatest = how.maximum(amax(x))
     if state:
         scale, scale_inv = used_scale(*state["kernel"], fmt, how.scaling.policy)
@@ -149,6 +154,7 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
     codes = how.all_gather(quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
     factor = nan_unless(cotangents.is_state(state["kernel"].history), scale_inv) if state else scale_inv
+    # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
     made = Fp8Param(data, factor, data.astype(x.dtype))
     return made, _Residuals(Seen(greatest, scale_inv), state)
 

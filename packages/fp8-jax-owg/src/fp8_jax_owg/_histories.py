@@ -55,6 +55,7 @@ def _newest(history: jax.Array) -> jax.Array:
 
 
 def _newest_backward(history: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    # What was not observed is -inf now: `update_history` takes it for infinite and leaves that history as it was.
     seen = cotangents.decode(g)[..., 0]
     rolled, _ = update_history(jnp.moveaxis(history, -1, 0), seen)
     observed = jnp.where(cotangents.is_observed(seen), rolled, cotangents.NOT_OBSERVED)
@@ -69,4 +70,5 @@ def _with_newest(history: jax.Array, newest: jax.Array) -> jax.Array:
     return history
 
 
+# The newest entry is in `history` already: the second argument is there for its gradient alone.
 _with_newest.defvjp(lambda history, newest: (history, None), lambda _, g: (jnp.zeros_like(g), g[..., :1]))

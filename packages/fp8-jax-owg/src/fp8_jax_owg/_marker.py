@@ -48,6 +48,8 @@ def is_marked(node: Any) -> bool:
     """Whether the class of a node says that what is below it is overwritten."""
     kind = type(node)
     # flax names the NNX variable types that it makes after the collections of Linen
+    # `is True`: a class that defines a property of this name would count otherwise, because the property object is
+    # true.
     return getattr(kind, "is_overwrite_with_gradient", False) is True or kind.__name__ == COLLECTION
 
 
@@ -58,6 +60,7 @@ def is_owg(path: tuple[Any, ...], node: Any = None) -> bool:
         path: Keys as `jax.tree_util.tree_flatten_with_path` gives them.
         node: What lies there; a marked node counts whatever its path.
     """
+    # Of JAX's classes of keys those for dictionaries have `key`, the one for attributes has `name`.
     return is_marked(node) or any(getattr(key, "key", getattr(key, "name", None)) == COLLECTION for key in path)
 
 
@@ -77,6 +80,7 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def _in_pair(names: tuple[str, ...], known: set[tuple[str, ...]]) -> bool:
     """Whether a leaf and another one beside it have the names of a scale and its amax history."""
+    # At every place of the path, not only the last one: variables and boxes put keys of their own behind the name.
     for place, name in enumerate(names):
         for suffix, other in ((SCALE, HISTORY), (HISTORY, SCALE)):
             partner = name.removesuffix(suffix) + other
@@ -116,6 +120,7 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 def merge(parameters: Any, overwritten: Any) -> Any:
     """Undo `split`."""
+    # JAX takes None for an empty subtree; without `is_leaf` the two structures would not fit.
     return jax.tree.map(lambda a, b: b if a is None else a, parameters, overwritten, is_leaf=lambda x: x is None)
 
 

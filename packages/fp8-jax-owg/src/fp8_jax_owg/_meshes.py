@@ -64,6 +64,7 @@ def constrain(x: jax.Array, sharding: Any) -> jax.Array:
     mesh = _mesh_of(sharding)
     if mesh is None:
         return x
+    # Over explicit axes `with_sharding_constraint` only asserts what the type says; resharding changes it.
     place = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
     return place(x, sharding)
 

@@ -11,6 +11,8 @@ from fp8_jax_owg._marker import map_leaves, split
 def global_norm(gradients: Any) -> jax.Array:
     """Return the L2 norm over the gradients of all parameters, float32 []."""
     leaves = jax.tree.leaves(split(gradients)[0])
+    # The absolute value first makes complex gradients real; in float32, because squares of float16 overflow from 256
+    # on.
     squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
@@ -18,8 +20,9 @@ def global_norm(gradients: Any) -> jax.Array:
 def all_finite(gradients: Any) -> jax.Array:
     """Return whether the gradients of all parameters are finite, bool []: whether the step may be taken.
 
-    An infinite or NaN input, kernel or output gradient of an FP8 product makes its results NaN, so it shows here,
-    although the FP8 codes themselves saturate. For `apply_gradients(valid=...)` and `where_step_valid`.
+    An infinite or NaN element of an input, kernel or output gradient is NaN after the cast to FP8, and so is what is
+    computed from it, so it shows here. Finite values saturate, and do not. For `apply_gradients(valid=...)` and
+    `where_step_valid`.
     """
     leaves = jax.tree.leaves(split(gradients)[0])
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or [jnp.bool_(True)]))

@@ -105,6 +105,7 @@ def _ragged_bwd(how: _Ragged, residuals: Residuals, g: jax.Array) -> tuple[jax.A
     c = cast(g, "output_grad", state, scaling)
     fmt, of_gradient = format_of("input", scaling), format_of("output_grad", scaling)
     matrices, gradient = jnp.swapaxes(b.values(fmt), 1, 2), c.values(of_gradient)
+    # The precision that gradients have in `_dot` where none is asked for.
     d_lhs = lax.ragged_dot(gradient, matrices, sizes, lax.Precision.HIGHEST, jnp.float32)
     d_rhs = lax.ragged_dot_general(a.values(fmt), gradient, sizes, BY_ROWS, lax.Precision.HIGHEST, jnp.float32)
     of_lhs, of_rhs = how.operand_dtypes

@@ -106,6 +106,7 @@ def _name(path: tuple[Any, ...]) -> str:
 def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
     scale, history = float(pair[0].reshape(-1)[0]), pair[1]
     amax, history_max = float(history[0]), float(history.max())
+    # `scale` goes back from FP8, so the largest value of the format times it is the largest magnitude that fits.
     limit = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
     headroom = math.log2(limit / amax) if amax > 0 and 0 < limit < math.inf and math.isfinite(amax) else math.inf
     return TensorReport(
@@ -123,6 +124,7 @@ def _entry(name: str, pair: Pair, before: Pair | None) -> TensorReport:
 
 def _suspicion(pair: Pair, before: Pair | None) -> str:
     scale, history = pair
+    # From what is certain to what is guessed; the first that holds is told.
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return "not finite: a SUM that ran away, or a checkpoint from elsewhere; repair it with checkpoint.upgrade"
     # plain `jax.grad` leaves zeros as they are encoded, slightly below zero
@@ -151,6 +153,7 @@ def _compare(history: np.ndarray, before: np.ndarray) -> str:
     if (history[1:] == rolled[1:]).all() or (history == before).all() or not rolled[1:].any():
         return ""
     with np.errstate(all="ignore"):
+        # Rounded, because sums of equal float32 numbers, divided again, may miss the number of uses in the last bits.
         factors = np.unique((history[1:] / rolled[1:])[rolled[1:] > 0].round(3))
     times = f"{factors[0]:g} times" if factors.size == 1 else "not"
     return f"older amax are {times} what they were: gradients were combined by SUM instead of MAX, or rolled twice"
@@ -160,6 +163,7 @@ def _guess(history: np.ndarray) -> str:
     """Judge by growth: a SUM multiplies every older entry again at every step."""
     by_age = _by_age(history)
     known = by_age[1:][by_age[1:] > 0]
+    # With fewer entries such growth may be that of a few steps of training.
     if known.size >= 4 and (known[-1] / known[0]) ** (1 / (known.size - 1)) >= GROWTH:
         return "older amax grow with their age: gradients seem to be combined by SUM instead of MAX"
     return ""

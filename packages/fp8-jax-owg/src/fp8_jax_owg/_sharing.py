@@ -84,6 +84,7 @@ def read(tree: Any, use: Any = None) -> Any:
 
 def as_float32(tree: Any, use: Any = None) -> Any:
     """Return what `read` returns, for functions of this package that use each value once."""
+    # `Slots` is a node of the tree, and read as a whole here.
     return jax.tree.map(lambda x: _read_leaf(x, use), tree, is_leaf=lambda x: isinstance(x, Slots))
 
 
@@ -140,7 +141,10 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
     values = as_float32(tree)
+    # `lax.axis_index` differs along its axes by definition: where its type does not say so, check_vma is off.
     if not compat.varying_axes(lax.axis_index(names)):
+        # Every axis matters: the transpose of `shard_map` sums what the devices return over all axes that an input does
+        # not name.
         if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
             raise Fp8Error(
                 f"replicated got the axes {', '.join(names)}, and the shard_map has {', '.join(unnamed)} as well: "
@@ -199,6 +203,7 @@ def scan(
             return f(c, x, share(whole(as_float32(shared))))
 
         return lax.scan(body, init, xs, length, reverse=reverse, unroll=unroll)
+    # Scanned over like `xs`, so that iteration i gets slot i, and its cotangent goes there alone.
     slots = fan_out(loose, _iterations(xs, length))
     return lax.scan(lambda c, x: f(c, x[0], whole(x[1])), init, (xs, slots), length, reverse=reverse, unroll=unroll)
 
@@ -250,6 +255,8 @@ def _iterations(xs: Any, length: int | None) -> int:
     return lengths.pop() if length is None else length
 
 
+# A rule of its own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
+# means "not used", and adding it changes nothing.
 @jax.custom_vjp
 def _share(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, fp32_max_grad)
@@ -279,6 +286,7 @@ def adopt_mapping(state: Any, others: Any) -> Any:
     `vmap(grad(loss))` of examples that start from one state asks for a next state of each. Without this the state is
     the same for all examples inside, as in `grad` of a `vmap`, where they share their next state.
     """
+    # Only traced values can be mapped.
     leaves = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
     return jax.tree.map(lambda x: _mapped_like(x, *leaves), state) if leaves else state
 
@@ -293,6 +301,7 @@ def _(size: int, batched: list[bool], x: jax.Array, *others: jax.Array) -> tuple
     each = x if batched[0] or not any(batched) else jnp.broadcast_to(x, (size, *x.shape))
     # further levels of vmap see what is left of the others: one example of each
     left = [jnp.moveaxis(y, 0, -1)[..., 0] if mapped else y for y, mapped in zip(others, batched[1:], strict=True)]
+    # Called again for a `vmap` around this one, which may map what this one does not.
     return _mapped_like(each, *left), batched[0] or any(batched)
 
 
@@ -327,6 +336,7 @@ def _replicated(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _replicated_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    # As integers: a float `pmax` may lose subnormals. Decoded first, as encoded zeros do not sort as observations.
     greatest = cotangents.from_ordered(lax.pmax(cotangents.to_ordered(cotangents.decode(g)), axes))
     # the sum that JAX takes over the devices then has one term
     return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
@@ -345,5 +355,6 @@ def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> 
     observed_differs, value_differs = batched
     # A state that all examples share has one next value: their maximum. JAX would add up.
     if observed_differs and not value_differs:
+        # `custom_vmap` puts the examples first. Called again for a `vmap` around this one.
         return _over_examples(cotangents.maximum_over(observed, 0), value), False
     return _over_examples(observed, value), observed_differs

@@ -37,6 +37,7 @@ def _forward(where: str, kernel: Any, state: Any) -> tuple[Any, None]:
 
 
 def _has_flag(node: Any) -> bool:
+    # With symbolic_zeros=True JAX gives this rule, for each leaf, an object with `value` and `perturbed`.
     return hasattr(node, "perturbed")
 
 
@@ -46,6 +47,7 @@ def _any_tangent(tree: Any) -> bool:
 
 def _backward(where: str, _: None, g: Any) -> tuple[Any, None]:
     zeros = jax.custom_derivatives.SymbolicZero
+    # Cotangents that nobody computed arrive as objects, not arrays. None is how a rule says zero.
     return jax.tree.map(lambda x: None if isinstance(x, zeros) else x, g, is_leaf=lambda x: isinstance(x, zeros)), None
 
 

@@ -70,6 +70,8 @@ def value_and_grad(
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if get_mode() == "extended":
             try:
+                # Where this fails, `fun` is called a second time below: what it does besides computing, such as
+                # printing, happens twice.
                 return run_in_mode(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, Fp8Error) or not compat.blames_dtype(error):
@@ -85,6 +87,8 @@ def value_and_grad(
         numbered = [_own_state(arg, (args, kwargs)) if number in numbers else arg for number, arg in enumerate(args)]
         with watch_reads() as reads:
             value, gradients = differentiate(*numbered, **kwargs)
+        # After the gradient, because only then it is known whether `read` was called; layers alone need no second
+        # trace.
         if reads and get_mode() == "extended":
             _check(check_single_reads, lambda *args: shared_fun(*args, **kwargs), args, numbers)
         trees = [args[number] for number in numbers]
@@ -145,6 +149,7 @@ def _check(how: Callable[..., None], fun: Callable[..., Any], args: Sequence[Any
             new = [next(values) if flag else leaf for (_, leaf), flag in zip(items, marked[number], strict=True)]
             converted[number] = structure.unflatten(new)
         out = fun(*converted)
+        # With has_aux `fun` returns (loss, aux), and aux need not be arrays.
         return out[0] if isinstance(out, tuple) else out
 
     if found:

@@ -23,6 +23,7 @@ from fp8_jax_owg import _compat as compat
 
 _log = logging.getLogger(__name__)
 
+# Stands for any number above one: counts are only compared with one.
 MANY = 2
 PASSES = frozenset({"copy", "device_put", "optimization_barrier", "sharding_constraint"})
 """What hands on each operand as the result of the same place, in its own coordinates."""
@@ -107,6 +108,7 @@ def check_single_uses(loss: Callable[[list[Any]], Any], leaves: list[Any], names
         Fp8Error: A leaf is used more than once.
     """
     counts = _traced_counts(loss, leaves)
+    # Not strict: there are no counts where the loss could not be traced.
     if bad := [name for name, uses in zip(names, counts, strict=False) if uses.total > 1]:
         raise Fp8Error(
             f"The FP8 state {bad[0]} is used more than once{f', and {len(bad) - 1} more' if bad[1:] else ''}. Mode "
@@ -137,6 +139,8 @@ def _traced_counts(loss: Callable[[list[Any]], Any], leaves: list[Any]) -> list[
         # JAX 0.10 cannot trace `vmap` of a function with its own gradient over a NumPy array, but differentiate it
         _log.debug("the uses of the FP8 state could not be counted", exc_info=True)
         return []
+    # The results begin with no use: only functions with a gradient of their own, of which layers are made, count as
+    # uses of their operands (`_of_rule`). A state that reaches the loss in plain arithmetic is an ordinary operand.
     return count(program, [NONE] * len(program.outvars))
 
 
@@ -168,11 +172,13 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     if name in SLICES:
         return [_sliced(equation, outs), *others]
     if name == "broadcast_in_dim":
+        # Autodiff sums the cotangents of copies, so each copy is a use; a new dimension of length 1 makes none.
         grows = equation.outvars[0].aval.size > equation.invars[0].aval.size
         return [total.repeated if grows else total, *others]
     if name == "custom_vjp_call":
         return _of_rule(compat.name_of_rule(equation), outs, operands)
     if name == "cond":
+        # One branch runs, so the uses of both do not meet. The first operand is the number of the branch.
         branches = [count(_plain(branch), outs) for branch in equation.params["branches"]]
         return [NONE, *(max(uses, key=lambda one: one.total) for uses in zip(*branches, strict=True))]
     if name == "scan":
@@ -209,6 +215,7 @@ def _sliced(equation: Any, outs: list[Uses]) -> Uses:
         if None in starts:
             return Uses(parts=(Part(None, outs[0].total),))
         sizes = params["slice_sizes"]
+        # Starts are literals here, NumPy scalars or JAX's typed ones: both print as the number.
         region = tuple((int(str(i)), int(str(i)) + n) for i, n in zip(starts, sizes, strict=True))
         return Uses(parts=(Part(region, outs[0].total),))
     # else a gather
@@ -226,6 +233,8 @@ def _of_rule(name: str, outs: list[Uses], operands: int) -> list[Uses]:
         Fp8Error: It is `read`, and its result is used more than once.
     """
     total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
+    # Told apart by the names of the decorated functions, all that a traced program keeps of them: whoever renames one
+    # of these functions has to do it here as well.
     if name in ("_gate", "_replicated", "_newest", "trained_with_state"):
         return [total] + [NONE] * (operands - 1)
     if name == "_read" and total.total > 1:
@@ -235,9 +244,12 @@ def _of_rule(name: str, outs: list[Uses], operands: int) -> list[Uses]:
             "read outside with fp8_jax_owg.replicated."
         )
     if name == "_fan_out":
+        # It takes the maximum over its slots, so that uses of different slots are one use of its operand.
         return [Uses(whole=outs[0].apart)]
     if name == "_with_newest":
+        # Its first operand, the history, gets zeros as gradient.
         return [NONE, total]
+    # A layer, whose rule hands each operand one cotangent, however often its results are used.
     return [ONE] * operands
 
 
@@ -248,6 +260,7 @@ def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
     carries = sum(out.aval.ndim == own.aval.ndim for out, own in zip(equation.outvars, body.outvars, strict=True))
     scanned = sum(x.aval.ndim != own.aval.ndim for x, own in zip(equation.invars, body.invars, strict=True))
     consts = len(body.invars) - scanned - carries
+    # What the body hands to the next iteration is counted there, as a use by that iteration.
     each = count(body, [NONE] * carries + [Uses(out.total) for out in outs[carries:]])
     if equation.params["length"] > 1:
         each[: consts + carries] = [uses.repeated for uses in each[: consts + carries]]

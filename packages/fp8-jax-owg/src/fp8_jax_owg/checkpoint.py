@@ -68,6 +68,7 @@ def resize_history(history: jax.Array, length: int) -> jax.Array:
 def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the place of a leaf, whatever containers and variables are around it."""
     keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+    # `value` is what variables of NNX, boxes and `Overwrite` call what they hold; checkpoints may be without these.
     return tuple(str(key) for key in keys if key != "value")
 
 
@@ -100,5 +101,6 @@ def _take_scale(name: tuple[str, ...], value: jax.Array, wanted: jax.Array, scal
     if value.size != wanted.size:
         raise Fp8Error(f"The state {'/'.join(name)} has shape {value.shape} in the checkpoint, not {wanted.shape}.")
     value = value.reshape(wanted.shape)
+    # TransformerEngine's `scale` goes into FP8. Its reciprocal is rounded once, as that of every scale here.
     inverse = value if scales == "dequantize" else reciprocal(value)
     return jnp.where(jnp.isfinite(inverse) & (inverse > 0), inverse, wanted)

@@ -183,11 +183,13 @@ def _keys(key: jax.Array | None, items: jax.Array) -> jax.Array | None:
     if key is None:
         return None
     stages = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(items.size))
+    # Items before the first are negative, and `fold_in` takes unsigned numbers; nothing uses their keys.
     return jax.vmap(jax.random.fold_in)(stages, jnp.maximum(items, 0))
 
 
 def _first(x: Any, stored: Any, time: jax.Array, schedule: Schedule) -> Any:
     """Return what enters the first stage: a microbatch in the first round, what came back in later ones."""
+    # A period may be longer than the microbatches are many: what enters then is no item, and `_fill` replaces it.
     index = jnp.minimum(time % schedule.period, schedule.microbatches - 1)
     fresh = jax.tree.map(lambda h: lax.dynamic_index_in_dim(h, index, 0, keepdims=False), x)
     if stored is None:
@@ -200,6 +202,8 @@ def _store(stored: Any, last: Any, time: jax.Array, schedule: Schedule) -> Any:
     """Keep what left the last stage until its next round; what bubbles leave is overwritten before it is read."""
     if stored is None:
         return None
+    # What leaves the last stage now is item time - (stages - 1), which entered at that time. One period later `_first`
+    # looks for it at the same place.
     place = (time - (schedule.stages - 1)) % schedule.period
     return jax.tree.map(lambda s, h: lax.dynamic_update_index_in_dim(s, h, place, 0), stored, last)
 
@@ -236,10 +240,12 @@ def _check_leading(tree: Any, lead: tuple[int, ...], what: str, shape: str) -> N
 
 @jax.custom_vjp
 def _gate_parameter(x: jax.Array, valid: jax.Array) -> jax.Array:
+    # The same twice, as in `_sharing._gate`.
     return jnp.where(valid, x, x)
 
 
 _gate_parameter.defvjp(
     lambda x, valid: (_gate_parameter(x, valid), valid),
+    # Selected, because 0 * NaN is NaN.
     lambda valid, g: (jnp.where(valid, g, jnp.zeros_like(g)), None),
 )

@@ -24,6 +24,7 @@ def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -
     if axis is None and _folds(x):
         # nowhere else: in an array that is sharded over devices, this would move data
         folded = partial(_max_of_folds, columns=_columns(x), shape=(1,) * x.ndim if keepdims else ())
+        # Chosen when the program is lowered: it may be traced on a machine with another processor.
         return _value(lax.platform_dependent(keys, cpu=folded, default=plain), x.dtype)
     return _value(plain(keys), x.dtype)
 

@@ -94,4 +94,6 @@ def float_key(x: jax.Array) -> jax.Array:
 
 
 def _dtype(x: ArrayLike) -> np.dtype:
+    # Not the dtype that JAX would give it: jnp.asarray makes float32 of a Python number, and its rounding would pass
+    # unseen.
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype

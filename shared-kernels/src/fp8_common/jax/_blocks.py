@@ -16,6 +16,7 @@ def block_amax(x: jax.Array, block: Block) -> jax.Array:
         return block_amax(x[None], (1, block[1]))[0]
     grid, (rows, columns) = block_grid(x.shape, block), block
     missing = (grid[-2] * rows - x.shape[-2], grid[-1] * columns - x.shape[-1])
+    # Partial blocks are filled up with zeros, which change no amax.
     split = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n) for n in missing]).reshape(*grid[:-1], rows, grid[-1], columns)
     return amax(split, axis=(-3, -1))
 

@@ -41,6 +41,7 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
     Raises:
         Fp8Error: `x` has another dtype.
     """
+    # The kernel reduces a whole array of at least one dimension.
     if axis is not None or not np.ndim(x) or not selects_kernels():
         return amax_reference.amax(x, axis, keepdims)
     as_float32(x)
@@ -62,6 +63,7 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
     Raises:
         Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
     """
+    # One scale for the whole array has a kernel.
     if np.size(scale) != 1 or not np.ndim(x) or not selects_kernels():
         return references.quantize(x, scale, fmt)
     return kernels.quantize(jnp.asarray(x), broadcast_scale(scale, as_float32(x).shape), get_data_format(fmt))
@@ -98,6 +100,8 @@ def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: Sc
     Raises:
         Fp8Error: Unsupported dtype or format.
     """
+    # The kernel reads rows, so the axis that shares a scale must be the last; max(1, ...) leaves scalars to the
+    # reference, which raises.
     if axis % max(1, np.ndim(x)) != np.ndim(x) - 1 or not selects_kernels():
         return references.quantize_rowwise(x, fmt, axis, policy)
     as_float32(x)

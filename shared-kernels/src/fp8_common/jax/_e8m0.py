@@ -45,6 +45,8 @@ def e8m0_to_scale(codes: ArrayLike) -> jax.Array:
         codes: uint8 or float8_e8m0fnu, any shape.
     """
     code = lax.stop_gradient(as_codes(codes, E8M0)).astype(jnp.int32)
+    # The reciprocal of 2^k is 2^-k: its exponent field is 254 - code. 1 << 22 are the bits of 2^-127, which is
+    # subnormal.
     bits = jnp.where(code == 254, jnp.int32(1 << 22), (254 - code) << 23)
     return from_bits(jnp.where(code == E8M0.nan_code, jnp.int32(NAN_KEY), bits))
 

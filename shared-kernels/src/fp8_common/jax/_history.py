@@ -30,6 +30,7 @@ def update_history(history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max
     old = lax.stop_gradient(as_float32(history, "history"))
     key = float_key(lax.stop_gradient(as_float32(amax, "amax")))
     check_history(old.shape, key.shape, algo)
+    # `from_bits(key)` and not `amax`: without its sign.
     rolled = jnp.concatenate([from_bits(key)[None], jnp.roll(old, -1, axis=0)[1:]])
     updated = jnp.where(key >= INF_KEY, old, rolled)
     return updated, reduce_history(updated, algo)

@@ -55,12 +55,15 @@ class Layout:
     def _fits(self, dimension: int, part: Any, shape: Sequence[int], mesh: Mapping[str, int]) -> bool:
         shards = math.prod(mesh[name] for name in names_of(part))
         step = self.step(dimension, len(shape))
+        # Unequal shards are gathered: their groups would not be those of the array.
         if shape[dimension] % shards or (step == WHOLE and self.combine is None):
             return shards == 1
         return step in (WHOLE, 1) or (shape[dimension] // shards) % step == 0 or shards == 1
 
     def specs_of_results(self, spec: Spec) -> tuple[Spec, ...]:
         """Return the sharding of each result for that of the first operand."""
+        # A sharding of groups is that of their elements, since `kept` cuts none. With the last dimension of "row" of
+        # length 1, nothing is left there to shard.
         made = {"same": spec, "groups": spec, "transposed": spec[::-1], "row": (*spec[:-1], None), "scalar": ()}
         return tuple(made[result] for result in self.results)
 

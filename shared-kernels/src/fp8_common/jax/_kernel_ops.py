@@ -48,9 +48,11 @@ def bindable(op: KernelOp) -> Callable[..., Sequence[jax.Array]]:
     inner, outer = Primitive(f"{op.name}_call"), Primitive(op.name)
     for primitive in (inner, outer):
         primitive.multiple_results = True
+        # `p=primitive`: the function is called after the loop, when the variable is the last primitive.
         primitive.def_impl(lambda *x, p=primitive, **params: _jitted(p, **params)(*x))
         primitive.def_abstract_eval(lambda *avals, **params: _abstract(op, avals, params))
         batching.primitive_batchers[primitive] = lambda x, dims, p=primitive, **params: _batch(op, p, x, dims, params)
+    # For every platform; the next line replaces it for CUDA.
     mlir.register_lowering(inner, mlir.lower_fun(op.reference, multiple_results=True))
     mlir.register_lowering(inner, lambda ctx, *x, **params: _lower_cuda(op, ctx, x, params), platform="cuda")
     mlir.register_lowering(outer, lambda ctx, *x, **params: _lower_partitioned(op, inner, ctx, x, params))
@@ -62,6 +64,7 @@ def bindable(op: KernelOp) -> Callable[..., Sequence[jax.Array]]:
 @cache
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Sequence[jax.Array]]:
     """Return what runs a primitive outside of jit; kept, so that it is compiled once."""
+    # Kept by primitive and parameters, which are formats, policies and other values with a hash.
     return jax.jit(lambda *x: primitive.bind(*x, **params))
 
 
@@ -93,6 +96,7 @@ def _lower_cuda(op: KernelOp, ctx: Any, operands: Sequence[Any], params: dict[st
 def _lower_partitioned(
     op: KernelOp, inner: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any]:
+    # Known only now, when the program is lowered; the rule for Shardy depends on it.
     devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
     apply = mlir.lower_fun(lambda *x: _partitioned(op, inner, x, params, devices), multiple_results=True)
     return apply(ctx, *operands)

@@ -109,6 +109,7 @@ def _amax_key_over(
     call: Callable[..., Sequence[jax.Array]], x: jax.Array, *, axes: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
     """The key of an array whose shards are on the mesh axes `axes`."""
+    # The kernel for each shard; keys are integers, so their MAX over devices is exact and keeps NaN.
     return (lax.pmax(call(x)[0], axes),)
 
 
@@ -116,6 +117,8 @@ def _rows_over(
     call: Callable[..., Sequence[jax.Array]], x: jax.Array, *, axes: tuple[str, ...], fmt: Format, policy: ScalePolicy
 ) -> tuple[jax.Array, ...]:
     """Rows whose parts are on the mesh axes `axes`: their amax is combined, the parts stay where they are."""
+    # Reference code, because the row-wise kernel makes scale and data in one pass and cannot wait for other devices in
+    # between.
     keys = lax.pmax(float_key(_amax(x, axis=-1, keepdims=True)), axes)
     scale = amax_to_scale(from_bits(keys), fmt, policy)
     return _quantize(x, scale, fmt), scale
@@ -132,6 +135,7 @@ def _mx_reference(x: jax.Array, *, fmt: Format, mode: MxMode) -> tuple[jax.Array
 
 
 def _plan_if(supported: bool, plan: Any, *arguments: Any) -> launch.LaunchPlan | None:
+    # Without a plan an operation is lowered to its reference on CUDA, too.
     return plan(*arguments) if supported else None
 
 

@@ -39,8 +39,11 @@ def product_into(x: jax.Array, scale: jax.Array) -> jax.Array:
     """
     lifted, lowering, for_subnormal = _prepare_scale(scale)
     bits = to_bits(x)
+    # The bits of a subnormal, read as an integer, count its steps of 2^-149: below 2^23, so that the conversion is
+    # exact.
     magnitude = to_bits((bits & jnp.int32(KEY_MASK)).astype(jnp.float32))
     integer = from_bits(magnitude | (bits & jnp.int32(SIGN_MASK)))
+    # Zeros are among them, as the integer 0.
     is_subnormal = (bits & jnp.int32(EXPONENT_MASK)) == 0
     return jnp.where(is_subnormal, integer * for_subnormal, x * lifted) * lowering
 
@@ -93,10 +96,13 @@ def _prepare_scale_inv(scale_inv: jax.Array) -> tuple[jax.Array, jax.Array, jax.
 def _small_product(values: jax.Array, significand: jax.Array, exponent: jax.Array) -> jax.Array:
     """Return |values * scale_inv| in units of 2^-149, rounded to nearest even, where that is below 2^23."""
     key = float_key(values)
+    # The leading bit and the three mantissa bits that E4M3 has at most.
     digits = jnp.where(key == 0, 0, ((key & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)) >> 20)
     product = digits * significand
     # values = digits * 2^(key>>23 - 130) and scale_inv = significand * 2^(exponent - LIFT - 150).
     shift = jnp.clip(jnp.int32(131 + LIFT) - (key >> 23) - exponent, 1, 30)
+    # The limits of the shift: the product is below 2^28, so that 30 gives zero as every larger one would; where it
+    # would be below 1 the result is normal, and not taken from here.
     half = lax.shift_left(jnp.int32(1), shift - 1)
     odd = lax.shift_right_logical(product, shift) & jnp.int32(1)
     return lax.shift_right_logical(product + (half - 1) + odd, shift)

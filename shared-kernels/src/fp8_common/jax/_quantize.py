@@ -91,6 +91,7 @@ def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DT
     return _multiply_back(codes, scale_inv, fmt=fmt, dtype=found)
 
 
+# Jitted, so that an eager call is compiled as a whole; inlined where a caller is traced, which then shows no call.
 @partial(jax.jit, static_argnames="fmt", inline=True)
 def _quantize(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
     scaled = product_into(nan_where_infinite(lax.stop_gradient(x)), lax.stop_gradient(scale))

@@ -113,9 +113,11 @@ def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) 
     """
     bits = to_bits(lax.stop_gradient(x))
     magnitude, base = _magnitude_and_binade(bits, fmt)
+    # 2^(mantissa_bits - e), made of exponent fields.
     to_grid = from_bits(jnp.int32((127 + fmt.mantissa_bits) << 23) - (base - jnp.int32(127 << 23)))
     grid = from_bits(magnitude) * to_grid
     below = lax.floor(grid)
+    # 23 random bits and a 1 below them: never 0, so that a value of the format, whose fraction is 0, does not move.
     drawn = lax.shift_right_logical(random_bits, jnp.uint32(9)) * jnp.uint32(2) + jnp.uint32(1)
     threshold = drawn.astype(jnp.float32) * jnp.float32(2.0**-24)
     steps = below.astype(jnp.int32) + (threshold < grid - below).astype(jnp.int32)
@@ -146,8 +148,10 @@ def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
     """Return the float32 values of uint8 codes; by integer operations, like the cast."""
     code = lax.stop_gradient(codes).astype(jnp.int32)
     if fmt is E8M0:
+        # A code is the exponent field of its value, but for code 0, 2^-127, which is subnormal in float32.
         bits = jnp.where(code == 0, jnp.int32(1 << 22), code << 23)
         return from_bits(jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits))
+    # Bit 7 moves to bit 31, the sign of the int32.
     magnitude, sign = code & 0x7F, (code & 0x80) << 24
     # Subnormal in FP8, normal in float32: XLA does not flush it.
     subnormal = magnitude.astype(jnp.float32) * jnp.float32(fmt.smallest_subnormal)

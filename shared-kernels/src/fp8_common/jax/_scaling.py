@@ -88,6 +88,8 @@ def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: Sca
     if policy.formula == "descale":
         return _reciprocal(_descale(amax, fmt=fmt, policy=policy))
     key = float_key(lax.stop_gradient(amax))
+    # The usual policies take a shorter way: what can be subnormal in it, amax and quotient, comes out at the limits
+    # anyhow.
     if _stays_normal(policy):
         return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, lax.stop_gradient(prev))
     scale = _limit(_quotient(_at_least_eps(key, policy), fmt, policy), policy)
@@ -107,6 +109,7 @@ def _reciprocal(scale: jax.Array) -> jax.Array:
     bits = to_bits(lax.stop_gradient(scale))
     key = float_key(scale)
     # Their reciprocals are subnormal: XLA's division flushes them, so they are made by integers.
+    # 253 << 23 are the bits of 2^126, whose reciprocal is the smallest normal number and still exact by division.
     is_huge = (key > jnp.int32(253 << 23)) & (key < INF_KEY)
     magnitude = jnp.where(is_huge, _subnormal_reciprocal_bits(key), to_bits(divide(1.0, from_bits(key))))
     return from_bits(magnitude | (bits & jnp.int32(SIGN_MASK)))
@@ -120,6 +123,7 @@ def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
     which way. No ties exist.
     """
     significand = (key & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)
+    # 2^(299-field) for the only two exponent fields above 2^126, 253 and 254.
     numerator = jnp.where(key >> 23 == 254, jnp.float32(2.0**45), jnp.float32(2.0**46))
     estimate = lax.div(numerator, lax.optimization_barrier(significand.astype(jnp.float32))).astype(jnp.int32)
     twice_left = -2 * estimate * significand

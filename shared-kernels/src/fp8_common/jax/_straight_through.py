@@ -34,6 +34,7 @@ def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Arra
     return _fake_quantize(x, scale, get_data_format(fmt))
 
 
+# A JVP and not a VJP: JAX transposes it for reverse mode, and forward mode works as well.
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _fake_quantize(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     return dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)

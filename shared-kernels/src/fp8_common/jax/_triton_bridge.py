@@ -70,6 +70,7 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
         plan: The launch.
         operands: MLIR values of the plan's inputs.
     """
+    # Imported where a kernel is lowered: it needs jax's CUDA plugin, and is private.
     from jax._src.lib import gpu_triton
 
     from fp8_common._kernels.compiler import compile_plan
@@ -88,6 +89,7 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
         for name, kind in plan.pointers.items()
         if kind
     ]
+    # Arguments are told apart by their order: the pointers of the plan that are there, then its scalars.
     parameters += [gpu_triton.create_scalar_parameter(value, kind) for kind, value in plan.scalars.values()]
     call = gpu_triton.TritonKernelCall(kernel, plan.grid, 1, 1, parameters)
     rule = jax.ffi.ffi_lowering(CALL_TARGET, api_version=4)

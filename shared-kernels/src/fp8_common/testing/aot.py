@@ -299,6 +299,7 @@ def failures(figures: Figures) -> list[str]:
         "uses float64": sass.count("D(ADD|MUL|FMA|SETP)|MUFU.*64") > 0 or ".f64" in ptx,
         "divides approximately": re.search(r"\b(div|rcp)\.(full|approx)", ptx) is not None,
         "flushes subnormals": ".ftz" in ptx,
+        # Those of integers (`.s32`, `.u32`) are what amax is made of.
         "takes a floating point minimum or maximum, which drops NaN": re.search(
             r"\b(min|max)\.(?!s|u|relaxed)[\w.]*(f32|f16|bf16)", ptx
         )

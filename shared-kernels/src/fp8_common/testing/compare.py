@@ -107,6 +107,7 @@ def _ordinal(x: NDArray[Any], fmt: Format | None) -> NDArray[np.int64]:
     if fmt is None and x.dtype not in _FLOATS:
         return np.asarray(x.astype(np.int64))
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
+    # E8M0: its codes are in order as they are.
     if fmt is not None and not fmt.signed:
         return np.asarray(bits & 0xFF)
     # Floats are sign and magnitude; ~magnitude counts down from -1, so that -0 and 0 are neighbours.

@@ -44,6 +44,7 @@ def _operands(text: str) -> list[str]:
 
 
 def _value(operand: str, registers: dict[str, Word]) -> Word:
+    # Constants begin with a digit, registers with $ or a letter.
     return np.asarray(int(operand, 0), np.uint32) if operand[0].isdigit() else registers[operand]
 
 

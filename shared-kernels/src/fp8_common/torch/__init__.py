@@ -143,6 +143,7 @@ def dequantize(
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Quantize and go back in the dtype of `x`; the gradient passes straight through to `x`, none goes to `scale`."""
+    # For its error alone: what `_input` returns has left the autograd graph.
     if x.dtype not in INPUT_DTYPES:
         _input(x)
     return ops.fake_quantize(x, _broadcastable(scale, x), get_data_format(fmt).name)

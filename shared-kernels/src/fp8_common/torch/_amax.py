@@ -27,6 +27,7 @@ def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel() == 0:
         zero = check_input_dtype(x).new_zeros(())
         return zero, zero
+    # A float maximum may be used here: that of torch keeps NaN on one device, unlike a reduction by gloo or Triton.
     low, high = torch.aminmax(check_input_dtype(x))
     return low, high
 

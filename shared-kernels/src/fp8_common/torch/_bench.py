@@ -125,6 +125,7 @@ def copying(moved: int, device: torch.device) -> dict[str, Run]:
 
 def example(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return normally distributed values [rows, 8192] of about `size` bytes, the same on every machine."""
+    # Whole blocks of 128 rows where there are that many; 4, because the packed transpose takes rows by fours.
     rows = max(4, size // (dtype.itemsize * COLUMNS) // 128 * 128)
     generator = torch.Generator(device="cpu").manual_seed(0)
     return torch.randn(rows, COLUMNS, generator=generator).to(device=device, dtype=dtype)
@@ -175,6 +176,7 @@ def compare(
     usable = {name: run for name, run in runs.items() if _works(kernel, name, run)}
     times: dict[str, list[float]] = {name: [] for name in usable}
     for i in range(rounds):
+        # In turn from both ends, so that none always follows the same one: clocks and temperature change during a run.
         order = list(usable) if i % 2 == 0 else list(reversed(usable))
         for name in order:
             times[name].append(timer(usable[name]))
@@ -256,6 +258,7 @@ def _checker(name: str, x: torch.Tensor, fmt: Format, run: Run) -> Run:
     """Return a check of ours on the first rows; row-independent kernels give them the same bits as the whole."""
 
     def check() -> bool:
+        # 256 rows are two whole blocks of 128.
         rows = as_numpy(x[:256])
         if name == "tensorwise":
             whole = f8.amax_to_scale(as_numpy(x.abs().max().float()), fmt)

@@ -17,6 +17,7 @@ def assume_constant_result(function: Function) -> Function:
     Args:
         function: Its result depends on nothing but its arguments.
     """
+    # The attribute by which Dynamo knows such functions.
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
 

@@ -30,6 +30,7 @@ UNOBSERVED = -1
 def observed_key(amax: torch.Tensor) -> torch.Tensor:
     """Return the int32 keys of float32 `amax`, UNOBSERVED where it is infinite or NaN: that is not recorded."""
     key = float_key(amax)
+    # Marked before ranks are combined by MAX: an infinity on one rank must not hide what the others observed.
     return torch.where(key >= INF_KEY, UNOBSERVED, key)
 
 
@@ -45,6 +46,7 @@ def roll_histories(
         casts: T casts that share one policy.
     """
     formats = ",".join(cast.format for cast in casts)
+    # UNOBSERVED has the bits of a NaN.
     amax = key_to_float(keys.clamp(min=0))
     rolled, following, _ = delayed_update(history, amax, scale, formats, policy_key(casts[0].policy))
     return rolled, following
@@ -62,6 +64,7 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
         policy: `fp8_common.torch._ops.policy_key` of the rule that all share.
     """
     names, rule = tuple(formats.split(",")), policy_of_key(policy)
+    # All or none: one launch handles every tensor, whatever its format.
     if all(triton_backend.applies(amax, name, rule) for name in set(names)):
         return triton_backend.delayed_update(history, amax, scale, _numerators(names, rule, amax.device), rule)
     window, largest = update_history(history, amax, rule.algo)

@@ -30,6 +30,7 @@ def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
+    # Compilers see one operator; eager code saves its overhead, as in `_dispatch`.
     return foreach_amax(list(tensors)) if torch.compiler.is_compiling() else _amax_keys(tensors)
 
 
@@ -54,8 +55,10 @@ def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> 
 def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not triton_backend.applies(tensors[0]):
         return float_key(amax_each(tensors))
+    # 0 is the key of an empty tensor, for which no program runs.
     keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for dtype, places in _by_dtype(tensors).items():
+        # Kept in a list until after the launch: the table holds addresses, which keep no tensor alive.
         dense = [tensors[i].contiguous() for i in places]
         table = _table(tuple((x.data_ptr(), x.numel()) for x in dense), (), tensors[0].device)
         plan = launch.foreach_amax_plan(table["programs"], _name(dtype), aligned=table["aligned"])
@@ -124,6 +127,7 @@ def _parts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    # A kernel is compiled for one dtype, so each gets a launch.
     places: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         places.setdefault(x.dtype, []).append(i)

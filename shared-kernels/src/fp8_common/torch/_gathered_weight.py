@@ -60,6 +60,7 @@ class GatheredFloat8Weight(torch.Tensor):
         cls: type, codes: torch.Tensor, scale: torch.Tensor, fmt: str, dtype: torch.dtype, block: Block | None = None
     ) -> "GatheredFloat8Weight":
         """Wrap codes and scales without copying them."""
+        # A tensor without memory of its own: shape, strides and dtype are what autograd and FSDP2 see of it.
         self = torch.Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
@@ -94,6 +95,7 @@ class GatheredFloat8Weight(torch.Tensor):
         """Name what a compiled graph depends on besides the values: the same in every process."""
         return stable_hash(self, self.scale, self.fmt, self.block)
 
+    # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -123,4 +125,5 @@ class GatheredFloat8Weight(torch.Tensor):
         return func(*args, **kwargs)
 
 
+# `torch.load` with weights_only=True takes no classes but those that are named here.
 torch.serialization.add_safe_globals([GatheredFloat8Weight])

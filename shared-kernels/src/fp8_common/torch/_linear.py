@@ -147,10 +147,13 @@ class _Products(torch.autograd.Function):
         record: bool,
     ) -> torch.Tensor:
         sent = access.send_weight(layer, weight)
+        # Before the cast of the input, so that a gather of the weight runs beside it.
         started = access.start_weight(layer, sent, None)
         rows = x.reshape(-1, x.shape[-1])
         x_operand = layer.cast("input", rows, record=record)
         w_operand = access.finish_weight(layer, started, record=record)
+        # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
+        # everything else stays on the context.
         ctx.save_for_backward(*sent, *_saved_input(layer.config, rows, x_operand))
         ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
         ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
@@ -167,12 +170,14 @@ class _Products(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
+        # The weight is on its way during the other product, and its gradient during this one.
         started = access.start_weight(layer, sent, grad) if needs_x else None
         shared = layer.cast("grad_output", rows, record=ctx.record) if layer.config.gradient_has_one_scale else None
         if needs_weight:
             product = _grad_weight(layer, rows, saved_input, shared, ctx.weight_dtype)
             grad_weight = access.start_gradient(layer, product)
         if needs_x:
+            # Delayed scaling has observed the weight in the forward.
             weight = access.finish_weight(layer, started, record=False)
             grad_x = _reshaped(_grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
         if needs_weight:
@@ -185,12 +190,15 @@ def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tup
 
     Codes serve where they have one scale, whatever dimension is contracted.
     """
+    # Codes are a quarter of a float32 input, or half of one of 16 bits.
     return (cast.codes, cast.scale_inv) if config.input_has_one_cast else (rows,)
 
 
 def _grad_input(layer: LinearOperands, grad: torch.Tensor, weight: Operand, shared: Operand | None) -> torch.Tensor:
     """Return dx = dy w [M, K]; row scales of the weight are folded into dy [M, N] before its cast."""
     if layer.config.folds_weight_scales:
+        # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
+        # contracted here, where no FP8 product can apply it.
         grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
         weight = Operand(weight.codes.t(), torch.ones_like(weight.scale_inv[0, 0]), weight.fmt)
     else:
@@ -210,6 +218,7 @@ def _grad_weight(
     config = layer.config
     grad_cast, input_cast = config.grad_weight_casts
     if not input_cast.enabled:
+        # Disabled means for both operands: `Recipe` refuses a product of one.
         return (grad.t() @ saved_input[0].to(grad.dtype)).to(dtype)
     if config.input_has_one_cast:
         codes, scale_inv = saved_input

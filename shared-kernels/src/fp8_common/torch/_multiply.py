@@ -52,7 +52,9 @@ def multiply(
 
 
 def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    # Not float16 for a result in float16: sums of codes overflow it.
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    # Scales afterwards, in float32: decoded values times scales would be rounded once more before the product.
     product = _matmul(values(a.codes, a.fmt, exact), values(b.codes, b.fmt, exact)).float()
     if a.scale_inv.ndim == b.scale_inv.ndim == 0:
         return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
@@ -83,12 +85,14 @@ def _multiply_scaled(
 ) -> torch.Tensor:
     a_codes, b_codes = a.codes.contiguous(), b.codes.contiguous()
     a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
+    # `_scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
         b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
     columns = b_codes.shape[0]
     if a_codes.is_cuda:
         a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, pad)
+    # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
     product = torch._scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     return product if product.shape[1] == columns else product[:, :columns].contiguous()
 
@@ -105,6 +109,8 @@ def _aligned(
             f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
             f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True."
         )
+    # As bytes, because few operators know float8; the byte 0 is the value 0 in every format. Scales of columns that are
+    # cut off again may be anything finite.
     a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
     b = F.pad(b.view(torch.uint8), (0, inner, 0, outer)).view(b.dtype)
     return a, b, b_inv if b_inv.ndim == 0 else F.pad(b_inv, (0, outer), value=1.0)

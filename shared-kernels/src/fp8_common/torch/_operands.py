@@ -117,6 +117,7 @@ def cast_tensorwise(
     """
     fmt = cast.fp8_format
     if cast.static_scale is not None:
+        # Made on the device by a fill; `torch.tensor` would copy it from the host.
         scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
         return dispatch.quantize(x, scale, fmt), scale
     if delayed is None and group is None:
@@ -125,6 +126,7 @@ def cast_tensorwise(
         # a scale from earlier steps is common already; only one from this step's values has to be agreed on
         codes, amax = dispatch.quantize_with_amax(x, delayed.scale, fmt)
         return codes, delayed.current(amax, record)
+    # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
     amax = amax_over_ranks(dispatch.amax(x), group)
     scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)
     return dispatch.quantize(x, scale, fmt), scale

@@ -44,6 +44,7 @@ def policy_key(policy: ScalePolicy) -> str:
 @cache
 def policy_of_key(key: str) -> ScalePolicy:
     """Return the policy that `policy_key` wrote."""
+    # Floats come back exactly: Python writes the shortest text that reads as the same number.
     fields = zip(dataclasses.fields(ScalePolicy), key.split("|"), strict=True)
     return ScalePolicy(**{field.name: _READERS.get(str(field.type), str)(text) for field, text in fields})
 

@@ -27,6 +27,7 @@ def max_over_ranks(parts: Sequence[torch.Tensor], *groups: dist.ProcessGroup | N
         The reduced parts in their shapes, which may share memory with each other, and the number of all-reduces.
     """
     shared = [group for group in groups if group is not None and group.size() > 1]
+    # The parts have equal shapes on all ranks, so that all ranks leave here or none does.
     if not shared or not any(part.numel() for part in parts):
         return list(parts), 0
     # most parts are one key of one weight: reshaping each would cost more than reducing all

@@ -183,6 +183,7 @@ class BlockwiseLayout(ScaleLayout):
         first, offset = self._first_block(len(part_shape), geometry)
         unit = self._block_length(len(part_shape), dim)
         present = max(0, min(length, geometry.full_shape[dim] - geometry.first_index))
+        # A part of nothing but padding touches no block, and may begin behind the last one.
         touched = scales.narrow(dim, min(first, scales.shape[dim]), -(-(offset + present) // unit) if present else 0)
         shape = list(part_shape)
         shape[dim] = offset + present if present else 0

@@ -31,10 +31,12 @@ def scale_from_amax(
         scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
     else:
         scale = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(value, policy))
+    # `clamp` keeps NaN, which is replaced below.
     scale = scale.clamp(policy.lower, policy.upper)
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
+    # Expanded, not copied: the scale in use is often one number for many amax.
     fallback = torch.ones_like(scale) if prev is None else as_float32(prev, "prev").expand_as(scale)
     return _replace_unusable(scale, key, policy, fallback)
 

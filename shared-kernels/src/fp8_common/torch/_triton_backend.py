@@ -46,6 +46,7 @@ def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolic
 
 def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:
     """Launch `plan` on tensors named like its pointers, on their device."""
+    # It imports Triton, which nothing before the first launch needs.
     from fp8_common._kernels.compiler import run_plan
 
     if device.type != "cuda":
@@ -185,6 +186,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.d
     if not _regular(q) or not (rowwise or (scale.numel() == 1 and scale.ndim <= q.ndim)):
         return _quantize.dequantize(q, scale, fmt, dtype)
     m, n = _matrix(q)
+    # A block as large as the matrix stands for one scale; at least 1, as a matrix may be empty.
     return _dequantize(q, scale, fmt, dtype, (1 if rowwise else max(m, 1), max(n, 1)))
 
 

@@ -31,6 +31,7 @@ def filter_value_and_grad(
         arrays, rest = eqx.partition(model, eqx.is_inexact_array)
 
         def loss(arrays: Any) -> Any:
+            # What is no floating-point array is closed over: JAX differentiates with respect to nothing else.
             return fun(eqx.combine(arrays, rest), *args, **kwargs)
 
         return transforms.value_and_grad(loss, has_aux=has_aux, unobserved=unobserved)(arrays)

@@ -57,6 +57,7 @@ class _Converted(nn.Module):
             names = context.module.path[len(self.path) :]
             name = ".".join(names[1:] if names[:1] == ("converted_module",) else names)
             scaling = self._scaling_of(context.module, name)
+            # A product that the user has given the layer, under either name that flax has for it, stays.
             if scaling is None or any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
                 return call(*args, **kwargs)
             converted.append(name)

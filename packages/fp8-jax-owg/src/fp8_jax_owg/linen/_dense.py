@@ -34,6 +34,7 @@ class Fp8Dense(nn.Dense):
     def __post_init__(self) -> None:
         """Choose the product, unless one was chosen."""
         self.scaling = as_scaling(self.scaling)
+        # Flax copies modules with their attributes: a copy has its product already, and keeps it.
         if self.dot_general_cls is None and self.dot_general is None:
             self.dot_general_cls = Product(Fp8DotGeneralOp, self.scaling)
         super().__post_init__()

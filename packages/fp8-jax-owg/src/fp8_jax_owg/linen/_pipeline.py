@@ -86,11 +86,13 @@ class LayerwiseShardablePipelined(nn.Module):
             return
         lead = 2 if schedule.rounds > 1 else 1
         stage = jax.tree.map(lambda leaf: leaf[(0,) * lead], meta.unbox(variables))
+        # Any key will do: the program is traced, not run.
         rngs = {name: jax.random.key(0) for name in self.rng_collections}
         program, after = jax.make_jaxpr(lambda v, h: body.apply(v, h, rngs=rngs, mutable=names)[1], return_shape=True)(
             stage, one
         )
         # what comes out as it went in was only read
+        # Not strict: behind the variables the program has the activations as inputs.
         given = dict(zip(_paths(stage), program.jaxpr.invars, strict=False))
         made = zip(_paths(after), program.jaxpr.outvars, strict=True)
         changed = [path for path, value in made if given.get(path) is not value]
@@ -111,6 +113,7 @@ class LayerwiseShardablePipelined(nn.Module):
         body, variables = self.body.unbind()
         axes = (ROUND, STAGE) if schedule.rounds > 1 else (STAGE,)
         for name in axes:
+            # The stage sees its variables without the added axes, so their partitioning must not name these.
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None
@@ -165,6 +168,7 @@ def _find_flags(body: nn.Module, variables: Any, one: Any) -> list[bool]:
         return flags
     # boxes may have been removed from the parameters; they are still there in what init would make
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+    # Shapes only: nothing is initialized.
     made = jax.eval_shape(functools.partial(body.init, rngs), one)
     found = owg_flags(made)
     if not any(found):

@@ -29,6 +29,7 @@ class TrainState(train_state.TrainState):
             tx: Any optax optimizer, or `fp8_jax_owg.optax.MultiSteps`.
             **kwargs: Further fields of a subclass.
         """
+        # `MultiSteps` keeps overwritten leaves from the optimizer by itself.
         optimizer: Any = tx.gradient_transformation() if isinstance(tx, MultiSteps) else bypass_owg(tx)
         state = optimizer.init(params)
         return cls(step=0, apply_fn=apply_fn, params=params, tx=optimizer, opt_state=state, **kwargs)
@@ -43,6 +44,7 @@ class TrainState(train_state.TrainState):
         """
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         after = apply_updates(self.params, updates), opt_state
+        # Python's True is the default, for which nothing has to be selected.
         if valid is not True:
             after = where_step_valid(valid, after, (self.params, self.opt_state))
         return self.replace(step=self.step + 1, params=after[0], opt_state=after[1], **kwargs)

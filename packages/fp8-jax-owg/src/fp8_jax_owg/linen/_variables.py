@@ -30,6 +30,7 @@ class Fp8Op(nn.Module):
 
     def __post_init__(self) -> None:
         """Take the length as flax passes it."""
+        # Before `super().__post_init__()`, after which flax refuses to set attributes.
         self.scaling = as_scaling(self.scaling)
         if self.amax_history_length is not None and isinstance(self.scaling, DelayedScaling):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)

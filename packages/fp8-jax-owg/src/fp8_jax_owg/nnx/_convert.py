@@ -90,12 +90,14 @@ def _calls(kind: type, base: type, attribute: str) -> bool:
     code = getattr(inspect.unwrap(kind.__call__), "__code__", None)
     if kind.__call__ is base.__call__ or code is None:
         return True
+    # The names that its code looks up: a product in another method of the class is not seen, and the layer refused.
     return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names
 
 
 def _stacked(layer: Any, base: type[nnx.Module], name: str) -> tuple[int, ...]:
     """Return the leading sizes of the kernel of stacked layers; () for a single one."""
     one, shape = tuple(KERNELS[base](layer)), layer.kernel.shape
+    # `nnx.vmap` stacks the kernel, while the attributes that `KERNELS` reads still describe one layer.
     lead = shape[: len(shape) - len(one)]
     if (*lead, *one) != shape:
         raise Fp8Error(

@@ -44,6 +44,7 @@ class Fp8Op(nnx.Module):
     @property
     def meta(self) -> dict[str, jax.Array] | None:
         """The leaves by name; None for current scaling."""
+        # `variable[...]` is the array inside, shared or not.
         return {name: getattr(self, name)[...] for name in self.names} or None
 
     def settings(self, kernel: Any, out_sharding: Any) -> tuple[Any, dict[str, Any]]:

@@ -40,10 +40,12 @@ class Optimizer(nnx.Module):
             tx: Any optax optimizer, or `fp8_jax_owg.optax.MultiSteps`.
             wrt: Which variables are trained; `OverwriteWithGradient` are always replaced.
         """
+        # `MultiSteps` keeps overwritten leaves from the optimizer by itself.
         self.tx = tx.gradient_transformation() if isinstance(tx, MultiSteps) else bypass_owg(tx)
         self.wrt = wrt
         self.step = OptimizerState(jnp.uint32(0))
         state = self.tx.init(_pure(self._variables(model)))
+        # NNX holds other trees than modules as static attributes; these hold variables.
         self.state = nnx.data(jax.tree.map(OptimizerState, state))
 
     def update(self, model: nnx.Module, grads: nnx.State, *, valid: Any = True, **extra: Any) -> None:
@@ -59,8 +61,10 @@ class Optimizer(nnx.Module):
         before = _pure(variables), jax.tree.map(_value, self.state, is_leaf=_is_variable)
         updates, state = self.tx.update(_pure(grads), before[1], before[0], **extra)
         after = apply_updates(before[0], updates), state
+        # Python's True is the default, for which nothing has to be selected.
         if valid is not True:
             after = where_step_valid(valid, after, before)
+        # The marks are gone after `unmark`, and the leaves are in the order of the state that they came from.
         nnx.update(model, jax.tree.unflatten(jax.tree.structure(variables), jax.tree.leaves(unmark(after[0]))))
         for variable, value in zip(
             jax.tree.leaves(self.state, is_leaf=_is_variable), jax.tree.leaves(after[1]), strict=True

@@ -40,6 +40,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # Positions as text and keyword names in one dictionary: no keyword begins with a digit.
         every = {str(place): arg for place, arg in enumerate(args)} | kwargs
         differentiated = [str(number % len(args)) for number in numbers]
         # together, because arguments may share variables
@@ -56,10 +57,13 @@ def value_and_grad(
             given = every | inner
             out = fun(*(given[str(place)] for place in range(len(args))), **{name: given[name] for name in kwargs})
             value, aux = out if has_aux else (out, None)
+            # Of the graph, the trained variables, the other variables and the rest, the third: what `fun` may have
+            # changed.
             return value, (aux, nnx.split(inner, trains, nnx.Variable, ...)[2])
 
         both = transforms.value_and_grad(pure, has_aux=True, unobserved=unobserved)
         (value, (aux, changed)), gradients = both(trained)
+        # Outside of the trace, where the values are arrays again.
         nnx.update(objects, changed)
         each = [gradients[name] for name in differentiated]
         return (value, aux) if has_aux else value, each[0] if isinstance(argnums, int) else tuple(each)

@@ -28,6 +28,7 @@ def bypass_owg(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         parameters, overwritten = split(updates)
+        # optax lets callers leave params out, for optimizers that do not look at them.
         known = None if params is None else split(params)[0]
         changes, state = optimizer.update(parameters, state, known, **extra)
         return merge(changes, overwritten), state

@@ -64,6 +64,7 @@ class MultiSteps:
         seen = jax.tree.map(cotangents.maximum, state.overwritten, overwritten)
         due = self._parameters.has_updated(inner)
         nothing = _nothing(seen)
+        # `due` is known only when the program runs: both are computed, and one is selected.
         emitted = jax.tree.map(lambda a, b: jnp.where(due, a, b), seen, nothing)
         kept = jax.tree.map(lambda a, b: jnp.where(due, b, a), seen, nothing)
         return merge(changes, emitted), MultiStepsState(inner, kept)

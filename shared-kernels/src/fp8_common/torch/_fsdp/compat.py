@@ -73,6 +73,7 @@ class ShardedParam:
     def local(self) -> Any:
         """This rank's shard, unpadded: a plain tensor or a plugin's tensor subclass."""
         sharded: Any = self.fsdp_param.sharded_param  # a DTensor, which FSDP2 annotates as a Parameter
+        # Not `to_local`, which goes through autograd and may return another object: shards are found again by identity.
         return sharded._local_tensor
 
     @property
@@ -114,6 +115,7 @@ class ShardedParam:
     @property
     def first_index(self) -> int:
         """Index of this rank's first element along `shard_dim` in the gathered parameter."""
+        # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
         length = self.padded_shape[self.shard_dim] if self.padded_shape else 0
         return length * self.fsdp_param.shard_mesh.get_local_rank()
 
@@ -164,6 +166,7 @@ def ranks_along(mesh: DeviceMesh, keep: Sequence[bool]) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
 
 
+# By the default group, weakly: groups made under it are of no use after `destroy_process_group`.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -190,6 +193,7 @@ def group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGro
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
     options = getattr(like._get_backend(like._device_types[0]), "options", None)
     timeout = getattr(options, "_timeout", None)
+    # Local synchronization: by default all ranks of the world have to call `new_group`, not only its members.
     group: Any = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return group
 
@@ -326,6 +330,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward now."""
+    # Autograd numbers the backwards that run; -1 is none.
     return torch._C._current_graph_task_id() != -1
 
 
@@ -337,6 +342,7 @@ def _initialized_root(state: "FSDPState") -> "FSDPState":
     """Initialize the root above a state whose weights are gathered before any forward: `unshard()`, pipelines."""
     module = state._modules[0]
     above = [other for other in _fsdp_states() if any(child is module for child in other._modules[0].modules())]
+    # Of those that contain the module the outermost, which has the most modules.
     root = max(above, key=lambda other: sum(1 for _ in other._modules[0].modules()))
     root._lazy_init()
     return root

@@ -35,6 +35,7 @@ class OwnedHook:
         self._owner: Callable[[], object | None] = weakref.ref(owner)
         if at_once:
             # `atexit` is a property, for which the stub leaves no slot
+            # Not at the end of the process, where torch may be gone already.
             weakref.finalize(owner, self._remove_silent).atexit = False  # pyrefly: ignore[missing-attribute]
         self._react = react
         self._handle = register(self, **options)
@@ -62,6 +63,7 @@ class OwnedHook:
 
     def _remove_silent(self) -> None:
         hooks = self._handle.hooks_dict_ref() or {}
+        # A copy, because `remove` changes the dictionary.
         for hook in list(hooks.values()):
             if isinstance(hook, OwnedHook) and hook.is_silent:
                 hook._handle.remove()

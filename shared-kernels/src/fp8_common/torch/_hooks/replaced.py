@@ -20,6 +20,7 @@ def mark_replaced(parameter: torch.Tensor, by: str) -> None:
         parameter: The one that the model no longer has. While it lives, optimizers that hold it refuse to step.
         by: The call that replaced it, for the error.
     """
+    # An attribute and no registry: it lives as long as the parameter, which optimizers hold by identity.
     setattr(parameter, MARK, by)
     watch_replaced(parameter)
 
