@@ -51,9 +51,13 @@ def differentiate(form, program, states, h):
     if form in ("linen", "bridge"):
         model = Held(program, tuple(states.items()))
         if form == "bridge":
-            bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(h)
-            grads = owg_nnx.grad(lambda model: model(h).sum())(bridged)
-            return nnx.to_pure_dict(grads)
+            # jitted as a whole: operation by operation, every one is compiled for itself
+
+            def bridged_grads():
+                bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(h)
+                return nnx.to_pure_dict(owg_nnx.grad(lambda bridged: bridged(h).sum())(bridged))
+
+            return jax.jit(bridged_grads)()
         variables = {"_overwrite_with_gradient": states}
         return jax.jit(owg.grad(lambda v: model.apply(v, h).sum()))(variables)["_overwrite_with_gradient"]
     if form == "collection":
