@@ -320,6 +320,30 @@ def test_export_gives_the_float32_model():
     assert optimizer.master_of(net[0].weight).count_nonzero() > 0, "an export shares nothing"
 
 
+def test_export_sees_through_checkpoint_wrappers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with fti.primary_weights():
+        net = nn.Sequential(checkpoint_wrapper(nn.Linear(8, 8)), nn.Linear(8, 4))
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    exported = fti.export_fp32_state_dict(net)
+    assert sorted(exported) == sorted(plain.state_dict())
+    assert exported["0.weight"].abs().max() < 1, "values, not codes"
+
+
+def test_export_refuses_codes_under_a_name_that_no_parameter_has():
+    with fti.primary_weights():
+        net = nn.Sequential(nn.Linear(8, 4))
+
+    def rename(module, state, prefix, metadata):
+        for name in list(state):
+            state[f"inner.{name}"] = state.pop(name)
+
+    net.register_state_dict_post_hook(rename)
+    with pytest.raises(Fp8Error, match=r"inner\.0\.weight holds FP8 codes.*wrapper renames"):
+        fti.export_fp32_state_dict(net)
+
+
 def test_export_knows_tied_weights_by_both_names():
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     net[1].weight = net[0].weight

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 
 PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
 """Private attributes that this file reads; a test looks for each."""
+
+CHECKPOINT_PREFIX = _CHECKPOINT_PREFIX
+"""What torch's `checkpoint_wrapper` puts into the names of parameters, and takes out of those of state dicts."""
 
 SYNCHRONIZATION = ("_sync_module_states", ("module", "process_group", "src"))
 """The function of torch.distributed.utils with which DDP makes parameters equal, and its arguments; a test looks."""

@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fp8_common import Fp8Error
 from fp8_te_init._backends import requantizable
 from fp8_te_init._checkpoint_names import HISTORY, SCALE
-from fp8_te_init._compat import float32_like
+from fp8_te_init._compat import CHECKPOINT_PREFIX, float32_like
 from fp8_te_init._master_optimizer import MASTER, MasterOptimizer
 from fp8_te_init._parameters import named_parameters
 
@@ -28,6 +29,9 @@ def export_fp32_state_dict(
 
     Returns:
         Tensors that share nothing with the model.
+
+    Raises:
+        Fp8Error: The state dict holds FP8 codes under a name that no parameter has.
     """
     exported: dict[str, Any] = {}
     values: dict[int, Any] = {}
@@ -39,12 +43,18 @@ def export_fp32_state_dict(
             values[id(parameter)] = float32_like(parameter, weight.values().clone())
     # By id of the parameter, under each of its names: a state dict holds tied weights several times.
     named = model.named_parameters(remove_duplicate=False)
-    weights = {name: values[id(parameter)] for name, parameter in named if id(parameter) in values}
+    weights = {_saved_name(name): values[id(parameter)] for name, parameter in named if id(parameter) in values}
     # `state_dict` and not `named_parameters`: buffers and extra state belong to it too.
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
         owner = name.removesuffix(SCALE).removesuffix(HISTORY)
         if owner != name and owner in weights:
             continue
+        if name.endswith(SCALE) and owner in state:
+            raise Fp8Error(
+                f"{owner} holds FP8 codes, and no parameter of the model has this name: a wrapper renames its state "
+                "dict. Export the module inside of the wrapper."
+            )
         if name not in weights and isinstance(value, torch.Tensor):
             value = value.detach().clone()
             value = value.float() if value.is_floating_point() else value
@@ -53,6 +63,11 @@ def export_fp32_state_dict(
         # A collective for each distributed tensor; all ranks have them in the order of the state dict.
         exported = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in exported.items()}
     return exported
+
+
+def _saved_name(name: str) -> str:
+    """Return the name that a parameter has in state dicts, out of which `checkpoint_wrapper` takes its own part."""
+    return name.replace(CHECKPOINT_PREFIX, "")
 
 
 def _master(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8_common.torch.plugin import hooks
 from fp8_torch_fsdp._counters import plans_of
 from fp8_torch_fsdp._delayed import delayed_scales
 from fp8_torch_fsdp._local_plan import synchronize_before_forward
@@ -57,18 +58,17 @@ class Float8Controller:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._handle = register_optimizer_step_post_hook(torch.compiler.disable(self._after_step))
-        # `atexit` is a property, for which the stub leaves no slot
-        weakref.finalize(optimizer, self._handle.remove).atexit = False  # pyrefly: ignore[missing-attribute]
+        self._model = weakref.ref(model)
+        # torch may be walking over its hooks when the optimizer dies, so nothing may take the hook out then
+        self._hook = hooks.OwnedHook(register_optimizer_step_post_hook, optimizer, self._after_step)
 
     def remove(self) -> None:
         """Go back to synchronizing at the next forward."""
-        self._handle.remove()
+        self._hook.remove()
 
-    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _after_step(self, own: Optimizer, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         model = self._model()
-        if model is None or optimizer is not self._optimizer():
+        if model is None or optimizer is not own:
             return
         for plan in plans_of(model):
             plan.steps.finish(optimizer)  # its own hook may come after this one
