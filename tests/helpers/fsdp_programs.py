@@ -44,7 +44,7 @@ OPTIMIZERS = {
 ENDING = 3
 """Operations with which every drawn program ends, so that nothing that it did stays unseen."""
 
-EDITS = ("mul", "data", "copy", "view", "foreach", "local_data")
+EDITS = ("mul", "data", "copy", "view", "foreach", "local_data", "state_dict", "set_data")
 FACTORS = (0.5, 0.75, 1.5, 8.0)
 
 
@@ -92,13 +92,13 @@ def drawn(seed: int, length: int = 12) -> Program:
 def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
     rank = choose.choice((None, choose.randrange(ranks)))
     factor, often = choose.choice(FACTORS), choose.random() < 0.45
-    usual = (("train", choose.choice((1, 1, 2, 3)), False), ("step", choose.choice((None, None, rank))))
+    usual = (("train", choose.choice((1, 1, 2, 3)), choose.random() < 0.3), ("step", choose.choice((None, None, rank))))
     rare = (
         ("forward",),
         ("backward",),
         ("evaluate", choose.choice(("eval", "no_grad", "inference"))),
-        ("read", None),
-        ("keep", None),
+        ("read", rank),
+        ("keep", rank),
         ("load", choose.random() < 0.3, factor),
         ("edit", choose.choice(EDITS), factor),
         ("edit_on_one_rank", choose.randrange(ranks), factor),
@@ -108,6 +108,7 @@ def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
         ("snapshot",),
         ("restore",),
         ("reshard",),
+        ("unshard",),
         ("fail_in_forward", choose.randrange(3)),
         ("fail_in_step",),
         ("synchronize", choose.choice(("precompute", "history"))),
@@ -311,12 +312,14 @@ class Run:
     # ------------------------------------------------------------ reading and writing
 
     def read(self, only: int | None) -> None:
+        self.reshard()  # as reading does to what FSDP2 keeps gathered, on one rank alone even
         for pair in self.pairs:
             if only in (None, self.rank):
                 pair.model.state_dict()
 
     def keep(self, only: int | None) -> None:
         """Hold a state dict, and let go of the one before."""
+        self.reshard()
         for pair in self.pairs:
             pair.kept = pair.model.state_dict() if only in (None, self.rank) else None
 

@@ -108,8 +108,12 @@ class LocalPlan(ScalePlan):
         if not (self.scales and model.training and torch.is_grad_enabled()):
             return
         group = _process_group([model]) or _replicas(model)
-        if group is not None and (not isinstance(model, FSDPModule) or fsdp.gradient_sync_enabled(model)):
+        if group is not None:
             self._combine_after_backward(output, [(self.scales, [group])])
+
+    def _backward_begins(self) -> bool:
+        root = self._root()  # the flag may have been set since the forward
+        return not isinstance(root, FSDPModule) or fsdp.gradient_sync_enabled(root)
 
     def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
         """Agree on everything on request; see `ScalePlan.synchronize_now`."""
