@@ -213,6 +213,7 @@ class Run:
         self.program, self.rank = program, rank
         self.pairs = Pair(program, low=True), Pair(program, low=False)
         self.batches = 0
+        self.settled = False
 
     def run(self) -> str | None:
         """Return what differs, after which operation; None if nothing does."""
@@ -230,6 +231,7 @@ class Run:
     def forward(self) -> str | None:
         x = self.batch()
         losses = [pair.loss(x) for pair in self.pairs]
+        self.settled = False
         for pair, loss in zip(self.pairs, losses, strict=True):
             pair.pending += [loss] * loss.requires_grad
         return self.unlike("loss", *([loss.detach()] for loss in losses))
@@ -391,15 +393,21 @@ class Run:
     def settle(self) -> None:
         self.flush()
         self.reshard()
+        self.settled = True
 
     def reshard(self) -> None:
         for pair in self.pairs:
             pair.reshard()
 
-    def unshard(self) -> None:
+    def unshard(self) -> str | None:
+        """Gather early; not before edits have given their scales, which the twin makes in a forward."""
+        if self.settled and (different := self.evaluate("no_grad")):
+            return different
+        self.reshard()
         for pair in self.pairs:
             if isinstance(pair.model, FSDPModule):
                 pair.model.unshard()
+        return None
 
     def synchronize(self, how: str) -> None:
         self.settle()

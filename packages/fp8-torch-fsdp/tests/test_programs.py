@@ -36,6 +36,13 @@ FOUND = (
         operations=(("train", 2, True), ("snapshot",), ("restore",), STEP, TRAIN, STEP, TRAIN),
         recipe="tensorwise_delayed",
     ),
+    # an edit before any forward, after a step of one rank: only that rank noticed, in a high-precision gather
+    Program(ranks=2, operations=(("step", 0), ("edit", "view", 0.5), TRAIN), recipe="tensorwise_delayed"),
+    Program(
+        ranks=2,
+        operations=(("step", 0), ("edit", "view", 0.5), ("synchronize", "history"), TRAIN),
+        recipe="tensorwise_delayed",
+    ),
     # writes to what state_dict() returned: with a step on another rank, and of a weight that nobody gathers
     Program(ranks=2, operations=(TRAIN, ("step", 1), ("edit", "state_dict", 0.5), TRAIN)),
     Program(ranks=0, operations=(TRAIN, STEP, ("edit", "state_dict", 8.0), TRAIN), recipe="tensorwise_delayed"),
