@@ -213,7 +213,7 @@ class Run:
         self.program, self.rank = program, rank
         self.pairs = Pair(program, low=True), Pair(program, low=False)
         self.batches = 0
-        self.settled = False
+        self.settled = self.stepped = False
 
     def run(self) -> str | None:
         """Return what differs, after which operation; None if nothing does."""
@@ -231,7 +231,7 @@ class Run:
     def forward(self) -> str | None:
         x = self.batch()
         losses = [pair.loss(x) for pair in self.pairs]
-        self.settled = False
+        self.settled = self.stepped = False
         for pair, loss in zip(self.pairs, losses, strict=True):
             pair.pending += [loss] * loss.requires_grad
         return self.unlike("loss", *([loss.detach()] for loss in losses))
@@ -266,6 +266,7 @@ class Run:
             if skipping != self.rank:
                 pair.optimizer.step()
             pair.optimizer.zero_grad()
+        self.stepped = True
         return self.unlike("weights", *(pair.shards() for pair in self.pairs))
 
     def flush(self) -> None:
@@ -310,6 +311,7 @@ class Run:
         for pair in self.pairs:
             with contextlib.suppress(InterruptedError):
                 pair.optimizer.step(interrupt)
+        self.stepped = True
 
     # ------------------------------------------------------------ reading and writing
 
@@ -333,10 +335,15 @@ class Run:
             if assign:
                 pair.restart_optimizer()
 
-    def edit(self, how: str, factor: float) -> None:
+    def edit(self, how: str, factor: float) -> str | None:
+        self.flush()
+        # after a step, nothing but a forward tells what is written to a lent alias from what the step wrote
+        if how == "state_dict" and self.stepped and (different := self.evaluate("no_grad")):
+            return different
         self.settle()
         for pair in self.pairs:
             pair.edit(how, factor)
+        return None
 
     def edit_on_one_rank(self, where: int, factor: float) -> str | None:
         """Edit on one rank, hear of it on all, edit on the others too, and go on."""

@@ -46,6 +46,8 @@ FOUND = (
     # writes to what state_dict() returned: with a step on another rank, and of a weight that nobody gathers
     Program(ranks=2, operations=(TRAIN, ("step", 1), ("edit", "state_dict", 0.5), TRAIN)),
     Program(ranks=0, operations=(TRAIN, STEP, ("edit", "state_dict", 8.0), TRAIN), recipe="tensorwise_delayed"),
+    Program(ranks=1, operations=(TRAIN, STEP, TRAIN, ("edit", "state_dict", 8.0), TRAIN), recipe="rowwise"),
+    Program(ranks=2, operations=(TRAIN, ("edit", "state_dict", 0.5), STEP, TRAIN, TRAIN), recipe="tensorwise_delayed"),
 )
 
 

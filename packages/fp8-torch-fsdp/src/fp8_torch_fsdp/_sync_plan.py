@@ -132,6 +132,11 @@ class SyncPlan(ScalePlan):
         inside = root is None or fsdp.in_backward() or fsdp.in_forward(root)
         return not inside and state.name in self._first_of_groups
 
+    def _before_step(self) -> None:
+        """Compare weights of which aliases were lent: afterwards nothing tells what was no part of the step."""
+        for member in self.members:
+            member.look()
+
     def _after_step(self, optimizer: Optimizer) -> None:
         """Mark the weights that an optimizer trains: a compiled step writes to them unseen."""
         super()._after_step(optimizer)
