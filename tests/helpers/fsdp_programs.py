@@ -44,7 +44,7 @@ OPTIMIZERS = {
 ENDING = 3
 """Operations with which every drawn program ends, so that nothing that it did stays unseen."""
 
-EDITS = ("mul", "data", "copy", "view", "foreach", "local_data")
+EDITS = ("mul", "data", "copy", "view", "foreach", "local_data", "state_dict", "set_data")
 FACTORS = (0.5, 0.75, 1.5, 8.0)
 
 
@@ -92,13 +92,13 @@ def drawn(seed: int, length: int = 12) -> Program:
 def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
     rank = choose.choice((None, choose.randrange(ranks)))
     factor, often = choose.choice(FACTORS), choose.random() < 0.45
-    usual = (("train", choose.choice((1, 1, 2, 3)), False), ("step", choose.choice((None, None, rank))))
+    usual = (("train", choose.choice((1, 1, 2, 3)), choose.random() < 0.3), ("step", choose.choice((None, None, rank))))
     rare = (
         ("forward",),
         ("backward",),
         ("evaluate", choose.choice(("eval", "no_grad", "inference"))),
-        ("read", None),
-        ("keep", None),
+        ("read", rank),
+        ("keep", rank),
         ("load", choose.random() < 0.3, factor),
         ("edit", choose.choice(EDITS), factor),
         ("edit_on_one_rank", choose.randrange(ranks), factor),
@@ -108,6 +108,7 @@ def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
         ("snapshot",),
         ("restore",),
         ("reshard",),
+        ("unshard",),
         ("fail_in_forward", choose.randrange(3)),
         ("fail_in_step",),
         ("synchronize", choose.choice(("precompute", "history"))),
@@ -212,6 +213,7 @@ class Run:
         self.program, self.rank = program, rank
         self.pairs = Pair(program, low=True), Pair(program, low=False)
         self.batches = 0
+        self.settled = self.stepped = False
 
     def run(self) -> str | None:
         """Return what differs, after which operation; None if nothing does."""
@@ -229,6 +231,7 @@ class Run:
     def forward(self) -> str | None:
         x = self.batch()
         losses = [pair.loss(x) for pair in self.pairs]
+        self.settled = self.stepped = False
         for pair, loss in zip(self.pairs, losses, strict=True):
             pair.pending += [loss] * loss.requires_grad
         return self.unlike("loss", *([loss.detach()] for loss in losses))
@@ -263,6 +266,7 @@ class Run:
             if skipping != self.rank:
                 pair.optimizer.step()
             pair.optimizer.zero_grad()
+        self.stepped = True
         return self.unlike("weights", *(pair.shards() for pair in self.pairs))
 
     def flush(self) -> None:
@@ -307,16 +311,19 @@ class Run:
         for pair in self.pairs:
             with contextlib.suppress(InterruptedError):
                 pair.optimizer.step(interrupt)
+        self.stepped = True
 
     # ------------------------------------------------------------ reading and writing
 
     def read(self, only: int | None) -> None:
+        self.reshard()  # as reading does to what FSDP2 keeps gathered, on one rank alone even
         for pair in self.pairs:
             if only in (None, self.rank):
                 pair.model.state_dict()
 
     def keep(self, only: int | None) -> None:
         """Hold a state dict, and let go of the one before."""
+        self.reshard()
         for pair in self.pairs:
             pair.kept = pair.model.state_dict() if only in (None, self.rank) else None
 
@@ -328,10 +335,15 @@ class Run:
             if assign:
                 pair.restart_optimizer()
 
-    def edit(self, how: str, factor: float) -> None:
+    def edit(self, how: str, factor: float) -> str | None:
+        self.flush()
+        # after a step, nothing but a forward tells what is written to a lent alias from what the step wrote
+        if how == "state_dict" and self.stepped and (different := self.evaluate("no_grad")):
+            return different
         self.settle()
         for pair in self.pairs:
             pair.edit(how, factor)
+        return None
 
     def edit_on_one_rank(self, where: int, factor: float) -> str | None:
         """Edit on one rank, hear of it on all, edit on the others too, and go on."""
@@ -388,15 +400,21 @@ class Run:
     def settle(self) -> None:
         self.flush()
         self.reshard()
+        self.settled = True
 
     def reshard(self) -> None:
         for pair in self.pairs:
             pair.reshard()
 
-    def unshard(self) -> None:
+    def unshard(self) -> str | None:
+        """Gather early; not before edits have given their scales, which the twin makes in a forward."""
+        if self.settled and (different := self.evaluate("no_grad")):
+            return different
+        self.reshard()
         for pair in self.pairs:
             if isinstance(pair.model, FSDPModule):
                 pair.model.unshard()
+        return None
 
     def synchronize(self, how: str) -> None:
         self.settle()

@@ -26,6 +26,28 @@ FOUND = (
     Program(ranks=2, operations=(TRAIN, ("edit", "mul", 8.0), STEP, TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
     # the first edit before any forward
     Program(ranks=2, copies=True, operations=(("edit", "view", 0.75), TRAIN, STEP, TRAIN), recipe="tensorwise_delayed"),
+    # a gather by `unshard()` counted as a use of weights in training
+    Program(ranks=2, operations=(TRAIN, STEP, ("unshard",), STEP, TRAIN), recipe="tensorwise_delayed"),
+    # a first forward without gradients, too
+    Program(ranks=2, operations=(("evaluate", "no_grad"), STEP, TRAIN), recipe="tensorwise_delayed"),
+    # the flag for gradient synchronization was read before the backward that it concerns
+    Program(
+        ranks=2,
+        operations=(("train", 2, True), ("snapshot",), ("restore",), STEP, TRAIN, STEP, TRAIN),
+        recipe="tensorwise_delayed",
+    ),
+    # an edit before any forward, after a step of one rank: only that rank noticed, in a high-precision gather
+    Program(ranks=2, operations=(("step", 0), ("edit", "view", 0.5), TRAIN), recipe="tensorwise_delayed"),
+    Program(
+        ranks=2,
+        operations=(("step", 0), ("edit", "view", 0.5), ("synchronize", "history"), TRAIN),
+        recipe="tensorwise_delayed",
+    ),
+    # writes to what state_dict() returned: with a step on another rank, and of a weight that nobody gathers
+    Program(ranks=2, operations=(TRAIN, ("step", 1), ("edit", "state_dict", 0.5), TRAIN)),
+    Program(ranks=0, operations=(TRAIN, STEP, ("edit", "state_dict", 8.0), TRAIN), recipe="tensorwise_delayed"),
+    Program(ranks=1, operations=(TRAIN, STEP, TRAIN, ("edit", "state_dict", 8.0), TRAIN), recipe="rowwise"),
+    Program(ranks=2, operations=(TRAIN, ("edit", "state_dict", 0.5), STEP, TRAIN, TRAIN), recipe="tensorwise_delayed"),
 )
 
 

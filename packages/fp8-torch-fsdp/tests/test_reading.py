@@ -220,6 +220,28 @@ def edit_in_a_window(rank, world_size, ranks):
         return str(error)
 
 
+def edit_of_gathered_rows(rank, world_size):
+    """FSDP2 keeps weights gathered over an accumulation window, inside of which one rank writes to its rows."""
+    model, optimizer = build(world_size, "rowwise")
+    own = optimizer.param_groups[0]["params"][0]  # the model's are gathered
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    x = torch.ones(4, 16)
+    before = model(x)
+    before.sum().backward()
+    if rank:
+        with torch.no_grad():
+            own.mul_(8)
+    kept = torch.equal(model(x), before)
+    model.set_requires_gradient_sync(True)
+    model(x)
+    return kept, not torch.equal(model(x), before)
+
+
+def test_ranks_that_reduce_nothing_gather_together(run_ranks):
+    assert run_ranks(2, edit_of_gathered_rows, timeout=30) == [(True, True)] * 2
+
+
 def test_an_edit_in_an_accumulation_window_is_seen_or_refused_on_all_ranks(run_ranks):
     assert run_ranks(2, edit_in_a_window, [0, 1]) == [True, True]
     messages = run_ranks(2, edit_in_a_window, [1])

@@ -112,8 +112,12 @@ class LocalPlan(ScalePlan):
         if not (self.scales and model.training and torch.is_grad_enabled()):
             return
         group = _process_group([model]) or _replicas(model)
-        if group is not None and (not isinstance(model, FSDPModule) or fsdp.gradient_sync_enabled(model)):
+        if group is not None:
             self._combine_after_backward(output, [(self.scales, [group])])
+
+    def _backward_begins(self) -> bool:
+        root = self._root()  # the flag may have been set since the forward
+        return not isinstance(root, FSDPModule) or fsdp.gradient_sync_enabled(root)
 
     def synchronize_now(self, *, roll: bool, group: dist.ProcessGroup | None = None) -> None:
         """Agree on everything on request; see `ScalePlan.synchronize_now`."""
@@ -153,18 +157,23 @@ class LocalPlan(ScalePlan):
             self._weights = {scale: known for scale, known in self._weights.items() if scale.owner is self}
 
     def _before_step(self) -> None:
-        self._look_at_weights()
+        self._look_at_weights(first=False)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         super()._after_step(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 _, scale = self._held.get(id(parameter), (parameter, None))
-                if scale in self._weights:  # what a step writes is no edit
+                if scale in self._weights and self._weights[scale][1] is not None:  # what a step writes is no edit
                     self._weights[scale] = self._weights[scale][0], _writes_to(parameter)
 
-    def _look_at_weights(self) -> None:
-        """Note which weights were written to since the last look, other than by steps."""
+    def _look_at_weights(self, *, first: bool) -> None:
+        """Note which weights were written to since the last look, other than by steps.
+
+        Args:
+            first: Begin with weights that were not looked at yet. Not so before a step, which this rank may make
+                alone: then it alone would count what all ranks write before their first forward.
+        """
         sharded, self._held = _sharded_weights(self._modules()), {}
         for scale, (layer, known) in self._weights.items():
             weight = sharded.get(layer, layer.weight)
@@ -172,7 +181,8 @@ class LocalPlan(ScalePlan):
             now = _writes_to(weight)
             if known is not None and known != now:
                 self._edited.add(scale)
-            self._weights[scale] = layer, now
+            if first or known is not None:
+                self._weights[scale] = layer, now
 
     def _changed_weights(self, loaded: list[DelayedScale]) -> torch.Tensor | None:
         """Return the int32 keys [n] of weights that something else than a step wrote to, -1 for the others.
@@ -183,7 +193,7 @@ class LocalPlan(ScalePlan):
         Returns:
             None if no weight has delayed scaling, or none changed and no other rank has to know.
         """
-        self._look_at_weights()
+        self._look_at_weights(first=True)
         # Collected at each look, because a look notes the present number of writes as known.
         edited, self._edited = self._edited, set()
         changed = {scale: scale in edited and scale not in loaded for scale in self._weights}

@@ -31,11 +31,17 @@ def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_me
     for name, parameter in module.named_parameters(remove_duplicate=False):
         key = f"{prefix}{name}"
         if key in state_dict and state_dict[key] is not parameter:  # `keep_vars=True` asks for the parameter itself
-            state_dict[key] = map_local(state_dict[key], _lent)
+            own = getattr(parameter, "_local_tensor", parameter)
+            state_dict[key] = map_local(state_dict[key], lambda tensor, own=own: _lent(tensor, own))
 
 
-def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.lend() if isinstance(tensor, ShardedFloat8Weight) else tensor
+def _lent(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, ShardedFloat8Weight):
+        return tensor
+    # a detached wrapper counts the writes to its plain tensor anew: lend that of the parameter, which is looked at
+    if isinstance(own, ShardedFloat8Weight) and (own.data_ptr(), own.shape) == (tensor.data_ptr(), tensor.shape):
+        return own.lend()
+    return tensor.lend()
 
 
 def _wrap_assigned(

@@ -22,9 +22,10 @@ class Member:
         shard: The plain local tensor.
         state: What is known about the shard that the parameter holds now; an assigning load brings another one.
         stale: Whether the shard has changed since the last synchronization.
+        unsure: Whether it has, and somebody held an alias, so that an edit besides would leave no trace.
     """
 
-    __slots__ = ("device", "geometry", "param", "shard", "stale", "state")
+    __slots__ = ("device", "geometry", "param", "shard", "stale", "state", "unsure")
 
     def __init__(self, param: fsdp.ShardedParam) -> None:
         self.param, self.device, self.geometry = param, param.device, param.geometry
@@ -36,7 +37,9 @@ class Member:
         self.shard: torch.Tensor = local._data
         self.state: WeightState = local._state
         changes = self.state.changes
-        if changes.take_doubt() and not changes.are_new(self.shard):
+        doubt = changes.take_doubt()
+        self.unsure = doubt and changes.are_new(self.shard)
+        if doubt and not self.unsure:
             # Casts and compares, which waits for a GPU: only for weights that were lent to somebody, and that no
             # counter shows as changed.
             with torch.no_grad(), torch.inference_mode(False):
@@ -50,9 +53,12 @@ class Member:
         return self.state.keys is not None and self.state.keys.numel() > 0
 
     def renew(self, scale: torch.Tensor | None, step: int) -> None:
-        """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go."""
+        """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go.
+
+        Without a reduction the other ranks do not know of the change, and FSDP2 keeps what it holds.
+        """
         # FSDP2 may hold codes of before: with reshard_after_forward=False, or after `unshard()`.
-        if self.param.group.is_unsharded:
+        if self.reduced and self.param.group.is_unsharded:
             self.param.group.reshard()
         state = self.state
         state.scale, state.wire, state.synced_at = scale, None, step
@@ -96,7 +102,7 @@ def _may_join(member: Member, larger: tuple[int, ...], own: tuple[int, ...]) -> 
 def flags_of(members: list[Member]) -> torch.Tensor:
     """Return int32 [4 * n]: changed, unchanged, edited, not edited, for each weight.
 
-    A rank with an empty shard has a say in the first alone.
+    A rank with an empty shard has a say in the first alone; one that is unsure does not say that nothing was edited.
     """
     changed, unchanged, edited, untouched = [], [], [], []
     for member in members:
@@ -108,7 +114,7 @@ def flags_of(members: list[Member]) -> torch.Tensor:
         changed.append(member.stale)
         unchanged.append(has_say and not member.stale)
         edited.append(edit)
-        untouched.append(has_say and not edit)
+        untouched.append(has_say and not edit and not member.unsure)
     return torch.tensor([changed, unchanged, edited, untouched], dtype=torch.int32).reshape(-1)
 
 

@@ -107,17 +107,17 @@ class SyncPlan(ScalePlan):
         for member in self.members:
             member.look()
         self._synchronize(roll=False, quiet=was_accumulating or was_explicit)
-        # After the synchronization: what it agreed on is the amax of the weights that this forward uses.
-        if self.scales and module.training and torch.is_grad_enabled():
-            self._observe_weights()
         if not was_accumulating:
             self._gather_again_without_keys()
 
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if module.training:
+            self._observe_weights()
         # Without scales to combine the hook is still needed while gradients are accumulated, to see whether the next
         # backward ends that.
-        observing = self._shares_scales and module.training
-        if torch.is_grad_enabled() and (observing or self._accumulating):
+        if (self._shares_scales and module.training) or self._accumulating:
             self._combine_after_backward(
                 output, [(self._scales_of.get(group, []), [group]) for group, _ in self._groups]
             )
@@ -142,6 +142,11 @@ class SyncPlan(ScalePlan):
         inside = root is None or fsdp.in_backward() or fsdp.in_forward(root)
         return not inside and state.name in self._first_of_groups
 
+    def _before_step(self) -> None:
+        """Compare weights of which aliases were lent: afterwards nothing tells what was no part of the step."""
+        for member in self.members:
+            member.look()
+
     def _after_step(self, optimizer: Optimizer) -> None:
         """Mark the weights that an optimizer trains: a compiled step writes to them unseen."""
         super()._after_step(optimizer)
@@ -161,7 +166,8 @@ class SyncPlan(ScalePlan):
         """Agree on every scale with one MAX all-reduce per process group. Every rank of the root must call it.
 
         Args:
-            record: Whether delayed scaling observes the weights; by default, whether the root is in training mode.
+            record: Whether delayed scaling observes the weights; by default in the forward of a part of the root that
+                is called alone. `unshard()` is no use of a weight, and the root's forward observes at its end.
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
 
         Raises:
@@ -170,9 +176,13 @@ class SyncPlan(ScalePlan):
         for member in self.members:
             member.look()
         self._synchronize(roll=roll)
-        root = self._root()
-        if self.scales and (root is not None and root.training if record is None else record):
+        if self._trains_a_part() if record is None else record:
             self._observe_weights()
+
+    def _trains_a_part(self) -> bool:
+        # whether gradients are enabled cannot be asked: FSDP2 disables them while it gathers
+        root = self._root()
+        return root is not None and root.training and fsdp.in_any_forward(root) and not fsdp.in_forward(root)
 
     @torch.no_grad()
     def _synchronize(self, *, roll: bool, quiet: bool = False) -> None:
@@ -208,7 +218,7 @@ class SyncPlan(ScalePlan):
     @torch.no_grad()
     def _observe_weights(self) -> None:
         """Let delayed scaling record the amax of the weights that training uses now."""
-        for member in self.members:
+        for member in self.members if self.scales else ():
             if member.state.agreed is not None:
                 member.state.strategy.record(member.state.agreed)
 

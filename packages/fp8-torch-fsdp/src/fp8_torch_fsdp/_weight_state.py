@@ -152,8 +152,12 @@ class WeightState:
         if self.wire is None:
             return False  # it is cast for each gather
         # Not by the method above, which counts: this cast goes nowhere.
-        buffers, _ = self.strategy.to_wire(shard, self.geometry, self.scale, world_size)
-        return not all(torch.equal(now, kept) for now, kept in zip(buffers, self.wire[0], strict=True))
+        buffers, scale = self.strategy.to_wire(shard, self.geometry, self.scale, world_size)
+        pairs = zip((*buffers, scale), (*self.wire[0], self.wire[1]), strict=True)
+        # scales that do not travel too: they alone tell of a factor that is a power of two
+        return any(
+            now is not kept and (now is None or kept is None or not torch.equal(now, kept)) for now, kept in pairs
+        )
 
     def mark_changed(self) -> None:
         """Record a write."""

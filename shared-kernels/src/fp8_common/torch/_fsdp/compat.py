@@ -290,6 +290,11 @@ def in_forward(root: nn.Module) -> bool:
     return state._state_ctx.iter_forward_root is state
 
 
+def in_any_forward(root: nn.Module) -> bool:
+    """Return whether the forward of an FSDP root, or of a part of it that was called alone, runs now."""
+    return _root_state(root)._state_ctx.iter_forward_root is not None
+
+
 def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield every parameter of `model` as optimizers hold it: sharded, whatever FSDP2 has gathered at the moment."""
     yield from model.parameters()
