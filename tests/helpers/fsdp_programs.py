@@ -416,13 +416,17 @@ class Run:
                 pair.model.unshard()
         return None
 
-    def synchronize(self, how: str) -> None:
+    def synchronize(self, how: str) -> str | None:
+        self.flush()
+        if self.settled and how == "precompute" and (different := self.evaluate("no_grad")):
+            return different  # as for `unshard`
         self.settle()
         for pair in self.pairs:
             if how == "precompute":
                 f8.precompute_float8_dynamic_scale_for_fsdp(pair.model)
             else:
                 f8.sync_float8_amax_and_scale_history(pair.model)
+        return None
 
     def unlike(self, what: str, low: list[torch.Tensor], high: list[torch.Tensor]) -> str | None:
         unequal = [i for i, (a, b) in enumerate(zip(low, high, strict=True)) if not same(a, b)]
