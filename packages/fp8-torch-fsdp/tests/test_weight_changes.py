@@ -46,7 +46,7 @@ def member(name, *, stale=False, edit=False):
     if stale:
         changes.mark(edit=edit)
     param, state = SimpleNamespace(name=name), SimpleNamespace(changes=changes)
-    return SimpleNamespace(param=param, state=state, shard=shard, stale=stale)
+    return SimpleNamespace(param=param, state=state, shard=shard, stale=stale, unsure=False)
 
 
 def test_what_some_ranks_changed_is_named():

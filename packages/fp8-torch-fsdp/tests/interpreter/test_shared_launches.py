@@ -29,7 +29,8 @@ def member_of(shard):
     """A member whose parameter is known to FSDP2 only by its shard and by where that is."""
     geometry = ShardGeometry(full_shape=shard.shape, padded_shape=shard.shape)
     state = WeightState(strategy=strategy_for(f8.CastRecipe()), geometry=geometry)
-    return Member(param=SimpleNamespace(local=SimpleNamespace(_data=shard, _state=state), device=shard.device))
+    param = SimpleNamespace(local=SimpleNamespace(_data=shard, _state=state), device=shard.device, geometry=geometry)
+    return Member(param=param)
 
 
 def test_a_group_of_shards_takes_two_launches(launched):
