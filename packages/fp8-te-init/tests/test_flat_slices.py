@@ -68,3 +68,22 @@ def test_slices_that_do_not_fit_are_refused(arguments, told):
     weight = net_of("tensorwise")[0].weight if kind else nn.Linear(24, 200).weight
     with pytest.raises(Fp8Error, match=told):
         fti.quantize_master_weights([weight], masters, offsets)
+
+
+def wrong_on_one_rank(rank, world_size):
+    net = net_of("tensorwise")
+    weights = list(net.parameters())
+    before = [weight.codes.view(torch.uint8).clone() for weight in weights]
+    try:
+        offsets = [4790 if rank == 1 else 0, 0]
+        fti.quantize_master_weights(weights, [torch.ones(30), torch.ones(30)], offsets, dist.group.WORLD)
+    except Fp8Error as error:
+        unchanged = [torch.equal(w.codes.view(torch.uint8), b) for w, b in zip(weights, before, strict=True)]
+        return str(error) if all(unchanged) else "codes changed"
+
+
+@pytest.mark.distributed
+def test_a_wrong_slice_on_one_rank_is_refused_by_all(run_ranks):
+    other, wrong = run_ranks(2, wrong_on_one_rank)
+    assert "Another rank gave" in other
+    assert "does not lie in a weight of 4800" in wrong

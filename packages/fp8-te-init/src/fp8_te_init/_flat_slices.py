@@ -81,25 +81,47 @@ def quantize_master_weights(
 
     Raises:
         Fp8Error: Lists of different lengths, a weight that is not a whole FP8 weight, or a slice outside of it.
-            Raised before the all-reduce, on the ranks whose arguments are wrong.
+            All ranks raise, and no weight has changed.
     """
+    weights = [_whole(weight) for weight in model_weights]  # the same on all ranks, so none is left waiting
+    problem: Fp8Error | None = None
+    try:
+        parts = _slices_of(weights, master_weights, start_offsets)
+    except Fp8Error as error:
+        nothing = [None] * len(weights)
+        problem, parts = error, _slices_of(weights, nothing, nothing)
+    # The flag travels with the keys: a rank that raised before the all-reduce would leave the others in it.
+    flag = torch.tensor([problem is not None], dtype=torch.int32, device=weights[0].device if weights else None)
+    (*keys, failed), _ = max_over_ranks([*(part.keys() for part in parts), flag], group)
+    if failed.item():
+        raise problem or Fp8Error("Another rank gave quantize_master_weights wrong slices; its message says which.")
+    for part, key in zip(parts, keys, strict=True):
+        part.store(key, step=step)
+
+
+def _slices_of(
+    model_weights: Sequence[PrimaryFloat8Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+) -> list[_Slice]:
     if not len(model_weights) == len(master_weights) == len(start_offsets):
         raise Fp8Error(
             f"quantize_master_weights got {len(model_weights)} weights, {len(master_weights)} masters and "
             f"{len(start_offsets)} offsets: give one of each for every weight, None where this rank holds nothing."
         )
-    parts = [_slice_of(*one) for one in zip(model_weights, master_weights, start_offsets, strict=True)]
-    keys, _ = max_over_ranks([part.keys() for part in parts], group)
-    for part, key in zip(parts, keys, strict=True):
-        part.store(key, step=step)
+    return [_slice_of(*one) for one in zip(model_weights, master_weights, start_offsets, strict=True)]
 
 
-def _slice_of(weight: torch.Tensor, values: torch.Tensor | None, start: int | None) -> _Slice:
+def _whole(weight: torch.Tensor) -> PrimaryFloat8Weight:
     if not (isinstance(weight, PrimaryFloat8Weight) and weight.is_whole and not weight.state.sharded):
         raise Fp8Error(
             f"quantize_master_weights takes whole FP8 weights of this package, got {type(weight).__name__} of shape "
             f"{tuple(weight.shape)}. Weights under fully_shard belong to a MasterOptimizer."
         )
+    return weight
+
+
+def _slice_of(weight: PrimaryFloat8Weight, values: torch.Tensor | None, start: int | None) -> _Slice:
     values = torch.empty(0, device=weight.device) if values is None else values.detach().flatten()
     start = start or 0
     if start < 0 or start + values.numel() > weight.numel():
