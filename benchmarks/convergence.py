@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.convergence_runs import DIM, FAMILIES, LAYERS, LENGTH, RATE, ROWS
 from demos.common.corpus import load_corpus
+from demos.common.leave import leave
 from demos.common.machine import machine_facts
 from fp8_common._machine import installed_versions
 
@@ -105,7 +106,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.one:
         train(options.one, options.steps)
-        return 0
+        leave(0)
     chosen = [n for n in names(options.seeds) if not options.parts or any(part in n for part in options.parts)]
     return int(run_all(options.out, chosen, options.steps, options.minutes) > 0)
 

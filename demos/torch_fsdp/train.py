@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from demos.common.corpus import Corpus, load_corpus
+from demos.common.leave import leave
 from demos.torch_fsdp.checkpointing import Checkpoints, Record, state_digest
 from demos.torch_fsdp.counting import LINEAR, CollectiveCounter, Counts, label_gathers
 from demos.torch_fsdp.model import ByteModel, loss_of
@@ -240,17 +241,6 @@ def main() -> int:
         tell("refused", message=str(error))
         return 2
     return 0
-
-
-def leave(status: int) -> NoReturn:
-    """End this process without finalizing the interpreter.
-
-    A gloo thread that still holds the tensors of the last collective would abort it there, about once in 50 runs on a
-    busy machine: https://github.com/pytorch/pytorch/issues/190489.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,16 @@ def test_the_command_line_chooses_runs(tmp_path):
     assert "The time is up before fp8-jax-owg/current/0" in done.stdout
 
 
+def test_a_run_ends_without_finalizing_the_interpreter(monkeypatch):
+    """A gloo thread that still holds tensors would abort it there, after a whole training."""
+    ended = []
+    monkeypatch.setattr(convergence, "train", lambda name, steps: ended.append(name))
+    monkeypatch.setattr(convergence, "leave", lambda status: ended.append(status))
+    monkeypatch.setattr(sys, "argv", ["convergence", "--one", "fp8-torch-fsdp/rowwise/0", "--minutes=-1", "no such run"])
+    convergence.main()
+    assert ended == ["fp8-torch-fsdp/rowwise/0", 0]
+
+
 def test_means_stand_beside_their_standard_errors():
     assert plot_convergence.mean_and_error(np.array([0.01, 0.02, 0.03])) == "+2.00 ± 0.58 %"
     assert plot_convergence.mean_and_error(np.array([0.01])) == "-"
