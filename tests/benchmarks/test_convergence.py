@@ -102,12 +102,18 @@ def test_the_command_line_chooses_runs(tmp_path):
 
 def test_a_run_ends_without_finalizing_the_interpreter(monkeypatch):
     """A gloo thread that still holds tensors would abort it there, after a whole training."""
-    ended = []
-    monkeypatch.setattr(convergence, "train", lambda name, steps: ended.append(name))
-    monkeypatch.setattr(convergence, "leave", lambda status: ended.append(status))
-    monkeypatch.setattr(sys, "argv", ["convergence", "--one", "fp8-torch-fsdp/rowwise/0", "--minutes=-1", "no such run"])
-    convergence.main()
-    assert ended == ["fp8-torch-fsdp/rowwise/0", 0]
+    events = []
+
+    def leave(status):
+        events.append(status)
+        raise SystemExit(status)
+
+    monkeypatch.setattr(convergence, "train", lambda name, steps: events.append(name))
+    monkeypatch.setattr(convergence, "leave", leave)
+    monkeypatch.setattr(sys, "argv", ["convergence", "--one", "fp8-torch-fsdp/rowwise/0"])
+    with pytest.raises(SystemExit):
+        convergence.main()
+    assert events == ["fp8-torch-fsdp/rowwise/0", 0]
 
 
 def test_means_stand_beside_their_standard_errors():
