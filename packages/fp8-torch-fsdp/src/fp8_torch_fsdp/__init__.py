@@ -21,6 +21,8 @@ from fp8_torch_fsdp._config import (
 from fp8_torch_fsdp._convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp._counters import amax_reduction_count, cast_count
 from fp8_torch_fsdp._filters import auto_filter_for_recipe
+from fp8_torch_fsdp._gradients.compress import CompressedGradients, compress_gradients
+from fp8_torch_fsdp._gradients.config import GradientCompression
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
@@ -45,6 +47,7 @@ __all__ = [
     "AllGatherConfig",
     "AllGatherReport",
     "CastConfig",
+    "CompressedGradients",
     "DelayedScalingConfig",
     "Float8ColwiseParallel",
     "Float8Controller",
@@ -54,6 +57,7 @@ __all__ = [
     "Float8RowwiseParallel",
     "GatheredFloat8Weight",
     "GemmConfig",
+    "GradientCompression",
     "PrepareFloat8ModuleInput",
     "Recipe",
     "ShardedFloat8Weight",
@@ -61,6 +65,7 @@ __all__ = [
     "amax_reduction_count",
     "auto_filter_for_recipe",
     "cast_count",
+    "compress_gradients",
     "convert_to_float8_training",
     "enable_float8_all_gather",
     "float8_all_gather_report",

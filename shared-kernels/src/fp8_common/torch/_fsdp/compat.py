@@ -52,7 +52,17 @@ PRIVATE_NAMES = {
         "device",
         "offload_to_cpu",
     ),
-    "FSDPParamGroup": ("reduce_grads", "fsdp_params", "is_unsharded", "reshard", "post_forward_mesh_info", "mesh_info"),
+    "FSDPParamGroup": (
+        "_reduce_scatter_comm",
+        "_all_reduce_hook",
+        "_is_hsdp",
+        "reduce_grads",
+        "fsdp_params",
+        "is_unsharded",
+        "reshard",
+        "post_forward_mesh_info",
+        "mesh_info",
+    ),
 }
 """Attributes of private classes that this file reads; a test looks for each."""
 
@@ -147,6 +157,16 @@ class ShardedParam:
         return ranks_along(self.fsdp_param._spmd_mesh, keep)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it gets gradients."""
+        return self.fsdp_param.sharded_param.requires_grad
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether FSDP2 keeps copies of its shards (HSDP)."""
+        return self.group._is_hsdp
+
+    @property
     def is_tensor_parallel(self) -> bool:
         """Whether it was already distributed when FSDP2 sharded it."""
         return self.fsdp_param.is_dtensor
@@ -238,6 +258,17 @@ def offloaded_shards() -> Iterator[Any]:
 def sharded_params(root: nn.Module) -> list[ShardedParam]:
     """Return every parameter under an FSDP root, in the order in which all ranks see them."""
     return [param for state in _root_state(root)._state_ctx.all_states for param in _params_of_state(state)]
+
+
+def params_of_module(module: FSDPModule) -> list[ShardedParam]:
+    """Return the parameters that FSDP2 gathers and reduces together for one module, in its order."""
+    return _params_of_state(_root_state(module))
+
+
+def reductions_of(module: FSDPModule) -> tuple[Any, Any]:
+    """Return the reduce-scatter and the all-reduce hook of one module, as its setters take them."""
+    (group,) = _groups_of_state(_root_state(module))
+    return group._reduce_scatter_comm, group._all_reduce_hook
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

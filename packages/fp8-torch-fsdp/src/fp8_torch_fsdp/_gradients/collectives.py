@@ -1,0 +1,81 @@
+"""The two reductions: reduce-scatter by an all-to-all of codes, and all-reduce, which gathers the sums as codes again.
+
+Sums are made in float32 and in the order of ranks, so that a reduction gives the same bits on every run. Another number
+of ranks sums, and for the all-reduce cuts blocks, in another way.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8_torch_fsdp._gradients.config import GradientCompression
+from fp8_torch_fsdp._gradients.payload import dequantize, pack, quantize, unpack
+from fp8_torch_fsdp._gradients.random_rounding import RandomBits
+
+Parts = tuple[Tensor, Tensor]
+"""Elements that travel as FP8, and elements that travel in their own dtype."""
+
+
+class GradientExchange:
+    """The reductions of one model's gradients on this rank.
+
+    Args:
+        config: How gradients are rounded.
+
+    Attributes:
+        config: As given.
+        bits: The random bits of stochastic rounding; None rounds to nearest.
+    """
+
+    def __init__(self, config: GradientCompression) -> None:
+        self.config = config
+        self.bits = RandomBits(config.seed, dist.get_rank()) if config.rounding == "stochastic" else None
+
+    def reduce_scatter(self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None = None) -> Parts:
+        """Return the float32 sums [c] and [w] over ranks of this rank's row.
+
+        Args:
+            rows: Values [n, c] and [n, w] for each of the n ranks of `group`.
+            group: The ranks, which all call this with equal shapes.
+            residual: What earlier roundings took, [n, c]; it is added, and overwritten with what this one takes.
+        """
+        values, wide = rows
+        payload = pack(*self._rounded(values.float(), residual), wide)
+        received = torch.empty_like(payload)
+        dist.all_to_all_single(received, payload, group=group)
+        parts = unpack(received, (values.shape[1], wide.shape[1]), wide.dtype, self.config)
+        return sum_in_order(parts[0]), sum_in_order(parts[1])
+
+    def all_reduce(self, flat: Parts, group: dist.ProcessGroup, divisor: float = 1.0) -> Parts:
+        """Return the sums over ranks of `flat`, [c] and [w], divided by `divisor`; the same bits on every rank.
+
+        Each rank sums a part of the elements and sends it to all, rounded once more.
+        """
+        ranks = group.size()
+        sizes = tuple(part.numel() for part in flat)
+        compressed, wide = (F.pad(part, (0, -part.numel() % ranks)).view(ranks, -1) for part in flat)
+        own, own_wide = (part.div_(divisor)[None] for part in self.reduce_scatter((compressed, wide), group))
+        payload = pack(*self._rounded(own, None), own_wide.to(wide.dtype))
+        gathered = payload.new_empty((ranks, payload.shape[1]))
+        dist.all_gather_into_tensor(gathered, payload, group=group)
+        parts = unpack(gathered, (own.shape[1], own_wide.shape[1]), wide.dtype, self.config)
+        return parts[0].flatten()[: sizes[0]], parts[1].flatten()[: sizes[1]]
+
+    def _rounded(self, values: Tensor, residual: Tensor | None) -> Parts:
+        if residual is None:
+            return quantize(values, self.config, self.bits)
+        values = values + residual
+        codes, scales = quantize(values, self.config, self.bits)
+        lost = values - dequantize(codes, scales, self.config)
+        # a step with infinity or NaN is skipped or ends the run; what it lost must not reach the next one
+        residual.copy_(torch.where(lost.isfinite(), lost, 0.0))
+        return codes, scales
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Return the float32 sum of [n, m] over its first dimension, first to last."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

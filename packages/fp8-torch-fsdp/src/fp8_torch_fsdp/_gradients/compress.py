@@ -1,0 +1,189 @@
+"""`compress_gradients`: gradients of FSDP2 and DDP models that ranks reduce as FP8 codes."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_common import Fp8Error, Fp8UnsupportedError, Rule, Rules, select_modules
+from fp8_common.torch.plugin import fsdp
+from fp8_torch_fsdp._gradients.collectives import GradientExchange
+from fp8_torch_fsdp._gradients.config import GradientCompression
+from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
+from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
+
+ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
+"""Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
+
+
+def compress_gradients(
+    model: nn.Module,
+    config: GradientCompression | None = None,
+    *,
+    parameters: ParameterSelection = None,
+    replicas: dist.ProcessGroup | None = None,
+) -> "CompressedGradients":
+    """Let the ranks of `model` reduce its gradients as FP8 codes with one scale for each block of 128.
+
+    Call it on all ranks, after `fully_shard` or on a `DistributedDataParallel`. It is independent of FP8 weights and
+    products. Gradients of parameters of fewer than two dimensions, and of those left out, travel in the dtype of the
+    reduction, in the same message. A gradient element that is infinite or NaN arrives as NaN.
+
+    Args:
+        model: The outermost FSDP module, whose groups all take part, or a `DistributedDataParallel`.
+        config: How gradients are rounded.
+        parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
+        replicas: Ranks that hold copies of the same shards, for a model that is sharded over a mesh of one dimension:
+            their gradients are averaged as FP8 codes as well, after the reduce-scatter.
+
+    Returns:
+        What undoes it, and holds the state to be saved with `rounding="stochastic"` or `error_feedback`.
+
+    Raises:
+        Fp8Error: Nothing of `model` is sharded, gradients are compressed already, or a rule decides nothing.
+        Fp8UnsupportedError: Error feedback with DDP, or `replicas` for a model that FSDP2 replicates itself.
+    """
+    return CompressedGradients(model, config or GradientCompression(), parameters, replicas)
+
+
+class CompressedGradients:
+    """The handle of `compress_gradients`; a `Stateful` for torch.distributed.checkpoint.
+
+    Save and load it with the model wherever rounding is stochastic or with error feedback: a run then goes on with the
+    same bits. The state is this rank's own, under a name that holds the rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GradientCompression,
+        parameters: ParameterSelection,
+        replicas: dist.ProcessGroup | None,
+    ) -> None:
+        self._exchange = GradientExchange(config)
+        self._replicas = replicas
+        self._scatters: list[CompressedReduceScatter] = []
+        self._before: list[tuple[Any, Any, Any]] = []
+        if isinstance(model, DistributedDataParallel):
+            self._register(model, parameters)
+        else:
+            self._install(model, parameters)
+
+    def remove(self) -> None:
+        """Let FSDP2 reduce as before. The hook of a DDP model cannot be taken back.
+
+        Raises:
+            Fp8UnsupportedError: The model is a `DistributedDataParallel`.
+        """
+        if not self._before:
+            raise Fp8UnsupportedError("DDP keeps a communication hook for good. Wrap the model anew without it.")
+        for module, reduce_scatter, all_reduce in self._before:
+            module.set_custom_reduce_scatter(reduce_scatter)
+            module.set_all_reduce_hook(all_reduce)
+
+    def reset(self) -> None:
+        """Forget what roundings took so far, for example after the gradients' scale has changed."""
+        for scatter in self._scatters:
+            if scatter.residual is not None:
+                scatter.residual.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's random state and residuals."""
+        residuals = {scatter.name: scatter.residual for scatter in self._scatters if scatter.residual is not None}
+        bits = self._exchange.bits
+        drawn = {} if bits is None else {"drawn": torch.tensor(bits.drawn)}
+        return {self._name(): {**drawn, "residuals": residuals}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            Fp8Error: It is that of another number of ranks or of another model.
+        """
+        own, here = state_dict.get(self._name()), self.state_dict()[self._name()]
+        if own is None or _shapes(own) != _shapes(here):
+            raise Fp8Error(
+                f"The state of compressed gradients holds {sorted(state_dict)}, and this rank needs {self._name()!r} "
+                f"with {_shapes(here)}. Load it on as many ranks as saved it, or begin without it."
+            )
+        if self._exchange.bits is not None:
+            self._exchange.bits.drawn = int(own["drawn"])
+        for scatter in self._scatters:
+            if scatter.residual is not None:
+                scatter.residual.copy_(own["residuals"][scatter.name])
+
+    def _name(self) -> str:
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+    # ---------------------------------------------------------------- FSDP2
+
+    def _install(self, model: nn.Module, selection: ParameterSelection) -> None:
+        groups: list[tuple[str, Any]] = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        ]
+        if not groups:
+            raise Fp8Error("compress_gradients needs a sharded model or a DDP one. Call fully_shard(model) first.")
+        chosen = _chosen(dict(fsdp.named_shards(model)), selection)
+        for name, module in groups:
+            params = list(fsdp.params_of_module(module))
+            if not params:
+                continue
+            before = fsdp.reductions_of(module)
+            if isinstance(before[0], CompressedReduceScatter):
+                raise Fp8Error(f"The gradients of {name or 'the model'} are compressed already. Remove that first.")
+            if self._replicas is not None and params[0].is_replicated:
+                raise Fp8UnsupportedError(
+                    "replicas= is for models sharded over a mesh of one dimension; this one is replicated by FSDP2."
+                )
+            scatter = CompressedReduceScatter(name, params, [id(p.local) in chosen for p in params], self._exchange)
+            self._scatters.append(scatter)
+            self._before.append((module, *before))
+            module.set_custom_reduce_scatter(scatter)
+            if self._replicas is not None:
+                module.set_all_reduce_hook(functools.partial(self._average_over_replicas, scatter))
+
+    def _average_over_replicas(self, scatter: CompressedReduceScatter, reduced: Tensor) -> None:
+        replicas = self._replicas
+        if replicas is not None and replicas.size() > 1:
+            self._all_reduce(reduced, scatter.spans(reduced.numel()), replicas)
+
+    def _all_reduce(self, flat: Tensor, spans: Sequence[Span], group: dist.ProcessGroup) -> None:
+        compressed, wide = (part[0] for part in split(flat[None], spans))
+        flat.copy_(join(*self._exchange.all_reduce((compressed, wide), group, group.size()), spans))
+
+    # ---------------------------------------------------------------- DDP
+
+    def _register(self, model: DistributedDataParallel, selection: ParameterSelection) -> None:
+        if self._exchange.config.error_feedback or self._replicas is not None:
+            raise Fp8UnsupportedError(
+                "DDP moves parameters between its buckets and reduces over one group: "
+                "error_feedback=True and replicas= are for models of fully_shard."
+            )
+        chosen = _chosen(dict(model.module.named_parameters()), selection)
+        group: Any = model.process_group
+
+        def reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            flat = bucket.buffer()
+            spans = merged([Span(p.numel(), id(p) in chosen) for p in bucket.parameters()])
+            self._all_reduce(flat, spans, group)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(flat)
+            return done
+
+        model.register_comm_hook(None, reduce)
+
+
+def _chosen(parameters: dict[str, Tensor], selection: ParameterSelection) -> set[int]:
+    """Return the identities of the parameters whose gradients travel as FP8."""
+    able = {name: parameter for name, parameter in parameters.items() if parameter.ndim >= 2}
+    return {id(able[name]) for name, decision in select_modules(able, selection).items() if decision.include}
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    found = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
+    return found | ({"drawn": ()} if "drawn" in state else {})
