@@ -1,0 +1,120 @@
+"""Errors of sums of gradients that travel as FP8 codes, over simulated ranks; JSON and the table of the page.
+
+    python -m benchmarks.gradient_errors
+
+Simulated: all ranks are rows of one tensor, rounded and summed by the functions that real ranks use
+(`fp8_torch_fsdp._gradients`). Measured against the float64 sum, for one reduction and for the mean of 32 reductions of
+the same gradient: an error that the mean keeps is bias.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demos.common.machine import machine_facts, package_versions
+from fp8_torch_fsdp import GradientCompression
+from fp8_torch_fsdp._gradients.collectives import sum_in_order
+from fp8_torch_fsdp._gradients.payload import dequantize, quantize
+from fp8_torch_fsdp._gradients.random_rounding import RandomBits
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "gradient_errors.json"
+PAGE = HERE.parent / "docs" / "numerics" / "gradients.md"
+BEGIN, END = "<!-- figures of benchmarks/results/gradient_errors.json -->\n", "\n<!-- end of figures -->"
+RANKS, ELEMENTS, REPEATS = (2, 8, 64), 4096, 32
+WAYS: dict[str, GradientCompression | None] = {
+    "bf16": None,
+    "E4M3, nearest": GradientCompression(),
+    "E4M3, stochastic": GradientCompression(rounding="stochastic"),
+    "E4M3, nearest, feedback": GradientCompression(error_feedback=True),
+    "E5M2, nearest": GradientCompression(format="e5m2"),
+}
+
+
+def gradients(kind: str, ranks: int) -> Tensor:
+    """Return float32 [ranks, elements]: a part that all ranks share, and noise of the same size on each.
+
+    Args:
+        kind: "gaussian"; "heavy-tailed" (Student's t with 2 degrees of freedom); "sparse" (one element in 50 is not 0).
+        ranks: Number of ranks.
+    """
+    generator = torch.Generator().manual_seed(ranks)
+    shared, own = (torch.randn(n, ELEMENTS, generator=generator) for n in (1, ranks))
+    total = shared + own
+    if kind == "heavy-tailed":
+        total /= (torch.randn(2, *total.shape, generator=generator).square().mean(0)).sqrt()
+    if kind == "sparse":
+        total *= torch.rand(1, ELEMENTS, generator=generator) < 0.02
+    return total
+
+
+def reduced(values: Tensor, config: GradientCompression | None, state: "RankState") -> Tensor:
+    """Return the float32 sum over ranks of `values` [ranks, elements] as they arrive."""
+    if config is None:
+        return sum_in_order(values.bfloat16().float())
+    if state.residual is not None:
+        values = values + state.residual
+    arrived = torch.cat([_sent(row[None], config, bits) for row, bits in zip(values, state.bits, strict=True)])
+    if state.residual is not None:
+        state.residual = (values - arrived).bfloat16()
+    return sum_in_order(arrived)
+
+
+def _sent(row: Tensor, config: GradientCompression, bits: RandomBits | None) -> Tensor:
+    return dequantize(*quantize(row, config, bits), config)
+
+
+class RankState:
+    """The random bits of each rank and what rounding took from it."""
+
+    def __init__(self, config: GradientCompression | None, values: Tensor) -> None:
+        stochastic = config is not None and config.rounding == "stochastic"
+        self.bits = [RandomBits(0, rank) if stochastic else None for rank in range(len(values))]
+        self.residual = torch.zeros_like(values) if config is not None and config.error_feedback else None
+
+
+def errors(kind: str, ranks: int, config: GradientCompression | None) -> dict[str, float]:
+    """Return relative errors (norm of the error by norm of the sum) of one reduction and of the mean of many."""
+    values = gradients(kind, ranks)
+    exact, state = values.double().sum(0), RankState(config, values)
+    sums = [reduced(values, config, state).double() for _ in range(REPEATS)]
+
+    def relative(total: Tensor) -> float:
+        return float(f"{((total - exact).norm() / exact.norm()).item():.3g}")
+
+    return {"one": relative(sums[0]), "mean": relative(torch.stack(sums).mean(0))}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the table of the page."""
+    kinds = list(dict.fromkeys(row["gradients"] for row in result["rows"]))
+    lines = ["| way | ranks | " + " | ".join(kinds) + " |", "|---|---|" + "---|" * len(kinds)]
+    for way in WAYS:
+        for ranks in RANKS:
+            found = {r["gradients"]: r for r in result["rows"] if (r["way"], r["ranks"]) == (way, ranks)}
+            cells = [f"{100 * found[kind]['one']:.2f} / {100 * found[kind]['mean']:.2f} %" for kind in kinds]
+            lines.append(f"| {way} | {ranks} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, write the JSON and put the table into the page."""
+    kinds = ("gaussian", "heavy-tailed", "sparse")
+    rows = [
+        {"way": way, "ranks": ranks, "gradients": kind, **errors(kind, ranks, config)}
+        for way, config in WAYS.items()
+        for ranks in RANKS
+        for kind in kinds
+    ]
+    settings = {"elements": ELEMENTS, "repeats": REPEATS}
+    result = {"settings": settings, "machine": machine_facts(), "versions": package_versions(), "rows": rows}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
