@@ -81,7 +81,7 @@ def make_report(options: Options, corpus: Corpus, listener: Listener, earlier: r
         run: results.run_figures(records, ranks=options.ranks, tokens_per_step=facts["tokens_per_step"])
         for run, records in listener.records.items()
     }
-    settings = {name: getattr(options, name) for name in ("recipe", "device", "dim", "layers", "seeds")}
+    settings = {name: getattr(options, name) for name in ("recipe", "gradients", "device", "dim", "layers", "seeds")}
     section = {
         "ranks": options.ranks,
         "steps": options.steps,

@@ -30,6 +30,7 @@ class Counts:
         step: which, from 0.
         linear_bytes: received from other ranks for the linear weights of the blocks.
         gathered_bytes: received from other ranks in all all-gathers.
+        gradient_bytes: received from other ranks to reduce gradients.
         amax_all_reduces: int32 MAX all-reduces.
         casts: casts of a weight to FP8, per FP8 weight.
         first: whether it was the first step of this process, when FSDP2 and the FP8 weights set themselves up.
@@ -38,6 +39,7 @@ class Counts:
     step: int
     linear_bytes: int
     gathered_bytes: int
+    gradient_bytes: int
     amax_all_reduces: int
     casts: float
     first: bool
@@ -52,6 +54,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     Attributes:
         received: bytes that this rank received from others in all-gathers, by label.
+        gradients: bytes that it received in reduce-scatters, or the all-to-alls in their place.
         amax_all_reduces: number of int32 MAX all-reduces.
     """
 
@@ -63,6 +66,7 @@ class CollectiveCounter(TorchDispatchMode):
     def clear(self) -> None:
         """Start at zero again."""
         self.received = {LINEAR: 0, OTHER: 0}
+        self.gradients = 0
         self.amax_all_reduces = 0
 
     @contextlib.contextmanager
@@ -87,6 +91,10 @@ class CollectiveCounter(TorchDispatchMode):
             self.received[self.label] += _bytes(args[0]) - _bytes(args[1])
         elif name.startswith("all_gather_into_tensor"):
             self.received[self.label] += _bytes(args[0]) * (args[1] - 1)
+        elif name in ("_reduce_scatter_base_", "alltoall_base_"):
+            # of its input a rank keeps one part in as many as there are ranks, and gets as much as it gives
+            sent = _bytes(args[1])
+            self.gradients += sent - sent // dist.get_world_size()
         elif name.startswith(("allreduce", "all_reduce")) and _is_max(args):
             self.amax_all_reduces += all(tensor.dtype == torch.int32 for tensor in _tensors(args[0]))
 

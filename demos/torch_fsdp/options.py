@@ -29,6 +29,7 @@ class Options:
         seeds: how many times both runs are made, with seeds 0, 1, ...
         ranks: processes that share the model.
         recipe: name of the FP8 recipe.
+        gradients: how the FP8 run reduces gradients: "float32", or "fp8" as codes.
         data: file or folder to train on; None is the standard library's source.
         device: where to train; never "auto" here.
         dim: width of the model.
@@ -51,6 +52,7 @@ class Options:
     checkpoint: Path | None
     checkpoint_every: int
     resume: bool
+    gradients: Literal["float32", "fp8"] = "float32"
 
     def to_json(self) -> str:
         """Return the options as one line of JSON."""
@@ -69,7 +71,7 @@ class Options:
         Args:
             digest: of the data.
         """
-        names = ("steps", "ranks", "recipe", "device", "dim", "layers")
+        names = ("steps", "ranks", "recipe", "gradients", "device", "dim", "layers")
         return {**{name: getattr(self, name) for name in names}, "data": digest, "torch": torch.__version__}
 
 
@@ -105,6 +107,12 @@ def _parser() -> Parser:
     )
     add("--ranks", type=positive, help=f"processes (default {RANKS}, or the number of GPUs if that is less)")
     add("--recipe", default="tensorwise", help="FP8 recipe (default %(default)s)")
+    add(
+        "--gradients",
+        choices=["float32", "fp8"],
+        default="float32",
+        help="how the FP8 run reduces gradients (default %(default)s)",
+    )
     add("--data", metavar="PATH", help="file or folder to train on (default: Python's standard library)")
     add(
         "--device",

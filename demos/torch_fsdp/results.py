@@ -15,6 +15,7 @@ MOST_BYTES, MOST_DIFFERENCE = 0.51, 0.01
 COUNTED = {
     "all_gather_bytes_per_step": "gathered_bytes",
     "fp8_weight_bytes_per_step": "linear_bytes",
+    "gradient_bytes_per_step": "gradient_bytes",
     "amax_all_reduces_per_step": "amax_all_reduces",
     "casts_per_weight_per_step": "casts",
 }
@@ -87,6 +88,7 @@ def summarize(runs: Mapping[str, Run], *, ranks: int, device: str, recipe: str) 
         ),
         _bytes_row("linear weights, received per step", "fp8_weight_bytes_per_step", bf16, fp8),
         _bytes_row("all parameters, received per step", "all_gather_bytes_per_step", bf16, fp8),
+        _bytes_row("gradients, received per step", "gradient_bytes_per_step", bf16, fp8),
         _row("amax all-reduces per step", bf16, fp8, lambda run: f"{run['amax_all_reduces_per_step']:g}", ""),
         _row("casts per weight and step", bf16, fp8, lambda run: f"{run['casts_per_weight_per_step']:g}", ""),
         _row(

@@ -98,6 +98,7 @@ class Trainer:
             step=index,
             linear_bytes=received[LINEAR],
             gathered_bytes=sum(received.values()),
+            gradient_bytes=self.counter.gradients,
             amax_all_reduces=self.counter.amax_all_reduces,
             casts=casts / len(linear_weights(self.model)),
             first=self.fresh,
@@ -138,6 +139,10 @@ def build(options: Options, corpus: Corpus, run: str, seed: int, mesh: DeviceMes
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if run == "fp8" and options.gradients == "fp8":
+        from fp8_torch_fsdp import compress_gradients
+
+        compress_gradients(model)
     counter = CollectiveCounter()
     label_gathers(model, counter)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)

@@ -15,6 +15,7 @@ def record(val_loss=2.0, linear=1000, amax=1, steps=5):
             "step": step,
             "linear_bytes": linear,
             "gathered_bytes": linear + 50,
+            "gradient_bytes": 4 * linear,
             "amax_all_reduces": amax + 7 * (step == 0),
             "casts": 1.0,
             "first": step == 0,
@@ -37,6 +38,7 @@ def test_the_first_step_is_apart_and_counted_steps_are_not_timed():
     run = figures(record())
     assert run["fp8_weight_bytes_per_step"] == 1000
     assert run["all_gather_bytes_per_step"] == 1050
+    assert run["gradient_bytes_per_step"] == 4000
     assert run["amax_all_reduces_per_step"] == 1
     assert run["first_step"]["amax_all_reduces_per_step"] == 8
     assert run["casts_per_weight_per_step"] == 1

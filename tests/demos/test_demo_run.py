@@ -111,6 +111,18 @@ def test_fp8_moves_half_the_bytes_with_one_all_reduce_and_one_cast(whole):
     assert fp8["losses"] != bf16["losses"]
 
 
+def test_gradients_travel_as_codes_when_asked_to(folder, whole, full):
+    if not full:
+        pytest.skip("a third training: run it with --full")
+    code, _, err = finish(start(folder, "--out=gradients", "--gradients=fp8"))
+    assert (code, err) == (0, ""), err
+    section = json.loads((folder / "gradients" / "report.json").read_text())["torch_fsdp"]
+    bf16, fp8 = section["runs"].values()
+    assert bf16["losses"] == whole[1]["torch_fsdp"]["runs"]["bf16"]["losses"], "the control reduces as ever"
+    assert fp8["gradient_bytes_per_step"] <= 0.27 * bf16["gradient_bytes_per_step"], "a byte for four, and scales"
+    assert abs(fp8["val_loss"] / bf16["val_loss"] - 1) < 0.01
+
+
 def test_picture_readme_and_screen_tell_the_same(folder, whole):
     out, report = whole
     assert files(folder / "whole") == ["README.md", "loss.png", "report.json"]
