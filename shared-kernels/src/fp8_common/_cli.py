@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8_common import __version__
+from fp8_common import _cli_advise as cli_advise
 from fp8_common import _cli_doctor as cli_doctor
 from fp8_common import _cli_explain as cli_explain
 from fp8_common import _cli_formats as cli_formats
@@ -22,7 +23,7 @@ from fp8_common._formats import DATA_FORMATS
 from fp8_common._machine import detect
 from fp8_common._plugins import discover
 
-COMMANDS = ("doctor", "formats", "explain")
+COMMANDS = ("doctor", "formats", "explain", "advise")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "--format", default="e4m3", type=str.lower, metavar="F", help=f"one of {names}; e4m3 if left out"
     )
     explain.add_argument("--scale", default="1", metavar="S", help="multiplies into FP8; 1 if left out")
+    summary = "what FP8 would be worth for a model on a machine, by a model of its step"
+    advise = _add(commands, "advise", _advise, summary)
+    cli_advise.add_arguments(advise)
     return parser
 
 
@@ -108,6 +112,15 @@ def _explain(options: argparse.Namespace) -> int:
         _print_json(facts)
     else:
         print(cli_explain.text(facts))
+    return 0
+
+
+def _advise(options: argparse.Namespace) -> int:
+    found = cli_advise.jobs(options)
+    if options.json:
+        _print_json([cli_advise.facts(job) for job in found])
+    else:
+        print("\n\n".join(cli_advise.text(job) for job in found))
     return 0
 
 

@@ -1,0 +1,108 @@
+"""The report of `fp8 advise`: what each way to train costs on a machine, over one or several numbers of ranks."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fp8_common._cli_text import table
+from fp8_common._errors import Fp8Error
+from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Advice, Job, ModelShape, advise
+
+HEADER = ("way", "step", "speed-up", "exposed", "gathers", "gradients", "between nodes", "casts")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `fp8 advise` its options."""
+    add = parser.add_argument
+    add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or the config.json of a dense decoder")
+    add("--linear", metavar="SHAPES", help="instead: one block's layers, out x in: 4096x4096,14336x4096,4096x14336")
+    add("--blocks", type=int, default=32, help="number of blocks, with --linear (default %(default)s)")
+    add("--vocabulary", type=int, default=0, help="rows of the embedding, with --linear (default: none)")
+    add("--ranks", default="8", help="devices, over which all is sharded; several: 8,64,512 (default %(default)s)")
+    add("--device", choices=ACCELERATORS, default="h100", help="its rates (default %(default)s)")
+    add("--links", choices=LINKS, default="infiniband-400", help="the network (default %(default)s)")
+    add("--tokens", type=int, default=8192, help="of a micro-batch on one device (default %(default)s)")
+    add("--sequence", type=int, default=8192, help="length of a sequence (default %(default)s)")
+    add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
+    add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
+    add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """Return the job of each number of ranks.
+
+    Raises:
+        Fp8Error: An option cannot be read.
+    """
+    try:
+        ranks = [int(text) for text in options.ranks.split(",")]
+    except ValueError as error:
+        raise Fp8Error(f"--ranks takes whole numbers like 8 or 8,64,512, got {options.ranks!r}.") from error
+    one = Job(
+        shape=_shape(options),
+        ranks=ranks[0],
+        tokens=options.tokens,
+        sequence=options.sequence,
+        micro_batches=options.micro_batches,
+        recompute=options.recompute,
+        accelerator=ACCELERATORS[options.device],
+        links=LINKS[options.links],
+        measured=options.measured,
+    )
+    return [dataclasses.replace(one, ranks=number) for number in ranks]
+
+
+def _shape(options: argparse.Namespace) -> ModelShape:
+    if options.linear:
+        return ModelShape.parse(options.linear, options.blocks, options.vocabulary)
+    return SHAPES.get(options.model) or ModelShape.from_config(Path(options.model))
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """Return job, estimates and advice as data."""
+    advice = advise(job)
+    estimates = [
+        {**dataclasses.asdict(one), "seconds": one.seconds, "speed_up": advice.speed_up(one)}
+        for one in advice.estimates
+    ]
+    return {
+        "job": dataclasses.asdict(job),
+        "parameters": job.shape.parameters,
+        "estimates": estimates,
+        "best": advice.best.choice.name,
+        "reason": advice.reason,
+    }
+
+
+def text(job: Job) -> str:
+    """Return the report for people."""
+    advice = advise(job)
+    rows = [HEADER, *(_row(advice, number) for number in range(len(advice.estimates)))]
+    first = advice.estimates[0]
+    return "\n".join(
+        [
+            f"{job.shape.parameters / 1e9:.2f} billion parameters on {job.ranks} devices, modelled, not measured; "
+            f"weights, gradients and optimizer state {_bytes(first.state_memory)} for each device",
+            *table(rows, "  "),
+            f"take: {advice.best.choice.name}. {advice.reason}",
+        ]
+    )
+
+
+def _row(advice: Advice, number: int) -> tuple[str, ...]:
+    one = advice.estimates[number]
+    return (
+        one.choice.name,
+        f"{1e3 * one.seconds:.0f} ms",
+        f"{advice.speed_up(one):.2f}x",
+        f"{1e3 * one.exposed:.0f} ms",
+        _bytes(one.gather_bytes),
+        _bytes(one.reduce_bytes),
+        _bytes(one.between_bytes),
+        f"{1e3 * one.casts:.0f} ms",
+    )
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB"

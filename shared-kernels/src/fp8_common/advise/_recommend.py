@@ -1,0 +1,65 @@
+"""`Advice`: the estimates of all ways to train, and the one to take, with the reason."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fp8_common.advise._choices import CHOICES, Choice
+from fp8_common.advise._estimate import Estimate, Job, estimate
+
+WORTH, SAME = 1.05, 0.02
+"""Speed-up from which FP8 is recommended; and the share of time within which the simpler of two ways is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What `advise` returns.
+
+    Attributes:
+        estimates: Of every way, in the order given; the first is what speed-ups are measured against.
+        best: The way to take.
+        reason: Why, in one or two sentences.
+    """
+
+    estimates: tuple[Estimate, ...]
+    best: Estimate
+    reason: str
+
+    def speed_up(self, one: Estimate) -> float:
+        """Return how many times faster than the first way one is."""
+        return self.estimates[0].seconds / one.seconds
+
+
+def advise(job: Job, choices: Sequence[Choice] = CHOICES) -> Advice:
+    """Estimate every way to train and recommend one.
+
+    Args:
+        job: What is trained where.
+        choices: The ways, from the simplest to the one that changes most; the first is the comparison.
+
+    Raises:
+        Fp8Error: bf16 was measured to be faster than the model says.
+    """
+    estimates = tuple(estimate(job, choice) for choice in choices)
+    base, fastest = estimates[0], min(estimates, key=lambda one: one.seconds)
+    best = next(one for one in estimates if one.seconds <= fastest.seconds * (1 + SAME))
+    if base.seconds < WORTH * best.seconds:
+        reason = (
+            f"No way is {100 * (WORTH - 1):.0f} % faster than {base.choice.name}: products take "
+            f"{_share(base.products, base)} of its step, communication that nothing hides {_share(base.exposed, base)}."
+        )
+        return Advice(estimates=estimates, best=base, reason=reason)
+    reason = (
+        f"{base.seconds / best.seconds:.2f}x: products {_milliseconds(base.products, best.products)}, exposed "
+        f"communication {_milliseconds(base.exposed, best.exposed)}, casts {1e3 * best.casts:.0f} ms more."
+    )
+    if best is not fastest:
+        reason += f" {fastest.choice.name} would be {100 * (best.seconds / fastest.seconds - 1):.1f} % faster."
+    return Advice(estimates=estimates, best=best, reason=reason)
+
+
+def _share(part: float, whole: Estimate) -> str:
+    return f"{part / whole.seconds:.0%}"
+
+
+def _milliseconds(before: float, after: float) -> str:
+    return f"{1e3 * before:.0f} -> {1e3 * after:.0f} ms"
