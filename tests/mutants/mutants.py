@@ -196,7 +196,7 @@ MUTANTS = [
     ),
     _fsdp(
         "an uploaded shard is a weight of its own",
-        "_owner_of",
+        "ShardedFloat8Weight._owner",
         swap("getattr(S, '_state', N) is O", "False"),
         "test_composition.py -k uploaded",
     ),

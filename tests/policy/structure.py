@@ -25,6 +25,8 @@ from tests.policy.style_budget import measure
 RESULT = ROOT / "benchmarks" / "results" / "structure.json"
 PLUGIN_INTERFACE = ("fp8_common.plugin", "fp8_common.torch.plugin", "fp8_common.jax.plugin")
 MOST_PLUGIN_NAMES = 25
+MOST_CALLS = 150
+"""Calls of Python functions in the steady forward of one weight."""
 
 
 def structure(root: Path) -> dict[str, Any]:

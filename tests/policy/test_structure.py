@@ -10,6 +10,7 @@ from tests.helpers.repository import ROOT, packages
 from tests.policy import steady_forward
 from tests.policy.import_graph import circles, import_graph, imported
 from tests.policy.structure import (
+    MOST_CALLS,
     MOST_PLUGIN_NAMES,
     PLUGIN_INTERFACE,
     declared_names,
@@ -63,9 +64,9 @@ def test_a_wheel_holds_the_package_and_nothing_twice():
     assert counted["without_demos"]["lines"] <= lines <= counted["with_demos"]["lines"]
 
 
-def test_a_forward_is_counted():
+def test_a_forward_is_counted_and_short():
     figures = measured_forward(ROOT)["figures"]
-    assert figures["calls"] >= figures["files"] >= 5
+    assert MOST_CALLS >= figures["calls"] >= figures["files"] >= 5
     assert figures["package_switches"] >= figures["distribution_switches"] >= 1
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,3 +83,24 @@ def test_a_part_that_ranks_may_leave_out_warns(run_ranks):
         assert not combined
         assert len(messages) == 1
         assert "each rank scales by what it sees alone" in messages[0]
+
+
+def edit_on_one_rank(rank, world_size):
+    """Replicas without DDP, whose ranks are named in the call; rank 1 makes a weight 64 times larger."""
+    model = f8.convert_to_float8_training(build(), recipe="tensorwise_delayed")
+    seen = []
+    for step in range(4):
+        model(batch(0, step)).sum().backward()
+        if step == 2 and rank == 1:
+            with torch.no_grad():
+                model[0].weight.mul_(64)
+        f8.sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
+        seen.append([float(layer.fp8_weight.scale) for layer in (model[0], model[2])])
+    return seen
+
+
+def test_an_edit_on_one_rank_reaches_the_ranks_that_are_named(run_ranks):
+    one, other = run_ranks(2, edit_on_one_rank)
+    assert one == other
+    before, after = one[1], one[2]
+    assert after == [before[0] / 64, before[1]], "the scale follows the edited weight at once, the other stays"

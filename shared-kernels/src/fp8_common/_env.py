@@ -9,6 +9,7 @@
 import os
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, TypeVar
 
 from fp8_common._errors import Fp8Error
@@ -35,7 +36,9 @@ def backend(environ: Mapping[str, str] | None = None) -> Backend:
     Raises:
         Fp8Error: The variable holds anything but one of `BACKENDS`.
     """
-    return _choice(BACKEND_VARIABLE, BACKENDS, environ)
+    # Asked by every cast: one look-up, and what it found was checked the first time.
+    value = (os.environ if environ is None else environ).get(BACKEND_VARIABLE, "")
+    return _choice(BACKEND_VARIABLE, BACKENDS, value)
 
 
 def owg_mode(environ: Mapping[str, str] | None = None) -> OwgMode:
@@ -47,12 +50,14 @@ def owg_mode(environ: Mapping[str, str] | None = None) -> OwgMode:
     Raises:
         Fp8Error: The variable holds anything but one of `OWG_MODES`.
     """
-    return _choice(OWG_MODE_VARIABLE, OWG_MODES, environ)
+    value = (os.environ if environ is None else environ).get(OWG_MODE_VARIABLE, "")
+    return _choice(OWG_MODE_VARIABLE, OWG_MODES, value)
 
 
-def _choice(variable: str, choices: tuple[_Choice, ...], environ: Mapping[str, str] | None) -> _Choice:
+@cache
+def _choice(variable: str, choices: tuple[_Choice, ...], value: str) -> _Choice:
     # An empty variable counts as unset, so that `NAME= command` overrides one that is exported.
-    value = (os.environ if environ is None else environ).get(variable, "") or "auto"
+    value = value or "auto"
     for known in choices:  # and not `in`, so that type checkers see one of the choices returned
         if value == known:
             return known

@@ -129,7 +129,7 @@ class LocalPlan(ScalePlan):
     def _synchronize(self, group: dist.ProcessGroup | None, *, roll: bool) -> None:
         # Asked before the histories roll: that writes the scales, which then no longer look loaded.
         loaded = [scale for scale in self._weights if scale.was_loaded]
-        changed = self._changed_weights(loaded)
+        changed = self._changed_weights(loaded, alone=group is None)
         parts = [*self._observations(self.scales, roll), *([changed] if changed is not None else [])]
         reduced, reductions = max_over_ranks(parts, group)
         self.reductions += reductions
@@ -184,20 +184,22 @@ class LocalPlan(ScalePlan):
             if first or known is not None:
                 self._weights[scale] = layer, now
 
-    def _changed_weights(self, loaded: list[DelayedScale]) -> torch.Tensor | None:
+    def _changed_weights(self, loaded: list[DelayedScale], *, alone: bool) -> torch.Tensor | None:
         """Return the int32 keys [n] of weights that something else than a step wrote to, -1 for the others.
 
         Args:
             loaded: Scales that came with their weights from a checkpoint, which stay.
+            alone: Whether no other rank combines its keys with these.
 
         Returns:
-            None if no weight has delayed scaling, or none changed and no other rank has to know.
+            None if no weight has delayed scaling, or none changed and this rank is alone.
         """
         self._look_at_weights(first=True)
         # Collected at each look, because a look notes the present number of writes as known.
         edited, self._edited = self._edited, set()
         changed = {scale: scale in edited and scale not in loaded for scale in self._weights}
-        if not self._weights or not (any(changed.values()) or self._watches_outputs):
+        # With other ranks always: the size of what is combined must not depend on what one of them changed.
+        if not self._weights or (alone and not any(changed.values())):
             return None
         keys = torch.full((len(changed),), delayed.UNOBSERVED, dtype=torch.int32, device=self.scales[0].key.device)
         for index, (scale, (layer, _)) in enumerate(self._weights.items()):

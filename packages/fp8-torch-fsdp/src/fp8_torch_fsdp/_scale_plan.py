@@ -74,8 +74,6 @@ class ScalePlan(abc.ABC):
 
     def _observations(self, scales: Sequence[DelayedScale], roll: bool) -> list[torch.Tensor]:
         """Return what ranks combine of n delayed scales, int32: the keys [n], and whether to roll [1]."""
-        if not scales:
-            return []
         return [delayed.observed_keys(scales), delayed.due(scales, roll or self._stepped)]
 
     def _take_observations(self, scales: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor) -> None:

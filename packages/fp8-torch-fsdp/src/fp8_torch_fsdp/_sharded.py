@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from fp8_common import CastRecipe, Fp8Error
+from fp8_common import CastRecipe, Fp8Error, Fp8StaleError
 from fp8_common.torch.plugin import GatheredFloat8Weight, dispatch, fsdp, tensor_subclass
-from fp8_torch_fsdp._gather import gather_inputs
 from fp8_torch_fsdp._strategies import Strategy
+from fp8_torch_fsdp._sync_plan import SyncPlan
 from fp8_torch_fsdp._weight_state import WeightState
 
 aten = torch.ops.aten
@@ -218,8 +218,61 @@ class ShardedFloat8Weight(torch.Tensor):
         return result
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return the uint8 buffers of this shard and what `fsdp_post_all_gather` needs besides."""
-        return gather_inputs(self, mesh)
+        """Return what this rank contributes: uint8 buffers, cast once and kept until the weight changes.
+
+        The cast is cached, except on a GPU that the shard is kept off. The first gather of an FSDP root makes its
+        `SyncPlan`. A backward gathers the codes of its forward, where they are kept, whatever was written since.
+        Whether a gather synchronizes depends on where it happens and never on what this rank did to its weights: the
+        others may not have done it, and would not answer.
+
+        Args:
+            mesh: The ranks. FSDP2 has forms with more arguments; with this one short ranks can pad their own buffers.
+                The number of buffers depends on the world size alone, so ranks always agree.
+
+        Returns:
+            uint8 buffers; and as a pair the scales that every rank has and the shape of the gathered weight.
+        """
+        owner = self._owner()
+        state = owner._state
+        plan = state.plan()
+        if plan is None or plan.is_due(state):
+            # The first gather on a rank is the first one on all: each makes its plan here, and the reductions meet.
+            (plan or SyncPlan(fsdp.find_root(owner), type(owner))).synchronize()
+        elif state.changes.are_new(owner._data) and not fsdp.in_backward():
+            owner._cast_again()
+        if state.wire is not None:
+            buffers, scale = state.wire
+        else:
+            buffers, scale = state.to_wire(self._data, mesh.size())
+            # Under CPU offload the codes are on the GPU, which is to hold nothing of the shard between gathers.
+            if state.cache and owner is self:
+                state.wire = buffers, scale
+        return buffers, (scale, state.geometry.full_shape)
+
+    def _owner(self) -> "ShardedFloat8Weight":
+        """Return the weight that FSDP2 shards: this one, unless CPU offload gathers a copy of it on the GPU."""
+        state = self._state
+        # A weight that a plan knows is no copy.
+        if state.plan() is not None or (origin := state.origin()) is None:
+            return self
+        return next((shard for shard in fsdp.offloaded_shards() if getattr(shard, "_state", None) is origin), self)
+
+    def _cast_again(self) -> None:
+        """Drop the kept cast of a weight that was written to since its root's forward began; its scale stays.
+
+        Raises:
+            Fp8StaleError: It has outgrown the scale that the ranks agreed on.
+        """
+        state = self._state
+        keys = state.strategy.local_keys(self._data, state.geometry)
+        # Keys are the bits of floats that are not negative, so integers compare like the maxima. A smaller one is no
+        # error: the scale of before holds it.
+        if state.agreed is not None and (keys.to(state.agreed.device) > state.agreed).any():
+            raise Fp8StaleError(
+                f"{state.name} was changed inside of the forward of its FSDP root and has outgrown the scale that the "
+                "ranks agreed on before. Change weights before the forward of the root."
+            )
+        state.wire = None
 
     def fsdp_post_all_gather(
         self,
@@ -231,7 +284,7 @@ class ShardedFloat8Weight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
         kept, full_shape = metadata
-        strategy = self.strategy
+        strategy = self._state.strategy
         scale = strategy.scale_from_wire(all_gather_outputs, kept, full_shape)
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
         if target is not None and not strategy.decode:

@@ -1,11 +1,16 @@
-"""`Member`: one FP8 weight of a synchronization: with which ranks it agrees, its keys, its flags, what follows."""
+"""`Member`: one FP8 weight of a synchronization: with which ranks it agrees, its flags, keys, scales and cast.
 
-from collections.abc import Iterable
+On a GPU a launch per weight costs more than the work. Weights whose strategy scales whole tensors share one operator
+for all amax and one for all casts of a format, each a single launch there; others go one by one.
+"""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from fp8_common.torch.plugin import fsdp
+from fp8_common import CastRecipe, Format
+from fp8_common.torch.plugin import dispatch, foreach, fsdp
 from fp8_torch_fsdp._weight_state import WeightState
 
 
@@ -21,14 +26,16 @@ class Member:
         geometry: Which part of the weight this rank holds.
         shard: The plain local tensor.
         state: What is known about the shard that the parameter holds now; an assigning load brings another one.
+        reduced: Whether its scales are combined over ranks, known once it has keys.
         stale: Whether the shard has changed since the last synchronization.
         unsure: Whether it has, and somebody held an alias, so that an edit besides would leave no trace.
     """
 
-    __slots__ = ("device", "geometry", "param", "shard", "stale", "state", "unsure")
+    __slots__ = ("device", "geometry", "param", "reduced", "shard", "stale", "state", "unsure")
 
     def __init__(self, param: fsdp.ShardedParam) -> None:
         self.param, self.device, self.geometry = param, param.device, param.geometry
+        self.reduced = False
         self.look()
 
     def look(self) -> None:
@@ -46,11 +53,6 @@ class Member:
                 if self.state.differs(self.shard, self.param.process_group.size()):
                     changes.mark(edit=True)
         self.stale: bool = changes.are_new(self.shard)
-
-    @property
-    def reduced(self) -> bool:
-        """Whether its scales are combined over ranks."""
-        return self.state.keys is not None and self.state.keys.numel() > 0
 
     def renew(self, scale: torch.Tensor | None, step: int) -> None:
         """Take over the scales that were agreed on: the cast is due, and what FSDP2 still holds is let go.
@@ -128,3 +130,62 @@ def names_of_partial_changes(members: list[Member], flags: torch.Tensor, *, step
     """
     made, left = (flags[:2] if steps else flags[2:]).tolist()
     return [member.param.name for member, here, there in zip(members, made, left, strict=True) if here and there]
+
+
+def refresh_keys(members: Sequence[Member]) -> None:
+    """Compute the keys of weights again that may have changed, and put them where the ranks combine them."""
+    together: dict[torch.device, list[Member]] = {}
+    for member in members:
+        # Keys of a weight that did not change are kept: the ranks combine them again in every reduction, without a pass
+        # over the data.
+        if member.state.keys is not None and not member.stale:
+            continue
+        strategy = member.state.strategy
+        if strategy.shares_launches:
+            together.setdefault(member.shard.device, []).append(member)
+        else:
+            keys = strategy.local_keys(member.shard, member.geometry)
+            # Under CPU offload the shard is on the CPU and the ranks talk on the GPU.
+            member.state.keys = keys.to(member.device, non_blocking=True)
+    for group in together.values():
+        keys = foreach.amax_keys([member.shard for member in group])
+        for member, key in zip(group, keys.split(1), strict=True):
+            member.state.keys = key.to(member.device, non_blocking=True)
+    for member in members:
+        member.reduced = member.state.known_keys.numel() > 0
+
+
+def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """Return the scales of weights from their reduced keys; those that follow from one key each, all at once."""
+    scales: list[torch.Tensor | None] = []
+    alike: dict[CastRecipe, list[int]] = {}
+    for index, (member, keys) in enumerate(renewed):
+        together = member.state.strategy.scale_follows_from_key
+        if together:
+            alike.setdefault(member.state.strategy.cast, []).append(index)
+        # None holds the place until the loop below.
+        scales.append(None if together else member.state.strategy.scale_from_keys(keys, member.geometry))
+    for cast, indices in alike.items():
+        amax = torch.cat([renewed[i][1] for i in indices]).view(torch.float32)
+        fmt = renewed[indices[0]][0].state.strategy.layout.fmt
+        for i, scale in zip(indices, dispatch.scale_from_amax(amax, fmt, cast.policy).unbind(), strict=True):
+            scales[i] = scale
+    return scales
+
+
+def cast_together(members: Iterable[Member]) -> None:
+    """Make the buffers of weights that keep them and have none; others are cast when they are gathered."""
+    together: dict[tuple[Format, torch.device], list[Member]] = {}
+    for member in members:
+        strategy = member.state.strategy
+        here = member.shard.device == member.device  # else FSDP2 uploads it for each gather: cast then
+        if strategy.shares_launches and here and member.state.cache and member.state.wire is None:
+            together.setdefault((strategy.layout.fmt, member.shard.device), []).append(member)
+    for (fmt, _), group in together.items():
+        scales = torch.stack([member.state.agreed_scale for member in group])
+        codes = foreach.cast([member.shard for member in group], scales, fmt)
+        for member, own in zip(group, codes, strict=True):
+            state = member.state
+            state.wire = (fsdp.pad_rows(own, state.geometry.padded_shape),), state.scale
+            # `wire` was filled without `to_wire`, which counts the others
+            state.casts += 1

@@ -22,8 +22,15 @@ from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp._scale_plan import ScalePlan
 from fp8_torch_fsdp._strategies import delayed_of
-from fp8_torch_fsdp._sync_launches import cast_together, refresh_keys, scales_together
-from fp8_torch_fsdp._sync_member import Member, by_process_group, flags_of, names_of_partial_changes
+from fp8_torch_fsdp._sync_member import (
+    Member,
+    by_process_group,
+    cast_together,
+    flags_of,
+    names_of_partial_changes,
+    refresh_keys,
+    scales_together,
+)
 from fp8_torch_fsdp._weight_state import WeightState
 
 logger = logging.getLogger(__name__)
@@ -95,8 +102,7 @@ class SyncPlan(ScalePlan):
         self._groups += [(group, []) for group in self._scales_of if group not in known]
 
     def _before_root_forward(self, module: nn.Module, args: object) -> None:
-        with fsdp.before_gathers(module):
-            self._prepare_gathers(module)
+        fsdp.before_gathers(module, self._prepare_gathers)
 
     def _prepare_gathers(self, module: nn.Module) -> None:
         # First: what is written to weights after a step that raised is an edit again.
@@ -113,11 +119,12 @@ class SyncPlan(ScalePlan):
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled():
             return
-        if module.training:
+        observes = bool(self.scales) and module.training
+        if observes:
             self._observe_weights()
         # Without scales to combine the hook is still needed while gradients are accumulated, to see whether the next
         # backward ends that.
-        if (self._shares_scales and module.training) or self._accumulating:
+        if (observes and self._shares_scales) or self._accumulating:
             self._combine_after_backward(
                 output, [(self._scales_of.get(group, []), [group]) for group, _ in self._groups]
             )
@@ -176,7 +183,7 @@ class SyncPlan(ScalePlan):
         for member in self.members:
             member.look()
         self._synchronize(roll=roll)
-        if self._trains_a_part() if record is None else record:
+        if self.scales and (self._trains_a_part() if record is None else record):
             self._observe_weights()
 
     def _trains_a_part(self) -> bool:
@@ -195,9 +202,10 @@ class SyncPlan(ScalePlan):
         """
         with torch.inference_mode(False):
             # Before anything is sent: these flags were combined the last time, so all ranks raise here or none does.
-            self._raise_for_partial_edits()
+            if self._unchecked:
+                self._raise_for_partial_edits()
             self._link()
-            if self._stepped or roll:
+            if self.scales and (self._stepped or roll):
                 self._scale_again()
             refresh_keys(self.members)
             for process_group, members in self._groups:
@@ -211,14 +219,14 @@ class SyncPlan(ScalePlan):
 
     def _scale_again(self) -> None:
         """Let weights with delayed scaling take the scales that follow a step, those too that it left alone."""
-        for member in self.members if self.scales else ():
+        for member in self.members:
             if delayed_of(member.state.strategy) is not None:
                 member.stale = True
 
     @torch.no_grad()
     def _observe_weights(self) -> None:
         """Let delayed scaling record the amax of the weights that training uses now."""
-        for member in self.members if self.scales else ():
+        for member in self.members:
             if member.state.agreed is not None:
                 member.state.strategy.record(member.state.agreed)
 
@@ -227,7 +235,7 @@ class SyncPlan(ScalePlan):
     ) -> None:
         members = [member for member in members if member.reduced]
         scales = self._scales_of.get(process_group, [])
-        observations = self._observations(scales, roll)
+        observations = self._observations(scales, roll) if scales else []
         if not members and not observations:
             return
         own = [flags_of(members).to(members[0].device, non_blocking=True)] if members else []

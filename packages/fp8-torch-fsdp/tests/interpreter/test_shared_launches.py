@@ -10,8 +10,7 @@ from fp8_common.testing import assert_same_bits
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch.plugin import ShardGeometry
 from fp8_torch_fsdp._strategies import strategy_for
-from fp8_torch_fsdp._sync_launches import cast_together, refresh_keys
-from fp8_torch_fsdp._sync_member import Member
+from fp8_torch_fsdp._sync_member import Member, cast_together, refresh_keys
 from fp8_torch_fsdp._weight_state import WeightState
 
 

@@ -18,15 +18,15 @@ except ModuleNotFoundError as error:
 from fp8_common._blocks import Block, check_block
 from fp8_common._e8m0 import check_mode
 from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_data_format, get_format
+from fp8_common._formats import E8M0, Format, get_data_format, get_format
 from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
+from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
-from fp8_common.torch._dtypes import FLOAT8_DTYPES, INPUT_DTYPES, as_codes, torch_dtype
 from fp8_common.torch._linear_config import GemmConfig
-from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite
+from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
 
@@ -185,12 +185,12 @@ def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") 
 
 def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 multiplier into FP8 of E8M0 codes, 2^(127-code); NaN for 255."""
-    return scale_of_e8m0(as_codes(codes, "e8m0"))
+    return scale_of_e8m0(as_codes(codes, E8M0))
 
 
 def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 multiplier back from FP8 of E8M0 codes, 2^(code-127); NaN for 255."""
-    return scale_inv_of_e8m0(as_codes(codes, "e8m0"))
+    return scale_inv_of_e8m0(as_codes(codes, E8M0))
 
 
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:

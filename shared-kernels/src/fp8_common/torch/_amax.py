@@ -1,14 +1,43 @@
-"""The absolute maximum (amax) of torch tensors, and its MAX all-reduce: NaN wins, then infinity."""
+"""The absolute maximum (amax) of torch tensors, and the MAX all-reduce that ranks agree on it with.
+
+NaN wins, then infinity. Non-negative floats sort like their bits, so keys are reduced as int32: the result is exact,
+keeps NaN, and does not depend on the order of ranks. gloo's float MAX keeps or loses a NaN depending on the rank that
+has it.
+"""
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from fp8_common._amax import KEY_MASK
-from fp8_common.torch._dtypes import check_input_dtype
+from fp8_common._errors import Fp8Error
+
+INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that can be quantized; all convert to float32 exactly."""
 
 # Element size in bytes: the integer dtype of a key, and the mask that clears the sign.
 _KEY_DTYPES = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
+
+
+def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
+    """Return `x` as float32, exactly.
+
+    Raises:
+        Fp8Error: `x` is not float16, bfloat16 or float32.
+    """
+    return x if x.dtype is torch.float32 else check_input_dtype(x, what).float()
+
+
+def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
+    """Return `x` if its dtype can be quantized, without converting it.
+
+    Raises:
+        Fp8Error: `x` is not float16, bfloat16 or float32.
+    """
+    if x.dtype not in INPUT_DTYPES:
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
+    return x
 
 
 def amax_all(x: torch.Tensor) -> torch.Tensor:
@@ -57,3 +86,40 @@ def float_key(x: torch.Tensor) -> torch.Tensor:
 def key_to_float(key: torch.Tensor) -> torch.Tensor:
     """Return the float32 whose bits are the int32 `key`."""
     return key.view(torch.float32)
+
+
+def max_over_ranks(parts: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], int]:
+    """Return the largest of each element of int32 `parts` over ranks, in one all-reduce for each group.
+
+    Args:
+        parts: int32, any shapes, equal on all ranks; may be none. They are left as they are.
+        *groups: The ranks, which all call this; groups given one after another together reach all ranks that any path
+            through them connects. None, and a group of one rank, send nothing.
+
+    Returns:
+        The reduced parts in their shapes, which may share memory with each other, and the number of all-reduces.
+    """
+    shared = [group for group in groups if group is not None and group.size() > 1]
+    # The parts have equal shapes on all ranks, so that all ranks leave here or none does.
+    if not shared or not any(part.numel() for part in parts):
+        return list(parts), 0
+    # most parts are one key of one weight: reshaping each would cost more than reducing all
+    payload = torch.cat([part if part.ndim == 1 else part.reshape(-1) for part in parts])
+    for group in shared:
+        dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
+    reduced = payload.split([part.numel() for part in parts])
+    pairs = zip(reduced, parts, strict=True)
+    return [own if part.ndim == 1 else own.view(part.shape) for own, part in pairs], len(shared)
+
+
+def amax_over_ranks(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the largest of the float32 `amax` that the ranks of `group` hold, element by element; NaN wins.
+
+    Args:
+        amax: float32, not negative, of the same shape on every rank.
+        group: The ranks, which all call this; None is this rank alone.
+    """
+    if group is None or group.size() == 1:
+        return amax
+    (keys,), _ = max_over_ranks([float_key(amax)], group)
+    return key_to_float(keys)

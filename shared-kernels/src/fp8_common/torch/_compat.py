@@ -1,10 +1,15 @@
-"""The private names of torch that are used outside of FSDP: compiler constants, fake tensors, `torch.func`."""
+"""The private names of torch that are used outside of FSDP: compiler constants, fake tensors, `torch.func`.
+
+`FakeTensor` is the class of tensors that have a shape and a device but no data: nothing can be launched on them.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["FakeTensor", "assume_constant_result", "in_function_transform"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,11 +25,6 @@ def assume_constant_result(function: Function) -> Function:
     # The attribute by which Dynamo knows such functions.
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
-
-
-def is_fake(x: torch.Tensor) -> bool:
-    """Return whether `x` has a shape and a device but no data: nothing can be launched on it."""
-    return isinstance(x, FakeTensor)
 
 
 def in_function_transform() -> bool:

@@ -67,21 +67,21 @@ def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pa
     """Return data and the float32 scalar scale from the tensor's own amax."""
     if torch.compiler.is_compiling():
         return fused_ops.quantize_tensorwise(x, fmt.name, ops.policy_key(policy))
-    return fused_ops.tensorwise(x, fmt, policy)
+    return triton_backend.module_for(x, fmt, policy).quantize_tensorwise(x, fmt, policy)
 
 
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
     """Return data made with one given float32 scale, and max |x|: delayed scaling, in one pass on GPUs."""
     if torch.compiler.is_compiling():
         return fused_ops.quantize_with_amax(x, scale, fmt.name)
-    return fused_ops.with_amax(x, scale, fmt)
+    return triton_backend.module_for(x, fmt).quantize_with_amax(x, scale, fmt)
 
 
 def quantize_folded(x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
     """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
     if torch.compiler.is_compiling():
         return fused_ops.quantize_folded(x, fold, fmt.name, ops.policy_key(policy))
-    return fused_ops.folded(x, fold, fmt, policy)
+    return triton_backend.module_for(x, fmt, policy).quantize_folded(x, fold, fmt, policy)
 
 
 def dequantize(

@@ -14,9 +14,9 @@ from fp8_common import _launch as launch
 from fp8_common._formats import Format, get_data_format
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_each, float_key
-from fp8_common.torch._dtypes import torch_dtype
 from fp8_common.torch._ops import NAMESPACE
 from fp8_common.torch._quantize import quantize
+from fp8_common.torch._rounding import torch_dtype
 
 Row = tuple[int, int]
 """(address, elements) of a tensor."""

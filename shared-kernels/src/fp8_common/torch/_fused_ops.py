@@ -1,50 +1,26 @@
 """Operators that one kernel computes in one pass: cast with amax, with transpose, with folded scales.
 
 Opaque to the compiler, like those of `fp8_common.torch._ops`. Where the kernels do not apply, each is a composition of
-the references. The plain functions are for eager mode, see `fp8_common.torch._dispatch`.
+the references.
 """
 
 import torch
 
-from fp8_common._formats import Format, get_data_format
+from fp8_common._formats import get_data_format
 from fp8_common._philox import random_bits
-from fp8_common._policy import ScalePolicy
 from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._amax import amax_all
-from fp8_common.torch._dtypes import as_float32, torch_dtype
 from fp8_common.torch._ops import NAMESPACE, policy_of_key
-from fp8_common.torch._quantize import quantize, quantize_rowwise, quantize_stochastic
-from fp8_common.torch._scaling import scale_from_amax
+from fp8_common.torch._quantize import quantize, quantize_stochastic
+from fp8_common.torch._rounding import torch_dtype
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
-    """Return data and the float32 scalar scale from the tensor's own amax."""
-    if triton_backend.applies(x, fmt, policy):
-        return triton_backend.quantize_tensorwise(x, fmt, policy)
-    scale = scale_from_amax(amax_all(x), fmt, policy)
-    return quantize(x, scale, fmt), scale
-
-
-def with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
-    """Return data made with one given scale, and max |x| as a float32 scalar tensor."""
-    if triton_backend.applies(x, fmt):
-        return triton_backend.quantize_with_amax(x, scale, fmt)
-    return quantize(x, scale, fmt), amax_all(x)
-
-
-def folded(x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
-    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
-    if triton_backend.applies(x, fmt, policy):
-        return triton_backend.quantize_folded(x, fold, fmt, policy)
-    return quantize_rowwise(as_float32(x.contiguous()) * fold, fmt, -1, policy)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize_tensorwise", mutates_args=())
 def quantize_tensorwise(x: torch.Tensor, fmt: str, policy: str) -> Pair:
     """Data and the float32 scalar scale from the tensor's own amax."""
-    return tensorwise(x, get_data_format(fmt), policy_of_key(policy))
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    return triton_backend.module_for(x, form, rule).quantize_tensorwise(x, form, rule)
 
 
 @quantize_tensorwise.register_fake
@@ -55,7 +31,8 @@ def _(x: torch.Tensor, fmt: str, policy: str) -> Pair:
 @torch.library.custom_op(f"{NAMESPACE}::quantize_with_amax", mutates_args=())
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
     """Data made with one given scale, and max |x|: what delayed scaling needs from one pass."""
-    return with_amax(x, scale, get_data_format(fmt))
+    form = get_data_format(fmt)
+    return triton_backend.module_for(x, form).quantize_with_amax(x, scale, form)
 
 
 @quantize_with_amax.register_fake
@@ -83,7 +60,8 @@ def _(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
 @torch.library.custom_op(f"{NAMESPACE}::quantize_folded", mutates_args=())
 def quantize_folded(x: torch.Tensor, fold: torch.Tensor, fmt: str, policy: str) -> Pair:
     """Row-wise data and scales [..., 1] of float32(x) * fold, `fold` being float32 [N]."""
-    return folded(x, fold, get_data_format(fmt), policy_of_key(policy))
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    return triton_backend.module_for(x, form, rule).quantize_folded(x, fold, form, rule)
 
 
 @quantize_folded.register_fake

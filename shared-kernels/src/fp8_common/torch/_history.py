@@ -4,8 +4,7 @@ import torch
 
 from fp8_common._amax import INF_KEY
 from fp8_common._history import check_history
-from fp8_common.torch._amax import float_key
-from fp8_common.torch._dtypes import as_float32
+from fp8_common.torch._amax import as_float32, float_key
 
 
 def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tuple[torch.Tensor, torch.Tensor]:

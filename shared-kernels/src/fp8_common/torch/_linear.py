@@ -11,10 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch._compat import in_function_transform
-from fp8_common.torch._device import should_emulate
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._linear_config import LinearConfig
-from fp8_common.torch._multiply import multiply
+from fp8_common.torch._multiply import multiply, should_emulate
 from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand
 
 
@@ -53,7 +52,7 @@ class LinearOperands:
         """Cast a matrix [rows, contracted] as the operand `name`, "input" or "grad_output"."""
         if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
             return Operand.of(x)
-        operand = cast_operand(x, getattr(self.config, name), self.scale_state(name), record=record)
+        operand = cast_operand(x, getattr(self.config.recipe, name), self.scale_state(name), record=record)
         if self.watched:
             self.observe(name, x, operand)
         return operand

@@ -124,7 +124,8 @@ class LinearConfig:
     @property
     def input_has_one_cast(self) -> bool:
         """Whether one cast of the activation serves the output and the weight's gradient."""
-        return self.input.granularity == "tensorwise" and self.grad_weight_casts[1] == self.input
+        recipe = self.recipe
+        return recipe.input.granularity == "tensorwise" and recipe.input_for_grad_weight in (None, recipe.input)
 
     @property
     def gradient_has_one_cast(self) -> bool:

@@ -1,4 +1,4 @@
-"""The product of two FP8 matrices on each kind of device.
+"""The product of two FP8 matrices on each kind of device, and which kind a device is.
 
 With FP8 tensor cores: `torch._scaled_mm`. Without: every FP8 value is exact in bfloat16 and float32, so the codes are
 decoded and multiplied in the output's dtype, which on CPU is several times faster than the scaled product there. The
@@ -6,15 +6,64 @@ operands are the same numbers; only the order of accumulation differs. Block-wis
 dequantized float32 (or, on GPUs, bfloat16) matrices.
 """
 
+import logging
+from functools import cache
+from typing import Literal, Protocol
+
 import torch
 import torch.nn.functional as F
 
-from fp8_common._errors import Fp8Error
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch._dispatch import values
 from fp8_common.torch._operands import Operand
 
+logger = logging.getLogger(__name__)
+
 ALIGNMENT = 16
 """FP8 tensor cores need contracted and output dimensions that are multiples of this."""
+
+
+class ProductChoice(Protocol):
+    """Any configuration with the field `emulate`."""
+
+    @property
+    def emulate(self) -> Literal["auto"] | bool:
+        """Whether to emulate: always (True), never (False), or where the device lacks FP8 products ("auto")."""
+
+
+def should_emulate(device: torch.device, config: ProductChoice) -> bool:
+    """Return whether products on `device` are emulated.
+
+    Raises:
+        Fp8UnsupportedError: `config.emulate` is False and the device has no FP8 products.
+    """
+    if config.emulate is True:
+        return True
+    supported = _has_fp8_products(device)
+    if config.emulate is False and not supported:
+        raise Fp8UnsupportedError(
+            f"{device} has no FP8 matrix products: they need a GPU of compute capability 8.9 or higher. "
+            'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'
+        )
+    return not supported
+
+
+# Under torch.compile the answer is a constant of the graph; Dynamo would otherwise trace into the capability query.
+@assume_constant_result
+def _has_fp8_products(device: torch.device) -> bool:
+    return _look_up(device)
+
+
+# Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
+@cache
+def _look_up(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    supported = torch.cuda.get_device_capability(device) >= (8, 9)
+    if not supported:
+        logger.warning("%s has no FP8 matrix products; they are emulated in higher precision.", device)
+    return supported
 
 
 def multiply(

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from fp8_common._blocks import Block
-from fp8_common._formats import Format, get_format
+from fp8_common._formats import FORMATS, Format
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch._amax import amax_over_ranks
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._quantize import expand_blocks
-from fp8_common.torch._reduce import amax_over_ranks
 
 BLOCK_1X128 = (1, 128)
 
@@ -39,7 +39,7 @@ class Operand:
     @classmethod
     def of(cls, gathered: GatheredFloat8Weight) -> "Operand":
         """Return what was cast before it was gathered."""
-        return cls(gathered.codes, dispatch.reciprocal(gathered.scale), get_format(gathered.fmt), gathered.block)
+        return cls(gathered.codes, dispatch.reciprocal(gathered.scale), FORMATS[gathered.fmt], gathered.block)
 
     @property
     def wide_scale_inv(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ def cast_operand(
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
     """
-    fmt, block = cast.fp8_format, None
+    fmt, block = FORMATS[cast.format], None
     if cast.granularity == "rowwise":
         codes, scale = dispatch.quantize_rowwise(_readable_by_rows(x), fmt, cast.policy)
     elif cast.granularity == "blockwise_1x128":
@@ -115,7 +115,7 @@ def cast_tensorwise(
         record: Whether delayed scaling observes `x`.
         group: The ranks that hold the other parts and need the same scale; all of them call this.
     """
-    fmt = cast.fp8_format
+    fmt = FORMATS[cast.format]
     if cast.static_scale is not None:
         # Made on the device by a fill; `torch.tensor` would copy it from the host.
         scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)

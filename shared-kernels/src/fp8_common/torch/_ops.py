@@ -23,8 +23,8 @@ from fp8_common.torch import _history as _history
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all, amax_over
 from fp8_common.torch._compat import assume_constant_result
-from fp8_common.torch._dtypes import torch_dtype
 from fp8_common.torch._quantize import quantize_stochastic as _quantize_stochastic
+from fp8_common.torch._rounding import torch_dtype
 from fp8_common.torch._rounding import values as _values
 from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_from_amax
 

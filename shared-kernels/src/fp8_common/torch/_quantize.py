@@ -11,9 +11,8 @@ from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
-from fp8_common.torch._amax import amax_over
-from fp8_common.torch._dtypes import as_float32, torch_dtype
-from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite, values
+from fp8_common.torch._amax import amax_all, amax_over, as_float32
+from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite, torch_dtype, values
 from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
 
 
@@ -39,6 +38,24 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
     """Return q * RN32(1 / scale), computed in float32 and rounded to `dtype`."""
     return (values(q, fmt) * divide(1.0, as_float32(scale, "scale"))).to(dtype)
+
+
+def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data and the float32 scalar scale from the tensor's own amax."""
+    scale = scale_from_amax(amax_all(x), fmt, policy)
+    return quantize(x, scale, fmt), scale
+
+
+def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return data made with one given scale, and max |x| as a float32 scalar tensor."""
+    return quantize(x, scale, fmt), amax_all(x)
+
+
+def quantize_folded(
+    x: torch.Tensor, fold: torch.Tensor, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
+    return quantize_rowwise(as_float32(x.contiguous()) * fold, fmt, -1, policy)
 
 
 def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,15 +1,47 @@
-"""Rounding of torch tensors to FP8, and the values of FP8 codes.
+"""Rounding of torch tensors to FP8, the dtypes of FP8 codes, and their values.
 
 torch's own cast rounds to nearest even. It is preceded by an explicit clamp, because versions differ on overflow: e4m3
 saturates in torch 2.13 and not in 2.11, e5m2 becomes infinite in both. `clamp` keeps NaN.
 """
 
+from functools import cache
+
+import numpy as np
 import torch
 
 from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_data_format, get_format
-from fp8_common.torch._compat import is_fake
-from fp8_common.torch._dtypes import as_codes, torch_dtype, values_table
+from fp8_common._formats import FORMATS, Format, get_data_format, get_format
+from fp8_common._rounding import decode
+from fp8_common.torch._compat import FakeTensor
+
+FLOAT8_DTYPES = {getattr(torch, f.dtype_name): f for f in FORMATS.values()}
+"""The format of each float8 dtype."""
+
+_DTYPE_OF = {fmt.name: dtype for dtype, fmt in FLOAT8_DTYPES.items()}
+
+
+def torch_dtype(fmt: str | Format) -> torch.dtype:
+    """Return the torch dtype of a format.
+
+    Raises:
+        Fp8Error: Unknown format.
+    """
+    # a Format is taken as it is: casts ask often
+    return _DTYPE_OF[(fmt if isinstance(fmt, Format) else get_format(fmt)).name]
+
+
+def as_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `codes` as uint8, viewing tensors of the format's own dtype.
+
+    Raises:
+        Fp8Error: The dtype is neither uint8 nor the format's own.
+    """
+    own = _DTYPE_OF[fmt.name]
+    if codes.dtype is own:
+        return codes.view(torch.uint8)
+    if codes.dtype != torch.uint8:
+        raise Fp8Error(f"FP8 codes must be torch.uint8 or {own}, got {codes.dtype}.")
+    return codes
 
 
 def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +84,7 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     return cast(rounded, fmt)
 
 
-def values(codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the value of every code in `dtype` by table look-up, several times faster than torch's own cast on CPU.
 
     Args:
@@ -60,12 +92,19 @@ def values(codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.fl
         fmt: The format.
         dtype: float32 or bfloat16; both hold every data value exactly.
     """
-    fmt = get_format(fmt)
     codes = as_codes(codes, fmt)
-    if is_fake(codes):  # operations must not mix fake tensors with the real, cached table
+    if isinstance(codes, FakeTensor):  # operations must not mix fake tensors with the real, cached table
         return codes.view(torch_dtype(fmt)).to(dtype)
     index = codes.reshape(-1).int()
     return torch.index_select(values_table(fmt, dtype, codes.device), 0, index).view(codes.shape)
+
+
+@cache
+def values_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the 256 values of a format in `dtype` on `device`; exact in float32, and in bfloat16 but for E8M0's 0."""
+    # Made by NumPy: the table is cached, so a default device or a tensor mode that is active now must not shape it.
+    table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), fmt))
+    return table.to(dtype=dtype, device=device)
 
 
 def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:

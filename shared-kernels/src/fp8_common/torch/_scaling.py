@@ -9,8 +9,7 @@ import torch
 from fp8_common._amax import INF_KEY
 from fp8_common._formats import E8M0, Format
 from fp8_common._policy import ScalePolicy
-from fp8_common.torch._amax import float_key
-from fp8_common.torch._dtypes import as_float32
+from fp8_common.torch._amax import as_float32, float_key
 
 EXPONENT_MASK = 0x7F800000
 MANTISSA_MASK = 0x007FFFFF

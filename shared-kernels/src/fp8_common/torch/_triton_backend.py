@@ -22,8 +22,8 @@ from fp8_common._launch import LaunchPlan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _quantize
-from fp8_common.torch._compat import is_fake
-from fp8_common.torch._dtypes import torch_dtype
+from fp8_common.torch._compat import FakeTensor
+from fp8_common.torch._rounding import torch_dtype
 
 
 def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolicy | None = None) -> bool:
@@ -34,14 +34,18 @@ def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolic
     """
     # The environment is read at every call, so that tests and users can change it; the device is looked up once.
     choice = backend()
-    if choice == "reference" or is_fake(x) or (fmt is not None and not launch.supports(fmt, policy)):
+    if choice == "reference" or isinstance(x, FakeTensor):
         return False
     obstacle = _obstacle(x.device)
-    if obstacle is not None and choice == "triton":
+    if obstacle is not None and choice != "triton":
+        return False
+    if fmt is not None and not launch.supports(fmt, policy):
+        return False
+    if obstacle is not None:
         raise Fp8UnsupportedError(
             f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to use PyTorch's own operations there."
         )
-    return obstacle is None
+    return True
 
 
 def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:

@@ -13,11 +13,11 @@ from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _fsdp as fsdp
 from fp8_common.torch import _hooks as hooks
 from fp8_common.torch import _tensor_subclass as tensor_subclass
+from fp8_common.torch._amax import max_over_ranks
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._linear import LinearOperands, WeightAccess
 from fp8_common.torch._linear_config import LinearConfig
 from fp8_common.torch._operands import Operand, cast_tensorwise
-from fp8_common.torch._reduce import max_over_ranks
 from fp8_common.torch._scale_layout import ScaleLayout, ShardGeometry
 
 __all__ = [

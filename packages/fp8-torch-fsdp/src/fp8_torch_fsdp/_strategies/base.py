@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from fp8_common import CastRecipe, Format, Fp8Error, Fp8StaleError
+from fp8_common import CastRecipe, Fp8Error, Fp8StaleError
 from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch, fsdp
 
@@ -33,17 +33,15 @@ class Strategy(abc.ABC):
     scales_each_part: ClassVar[bool] = False
     """Whether the scales of a tensor-parallel rank's part concern that rank alone."""
 
+    shares_launches: ClassVar[bool] = False
+    """Whether one launch serves many weights: those that have one scale, which the ranks agree on."""
+
     scale_follows_from_key: ClassVar[bool] = False
     """Whether the scale follows from one key and the policy alone, so that many can be computed together."""
 
     def __post_init__(self) -> None:
         """Find the layout."""
         object.__setattr__(self, "layout", ScaleLayout.of(self.cast))
-
-    @property
-    def foreach_format(self) -> Format | None:
-        """The format of weights that many can be cast of in one launch: those with one agreed scale; else None."""
-        return None
 
     def problem(self, geometry: ShardGeometry) -> str | None:
         """Return why a weight that was cut so cannot be scaled; None if it can."""

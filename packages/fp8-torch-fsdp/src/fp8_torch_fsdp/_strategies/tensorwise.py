@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from fp8_common import Format, Fp8Error
+from fp8_common import Fp8Error
 from fp8_common.torch.plugin import ShardGeometry, cast_tensorwise, dispatch, fsdp
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers, no_keys
@@ -16,12 +16,8 @@ from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers, no_keys
 class TensorwiseStrategy(Strategy):
     """Dynamic: the scale follows from the amax over all ranks."""
 
+    shares_launches: ClassVar[bool] = True
     scale_follows_from_key: ClassVar[bool] = True
-
-    @property
-    def foreach_format(self) -> Format | None:
-        """The format of the weight."""
-        return self.layout.fmt
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False

@@ -77,8 +77,9 @@ class TraceablePlan(ScalePlan):
             for parameter, state in self._weights:
                 state.keys = state.strategy.local_keys(local_of(parameter), state.geometry)
             edited = self._edited()
+            observations = self._observations(self.scales, roll) if self.scales else []
             # The same parts on every rank, changed or not: sizes of a reduction must not depend on what one rank did.
-            parts = [*(state.known_keys for _, state in self._weights), edited, *self._observations(self.scales, roll)]
+            parts = [*(state.known_keys for _, state in self._weights), edited, *observations]
             reduced, reductions = max_over_ranks(parts, *self._groups)
             self.reductions += reductions
             self._stepped = False

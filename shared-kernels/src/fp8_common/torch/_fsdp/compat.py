@@ -3,8 +3,8 @@
 Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
 """
 
-import contextlib
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -65,6 +65,10 @@ PRIVATE_NAMES = {
     ),
 }
 """Attributes of private classes that this file reads; a test looks for each."""
+
+
+_root_state: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
+"""Returns the state of an FSDP root."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,22 +341,21 @@ def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
                     yield sharded
 
 
-@contextlib.contextmanager
-def before_gathers(root: nn.Module) -> Iterator[None]:
-    """Order what runs inside, on the current stream, after the optimizer and before the gathers of a root's forward.
+def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
+    """Call `prepare(root)` on the current stream, after the optimizer and before the gathers of the root's forward.
 
     By itself FSDP2 lets the streams of its gathers wait for the current stream. After `set_post_optim_event` they wait
-    for that event alone: then what runs inside waits for it, and the gathers for what ran inside.
+    for that event alone: then `prepare` waits for it, and the gathers for what `prepare` did.
     """
     state: Any = _root_state(root)
     event = state._state_ctx.post_optim_event
     if event is None:
-        yield
+        prepare(root)
         return
     stream = state._device_handle.current_stream()
     stream.wait_event(event)
     try:
-        yield
+        prepare(root)
     finally:
         module: Any = root
         module.set_post_optim_event(stream.record_event())
@@ -368,10 +371,6 @@ def in_backward() -> bool:
     """Return whether this thread runs a backward now."""
     # Autograd numbers the backwards that run; -1 is none.
     return torch._C._current_graph_task_id() != -1
-
-
-def _root_state(root: Any) -> "FSDPState":
-    return root._get_fsdp_state()
 
 
 def _initialized_root(state: "FSDPState") -> "FSDPState":
