@@ -113,6 +113,29 @@ def test_an_optimizer_of_other_parameters_of_the_model_counts():
     assert model[0].fp8_input.history[0] == 1
 
 
+class Counted(nn.Sequential):
+    """Counts how often somebody collects its parameters."""
+
+    collected = 0
+
+    def parameters(self, recurse=True):
+        self.collected += 1
+        return super().parameters(recurse)
+
+
+def test_optimizers_that_step_in_a_backward_collect_the_parameters_once():
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(12)]
+    model = f8.convert_to_float8_training(Counted(*layers), recipe="tensorwise_delayed")
+    for weight in list(model.parameters()):
+        own = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    for _ in range(2):
+        loss = model(torch.ones(4, 16)).sum()
+        model.collected = 0
+        loss.backward()
+        assert model.collected <= 1, "for each of 12 optimizers it would be quadratic"
+
+
 def test_a_copied_model_has_scales_of_its_own():
     model, optimizer = build(0)
     model(torch.ones(4, 16)).sum().backward()
