@@ -309,6 +309,8 @@ class Run:
 
     def fail_in_backward(self, layer: int) -> str | None:
         """Interrupt a backward on all ranks, drop its gradients as FSDP2 wants it, and run the batch again."""
+        if self.program.ranks and not hasattr(FSDPModule, "reset_iter_state"):
+            return self.train(1, False)  # before torch 2.13 FSDP2 has no way back
         self.flush()
         x = self.batch()
         for pair in self.pairs:
@@ -319,7 +321,7 @@ class Run:
                 return "the backward was not interrupted"
             except InterruptedError:
                 handle.remove()
-            if hasattr(pair.model, "reset_iter_state"):  # torch 2.13 and newer have it
+            if self.program.ranks:
                 pair.model.reset_iter_state()
             pair.optimizer.zero_grad()
         self.batches -= 1
