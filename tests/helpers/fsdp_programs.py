@@ -110,7 +110,7 @@ def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
         ("reshard",),
         ("unshard",),
         ("fail_in_forward", choose.randrange(3)),
-        ("fail_in_backward", choose.randrange(3)),
+        ("fail_in_backward", choose.randrange(3), choose.random() < 0.5),
         ("fail_in_step",),
         ("synchronize", choose.choice(("precompute", "history"))),
         ("freeze", choose.randrange(2)),
@@ -307,8 +307,8 @@ class Run:
             handle.remove()
         return self.train(1, False)
 
-    def fail_in_backward(self, layer: int) -> str | None:
-        """Interrupt a backward on all ranks, drop its gradients as FSDP2 wants it, and run the batch again."""
+    def fail_in_backward(self, layer: int, reset: bool) -> str | None:
+        """Interrupt a backward on all ranks and run its batch again; with `reset`, tell FSDP2 as it asks for."""
         if self.program.ranks and not hasattr(FSDPModule, "reset_iter_state"):
             return self.train(1, False)  # before torch 2.13 FSDP2 has no way back
         self.flush()
@@ -321,7 +321,7 @@ class Run:
                 return "the backward was not interrupted"
             except InterruptedError:
                 handle.remove()
-            if self.program.ranks:
+            if self.program.ranks and reset:
                 pair.model.reset_iter_state()
             pair.optimizer.zero_grad()
         self.batches -= 1
