@@ -110,6 +110,7 @@ def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
         ("reshard",),
         ("unshard",),
         ("fail_in_forward", choose.randrange(3)),
+        ("fail_in_backward", choose.randrange(3), choose.random() < 0.5),
         ("fail_in_step",),
         ("synchronize", choose.choice(("precompute", "history"))),
         ("freeze", choose.randrange(2)),
@@ -306,6 +307,26 @@ class Run:
             handle.remove()
         return self.train(1, False)
 
+    def fail_in_backward(self, layer: int, reset: bool) -> str | None:
+        """Interrupt a backward on all ranks and run its batch again; with `reset`, tell FSDP2 as it asks for."""
+        if self.program.ranks and not hasattr(FSDPModule, "reset_iter_state"):
+            return self.train(1, False)  # before torch 2.13 FSDP2 has no way back
+        self.flush()
+        x = self.batch()
+        for pair in self.pairs:
+            handle = pair.model[min(layer, len(pair.model) - 1)][0].register_forward_hook(interrupt_backward)
+            loss = pair.loss(x)
+            try:
+                loss.backward()
+                return "the backward was not interrupted"
+            except InterruptedError:
+                handle.remove()
+            if self.program.ranks and reset:
+                pair.model.reset_iter_state()
+            pair.optimizer.zero_grad()
+        self.batches -= 1
+        return self.train(1, False)
+
     def fail_in_step(self) -> None:
         self.flush()
         for pair in self.pairs:
@@ -436,6 +457,11 @@ class Run:
 
 def interrupt(*args: object) -> None:
     raise InterruptedError
+
+
+def interrupt_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    if output.requires_grad:  # not in the first forward of a reentrant checkpoint
+        output.register_hook(interrupt)
 
 
 def raises_stale(call: Callable[[], object]) -> bool:

@@ -183,8 +183,10 @@ def merged_gathers(rank, world_size):
 
 @pytest.mark.distributed
 def test_a_merged_gather_is_noticed(run_ranks):
-    """The table's counts fall when the second gather reads what the first one read."""
-    assert run_ranks(2, merged_gathers, timeout=300.0) == [(2, 0)] * 2
+    """The table's counts differ when the second gather reads what the first one read."""
+    for forward, backward in run_ranks(2, merged_gathers, timeout=300.0):
+        assert backward == 0, "the weights would stay gathered from the forward to the backward"
+        assert forward in (2, 3)  # of the four that are then in the forward, torch 2.13 merges two and 2.15 one
 
 
 def test_subclasses_name_themselves_for_the_caches_of_compilers():

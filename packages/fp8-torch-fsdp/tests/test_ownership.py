@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import sys
 
 import pytest
 import torch
@@ -111,6 +112,25 @@ def test_an_optimizer_of_other_parameters_of_the_model_counts():
     adapters.step()
     model(torch.ones(4, 16)).sum().backward()
     assert model[0].fp8_input.history[0] == 1
+
+
+def calls_in_a_backward(layers):
+    """Return how many calls a backward makes in which an optimizer for each weight steps."""
+    modules = [nn.Linear(16, 16, bias=False) for _ in range(layers)]
+    model = f8.convert_to_float8_training(nn.Sequential(*modules), recipe="tensorwise_delayed")
+    for weight in list(model.parameters()):
+        own = torch.optim.SGD([weight], lr=0.1, foreach=False)
+        weight.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    model(torch.ones(4, 16)).sum().backward()
+    loss, calls = model(torch.ones(4, 16)).sum(), []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+    loss.backward()
+    sys.setprofile(None)
+    return len(calls)
+
+
+def test_optimizers_that_step_in_a_backward_cost_what_their_number_costs():
+    assert calls_in_a_backward(40) < 6 * calls_in_a_backward(8), "if each looked at all weights, it would be quadratic"
 
 
 def test_a_copied_model_has_scales_of_its_own():

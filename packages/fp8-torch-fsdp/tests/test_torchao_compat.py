@@ -1,5 +1,7 @@
 """The helpers that bear torchao's names give torchao's numbers."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,17 @@ def test_a_layer_is_made_from_one():
 def test_contradictions_are_refused(wrong):
     with pytest.raises(Fp8Error):
         compat.hp_tensor_to_float8_dynamic(torch.ones(4, 4), **{"float8_dtype": torch.float8_e4m3fn} | wrong)
+
+
+def cast_together(rank, world_size, where, value):
+    x = torch.full((2, 2), 4.0 + rank)
+    if rank == where:
+        x[0, 0] = value
+    return compat.hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, reduce_amax=True).scale.item()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", [0, 1])
+def test_ranks_agree_on_the_scale_and_no_nan_is_lost(run_ranks, where):
+    assert run_ranks(2, cast_together, where, -7.0) == [448 / 7] * 2
+    assert all(math.isnan(scale) for scale in run_ranks(2, cast_together, where, math.nan))

@@ -207,6 +207,8 @@ def read_gathered(rank, world_size, recipe):
         lambda w: w.T.as_strided((4, 4), (16, 1), 17),
         lambda w: w.detach().norm(),
         lambda w: torch.zeros(16, 16).add_(w),
+        lambda w: torch.tensor(w.tolist()),
+        lambda w: torch.from_numpy(w.detach().numpy()),
     ]
     with pytest.raises(RuntimeError, match="would write to a gathered FP8 weight"):
         dist.all_reduce(weight)
@@ -214,6 +216,6 @@ def read_gathered(rank, world_size, recipe):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_gathered_weight_reads_the_same_through_every_view(run_ranks, recipe):
     assert run_ranks(2, read_gathered, recipe) == [[], []]

@@ -35,9 +35,9 @@ NATIVE = {
     "sm_100": (nvidia(10, 0), OCP, ("tensorwise", "rowwise", "mx")),
     "sm_120": (nvidia(12, 0), OCP, ("tensorwise", "rowwise", "mx")),
     "gfx90a": (amd("gfx90a"), (), ()),
-    "gfx942": (amd("gfx942"), FNUZ, ("tensorwise", "rowwise")),
-    "gfx950": (amd("gfx950"), OCP, ("tensorwise", "rowwise", "mx")),
-    "gfx1201": (amd("gfx1201"), OCP, ("tensorwise", "rowwise")),
+    "gfx942": (amd("gfx942"), FNUZ, ()),
+    "gfx950": (amd("gfx950"), OCP, ()),
+    "gfx1201": (amd("gfx1201"), OCP, ()),
     "cpu": (CPU, (), ()),
     "tpu": (Device(kind="tpu", name="TPU"), (), ()),
 }
@@ -70,8 +70,10 @@ def test_unknown_capabilities_promise_nothing():
         (nvidia(9, 0), "auto", "3.6.0", False, "reference", "This version of fp8-common holds no Triton kernels."),
         (nvidia(8, 0), "auto", "3.6.0", True, "reference", "This device, sm_80, has no FP8 conversion instructions."),
         (nvidia(8, 0), "triton", "3.6.0", True, "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),
-        (CPU, "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA or AMD GPU, and this is cpu."),
-        (CPU, "triton", None, True, "unavailable", "need an NVIDIA or AMD GPU"),
+        (CPU, "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA GPU, and this is cpu."),
+        (CPU, "triton", None, True, "unavailable", "need an NVIDIA GPU"),
+        (amd("gfx942"), "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA GPU, and this is gfx942."),
+        (amd("gfx950"), "triton", "3.6.0", True, "unavailable", "need an NVIDIA GPU, and this is gfx950"),
     ],
 )
 def test_how_casts_run(device, backend, triton, kernels, status, why):
@@ -91,7 +93,7 @@ def test_products_are_refused_with_device_need_and_remedy():
         check_products(nvidia(8, 0), "rowwise", emulate=False)
     check_products(nvidia(8, 0), "rowwise", emulate=True)
     check_products(nvidia(9, 0), "rowwise", emulate=False)
-    with pytest.raises(Fp8UnsupportedError, match="sm_90: MX block scales need sm_100 or gfx950"):
+    with pytest.raises(Fp8UnsupportedError, match="sm_90: MX block scales need sm_100"):
         check_products(nvidia(9, 0), "mx", emulate=False)
 
 

@@ -9,6 +9,7 @@ import torch
 
 import fp8_common as f8
 from fp8_common import CastRecipe, Fp8Error, Recipe
+from fp8_common.torch import _device
 from fp8_common.torch.plugin import LinearConfig, LinearOperands, Operand, ScaleLayout, WeightAccess, dispatch
 
 ROWS, IN, OUT = 24, 40, 16
@@ -153,3 +154,14 @@ def test_recipes_are_names_objects_or_dictionaries():
     named = LinearConfig(recipe="rowwise")
     assert LinearConfig(recipe=named.recipe.to_dict()) == LinearConfig(recipe=named.recipe) == named
     assert dataclasses.replace(named, pad_inner_dim=True).recipe == named.recipe
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "emulated"), [(None, (8, 9), False), (None, (8, 0), True), ("6.4", (9, 0), True)]
+)
+def test_products_are_emulated_off_nvidia(monkeypatch, hip, capability, emulated):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(_device, "_look_up", _device._look_up.__wrapped__)  # without what earlier tests asked
+    assert _device.should_emulate(device, LinearConfig()) is emulated

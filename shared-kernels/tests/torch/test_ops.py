@@ -1,5 +1,7 @@
 """The torch operators: they equal NumPy, pass opcheck, and behave under torch.compile, autograd and fake tensors."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -110,6 +112,16 @@ def test_delayed_update_equals_numpy_tensor_by_tensor(algo):
     want = np.array([f8.amax_to_scale(a, n, policy, s) for a, n, s in zip(amax, names, scale, strict=True)])
     for result, definition in zip(got, (window, want, f8.reciprocal(want)), strict=True):
         assert_same_bits(result, definition)
+
+
+@pytest.mark.parametrize("name", ["a|b", "|", "", "1|2|3|4|5|6|7|8|9|10|11|12"])
+def test_a_policy_may_have_any_name(name):
+    policy = dataclasses.replace(f8.POWER_OF_2, name=name, margin=2)
+    assert ops.policy_of_key(ops.policy_key(policy)) == policy
+    data, scale = f8t.quantize_rowwise(X, "e4m3", -1, policy)
+    want = f8.quantize_rowwise(X.numpy(), "e4m3", -1, policy)
+    assert_same_bits(data.view(torch.uint8).numpy(), want[0])
+    assert_same_bits(scale.numpy(), want[1])
 
 
 def test_compiled_equals_eager():

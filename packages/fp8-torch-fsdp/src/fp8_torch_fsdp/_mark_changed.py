@@ -12,8 +12,8 @@ def mark_weights_changed(module: nn.Module) -> list[str]:
     """Say that the FP8 weights of a module were changed by address: by a kernel of your own, ctypes, another library.
 
     Writes by PyTorch operators, optimizers, `.data`, state dicts and collectives are seen without it. Call it after
-    such a write and before the next forward, on every rank that holds a part of the weights; a call on some ranks only
-    is an error in the next forward, on all ranks.
+    such a write and before the next forward, on every rank that holds a part of the weights; where ranks agree on
+    scales, a call on some of them only is an error in the next forward, on all ranks.
 
     Args:
         module: A converted model or layer, sharded or not.

@@ -134,6 +134,14 @@ class ShardedFloat8Weight(torch.Tensor):
             raise BufferError("An FP8 weight that requires a gradient cannot be exported: export weight.detach().")
         return self.lend().__dlpack__(**options)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the plain data as an array that may be written to; torch has none for subclasses."""
+        return self.lend().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self._data.tolist()
+
     def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
         """Copy the data and remember nothing; torch would look for a storage of its own behind `data_ptr`."""
         if id(self) not in memo:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from fp8_common import CastRecipe, Format
+from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch.plugin import dispatch, foreach, fsdp
 from fp8_torch_fsdp._weight_state import WeightState
 
@@ -23,6 +23,7 @@ class Member:
     Attributes:
         param: The parameter.
         device: Where it is gathered, and where ranks talk about it.
+        dtype: The dtype of its shard, which stays.
         geometry: Which part of the weight this rank holds.
         shard: The plain local tensor.
         state: What is known about the shard that the parameter holds now; an assigning load brings another one.
@@ -31,17 +32,29 @@ class Member:
         unsure: Whether it has, and somebody held an alias, so that an edit besides would leave no trace.
     """
 
-    __slots__ = ("device", "geometry", "param", "reduced", "shard", "stale", "state", "unsure")
+    __slots__ = ("device", "dtype", "geometry", "param", "reduced", "shard", "stale", "state", "unsure")
 
     def __init__(self, param: fsdp.ShardedParam) -> None:
         self.param, self.device, self.geometry = param, param.device, param.geometry
+        self.dtype: torch.dtype = param.local.dtype
         self.reduced = False
         self.look()
 
     def look(self) -> None:
-        """Take the shard as it is now."""
+        """Take the shard as it is now.
+
+        Raises:
+            Fp8Error: It has another dtype than before.
+        """
         local = self.param.local
         self.shard: torch.Tensor = local._data
+        if self.shard.dtype != self.dtype:
+            # FSDP2 copies parameters beside FP8 weights as bytes into buffers of the old dtype, without a check.
+            raise Fp8Error(
+                f"{self.param.name} became {self.shard.dtype} after it was gathered as {self.dtype}: FSDP2 keeps "
+                "buffers of the first dtype. Call model.to(dtype) before the first forward, or build the model anew "
+                "and load its state dict."
+            )
         self.state: WeightState = local._state
         changes = self.state.changes
         doubt = changes.take_doubt()

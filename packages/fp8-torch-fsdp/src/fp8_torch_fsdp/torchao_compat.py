@@ -14,6 +14,7 @@ from torch import nn
 from fp8_common import Format, Fp8Error
 from fp8_common.presets import torchao
 from fp8_common.torch import FLOAT8_DTYPES, amax, amax_to_scale, dequantize, quantize
+from fp8_common.torch.plugin import max_over_ranks
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._convert import convert_to_float8_training
 
@@ -71,7 +72,10 @@ def hp_tensor_to_float8_dynamic(
         )
     largest = amax(hp_tensor, axis=axiswise_dim, keepdims=axiswise)
     if reduce_amax and not axiswise:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=None if device_mesh is None else device_mesh.get_group())
+        group = dist.group.WORLD if device_mesh is None else device_mesh.get_group()
+        # as integers, whose order is the same: gloo's MAX of floats loses a NaN of some ranks
+        (keys,), _ = max_over_ranks([largest.view(torch.int32)], group)
+        largest = keys.view(torch.float32)
     fmt = _format(float8_dtype)
     scale = amax_to_scale(largest, fmt, torchao(power_of_2=round_scales_to_power_of_2))
     return Float8Values(quantize(hp_tensor, scale, fmt), scale, hp_tensor.dtype)

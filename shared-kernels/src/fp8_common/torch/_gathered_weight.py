@@ -26,9 +26,10 @@ _KEEPS_CODES = {
 }
 
 
-# What `F.linear(x, layer.weight)` and `x @ layer.weight.T` begin with.
+# What `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum` begin with.
 _MULTIPLIES = {
-    *(aten.t.default, aten.transpose.int, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
+    *(aten.mm.default, aten.mv.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
 }
 
 
@@ -76,6 +77,14 @@ class GatheredFloat8Weight(torch.Tensor):
         """Export the values; torch would export an address that is none."""
         return self.dequantize().__dlpack__(**options)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array; torch has none for subclasses."""
+        return self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.dequantize().tolist()
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Show shape and format; the values may be freed."""
         return f"GatheredFloat8Weight(shape={tuple(self.shape)}, fmt={self.fmt!r}, dtype={self.dtype})"
@@ -107,8 +116,8 @@ class GatheredFloat8Weight(torch.Tensor):
         if func in _KEEPS_CODES:
             weight = args[0]
             codes = func(weight.codes, *args[1:], **kwargs)
-            # scales of rows and blocks lie on one shape alone: a view of another one is of values
-            if weight.scale.numel() == 1 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
+            # scales of rows and blocks, a single one too, lie on one shape alone: a view of another one is of values
+            if weight.scale.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
                 return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block)
         if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
             raise RuntimeError(

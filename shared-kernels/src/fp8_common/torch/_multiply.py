@@ -43,7 +43,7 @@ def should_emulate(device: torch.device, config: ProductChoice) -> bool:
     supported = _has_fp8_products(device)
     if config.emulate is False and not supported:
         raise Fp8UnsupportedError(
-            f"{device} has no FP8 matrix products: they need a GPU of compute capability 8.9 or higher. "
+            f"{device} has no FP8 matrix products: they need an NVIDIA GPU of compute capability 8.9 or higher. "
             'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'
         )
     return not supported
@@ -60,9 +60,10 @@ def _has_fp8_products(device: torch.device) -> bool:
 def _look_up(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    supported = torch.cuda.get_device_capability(device) >= (8, 9)
+    # On ROCm, gfx90a calls itself 9.0 and has no FP8 units; gfx942 has some, for formats that recipes do not take.
+    supported = not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
     if not supported:
-        logger.warning("%s has no FP8 matrix products; they are emulated in higher precision.", device)
+        logger.warning("FP8 matrix products are emulated in higher precision on %s.", device)
     return supported
 
 

@@ -45,8 +45,10 @@ def policy_key(policy: ScalePolicy) -> str:
 def policy_of_key(key: str) -> ScalePolicy:
     """Return the policy that `policy_key` wrote."""
     # Floats come back exactly: Python writes the shortest text that reads as the same number.
-    fields = zip(dataclasses.fields(ScalePolicy), key.split("|"), strict=True)
-    return ScalePolicy(**{field.name: _READERS.get(str(field.type), str)(text) for field, text in fields})
+    fields = dataclasses.fields(ScalePolicy)
+    # From the right: the name stands first, and is the only field that may hold the separator.
+    texts = zip(fields, key.rsplit("|", len(fields) - 1), strict=True)
+    return ScalePolicy(**{field.name: _READERS.get(str(field.type), str)(text) for field, text in texts})
 
 
 # By the repr of the annotation, which for plain types is the class itself. bool("False") is True, hence the comparison.

@@ -116,13 +116,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     """Gathers the input of a module once, in FP8, for all the column-parallel layers in it that use it.
 
     Args:
-        input_layouts: How the positional inputs are cut; None for those that are no tensors.
-        desired_input_layouts: What they shall become; those that go from cut to replicated travel in FP8.
-        input_kwarg_layouts: The same for keyword inputs.
-        desired_input_kwarg_layouts: The same for keyword inputs.
-        use_local_output: Hand over plain tensors instead of DTensors.
         fwd_config_submodule_fqn: The layer whose configuration and delayed scale are used; by default the first
             `Float8Linear` in the module.
+        **layouts: The arguments of torch's `PrepareModuleInput`. Of the inputs that `input_layouts` and
+            `input_kwarg_layouts` call cut, those that shall be replicated (`desired_input_layouts`,
+            `desired_input_kwarg_layouts`) travel in FP8; `use_local_output` hands over plain tensors.
 
     Raises:
         Fp8Error: When applied to a module without such a layer, or whose layers cast their inputs differently.
