@@ -1,7 +1,8 @@
 """`PrimaryFloat8Linear`: a linear layer with an FP8 primary weight, the module that it was under another class."""
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,15 +12,16 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch import INPUT_DTYPES
+from fp8_common.torch import INPUT_DTYPES, torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch, hooks
-from fp8_te_init._compat import dtensor_like
+from fp8_te_init._checkpoint_names import HISTORY, SCALE
+from fp8_te_init._compat import dtensor_like, state_dict_being_loaded
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_in_module import kept_for, reconcile
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._shards import place_of
-from fp8_te_init._state_dict import keep_scales_in_state_dicts
+from fp8_te_init._state_dict import keep_scales_in_state_dicts, make_codes_travel
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 aten = torch.ops.aten
@@ -61,6 +63,24 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
         """float32 [window] of delayed scaling, newest first; None without it."""
         primary = primary_of(self.weight)
         return None if primary is None else primary.state.history
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers; of this layer alone (`recurse=False`) also what the state dict holds beside the codes.
+
+        `set_model_state_dict` asks each layer for what it may receive from other ranks, and knows parameters and
+        buffers alone.
+        """
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if recurse:
+            return
+        loading = state_dict_being_loaded(sys._getframe(1))
+        make_codes_travel(loading or {}, torch_dtype(self.config.weight.format))
+        beside = {f"weight{SCALE}": self.weight_quant_scale, f"weight{HISTORY}": self.weight_amax_history}
+        for name, tensor in beside.items():
+            if tensor is not None:
+                yield f"{prefix}.{name}".lstrip("."), tensor
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; plain values for "weight" are quantized, and kept as its new start.

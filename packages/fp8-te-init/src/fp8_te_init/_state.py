@@ -38,6 +38,7 @@ class PrimaryState:
         travels: Whether it was found that FSDP2 can gather it.
         writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
         told: Whether a warning said that a change was rounded.
+        unscaled: Whether codes were put in place whose scales have not come yet.
     """
 
     cast: CastRecipe
@@ -54,6 +55,7 @@ class PrimaryState:
     travels: bool = False
     writes: int = 0
     told: bool = False
+    unscaled: bool = False
 
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
@@ -86,6 +88,7 @@ class PrimaryState:
             held=None,
             kept=None,
             travels=False,
+            unscaled=False,
         )
 
     def __deepcopy__(self, memo: dict) -> "PrimaryState":
@@ -167,6 +170,7 @@ class PrimaryState:
             amax = self._recorded(amax, step=step)
         # an amax that says nothing leaves a delayed scale as it was, and a current one is 1
         previous = None if self.history is None else self.scale
+        self.unscaled = False
         self.scale = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy, previous)
 
     def _recorded(self, amax: torch.Tensor, *, step: bool) -> torch.Tensor:
@@ -185,7 +189,7 @@ class PrimaryState:
         self.scale = scale.to(self.codes.device, copy=True)
         if self.history is not None:
             self.history = torch.zeros_like(self.history) if history is None else history.to(self.codes.device).clone()
-        self.unagreed, self.held = False, None
+        self.unagreed, self.held, self.unscaled = False, None, False
 
     def write_drawn(self, whole: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
         """Take over the rows held here of a whole weight [rows, columns] that every rank has drawn."""

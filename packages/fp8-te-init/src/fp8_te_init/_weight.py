@@ -296,13 +296,19 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     # Also if the codes are equal: a MasterOptimizer compares before it starts a master anew.
     target._state.writes += 1
     if not isinstance(source, PrimaryFloat8Weight):
+        if source.dtype not in (torch.uint8, target.codes.dtype):
+            raise Fp8Error(
+                f"Codes of {source.dtype} were copied to an FP8 weight of {target.codes.dtype}: they would mean other "
+                "values. Use a model with the recipe that they were saved under."
+            )
         target._codes.copy_(source.view(torch.uint8))
+        target._state.unscaled = True
         return target
     mine, other = target._state, source._state
     if mine.cast != other.cast or mine.full_shape != other.full_shape:
         return _write(aten.copy_.default, (target, source.dequantize()), {})
     target._codes.copy_(source._codes)
-    mine.scale, mine.history = other.scale, other.history
+    mine.scale, mine.history, mine.unscaled = other.scale, other.history, other.unscaled
     if mine is not other and target._codes.ndim == 2:
         # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view
         # in its storage tells which rows these are.
