@@ -5,6 +5,7 @@ high-precision values (dequantize where there are none), apply the operator to t
 initialisation function works on it, and what it makes is kept exactly. FSDP2 gathers the codes.
 """
 
+import copy
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -179,7 +180,10 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """Copy codes and scales. A module that is copied brings its kept values along."""
-        state = self._state.__deepcopy__(memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        # Through the memo: aliases of one storage have one state, and stay aliases.
+        state = copy.deepcopy(self._state, memo)
         twin: torch.Tensor = PrimaryFloat8Weight(self._geometry(state.codes), state, self.dtype)
         if isinstance(self, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=self.requires_grad)

@@ -47,13 +47,14 @@ class CheckpointSource(Source):
         reader: Where it reads.
         name: The parameter's name in the checkpoint.
         rows: The rows that this source gives.
-        shape: Shape of the whole parameter.
+        parameter: The parameter, plain or distributed.
     """
 
     name: ClassVar[str] = "checkpoint"
 
-    def __init__(self, reader: CheckpointReader, name: str, rows: Rows, shape: torch.Size) -> None:
-        self._reader, self._name, self.rows, self._shape = reader, name, rows, shape
+    def __init__(self, reader: CheckpointReader, name: str, rows: Rows, parameter: torch.Tensor) -> None:
+        self._reader, self._name, self.rows, self._shape = reader, name, rows, parameter.shape
+        self._parameter = parameter
 
     @property
     def nbytes(self) -> int:
@@ -84,16 +85,20 @@ class CheckpointSource(Source):
 
     def narrowed(self, rows: Rows) -> "CheckpointSource":
         """Return the source of some rows."""
-        return CheckpointSource(self._reader, self._name, rows, self._shape)
+        return CheckpointSource(self._reader, self._name, rows, self._parameter)
 
     def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            first, count = place_of(tensor)
-            if (first, first + count) == self.rows:
-                return _values(local_of(tensor))
-            # a collective of the ranks that hold the tensor
+            # By what all ranks know, never by the rows that this one needs: the other way is a collective.
+            if self._is_distributed_like(tensor):
+                first, _ = place_of(tensor)
+                return _values(local_of(tensor))[self.rows.start - first : self.rows.stop - first]
             tensor = tensor.full_tensor()
         return _values(tensor)[self.rows.start : self.rows.stop]
+
+    def _is_distributed_like(self, tensor: DTensor) -> bool:
+        own = self._parameter
+        return isinstance(own, DTensor) and (own.device_mesh, own.placements) == (tensor.device_mesh, tensor.placements)
 
     def _dequantized(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._reader.holds(f"{self._name}{SCALE}"):
