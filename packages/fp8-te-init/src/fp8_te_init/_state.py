@@ -14,6 +14,7 @@ from fp8_common import CastRecipe
 from fp8_common.torch import torch_dtype, update_history
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
 from fp8_te_init._config import GatherFormat
+from fp8_te_init._stacked_layout import layout_of
 
 if TYPE_CHECKING:
     from fp8_te_init._kept_values import KeptValues
@@ -25,7 +26,8 @@ class PrimaryState:
 
     Attributes:
         cast: How the weight is cast.
-        codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end.
+        codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end. Of a stacked
+            weight [experts, rows, columns], here and below: the experts are the rows.
         scale: float32 scales of the whole weight, into FP8; the shape that the layout of `cast` gives.
         full_shape: [rows, columns] of the whole weight.
         first_row: Index of the first row held here.
@@ -64,7 +66,7 @@ class PrimaryState:
         return cls(
             cast=cast,
             codes=torch.zeros(shape, dtype=torch.uint8, device=device),
-            scale=torch.ones(ScaleLayout.of(cast).shape(shape), dtype=torch.float32, device=device),
+            scale=torch.ones(layout_of(cast, shape).shape(shape), dtype=torch.float32, device=device),
             full_shape=shape,
             gather=gather,
             history=torch.zeros(window, dtype=torch.float32, device=device) if window else None,
@@ -106,7 +108,7 @@ class PrimaryState:
     @property
     def layout(self) -> ScaleLayout:
         """How the scales lie on the weight."""
-        return ScaleLayout.of(self.cast)
+        return layout_of(self.cast, self.full_shape)
 
     @property
     def geometry(self) -> ShardGeometry:

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch import FLOAT8_DTYPES, dequantize, read_metadata
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
+from fp8_common.torch.plugin import ShardGeometry
 from fp8_te_init._checkpoint_names import SCALE
 from fp8_te_init._compat import local_of
 from fp8_te_init._shards import place_of
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._stacked_layout import layout_of
 
 Checkpoint = Mapping[str, torch.Tensor] | str | Path
 """Tensors by name, a file of torch.save, or a folder of torch.distributed.checkpoint."""
@@ -37,7 +38,7 @@ class CheckpointReader:
     read: Callable[[str], torch.Tensor]
 
 
-_LAYOUTS = [ScaleLayout.of(CastRecipe(granularity=name)) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
+_CASTS = [CastRecipe(granularity=name) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
 
 
 class CheckpointSource(Source):
@@ -107,8 +108,9 @@ class CheckpointSource(Source):
                 "nothing without their scales. Give both, or high-precision values."
             )
         scale = self._reader.read(f"{self._name}{SCALE}")
+        layouts = [layout_of(cast, self._shape) for cast in _CASTS]
         # which granularity it is shows in the shape of the scales
-        layout = next((one for one in _LAYOUTS if one.shape(self._shape) == tuple(scale.shape)), None)
+        layout = next((one for one in layouts if one.shape(self._shape) == tuple(scale.shape)), None)
         if layout is None:
             raise Fp8Error(
                 f"{self._name}{SCALE} has shape {tuple(scale.shape)} in the checkpoint, which are no scales of a "

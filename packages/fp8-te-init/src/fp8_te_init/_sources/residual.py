@@ -45,10 +45,10 @@ class ResidualSource(Source):
         """Encode values [n, columns] against the present codes; None if that would not be exact, or not smaller.
 
         Args:
-            values: bfloat16; other dtypes are refused.
+            values: bfloat16; other dtypes and stacked weights are refused.
             quantized: The weight that was made from them.
         """
-        if values.dtype != torch.bfloat16:
+        if values.dtype != torch.bfloat16 or values.ndim != 2:
             return None
         rows, columns = values.shape
         residual = mapped_empty(values.shape, torch.int8)
