@@ -14,6 +14,7 @@ from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._context import fp8_model_init, primary_weights
 from fp8_te_init._convert import convert_linear
 from fp8_te_init._errors import MissingInitError, StaleInitError
+from fp8_te_init._experts import PrimaryFloat8Experts
 from fp8_te_init._export import export_fp32_state_dict
 from fp8_te_init._flat_slices import quantize_master_weights
 from fp8_te_init._linear import PrimaryFloat8Linear
@@ -35,6 +36,7 @@ __all__ = [
     "MissingInitError",
     "Normal",
     "PrimaryConfig",
+    "PrimaryFloat8Experts",
     "PrimaryFloat8Linear",
     "PrimaryFloat8Weight",
     "SeedReport",

@@ -104,19 +104,27 @@ def _broadcast_rest(weight: Any, group: dist.ProcessGroup, root: int) -> torch.T
         state.scale = scale
     if state.history is not None:
         state.history = _broadcast(state.history.clone(), group, root)
-    _, dtype, unagreed, held = (int(number) for number in theirs)
+    _, dtype, unagreed = (int(number) for number in theirs)
     state.unagreed = bool(unagreed)
     if dtype < 0:
-        if not sends and state.kept is not None:
-            state.kept.lose("A broadcast replaced the weight, and its sender keeps no values before rounding.")
+        if not sends:
+            # What waited here for an agreed scale was written to the weight of before.
+            state.held = None
+            if state.kept is not None:
+                state.kept.lose("A broadcast replaced the weight, and its sender keeps no values before rounding.")
         return None
     if values is None:
         values = torch.empty(rows.codes().shape, dtype=_VALUE_DTYPES[dtype], device=state.codes.device)
     values = _broadcast(values.to(state.codes.device).contiguous(), group, root)
     if sends:
         return None
-    state.held = values if held else None
+    # Values that wait for a scale are held here where nothing else keeps them, whatever the sender does with its own.
+    state.held = values if state.unagreed and not _keeps(state) else None
     return values
+
+
+def _keeps(state: PrimaryState) -> bool:
+    return state.kept is not None and state.kept.keeps_writes
 
 
 def _header(state: PrimaryState, values: torch.Tensor | None) -> list[int]:
@@ -124,7 +132,7 @@ def _header(state: PrimaryState, values: torch.Tensor | None) -> list[int]:
     alike = repr((tuple(state.codes.shape), tuple(state.full_shape), state.first_row, state.cast))
     dtype = -1 if values is None else _VALUE_DTYPES.index(values.dtype)
     # crc32 and not hash(): Python's hash of a string differs between processes.
-    return [zlib.crc32(alike.encode()), dtype, int(state.unagreed), int(state.held is not None)]
+    return [zlib.crc32(alike.encode()), dtype, int(state.unagreed)]
 
 
 def _values_of(state: PrimaryState, rows: NativeRows) -> torch.Tensor | None:
@@ -147,7 +155,7 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, root: int) -> tor
 def _keep(weight: Any, values: torch.Tensor | None, before: torch.Tensor) -> None:
     """Keep received values beside the received codes, and count a write: a `MasterOptimizer` has to know."""
     state: PrimaryState = weight.state
-    if values is not None and state.kept is not None and state.kept.keeps_writes:
+    if values is not None and state.kept is not None and _keeps(state):
         state.kept.keep(values, weight.quantized_rows)
     if not torch.equal(before, state.codes):
         state.writes += 1

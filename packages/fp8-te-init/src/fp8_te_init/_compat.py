@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.utils
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,9 @@ CHECKPOINT_PREFIX = _CHECKPOINT_PREFIX
 
 SYNCHRONIZATION = ("_sync_module_states", ("module", "process_group", "src"))
 """The function of torch.distributed.utils with which DDP makes parameters equal, and its arguments; a test looks."""
+
+LOADING = ("_load_model_state_dict", ("model", "state_dict", "info"))
+"""The function of torch.distributed.checkpoint.state_dict that loads into models, and its arguments; a test looks."""
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -49,6 +53,20 @@ def ddp_synchronization(frame: FrameType) -> tuple[dist.ProcessGroup, int] | Non
     if function is None or frame.f_code is not function.__code__:
         return None
     return frame.f_locals["process_group"], frame.f_locals["src"]
+
+
+def state_dict_being_loaded(frame: FrameType | None) -> dict[str, Any] | None:
+    """Return the state dict that `set_model_state_dict` has got, if a frame was called by it; else None.
+
+    It distributes or broadcasts the tensors before any hook of a module sees them.
+    """
+    function = getattr(torch.distributed.checkpoint.state_dict, LOADING[0], None)
+    # its generator, which recurses once for each level of modules, stands between
+    while frame is not None and function is not None:
+        if frame.f_code is getattr(function, "__wrapped__", function).__code__:
+            return frame.f_locals["state_dict"]
+        frame = frame.f_back
+    return None
 
 
 def unboxed_group(boxed: Any) -> dist.ProcessGroup:

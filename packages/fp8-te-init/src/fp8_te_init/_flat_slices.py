@@ -113,7 +113,9 @@ def _slices_of(
 
 
 def _whole(weight: torch.Tensor) -> PrimaryFloat8Weight:
-    if not (isinstance(weight, PrimaryFloat8Weight) and weight.is_whole and not weight.state.sharded):
+    if not (
+        isinstance(weight, PrimaryFloat8Weight) and weight.is_whole and not weight.state.sharded and weight.ndim == 2
+    ):
         raise Fp8Error(
             f"quantize_master_weights takes whole FP8 weights of this package, got {type(weight).__name__} of shape "
             f"{tuple(weight.shape)}. Weights under fully_shard belong to a MasterOptimizer."

@@ -174,6 +174,8 @@ def keeper(
 def _why_not(preserve: str, values: torch.Tensor) -> str:
     if preserve == "replay":
         return "it was not made by random or constant in-place operators alone"
+    if values.ndim != 2:
+        return "it is a stack of weights"
     if values.dtype != torch.bfloat16:
         return f"residuals are differences of bfloat16 values, and it is {values.dtype}"
     return "the scale is too coarse for one byte per value"

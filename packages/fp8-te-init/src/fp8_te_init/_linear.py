@@ -1,7 +1,6 @@
 """`PrimaryFloat8Linear`: a linear layer with an FP8 primary weight, the module that it was under another class."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch import INPUT_DTYPES
 from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch, hooks
-from fp8_te_init._compat import dtensor_like
 from fp8_te_init._config import PrimaryConfig
-from fp8_te_init._init_replay import InitReplay
+from fp8_te_init._holder import PrimaryWeightHolder, draw_uniform
 from fp8_te_init._kept_in_module import kept_for, reconcile
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._shards import place_of
@@ -25,7 +23,7 @@ from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 aten = torch.ops.aten
 
 
-class PrimaryFloat8Linear(nn.Linear, LinearOperands):
+class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
     """A linear layer whose weight parameter holds FP8 codes and nothing else.
 
     Made by `convert_linear`, or inside `primary_weights`. The bias stays in high precision. `state_dict()` holds the
@@ -46,21 +44,6 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
         adopted.config = config
         keep_scales_in_state_dicts(adopted)
         return adopted
-
-    @property
-    def weight_quant_scale(self) -> torch.Tensor | None:
-        """float32 scales of the whole weight, into FP8; None where the weight is a plain one."""
-        # FSDP2 has the whole weight in place of the shard during forward and backward.
-        if isinstance(self.weight, GatheredFloat8Weight):
-            return self.weight.scale
-        primary = primary_of(self.weight)
-        return None if primary is None else primary.scale
-
-    @property
-    def weight_amax_history(self) -> torch.Tensor | None:
-        """float32 [window] of delayed scaling, newest first; None without it."""
-        primary = primary_of(self.weight)
-        return None if primary is None else primary.state.history
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; plain values for "weight" are quantized, and kept as its new start.
@@ -163,21 +146,10 @@ class PrimaryFloat8Linear(nn.Linear, LinearOperands):
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         # kaiming_uniform_(a=sqrt(5)) of nn.Linear is uniform within 1 / sqrt(in_features), weight and bias alike. Its
         # function is not called, because on a shard it would draw numbers for the rows of this rank alone.
-        _draw_uniform(primary, bound)
+        draw_uniform(primary, bound)
         increment_version(self.weight)  # a MasterOptimizer that is there already sees that it was written to
         if self.bias is not None:
             _draw_rows(self.bias, bound)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryFloat8Linear":
-        """Move as asked; a change of dtype changes what the weight stands for, not its codes."""
-        # `nn.Module._apply` swaps the content of wrapper subclasses with that of a new tensor, attributes included.
-        attributes = dict(self.weight.__dict__)
-        super()._apply(lambda tensor: _moved(tensor, fn), recurse)
-        for name, value in attributes.items():  # what Megatron and others keep there: main_grad, main_param, marks
-            self.weight.__dict__.setdefault(name, value)
-        # an autograd graph that is still alive keeps the old tensor from dying, which would say the same
-        reconcile(self, "weight")
-        return self
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""
@@ -195,16 +167,6 @@ def _is_like(weight: torch.Tensor, other: torch.Tensor) -> bool:
     return (weight.shape, weight.dtype, weight.device) == (other.shape, other.dtype, other.device)
 
 
-def _draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:
-    state = primary.state
-    device = state.codes.device
-    rows = (0, state.full_shape[0])
-    # Before the draw: the replay takes the state of the generator as it is now.
-    replay = InitReplay.record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
-    whole = torch.empty(state.full_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
-    state.write_drawn(whole, keeper(state.kept, primary.quantized_rows, replay))
-
-
 def _draw_rows(bias: nn.Parameter, bound: float) -> None:
     local = getattr(bias, "_local_tensor", bias)
     whole = torch.empty(bias.shape, dtype=bias.dtype, device=local.device).uniform_(-bound, bound)
@@ -214,32 +176,3 @@ def _draw_rows(bias: nn.Parameter, bound: float) -> None:
     # Drawn whole as well, so that all ranks leave the generator in the same state.
     first, rows = place_of(bias)
     local.copy_(whole[first : first + rows])
-
-
-def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply what `nn.Module._apply` applies, without letting a cast turn codes into plain values."""
-    primary = primary_of(tensor)
-    if primary is None:
-        return fn(tensor)
-    # What `fn` does is found out on an empty tensor: applied to the weight, a cast would return dequantized values.
-    wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-    # `to_empty`: there are no codes to move.
-    if tensor.is_meta and not wanted.is_meta:
-        moved = torch.empty_like(tensor, device=wanted.device)
-    elif wanted.device != tensor.device:
-        moved = tensor.to(wanted.device)
-    else:
-        moved = tensor
-    if wanted.dtype == tensor.dtype:
-        return moved
-    return _standing_for(moved, wanted.dtype)
-
-
-def _standing_for(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    primary = primary_of(tensor)
-    if primary is None:
-        return tensor.to(dtype)
-    local = primary.standing_for(dtype)
-    if not isinstance(tensor, DTensor):
-        return local
-    return dtensor_like(tensor, local)

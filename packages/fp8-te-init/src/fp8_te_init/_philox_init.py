@@ -73,15 +73,18 @@ def _prepare(param: torch.Tensor, init: Distribution, seed: int, name: str) -> A
     columns = param.shape[1:].numel()
     rows = Rows(place[0], place[0] + place[1]) if weight is None else weight.rows
     source = PhiloxSource(init, seed=seed, name=name, columns=columns, dtype=param.dtype, rows=rows)
-    values = source.values()
+    values = source.values().view(rows.count, *param.shape[1:])
     increment_version(param)  # so a MasterOptimizer that is there already sees that it was written to
     primary = primary_of(param)
     if primary is not None:
         primary.state.writes += 1
     if weight is None:
-        local_of(param).copy_(values.view(rows.count, *param.shape[1:]))
+        local_of(param).copy_(values)
         return None
     kept = kept_of(param)
     if kept is not None and kept.keeps_writes:
-        kept.use(source)
+        if values.ndim == 2:
+            kept.use(source)
+        else:  # a stack of weights
+            kept.keep(values, weight)
     return Agreement(weight=weight, values=values.to(weight.device), group=group_of(param))

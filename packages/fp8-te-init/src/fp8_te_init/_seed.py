@@ -100,16 +100,18 @@ def seed_masters(
     if strict:
         with run.noting("the model"):
             _refuse_dequantized(model)
-    for named in weights if not run.problems else []:
+    device = weights[0].weight.device if weights else torch.device("cpu")
+    # Before anything is read: tensors of a checkpoint that are distributed otherwise are gathered, by all ranks.
+    raise_together(["the checkpoint", "the model"], run.problems, groups, device)
+    for named in weights:
         with run.noting(named.name):
             run.seed(named)
-    for name, _, _, parameter in named_parameters(model) if not run.problems else []:
+    for name, _, _, parameter in named_parameters(model):
         if requantizable(parameter) is None:
             with run.noting(name):
                 run.seed_plain(name, parameter)
     # All names, failed or not: the flags of all ranks have to have one length.
-    names = ["the checkpoint", "the model", *(name for name, *_ in named_parameters(model))]
-    raise_together(names, run.problems, groups, weights[0].weight.device if weights else torch.device("cpu"))
+    raise_together([name for name, *_ in named_parameters(model)], run.problems, groups, device)
     # only now: a rank that had failed would have left the others waiting in this reduction
     agree_on(run.agreements, step=False)
     released = release_under(model, "seed_masters")
@@ -204,7 +206,7 @@ class _Seeding:
             return None
         found = (alias for alias in [name, *self._aliases.get(id(parameter), [])] if self._reader.holds(alias))
         alias = next(found, None)
-        return None if alias is None else CheckpointSource(self._reader, alias, rows, parameter.shape)
+        return None if alias is None else CheckpointSource(self._reader, alias, rows, parameter)
 
     def _values(self, named: NamedWeight, checkpoint: CheckpointSource | None) -> tuple[torch.Tensor, MasterSource]:
         """Return the values [n, columns] of the first source that has any, and which source that was."""

@@ -14,6 +14,7 @@ from fp8_common import CastRecipe
 from fp8_common.torch import torch_dtype, update_history
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
 from fp8_te_init._config import GatherFormat
+from fp8_te_init._stacked_layout import layout_of
 
 if TYPE_CHECKING:
     from fp8_te_init._kept_values import KeptValues
@@ -25,7 +26,8 @@ class PrimaryState:
 
     Attributes:
         cast: How the weight is cast.
-        codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end.
+        codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end. Of a stacked
+            weight [experts, rows, columns], here and below: the experts are the rows.
         scale: float32 scales of the whole weight, into FP8; the shape that the layout of `cast` gives.
         full_shape: [rows, columns] of the whole weight.
         first_row: Index of the first row held here.
@@ -38,6 +40,7 @@ class PrimaryState:
         travels: Whether it was found that FSDP2 can gather it.
         writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
         told: Whether a warning said that a change was rounded.
+        unscaled: Whether codes were put in place whose scales have not come yet.
     """
 
     cast: CastRecipe
@@ -54,6 +57,7 @@ class PrimaryState:
     travels: bool = False
     writes: int = 0
     told: bool = False
+    unscaled: bool = False
 
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
@@ -62,7 +66,7 @@ class PrimaryState:
         return cls(
             cast=cast,
             codes=torch.zeros(shape, dtype=torch.uint8, device=device),
-            scale=torch.ones(ScaleLayout.of(cast).shape(shape), dtype=torch.float32, device=device),
+            scale=torch.ones(layout_of(cast, shape).shape(shape), dtype=torch.float32, device=device),
             full_shape=shape,
             gather=gather,
             history=torch.zeros(window, dtype=torch.float32, device=device) if window else None,
@@ -86,6 +90,7 @@ class PrimaryState:
             held=None,
             kept=None,
             travels=False,
+            unscaled=False,
         )
 
     def __deepcopy__(self, memo: dict) -> "PrimaryState":
@@ -103,7 +108,7 @@ class PrimaryState:
     @property
     def layout(self) -> ScaleLayout:
         """How the scales lie on the weight."""
-        return ScaleLayout.of(self.cast)
+        return layout_of(self.cast, self.full_shape)
 
     @property
     def geometry(self) -> ShardGeometry:
@@ -167,6 +172,7 @@ class PrimaryState:
             amax = self._recorded(amax, step=step)
         # an amax that says nothing leaves a delayed scale as it was, and a current one is 1
         previous = None if self.history is None else self.scale
+        self.unscaled = False
         self.scale = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy, previous)
 
     def _recorded(self, amax: torch.Tensor, *, step: bool) -> torch.Tensor:
@@ -185,7 +191,7 @@ class PrimaryState:
         self.scale = scale.to(self.codes.device, copy=True)
         if self.history is not None:
             self.history = torch.zeros_like(self.history) if history is None else history.to(self.codes.device).clone()
-        self.unagreed, self.held = False, None
+        self.unagreed, self.held, self.unscaled = False, None, False
 
     def write_drawn(self, whole: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
         """Take over the rows held here of a whole weight [rows, columns] that every rank has drawn."""

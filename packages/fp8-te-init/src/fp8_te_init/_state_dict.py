@@ -14,11 +14,14 @@ from torch.distributed.tensor import DTensor
 from fp8_common.torch import FLOAT8_DTYPES
 from fp8_te_init._checkpoint_names import HISTORY, SCALE
 from fp8_te_init._compat import dtensor_like
+from fp8_te_init._gatherable_codes import GatherableCodes
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 from fp8_te_init._wire import waiting_values
+
+_CODES = (torch.uint8, *FLOAT8_DTYPES)
 
 
 def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
@@ -31,6 +34,16 @@ def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
     # Partials of functions of this module and no closures, so that modules that have them can be pickled.
     module._register_state_dict_hook(partial(_unwrap, name))
     module._register_load_state_dict_pre_hook(partial(_take_back, name), with_module=True)
+
+
+def make_codes_travel(state_dict: dict[str, Any], dtype: torch.dtype) -> None:
+    """Turn codes of one format, in a full state dict that is about to be sent to other ranks, into bytes, in place.
+
+    gloo sends no float8, and loading takes bytes too. Codes of another format stay: they are refused by their dtype.
+    """
+    for key, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.dtype == dtype and not isinstance(value, DTensor):
+            state_dict[key] = value.view(torch.uint8)
 
 
 def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
@@ -50,7 +63,7 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
             ],
             step=False,
         )
-    state_dict[key] = _with_local(state_dict[key], primary.codes)
+    state_dict[key] = _codes_in(state_dict[key], primary.codes)
     # Not a buffer: the state has another scale tensor after every write.
     state_dict[f"{key}{SCALE}"] = state.scale
     if state.history is not None:
@@ -76,8 +89,10 @@ def _take_back(
     if primary is None or key not in state_dict:
         return
     loaded = getattr(state_dict[key], "_local_tensor", state_dict[key])
-    is_codes = loaded.dtype in (torch.uint8, *FLOAT8_DTYPES)
-    problem = _problem(key, primary, loaded, scale)
+    is_there = isinstance(loaded, PrimaryFloat8Weight) and loaded.state is primary.state
+    is_codes = loaded.dtype in _CODES or (is_there and primary.state.unscaled)
+    # What was not in the checkpoint, `set_model_state_dict` fills with what the layer has: scales of other codes.
+    problem = _problem(key, primary, loaded, None if scale is primary.scale else scale, is_codes=is_codes)
     if problem is not None:
         error_msgs.append(problem)
         state_dict[key] = getattr(module, name)  # the weight stays as it was
@@ -85,16 +100,20 @@ def _take_back(
     if is_codes and loaded.shape == primary.shape and primary.state.kept is not None:
         # what was kept belongs to other values, and the loaded ones are known in FP8 alone
         primary.state.kept.forget("a loaded checkpoint of FP8 codes")
-    if local_metadata.get("assign_to_params_buffers"):
+    if is_there:
+        # `set_model_state_dict(broadcast_from_rank0)` has copied the codes to the parameter, and hands it over
+        if scale is not None and primary.state.unscaled:
+            primary.state.take_scale(scale, history)
+    # Codes with their scales in one tensor, so that torch copies both together; plain values go through `copy_`, which
+    # makes a scale of its own.
+    elif local_metadata.get("assign_to_params_buffers") or is_codes:
         state_dict[key] = _with_local(state_dict[key], _assigned(primary, loaded, scale, history, is_codes))
-    # The codes are copied by torch after this hook; plain values go through `copy_`, which makes a scale of its own.
-    elif is_codes and scale is not None and loaded.shape == primary.shape:  # torch tells of other shapes
-        primary.state.take_scale(scale, history)
 
 
-def _problem(key: str, primary: PrimaryFloat8Weight, loaded: torch.Tensor, scale: torch.Tensor | None) -> str | None:
+def _problem(
+    key: str, primary: PrimaryFloat8Weight, loaded: torch.Tensor, scale: torch.Tensor | None, *, is_codes: bool
+) -> str | None:
     """Return why a tensor of a checkpoint cannot be loaded; None if it can."""
-    is_codes = loaded.dtype in (torch.uint8, *FLOAT8_DTYPES)
     if is_codes and scale is None:
         return (
             f"{key} holds FP8 codes, but {key}{SCALE} is missing: codes mean nothing without their scales. Load both."
@@ -128,6 +147,14 @@ def _assigned(
     weight = PrimaryFloat8Weight(fresh.codes, fresh, loaded.dtype)
     fresh.write(loaded, keeper(state.kept, weight.quantized_rows))
     return weight
+
+
+def _codes_in(tensor: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return what a state dict holds: plain codes, or a DTensor whose gathers work with every backend."""
+    if not isinstance(tensor, DTensor):
+        return codes
+    gathers = sum(not placement.is_replicate() for placement in tensor.placements)
+    return dtensor_like(tensor, GatherableCodes(codes, gathers) if gathers else codes)
 
 
 def _with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

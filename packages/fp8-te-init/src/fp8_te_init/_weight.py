@@ -5,6 +5,7 @@ high-precision values (dequantize where there are none), apply the operator to t
 initialisation function works on it, and what it makes is kept exactly. FSDP2 gathers the codes.
 """
 
+import copy
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,8 @@ _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default
 
 class PrimaryFloat8Weight(torch.Tensor):
     """A weight [rows, columns], or this rank's rows of it, as FP8 codes; reports the dtype it stands for.
+
+    A stacked weight [experts, rows, columns] is cut along its experts.
 
     Args:
         codes: uint8 view of `state.codes`.
@@ -136,13 +139,13 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Whether this is all of what its storage holds, in its own shape."""
         own = self._state.codes
         # FSDP2 holds its shard as a view of the rows without padding, so both numbers of rows are the whole.
-        return self._codes.ndim == 2 and self._codes.data_ptr() == own.data_ptr() and self._covers_rows()
+        return self._codes.ndim == own.ndim and self._codes.data_ptr() == own.data_ptr() and self._covers_rows()
 
     @property
     def is_all_of_its_storage(self) -> bool:
         """Whether this is all of what its storage holds, in any shape."""
         own, codes = self._state.codes, self._codes
-        count = self._state.rows * own.shape[1]
+        count = self._state.rows * own.shape[1:].numel()
         return codes.data_ptr() == own.data_ptr() and codes.is_contiguous() and codes.numel() in (count, own.numel())
 
     def _covers_rows(self) -> bool:
@@ -179,7 +182,10 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """Copy codes and scales. A module that is copied brings its kept values along."""
-        state = self._state.__deepcopy__(memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        # Through the memo: aliases of one storage have one state, and stay aliases.
+        state = copy.deepcopy(self._state, memo)
         twin: torch.Tensor = PrimaryFloat8Weight(self._geometry(state.codes), state, self.dtype)
         if isinstance(self, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=self.requires_grad)
@@ -296,17 +302,23 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     # Also if the codes are equal: a MasterOptimizer compares before it starts a master anew.
     target._state.writes += 1
     if not isinstance(source, PrimaryFloat8Weight):
+        if source.dtype not in (torch.uint8, target.codes.dtype):
+            raise Fp8Error(
+                f"Codes of {source.dtype} were copied to an FP8 weight of {target.codes.dtype}: they would mean other "
+                "values. Use a model with the recipe that they were saved under."
+            )
         target._codes.copy_(source.view(torch.uint8))
+        target._state.unscaled = True
         return target
     mine, other = target._state, source._state
     if mine.cast != other.cast or mine.full_shape != other.full_shape:
         return _write(aten.copy_.default, (target, source.dequantize()), {})
     target._codes.copy_(source._codes)
-    mine.scale, mine.history = other.scale, other.history
-    if mine is not other and target._codes.ndim == 2:
+    mine.scale, mine.history, mine.unscaled = other.scale, other.history, other.unscaled
+    if mine is not other and target._codes.ndim == mine.codes.ndim:
         # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view
         # in its storage tells which rows these are.
-        row = (source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
+        row = (source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1:].numel())
         mine.first_row, mine.unagreed = other.first_row + row, other.unagreed
         mine.held = None if other.held is None else other.held[row : row + mine.rows].clone()
     return target
@@ -318,7 +330,7 @@ def _copied(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -
     asked = kwargs.get("dtype")
     if func is aten.new_zeros.default:
         size = torch.Size(rest[0])
-        if asked not in (None, weight.dtype) or len(size) != 2 or size[1] != state.full_shape[1]:
+        if asked not in (None, weight.dtype) or size[1:] != state.full_shape[1:]:
             return None
         # FSDP2 makes the padded tensor for its shard with this operator. The dtype is dropped: codes stay uint8.
         fresh = state.around(func(weight._codes, size, *rest[1:], **device_only), sharded=True)
@@ -426,7 +438,13 @@ def _replay_of(
 ) -> InitReplay | None:
     """Return how to repeat this write, if it is of a kind that can be repeated."""
     kept = weight._state.kept
-    if kept is None or not kept.wants_replay or args[0] is not weight or not weight.is_whole:
+    if (
+        kept is None
+        or not kept.wants_replay
+        or weight.state.codes.ndim != 2
+        or args[0] is not weight
+        or not weight.is_whole
+    ):
         return None
     state = weight._state
     rows = (state.first_row, state.first_row + weight._codes.shape[0])

@@ -29,7 +29,7 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
     if state.unagreed:
         _agree_under_root(weight)
     # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.
-    padded = torch.Size((-(-state.full_shape[0] // mesh.size()), state.full_shape[1]))
+    padded = torch.Size((-(-state.full_shape[0] // mesh.size()), *state.full_shape[1:]))
     if state.gather == "fp8":
         return (fsdp.pad_rows(state.codes if state.codes.shape == padded else state.own_codes, padded),)
     values = torch.zeros(padded, device=state.codes.device)

@@ -124,7 +124,8 @@ class GatheredFloat8Weight(torch.Tensor):
                 f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
                 "replaces. Change the sharded parameter instead (after model.reshard())."
             )
-        if func in _MULTIPLIES:
+        # Stacked weights have no layer that multiplies codes.
+        if func in _MULTIPLIES and not any(isinstance(one, cls) and one.ndim > 2 for one in args):
             warnings.warn(
                 "An FP8 weight is multiplied outside of its layer: in high precision, with values that were rounded to "
                 "FP8 for the gather. Call the layer, or leave it out of the conversion with module_filter_fn.",

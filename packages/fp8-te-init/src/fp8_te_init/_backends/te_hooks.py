@@ -92,4 +92,5 @@ def _post_all_gather(
         quantizer=self._quantizer,
         device=data.device,
     )
-    return whole, (data,)
+    # Nothing of its own to free: `data` is a view of the gathered buffer, which FSDP2 frees and makes with its padding.
+    return whole, ()

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch import FLOAT8_DTYPES, dequantize, read_metadata
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
+from fp8_common.torch.plugin import ShardGeometry
 from fp8_te_init._checkpoint_names import SCALE
 from fp8_te_init._compat import local_of
 from fp8_te_init._shards import place_of
 from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._stacked_layout import layout_of
 
 Checkpoint = Mapping[str, torch.Tensor] | str | Path
 """Tensors by name, a file of torch.save, or a folder of torch.distributed.checkpoint."""
@@ -37,7 +38,7 @@ class CheckpointReader:
     read: Callable[[str], torch.Tensor]
 
 
-_LAYOUTS = [ScaleLayout.of(CastRecipe(granularity=name)) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
+_CASTS = [CastRecipe(granularity=name) for name in ("tensorwise", "rowwise", "blockwise_128x128")]
 
 
 class CheckpointSource(Source):
@@ -47,13 +48,14 @@ class CheckpointSource(Source):
         reader: Where it reads.
         name: The parameter's name in the checkpoint.
         rows: The rows that this source gives.
-        shape: Shape of the whole parameter.
+        parameter: The parameter, plain or distributed.
     """
 
     name: ClassVar[str] = "checkpoint"
 
-    def __init__(self, reader: CheckpointReader, name: str, rows: Rows, shape: torch.Size) -> None:
-        self._reader, self._name, self.rows, self._shape = reader, name, rows, shape
+    def __init__(self, reader: CheckpointReader, name: str, rows: Rows, parameter: torch.Tensor) -> None:
+        self._reader, self._name, self.rows, self._shape = reader, name, rows, parameter.shape
+        self._parameter = parameter
 
     @property
     def nbytes(self) -> int:
@@ -84,16 +86,20 @@ class CheckpointSource(Source):
 
     def narrowed(self, rows: Rows) -> "CheckpointSource":
         """Return the source of some rows."""
-        return CheckpointSource(self._reader, self._name, rows, self._shape)
+        return CheckpointSource(self._reader, self._name, rows, self._parameter)
 
     def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            first, count = place_of(tensor)
-            if (first, first + count) == self.rows:
-                return _values(local_of(tensor))
-            # a collective of the ranks that hold the tensor
+            # By what all ranks know, never by the rows that this one needs: the other way is a collective.
+            if self._is_distributed_like(tensor):
+                first, _ = place_of(tensor)
+                return _values(local_of(tensor))[self.rows.start - first : self.rows.stop - first]
             tensor = tensor.full_tensor()
         return _values(tensor)[self.rows.start : self.rows.stop]
+
+    def _is_distributed_like(self, tensor: DTensor) -> bool:
+        own = self._parameter
+        return isinstance(own, DTensor) and (own.device_mesh, own.placements) == (tensor.device_mesh, tensor.placements)
 
     def _dequantized(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._reader.holds(f"{self._name}{SCALE}"):
@@ -102,8 +108,9 @@ class CheckpointSource(Source):
                 "nothing without their scales. Give both, or high-precision values."
             )
         scale = self._reader.read(f"{self._name}{SCALE}")
+        layouts = [layout_of(cast, self._shape) for cast in _CASTS]
         # which granularity it is shows in the shape of the scales
-        layout = next((one for one in _LAYOUTS if one.shape(self._shape) == tuple(scale.shape)), None)
+        layout = next((one for one in layouts if one.shape(self._shape) == tuple(scale.shape)), None)
         if layout is None:
             raise Fp8Error(
                 f"{self._name}{SCALE} has shape {tuple(scale.shape)} in the checkpoint, which are no scales of a "

@@ -28,10 +28,11 @@ def dithered(quantized: QuantizedRows, *, seed: int, name: str) -> torch.Tensor:
         seed=seed,
         # other numbers than those of an initialisation with the same seed and name
         name=f"{name}/dither",
-        columns=quantized.full_shape[1],
+        columns=quantized.full_shape[1:].numel(),
         dtype=torch.float32,
         rows=quantized.rows,
     ).values()
+    share = share.view(codes.shape)
     index = codes.int()
     raw = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), fmt)).to(codes.device)[index]
     spread = (raw + below[index] + (above[index] - below[index]) * share.to(codes.device)) * quantized.scale_inv()

@@ -28,7 +28,7 @@ class ResidualSource(Source):
 
     Args:
         residual: int8 [n, columns].
-        escapes: int32 row-major places [k] and their bfloat16 values [k].
+        escapes: Row-major places [k] in `place_dtype` and their bfloat16 values [k].
         digest: `digest_of` the weight.
         rows: The rows that it holds.
     """
@@ -45,10 +45,10 @@ class ResidualSource(Source):
         """Encode values [n, columns] against the present codes; None if that would not be exact, or not smaller.
 
         Args:
-            values: bfloat16; other dtypes are refused.
+            values: bfloat16; other dtypes and stacked weights are refused.
             quantized: The weight that was made from them.
         """
-        if values.dtype != torch.bfloat16:
+        if values.dtype != torch.bfloat16 or values.ndim != 2:
             return None
         rows, columns = values.shape
         residual = mapped_empty(values.shape, torch.int8)
@@ -59,8 +59,7 @@ class ResidualSource(Source):
             fits = (difference >= -128) & (difference <= 127)
             residual[part] = torch.where(fits, difference, 0).to(torch.int8)
             places = (~fits).reshape(-1).nonzero().reshape(-1) + part.start * columns
-            # int32 holds places in weights of fewer than 2^31 elements.
-            found.append(places.to(torch.int32).cpu())
+            found.append(places.to(place_dtype(values.numel())).cpu())
         escaped = torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
         if escaped.numel() > WORTH * values.numel():
             return None
@@ -96,9 +95,15 @@ class ResidualSource(Source):
         where, columns = rows.inside(self.rows), self._residual.shape[1]
         places, exact = self._escapes
         inside = (places >= where.start * columns) & (places < where.stop * columns)
-        escapes = (places[inside] - where.start * columns, exact[inside])
+        own = (places[inside] - where.start * columns).to(place_dtype((where.stop - where.start) * columns))
+        escapes = (own, exact[inside])
         digest = slice_digest(self._digest, where)
         return ResidualSource(mapped_copy(self._residual[where]), escapes, digest, rows)
+
+
+def place_dtype(count: int) -> torch.dtype:
+    """Return the smallest dtype of places among `count` elements."""
+    return torch.int32 if count <= 1 << 31 else torch.int64
 
 
 def row_parts(rows: int, columns: int) -> Iterator[slice]:
