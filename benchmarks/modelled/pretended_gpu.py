@@ -66,6 +66,7 @@ def pretend_gpu() -> None:
     _answer_autograd()
     _register_kernels()
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyrefly: ignore
+    torch.version.cuda = "13.0"
     answers = ANSWERS | {"get_rng_state": torch.zeros(16, dtype=torch.uint8)}
     _answer(torch.cuda, answers)
     _persuade_inductor(answers)
