@@ -20,6 +20,7 @@ import fp8_torch_fsdp as f8
 from fp8_common.torch._operands import cast_operand
 from fp8_common.torch._scale_layout import TensorwiseLayout
 from fp8_common.torch.plugin import foreach
+from fp8_torch_fsdp._counters import plans_of
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -166,3 +167,52 @@ def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(run_ranks, fo
             assert total == 5 * (step + 1)
             # before the first forward there is no plan yet; later everything happens in the synchronization
             assert synchronized == ({"amax_keys": 1, "cast": casts} if step else {})
+
+
+class AllOperators(TorchDispatchMode):
+    """Counts every operator."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_synchronization(rank, world_size, recipe, layers):
+    """Return the operators of a step's end, of a synchronization after it, and of the observation of all weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers)))
+    f8.convert_to_float8_training(model, recipe=recipe)
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    for _ in range(2):
+        model(torch.randn(4, 16)).sum().backward()
+        counted = []
+        for act in (optimizer.step, lambda: f8.precompute_float8_dynamic_scale_for_fsdp(model)):
+            with AllOperators() as operators:
+                act()
+            counted.append(operators.calls)
+        optimizer.zero_grad()
+    with AllOperators() as operators:
+        plans_of(model)[0]._observe_weights()
+    return [*counted, operators.calls]
+
+
+@pytest.mark.distributed
+def test_delayed_scaling_adds_operators_to_a_step_and_none_for_each_weight(run_ranks):
+    """What grows with the number of weights is what the references on CPU do for dynamic scaling too."""
+    counts = {
+        (recipe, layers): run_ranks(1, operators_of_a_synchronization, recipe, layers)[0]
+        for recipe in ("tensorwise", "tensorwise_delayed")
+        for layers in (4, 12)
+    }
+    growth = {
+        recipe: [many - few for few, many in zip(counts[recipe, 4], counts[recipe, 12], strict=True)]
+        for recipe in ("tensorwise", "tensorwise_delayed")
+    }
+    assert growth["tensorwise"] == growth["tensorwise_delayed"]
+    assert growth["tensorwise"][0] == growth["tensorwise"][2] == 0
+    added = [d - t for t, d in zip(counts["tensorwise", 4], counts["tensorwise_delayed", 4], strict=True)]
+    assert all(a <= b for a, b in zip(added, (8, 56, 13), strict=True)), added

@@ -191,6 +191,28 @@ def take_combined(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
 
 
 @torch.no_grad()
+def observe_together(modules: Sequence[DelayedScale], keys: Sequence[torch.Tensor]) -> None:
+    """Record the amax of each of `modules`, given by its int32 key [1]; infinite and NaN ones are not recorded."""
+    observed = delayed_ops.observed_key(torch.cat(list(keys)).view(torch.float32))
+    _write(modules, {"own_key": torch.maximum(_stacked(modules, "own_key"), observed)})
+
+
+def current_together(modules: Sequence[DelayedScale], keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the float32 scalar scale to use now of each of `modules`: what `DelayedScale.current` returns, unrecorded.
+
+    Args:
+        modules: The operands.
+        keys: int32 [1], the key of each operand's amax, from which follows the scale of a first step.
+    """
+    scales: dict[DelayedScale, torch.Tensor] = {}
+    for group, key in _alike(modules, torch.cat(list(keys))):
+        dynamic = delayed_ops.scales_from_keys(key, [module.cast for module in group])
+        chosen = torch.where(_stacked(group, "ready"), _stacked(group, "scale"), dynamic)
+        scales |= dict(zip(group, chosen.unbind(), strict=True))
+    return [scales[module] for module in modules]
+
+
+@torch.no_grad()
 def mark_late(modules: Sequence[DelayedScale]) -> None:
     """Note that an optimizer stepped: whatever was observed before belongs to the step that ended."""
     # An optimizer of other parts of the model may step while this layer is still on the meta device.
@@ -241,14 +263,10 @@ def restart(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
     """
     for group, key in _alike(modules, keys):
         changed = key >= 0
-        amax = key.clamp(min=0).view(torch.float32)
-        fresh = [
-            dispatch.scale_from_amax(one, module.cast.fp8_format, module.cast.policy)
-            for one, module in zip(amax.unbind(), group, strict=True)
-        ]
+        fresh = delayed_ops.scales_from_keys(key, [module.cast for module in group])
         history = torch.stack([module.history for module in group])
         values = {
-            "scale": torch.where(changed, torch.stack(fresh), _stacked(group, "scale")),
+            "scale": torch.where(changed, fresh, _stacked(group, "scale")),
             "history": torch.where(changed[:, None], 0.0, history),
             "ready": torch.where(changed, (key > 0) | _always_ready(group, key), _stacked(group, "ready")),
             "key": torch.where(changed, UNOBSERVED, _stacked(group, "key")),
@@ -264,20 +282,20 @@ def restart_edited(
 
     Args:
         scales: The state of each weight; None for weights with other scaling.
-        keys: int32, the key of each weight's amax, combined over ranks, first.
+        keys: int32 [1], the key of each weight's amax, combined over ranks.
         edited: int32 [n], whether each was edited on any rank.
         keep: Scales that came with their weights from a checkpoint, which stay.
     """
     if edited.device.type == "cpu" and not edited.any():
         return  # on a GPU, to ask would be to wait for it
     affected = [
-        (scale, torch.where(flag > 0, key[0], UNOBSERVED))
+        (scale, key, flag)
         for scale, key, flag in zip(scales, keys, edited.unbind(), strict=True)
         if scale is not None and scale not in keep
     ]
     if affected:
-        modules, restarted = zip(*affected, strict=True)
-        restart(modules, torch.stack(restarted))
+        modules, known, flags = zip(*affected, strict=True)
+        restart(modules, torch.where(torch.stack(flags) > 0, torch.cat(known), UNOBSERVED))
 
 
 def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[list[DelayedScale], torch.Tensor]]:
@@ -293,8 +311,10 @@ def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[li
     ]
 
 
-def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([module.always_ready for module in modules], device=like.device)
+def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.Tensor | bool:
+    answers = [module.always_ready for module in modules]
+    # one answer, as almost always, needs no copy to the device
+    return answers[0] if len(set(answers)) == 1 else torch.tensor(answers, device=like.device)
 
 
 def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:

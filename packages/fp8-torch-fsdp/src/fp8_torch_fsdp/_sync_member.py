@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch.plugin import dispatch, foreach, fsdp
+from fp8_torch_fsdp._delayed import DelayedScale, current_together
+from fp8_torch_fsdp._strategies import delayed_of
 from fp8_torch_fsdp._weight_state import WeightState
 
 
@@ -169,19 +171,28 @@ def refresh_keys(members: Sequence[Member]) -> None:
 
 
 def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Tensor | None]:
-    """Return the scales of weights from their reduced keys; those that follow from one key each, all at once."""
+    """Return the scales of weights from their reduced keys; those with one key each, all at once."""
     scales: list[torch.Tensor | None] = []
     alike: dict[CastRecipe, list[int]] = {}
+    in_use: dict[int, DelayedScale] = {}
     for index, (member, keys) in enumerate(renewed):
-        together = member.state.strategy.scale_follows_from_key
-        if together:
-            alike.setdefault(member.state.strategy.cast, []).append(index)
-        # None holds the place until the loop below.
-        scales.append(None if together else member.state.strategy.scale_from_keys(keys, member.geometry))
+        strategy = member.state.strategy
+        known, together = delayed_of(strategy), strategy.scale_follows_from_key
+        if known is not None:
+            in_use[index] = known
+        elif together:
+            alike.setdefault(strategy.cast, []).append(index)
+        # None holds the place until the loops below.
+        alone = known is None and not together
+        scales.append(strategy.scale_from_keys(keys, member.geometry) if alone else None)
     for cast, indices in alike.items():
         amax = torch.cat([renewed[i][1] for i in indices]).view(torch.float32)
         fmt = renewed[indices[0]][0].state.strategy.layout.fmt
         for i, scale in zip(indices, dispatch.scale_from_amax(amax, fmt, cast.policy).unbind(), strict=True):
+            scales[i] = scale
+    if in_use:
+        found = current_together(list(in_use.values()), [renewed[i][1] for i in in_use])
+        for i, scale in zip(in_use, found, strict=True):
             scales[i] = scale
     return scales
 

@@ -226,9 +226,13 @@ class SyncPlan(ScalePlan):
     @torch.no_grad()
     def _observe_weights(self) -> None:
         """Let delayed scaling record the amax of the weights that training uses now."""
-        for member in self.members:
-            if member.state.agreed is not None:
-                member.state.strategy.record(member.state.agreed)
+        used = [
+            (scale, member.state.agreed)
+            for member in (self.members if self.scales else ())
+            if (scale := delayed_of(member.state.strategy)) is not None and member.state.agreed is not None
+        ]
+        if used:
+            delayed.observe_together(*zip(*used, strict=True))
 
     def _synchronize_group(
         self, process_group: dist.ProcessGroup, members: list[Member], roll: bool, quiet: bool

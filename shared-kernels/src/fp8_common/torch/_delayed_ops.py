@@ -19,7 +19,7 @@ from fp8_common.torch._history import reduce_history, update_history
 from fp8_common.torch._ops import NAMESPACE, policy_key, policy_of_key
 from fp8_common.torch._scaling import divide, scale_from_amax
 
-__all__ = ["UNOBSERVED", "delayed_update", "observed_key", "reduce_history", "roll_histories"]
+__all__ = ["UNOBSERVED", "delayed_update", "observed_key", "reduce_history", "roll_histories", "scales_from_keys"]
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -52,6 +52,16 @@ def roll_histories(
     return rolled, following
 
 
+def scales_from_keys(keys: torch.Tensor, casts: Sequence[CastRecipe]) -> torch.Tensor:
+    """Return the float32 scales [T] that dynamic scaling gives operands of these amax.
+
+    Args:
+        keys: int32 [T]; entries below 0 count as 0.
+        casts: T casts that share one policy.
+    """
+    return _scales_by_format(key_to_float(keys.clamp(min=0)), tuple(cast.format for cast in casts), casts[0].policy)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::delayed_update", mutates_args=())
 def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: str) -> Step:
     """Return the rolled history, the next scales and their reciprocals.
@@ -68,17 +78,25 @@ def delayed_update(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tenso
     if all(triton_backend.applies(amax, name, rule) for name in set(names)):
         return triton_backend.delayed_update(history, amax, scale, _numerators(names, rule, amax.device), rule)
     window, largest = update_history(history, amax, rule.algo)
-    # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
-    result = scale
-    for name in dict.fromkeys(names):
-        own = scale_from_amax(largest, get_data_format(name), rule, prev=scale)
-        result = torch.where(_has_format(names, name, amax.device), own, result)
+    result = _scales_by_format(largest, names, rule, prev=scale)
     return window, result, divide(1.0, result)
 
 
 @delayed_update.register_fake
 def _(history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: str) -> Step:
     return history.new_empty(history.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
+
+
+def _scales_by_format(
+    amax: torch.Tensor, names: tuple[str, ...], policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
+    first, *others = dict.fromkeys(names)
+    result = scale_from_amax(amax, get_data_format(first), policy, prev=prev)
+    for name in others:
+        own = scale_from_amax(amax, get_data_format(name), policy, prev=prev)
+        result = torch.where(_has_format(names, name, amax.device), own, result)
+    return result
 
 
 @lru_cache(maxsize=64)

@@ -2,8 +2,8 @@
 
 With FP8 tensor cores: `torch._scaled_mm`. Without: every FP8 value is exact in bfloat16 and float32, so the codes are
 decoded and multiplied in the output's dtype, which on CPU is several times faster than the scaled product there. The
-operands are the same numbers; only the order of accumulation differs. Block-wise operands are always multiplied as
-dequantized float32 (or, on GPUs, bfloat16) matrices.
+operands are the same numbers; only the order of accumulation differs. Block-wise operands are multiplied as dequantized
+float32 matrices where `_block_products` does not apply.
 """
 
 import logging
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch import _block_products as block_products
 from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch._dispatch import values
 from fp8_common.torch._operands import Operand
@@ -95,7 +96,8 @@ def multiply(
         Fp8Error: The hardware cannot multiply these sizes.
     """
     if a.block or b.block:
-        return _multiply_blocks(a, b, out_dtype)
+        native = not emulate and block_products.applies(a, b, out_dtype)
+        return (block_products.multiply if native else _multiply_blocks)(a, b, out_dtype)
     if emulate:
         return _multiply_decoded(a, b, out_dtype)
     return _multiply_scaled(a, b, out_dtype, use_fast_accum, (pad_inner, pad_outer))
@@ -113,8 +115,8 @@ def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.T
 
 
 def _multiply_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    wide = torch.bfloat16 if a.codes.is_cuda else torch.float32
-    return _matmul(_dequantize(a).to(wide), _dequantize(b).to(wide)).to(out_dtype)
+    # Not in bfloat16: unless scales are powers of two, values times scales would be rounded once more.
+    return _matmul(_dequantize(a), _dequantize(b)).to(out_dtype)
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

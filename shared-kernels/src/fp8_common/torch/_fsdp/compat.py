@@ -264,12 +264,12 @@ def sharded_params(root: nn.Module) -> list[ShardedParam]:
     return [param for state in _root_state(root)._state_ctx.all_states for param in _params_of_state(state)]
 
 
-def params_of_module(module: FSDPModule) -> list[ShardedParam]:
+def params_of_module(module: nn.Module) -> list[ShardedParam]:
     """Return the parameters that FSDP2 gathers and reduces together for one module, in its order."""
     return _params_of_state(_root_state(module))
 
 
-def reductions_of(module: FSDPModule) -> tuple[Any, Any]:
+def reductions_of(module: nn.Module) -> tuple[Any, Any]:
     """Return the reduce-scatter and the all-reduce hook of one module, as its setters take them."""
     (group,) = _groups_of_state(_root_state(module))
     return group._reduce_scatter_comm, group._all_reduce_hook

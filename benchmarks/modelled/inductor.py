@@ -1,0 +1,95 @@
+"""What a compiled step launches: Inductor lowers, fuses, schedules and writes its code, and nothing runs.
+
+Bytes are Inductor's own account of what each fused kernel reads and writes, plus what a kernel reads a second time in
+loops down columns, which no cache can serve. Opaque operators run on fake tensors, and what they launch is recorded.
+"""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.modelled.record import Kernel, Step, Traffic, recording
+
+
+@contextlib.contextmanager
+def recording_compiled(step: Step) -> Iterator[None]:
+    """Record what `torch.compile` would launch; compiled functions return fake outputs."""
+
+    def compile_to_module(graph: Any) -> SimpleNamespace:
+        code = graph.codegen()[0]
+        _collect(graph, getattr(code, "value", code), step)
+
+        def call(arguments: list) -> tuple:
+            arguments.clear()
+            return tuple(_made(out) if out.get_device() else None for out in graph.graph_outputs)
+
+        return SimpleNamespace(call=call, __file__="none", key="none")
+
+    with mock.patch("torch._inductor.graph.GraphLowering.compile_to_module", compile_to_module):
+        yield
+
+
+def _made(out: Any) -> torch.Tensor:
+    size, stride = (tuple(map(int, lengths)) for lengths in (out.get_size(), out.get_stride()))
+    return torch.empty_strided(size, stride, dtype=out.get_dtype(), device="cuda")
+
+
+def _collect(graph: Any, code: str, step: Step) -> None:
+    """Add what a lowered graph launches."""
+    step.read_again += _read_again(graph, code)
+    for node in graph.scheduler.nodes:
+        if type(node.node).__name__ == "MultiOutput" or "Nop" in type(node).__name__:
+            continue
+        moved = _accesses(graph, node)
+        if node.is_extern():
+            _add_extern(node.node, moved, step)
+        else:
+            step.kernels.append(Kernel(f"inductor {node.get_name()}", moved))
+
+
+def _accesses(graph: Any, node: Any) -> Traffic:
+    moved: Counter[tuple[str, int]] = Counter()
+    for way in ("read", "write"):
+        accesses = node.get_read_write_buffer_accesses(include_reads=way == "read", include_writes=way == "write")
+        for buffer, size in accesses.items():
+            known = buffer in graph.name_to_buffer or buffer in graph.graph_inputs
+            moved[way, int(graph.get_numel(buffer)) if known else 0] += size
+    return dict(moved)
+
+
+def _add_extern(node: Any, moved: Traffic, step: Step) -> None:
+    """Add an operator that Inductor calls: what an opaque one launches, or the one launch of another."""
+    from torch._inductor.virtualized import V
+    from torch._library.custom_ops import OPDEFS
+
+    overload = getattr(node, "op_overload", None)
+    origin = node.get_origin_node() or next(n for n in node.get_origins() if n.target is overload)
+    args, kwargs = torch.fx.node.map_arg((origin.args, origin.kwargs), lambda n: n.meta["val"])
+    opaque = OPDEFS.get(origin.target._schema.name)
+    if opaque is None:
+        step.add(origin.target, args, kwargs, origin.meta["val"], moved)
+        return
+    with V.fake_mode, recording(step):
+        opaque._init_fn(*args, **kwargs)
+
+
+def _read_again(graph: Any, code: str) -> int:
+    """Return the bytes that loops down columns read again: the columns of all programs at once exceed the L2 cache."""
+    sources = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL))
+    total = 0
+    for name, call in re.findall(r"(\w+)\.run\((.*?), stream", code):
+        signature = re.search(r"'signature': \{(.*?)\}", sources[name])
+        pointers = re.findall(r"'(\w+)': '\*", signature[1] if signature else "")
+        loops = sources[name].split("for r0_offset")[1:]
+        columns = [set(re.findall(r"tl\.load\((\w+) \+ \(.*?\d\*r0_", loop)) for loop in loops]
+        loads = Counter(pointer for found in columns for pointer in found)
+        for pointer, buffer in zip(pointers, call.split(", "), strict=False):
+            if loads[pointer] > 1 and (node := graph.try_get_buffer(buffer)) is not None:
+                total += (loads[pointer] - 1) * int(node.get_numel()) * node.get_dtype().itemsize
+    return total

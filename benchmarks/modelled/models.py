@@ -1,0 +1,122 @@
+"""The models that are priced, on fake CUDA tensors, and their conversion by each contender."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import fp8_torch_fsdp as ours
+from benchmarks.modelled.inductor import recording_compiled
+from benchmarks.modelled.record import Step, recording
+
+HEAD = 128
+KV_HEADS = 8
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
+CONTENDERS = ("bf16", "torchao-tensorwise", "torchao-rowwise", *(f"ours-{recipe}" for recipe in RECIPES))
+MODES = ("compiled", "eager")
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm as CUDA computes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension."""
+        # By name: a torch that was built without CUDA would choose the one that is not fused.
+        return torch.ops.aten._fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)[0]
+
+
+class Block(nn.Module):
+    """A Llama block without biases; input and output [1, tokens, width], hidden width 7/2 of that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden, keys = width * 7 // 2, HEAD * KV_HEADS
+        sizes = {"q": (width, width), "k": (width, keys), "v": (width, keys), "o": (width, width)}
+        sizes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        self.w = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+        self.norms = nn.ModuleList(Norm(width, eps=1e-5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Attend, then transform each token; `cos` and `sin` [tokens, 64]."""
+        n = self.norms[0](x)
+        q, k, v = (self.w[name](n).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
+        # By name, for the same reason as the norm.
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        y = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, 0.0, True)[0]
+        x = x + self.w["o"](y.transpose(1, 2).flatten(2))
+        n = self.norms[1](x)
+        return x + self.w["down"](functional.silu(self.w["gate"](n)) * self.w["up"](n))
+
+
+class Layer(nn.Sequential):
+    """One linear layer [width -> 7/2 width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width * 7 // 2, bias=False))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Multiply; there is nothing to rotate."""
+        return self[0](x)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of features by the angle of their position."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+MODELS = {"block": Block, "linear": Layer}
+
+
+def convert(model: nn.Module, contender: str) -> None:
+    """Convert the linear layers in place; no weight is gathered."""
+    family, _, recipe = contender.partition("-")
+    if family == "torchao":
+        import torchao.float8 as torchao
+
+        torchao.convert_to_float8_training(model, config=torchao.Float8LinearConfig.from_recipe_name(recipe))
+    elif family == "ours":
+        plain = ours.AllGatherConfig(enabled=False)
+        config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain)
+        ours.convert_to_float8_training(model, config=config)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def measure(contender: str, mode: str, *, model: str, width: int, tokens: int) -> Step:
+    """Return what a forward and a backward in bfloat16 do; needs `pretend_gpu`.
+
+    Args:
+        contender: One of `CONTENDERS`, or "ours-" and any recipe.
+        mode: "compiled" or "eager".
+        model: One of `MODELS`.
+        width: Features, a multiple of 128.
+        tokens: Rows.
+    """
+    torch._dynamo.reset()
+    step = Step()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_multithreading_enabled(False):
+        with torch.device("cuda"), _default_dtype(torch.bfloat16):
+            network = MODELS[model](width)
+            x = torch.randn(1, tokens, width, requires_grad=True)
+            cos, sin = (torch.randn(tokens, HEAD // 2, dtype=torch.float32) for _ in range(2))
+        convert(network, contender)
+        # not __call__: what hooks of the root do once per step is not part of a block
+        forward = network.forward
+        if mode == "compiled":
+            forward = torch.compile(forward, fullgraph=True)
+        with recording_compiled(step) if mode == "compiled" else recording(step):
+            y = forward(x, cos, sin)
+            y.backward(torch.empty_like(y))
+    return step
