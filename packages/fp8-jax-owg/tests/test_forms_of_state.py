@@ -281,3 +281,19 @@ def test_report_names_impossible_values():
     suspicious = owg.report({"fc": owg.Overwrite(added)}).suspicious
     assert len(suspicious) == 3
     assert "a negative amax" in suspicious[0].suspicion
+
+
+@pytest.mark.parametrize("mode", ["extended", "fan_out"])
+def test_arguments_may_be_counted_from_the_last(mode):
+    meta = owg.init_meta(SCALING)
+    with owg.use_mode(mode):
+        each = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(inputs(), meta)
+    np.testing.assert_array_equal(each["input_amax_history"][:, 0], [1, 5, 3, 2])
+
+
+def test_uses_of_an_argument_that_is_counted_from_the_last_are_counted():
+    def loss(x, meta):
+        return use(x, meta) + use(2 * x, meta)
+
+    with owg.use_mode("fan_out"), pytest.raises(Fp8Error, match="used more than once"):
+        owg.grad(loss, argnums=-1)(inputs()[0], owg.init_meta(SCALING))
