@@ -1,6 +1,7 @@
 """State in every form in which models and bridges hand it over: combined by MAX, or refused; never added up."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,9 @@ def test_a_bridge_from_linen_gives_variables_that_are_known():
     model = nnx.bridge.ToNNX(Twice(), rngs=nnx.Rngs(0)).lazy_init(inputs())
     kinds = {type(v) for _, v in nnx.to_flat_state(nnx.state(model)) if "amax" in str(_)}
     assert kinds == {owg_nnx.OverwriteWithGradient}
+    # frameworks look for the state by the name that the bridge gives its type
+    assert {kind.__name__ for kind in kinds} == {COLLECTION}
+    assert pickle.loads(pickle.dumps(owg_nnx.OverwriteWithGradient)) is owg_nnx.OverwriteWithGradient
     graph, state, rest = nnx.split(model, (nnx.Param, owg_nnx.OverwriteWithGradient), ...)
     gradient = owg.grad(lambda state: nnx.merge(graph, state, rest, copy=True)(inputs()))(state)
     assert newest(gradient) == 5
