@@ -1,6 +1,7 @@
 """State in every form in which models and bridges hand it over: combined by MAX, or refused; never added up."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,9 @@ def test_a_bridge_from_linen_gives_variables_that_are_known():
     model = nnx.bridge.ToNNX(Twice(), rngs=nnx.Rngs(0)).lazy_init(inputs())
     kinds = {type(v) for _, v in nnx.to_flat_state(nnx.state(model)) if "amax" in str(_)}
     assert kinds == {owg_nnx.OverwriteWithGradient}
+    # frameworks look for the state by the name that the bridge gives its type
+    assert {kind.__name__ for kind in kinds} == {COLLECTION}
+    assert pickle.loads(pickle.dumps(owg_nnx.OverwriteWithGradient)) is owg_nnx.OverwriteWithGradient
     graph, state, rest = nnx.split(model, (nnx.Param, owg_nnx.OverwriteWithGradient), ...)
     gradient = owg.grad(lambda state: nnx.merge(graph, state, rest, copy=True)(inputs()))(state)
     assert newest(gradient) == 5
@@ -281,3 +285,19 @@ def test_report_names_impossible_values():
     suspicious = owg.report({"fc": owg.Overwrite(added)}).suspicious
     assert len(suspicious) == 3
     assert "a negative amax" in suspicious[0].suspicion
+
+
+@pytest.mark.parametrize("mode", ["extended", "fan_out"])
+def test_arguments_may_be_counted_from_the_last(mode):
+    meta = owg.init_meta(SCALING)
+    with owg.use_mode(mode):
+        each = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(inputs(), meta)
+    np.testing.assert_array_equal(each["input_amax_history"][:, 0], [1, 5, 3, 2])
+
+
+def test_uses_of_an_argument_that_is_counted_from_the_last_are_counted():
+    def loss(x, meta):
+        return use(x, meta) + use(2 * x, meta)
+
+    with owg.use_mode("fan_out"), pytest.raises(Fp8Error, match="used more than once"):
+        owg.grad(loss, argnums=-1)(inputs()[0], owg.init_meta(SCALING))

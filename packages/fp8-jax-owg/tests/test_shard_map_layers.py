@@ -121,3 +121,22 @@ def test_a_gathered_kernel_keeps_its_place(mesh):
     wanted = jax.value_and_grad(lambda w: (x @ w).sum())(w)
     np.testing.assert_array_equal(value, wanted[0])
     np.testing.assert_array_equal(gradient, wanted[1])
+
+
+def test_a_cast_of_gradients_takes_a_state_of_its_own_on_each_device(mesh):
+    def loss(y, scale, history):
+        return (
+            owg.out_qdq(y, scale[0], history[0], SCALING) * (1 + jax.lax.axis_index("data").astype(jnp.float32))
+        ).sum()
+
+    def on_shard(y, scale, history):
+        g, _, seen = owg.grad(loss, argnums=(0, 1, 2))(y, scale, history)
+        return g[None], seen
+
+    spec = P("data")
+    run = jax.shard_map(on_shard, mesh=mesh, in_specs=(P(), spec, spec), out_specs=(P(), spec))
+    state = jnp.ones((4, 1)), jnp.zeros((4, 3))
+    g, history = jax.jit(run)(jnp.ones(8), *state)
+    # the gradient of what is replicated is the sum over devices
+    np.testing.assert_array_equal(g[0], np.full(8, 10))
+    assert history.shape == (4, 3)

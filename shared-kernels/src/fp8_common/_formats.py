@@ -138,7 +138,6 @@ def get_format(fmt: str | Format) -> Format:
     Raises:
         Fp8Error: The name belongs to no format.
     """
-    # The objects of this file are meant to be the only ones: some code compares them with `is`.
     if isinstance(fmt, Format):
         return fmt
     for candidate in FORMATS.values():
@@ -154,7 +153,7 @@ def get_data_format(fmt: str | Format) -> Format:
         Fp8Error: The name belongs to no format, or to E8M0.
     """
     found = get_format(fmt)
-    if found is E8M0:
+    if found == E8M0:
         raise Fp8Error(
             "E8M0 holds block scales, not data. Quantize data to one of "
             f"{', '.join(f.name for f in DATA_FORMATS)}; make E8M0 scales with amax_to_e8m0."

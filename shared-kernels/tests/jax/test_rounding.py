@@ -1,5 +1,7 @@
 """The cast equals the oracle for every 16-bit float and around every midpoint, and saturates where XLA's does not."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,3 +105,11 @@ def test_errors_say_what_to_do():
         f8.encode_stochastic(x, "e4m3", np.int32([1, 2]))
     with pytest.raises(Fp8Error, match=r"got uint32 of shape \(3,\)"):
         f8.encode_stochastic(x, "e4m3", np.zeros(3, np.uint32))
+
+
+def test_a_copy_of_a_format_is_that_format():
+    copied = dataclasses.replace(E8M0)
+    codes = np.arange(256, dtype=np.uint8)
+    assert_same_bits(np.asarray(f8.decode(codes, copied)), fp8_common.decode(codes, E8M0))
+    with pytest.raises(Fp8Error, match="block scales"):
+        f8.encode(np.float32([1]), copied)

@@ -14,7 +14,7 @@ from fp8_common.jax import amax, amax_to_scale
 from fp8_common.jax.plugin import from_bits, quantize_to_codes, to_bits
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._meta import TensorMeta
-from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
+from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, by_channel, format_of
 from fp8_jax_owg._sharing import like
 from fp8_jax_owg.observation import observe, used_scale
 
@@ -29,8 +29,8 @@ class Seen(NamedTuple):
     """What a cast leaves for the next value of the state.
 
     Attributes:
-        amax: float32 scalar, what was observed.
-        scale_inv: float32 scalar, the dequantization scale that was used.
+        amax: float32 scalar, what was observed; (channels,) of a kernel with a scale for each output feature.
+        scale_inv: float32 of the same shape, the dequantization scale that was used.
     """
 
     amax: jax.Array
@@ -65,9 +65,11 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
         tensor: Which operand it is; decides its format.
         state: Holds its state for delayed scaling.
         scaling: The rule.
-        axes: Dimensions that the product sums over, for scales per row.
+        axes: Dimensions that the product sums over, for scales per row and per output feature.
     """
     fmt = format_of(tensor, scaling)
+    if isinstance(scaling, DelayedScaling) and by_channel(tensor, scaling):
+        return _cast_channels(x, state[tensor], axes=axes, fmt=fmt, policy=scaling.policy)
     if isinstance(scaling, DelayedScaling):
         return _cast_delayed(x, state[tensor], fmt=fmt, policy=scaling.policy)
     return _cast_current(x, axes=axes if keeps_operands(scaling) else None, fmt=fmt, policy=scaling.policy)
@@ -84,6 +86,30 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
     # a history that no step can have left is not computed with in silence
     factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
     return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
+
+
+@partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
+def _cast_channels(
+    x: jax.Array, meta: TensorMeta, *, axes: tuple[int, ...], fmt: Format, policy: ScalePolicy
+) -> Operand:
+    """Cast a kernel with a scale for each output feature, in the order of its dimensions that are not summed over."""
+    used, used_inv = jax.vmap(partial(used_scale, fmt=fmt, policy=policy))(meta.scale, meta.history)
+    greatest = amax(x, axis=axes).reshape(-1)
+    shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+    scale, scale_inv = computed_once(used.reshape(shape), used_inv.reshape(shape))
+    factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
+    seen = Seen(like(greatest, meta.history), scale_inv.reshape(-1))
+    return Operand(quantize_to_codes(x, scale, fmt), factor, seen)
+
+
+def cast_whole(x: jax.Array, meta: TensorMeta, scaling: DelayedScaling) -> Operand:
+    """Cast a kernel that has a scale for each output feature with one: that of the maximum of all histories.
+
+    For the product that sums over output features. While nothing was observed, the greatest stored scale is taken.
+    """
+    # as integers: XLA's maximum of floats takes subnormals for zero
+    whole = TensorMeta(*(cotangents.maximum_over(leaf, 0) for leaf in meta))
+    return _cast_delayed(x, whole, fmt=format_of("kernel", scaling), policy=scaling.policy)
 
 
 @partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
@@ -133,7 +159,9 @@ def next_state(state: State, seen: Mapping[Tensor, Seen | None]) -> State:
 def _observe_all(histories: dict[Tensor, jax.Array], seen: dict[Tensor, Seen]) -> State:
     # Behind a barrier, or XLA takes what belongs to the histories out of a loop and keeps copies of each.
     histories, found = lax.optimization_barrier((histories, seen))
-    return {
-        tensor: TensorMeta(*observe(found[tensor].amax, found[tensor].scale_inv.reshape(1), history))
-        for tensor, history in histories.items()
-    }
+    return {tensor: TensorMeta(*_observe(found[tensor], history)) for tensor, history in histories.items()}
+
+
+def _observe(seen: Seen, history: jax.Array) -> tuple[jax.Array, jax.Array]:
+    one = jax.vmap(observe) if history.ndim > 1 else observe
+    return one(seen.amax, seen.scale_inv[..., None], history)

@@ -12,11 +12,10 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Format, Fp8Error
-from fp8_common.jax.plugin import multiply_back
+from fp8_common.jax.plugin import multiply_back, vary_alike
 from fp8_jax_owg._casting import Operand, Seen, cast, next_state
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only
-from fp8_jax_owg._meshes import vary_alike
 from fp8_jax_owg._meta import TensorMeta, read_tensor_meta
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import DelayedScaling, Tensor, format_of
@@ -69,11 +68,8 @@ def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: Sc
 
     Arguments and errors are those of `in_q`.
     """
-    return _out_qdq(
-        _delayed(scaling, "output_grad"),
-        as_operand(y, "y"),
-        read_tensor_meta(scale, amax_history),
-    )
+    meta = read_tensor_meta(scale, amax_history)
+    return _out_qdq(_delayed(scaling, "output_grad"), vary_alike(as_operand(y, "y"), meta), meta)
 
 
 def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:

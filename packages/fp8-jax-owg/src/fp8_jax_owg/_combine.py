@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import Fp8Error
-from fp8_jax_owg import _compat as compat
+from fp8_common.jax.plugin import varying_axes
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves
 
@@ -54,10 +54,10 @@ def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, n
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     # inside shard_map(check_vma=True) each value knows along which axes it differs; elsewhere none does
     # `lax.axis_index` differs along its axes by definition, so its type says whether types say anything at all.
-    tracked = bool(compat.varying_axes(lax.axis_index(axes)))
+    tracked = bool(varying_axes(lax.axis_index(axes)))
 
     def parameter(gradient: jax.Array) -> jax.Array:
-        equal = set(axes) - compat.varying_axes(gradient) if tracked else set()
+        equal = set(axes) - varying_axes(gradient) if tracked else set()
         if equal:
             raise Fp8Error(
                 f"{name} over {', '.join(axes)} got a gradient that is equal along {', '.join(sorted(equal))}: under "
@@ -67,7 +67,7 @@ def _reduce(gradients: Any, axis_name: str | tuple[str, ...], collective: Any, n
         return collective(gradient, axes)
 
     def overwritten(gradient: jax.Array) -> jax.Array:
-        over = tuple(a for a in axes if not tracked or a in compat.varying_axes(gradient))
+        over = tuple(a for a in axes if not tracked or a in varying_axes(gradient))
         return cotangents.from_ordered(lax.pmax(cotangents.to_ordered(gradient), over)) if over else gradient
 
     return map_leaves(parameter, overwritten, gradients)

@@ -59,14 +59,6 @@ def enable_eager_addition() -> None:
     ad_util.raw_jaxval_adders.setdefault(earray.EArray, add)
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """Return the mesh axes along which `x` may differ; empty outside `shard_map(..., check_vma=True)`."""
-    aval = jax.typeof(x)
-    # Newer versions of JAX keep these axes in the attribute `mat` ("manual axis type"), older ones in `vma`.
-    manual = getattr(aval, "mat", None)
-    return frozenset(getattr(aval, "vma", ())) if manual is None else frozenset(manual.varying)
-
-
 def blames_dtype(error: Exception) -> bool:
     """Return whether JAX failed because an operation, or its transpose, does not take arrays of the extended dtype."""
     text = str(error)

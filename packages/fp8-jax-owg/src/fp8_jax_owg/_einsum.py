@@ -49,15 +49,19 @@ def fp8_einsum(
         Fp8Error: The equation does not describe two operands or does not fit their shapes, or as in
             `fp8_dot_general`.
     """
-    a, b = as_operand(lhs, "lhs"), as_kernel(rhs)
+    a, b, how = as_contraction(equation, as_operand(lhs, "lhs"), as_kernel(rhs))
+    settings = {"meta": meta, "scaling": scaling, "out_sharding": out_sharding}
+    return fp8_contract(a, b, how, precision, preferred_element_type, **settings)
+
+
+def as_contraction(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kernel, Contraction]:
+    """Return both operands after the sums and diagonals of each, and their product; errors as in `fp8_einsum`."""
     left, right, out = parse_equation(equation, a.ndim, b.ndim)
     _check_sizes(equation, dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True)))
     a, left, b, right = *_without_broadcast(a, left, b, right), *_without_broadcast(b, right, a, left)
     a, left = _own_part(a, left, right + out)
     b, right = _own_part(b, right, left + out)
-    how = Contraction(left, right, out)
-    settings = {"meta": meta, "scaling": scaling, "out_sharding": out_sharding}
-    return fp8_contract(a, b, how, precision, preferred_element_type, **settings)
+    return a, b, Contraction(left, right, out)
 
 
 def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:

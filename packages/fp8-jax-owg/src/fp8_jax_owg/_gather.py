@@ -26,7 +26,7 @@ from fp8_jax_owg._meshes import refuse_explicit_axes
 from fp8_jax_owg._meta import read_tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
-from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, format_of
+from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, format_of, refuse_channels
 from fp8_jax_owg.observation import used_scale
 
 
@@ -125,6 +125,7 @@ def _matching(scaling: ScalingChoice | None, delayed: bool) -> Scaling:
         raise Fp8Error("DelayedScaling needs scale and amax_history, and CurrentScaling takes none.")
     if isinstance(scaling, CurrentScaling) and scaling.granularity == "row":
         raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')
+    refuse_channels("fp8_all_gather", scaling)
     return scaling
 
 

@@ -1,39 +1,17 @@
-"""Types of arrays on meshes: axes along which operands vary in `shard_map`, and shardings over explicit axes.
+"""Types of arrays on meshes: shardings over explicit axes.
 
 On such a mesh (`jax.sharding.AxisType.Explicit`) the sharding of an array is part of its type. JAX then wants to be
 told how the result of a product is sharded that sums over a sharded dimension, as both gradients of a layer do.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8_common import Fp8UnsupportedError
-from fp8_jax_owg import _compat as compat
-
-Operands = TypeVar("Operands")
-
-
-def vary_alike(operands: Operands, state: Any = ()) -> Operands:
-    """Return operands that all vary along every axis along which one of them, or the state, does.
-
-    Inside `shard_map(..., check_vma=True)` a replicated kernel does not vary along the axis of a sharded batch, while
-    its gradient on each device does. The conversion makes JAX sum that gradient over the axis, as in lax.
-
-    Args:
-        operands: Tree of arrays.
-        state: Tree of arrays that the result depends on as well.
-    """
-    axes = frozenset().union(*(compat.varying_axes(leaf) for leaf in jax.tree.leaves((operands, state))))
-
-    def convert(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - compat.varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(convert, operands)
 
 
 def explicit_sharding(like: jax.Array, order: Sequence[int]) -> NamedSharding | None:

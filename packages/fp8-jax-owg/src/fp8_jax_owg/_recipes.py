@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from fp8_common import CastRecipe, Fp8Error, Recipe, get_recipe
-from fp8_jax_owg._scaling import FORMATS, CurrentScaling, DelayedScaling, Granularity, Scaling, format_of
+from fp8_jax_owg._scaling import (
+    FORMATS,
+    CurrentScaling,
+    DelayedScaling,
+    Granularity,
+    Scaling,
+    format_of,
+    refuse_channels,
+)
 
 ScalingChoice = Scaling | Recipe | str | Mapping[str, Any]
 """What every `scaling` argument takes: a scaling, a recipe, its name, or a recipe as `Recipe.to_dict` writes it."""
@@ -48,7 +56,12 @@ def as_scaling(choice: ScalingChoice) -> Scaling:
 
 
 def recipe_of(scaling: Scaling) -> Recipe:
-    """Return the recipe that a scaling stands for."""
+    """Return the recipe that a scaling stands for.
+
+    Raises:
+        Fp8Error: Its kernel has a history for each output feature, which recipes cannot say.
+    """
+    refuse_channels("A recipe with delayed scaling", scaling)
     by_row = isinstance(scaling, CurrentScaling) and scaling.granularity == "row"
     casts = {
         operand: CastRecipe(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error
-from fp8_jax_owg import _compat as compat
+from fp8_common.jax.plugin import varying_axes
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
 from fp8_jax_owg._histories import split_histories
@@ -142,7 +142,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
     values = as_float32(tree)
     # `lax.axis_index` differs along its axes by definition: where its type does not say so, check_vma is off.
-    if not compat.varying_axes(lax.axis_index(names)):
+    if not varying_axes(lax.axis_index(names)):
         # Every axis matters: the transpose of `shard_map` sums what the devices return over all axes that an input does
         # not name.
         if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
@@ -220,7 +220,7 @@ def like(observed: jax.Array, value: jax.Array) -> jax.Array:
     """
     # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types tell.
     reduced = _over_examples(observed, value)
-    missing = tuple(sorted(compat.varying_axes(reduced) - compat.varying_axes(value)))
+    missing = tuple(sorted(varying_axes(reduced) - varying_axes(value)))
     return cotangents.from_ordered(lax.pmax(cotangents.to_ordered(reduced), missing)) if missing else reduced
 
 

@@ -54,12 +54,12 @@ def value_and_grad(
     """
     if unobserved not in UNOBSERVED:
         raise Fp8Error(f"unobserved must be one of {', '.join(UNOBSERVED)}, got {unobserved!r}.")
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    asked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def shared_fun(*args: Any, **kwargs: Any) -> Any:
         converted = list(args)
-        for number in numbers:
+        for number in asked:
             converted[number] = enter(args[number])
         return fun(*converted, **kwargs)
 
@@ -82,6 +82,7 @@ def value_and_grad(
             return run_in_mode(*args, **kwargs)
 
     def run_in_mode(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        numbers = _counted_from_front(asked, len(args))
         if get_mode() == "fan_out":
             _check(check_single_uses, lambda *args: fun(*args, **kwargs), args, numbers)
         numbered = [_own_state(arg, (args, kwargs)) if number in numbers else arg for number, arg in enumerate(args)]
@@ -120,6 +121,12 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return run
+
+
+def _counted_from_front(argnums: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return argument numbers of which negative ones, as JAX has them, count from the last of `count` arguments."""
+    # what is out of range stays: JAX says so
+    return tuple(number + count if -count <= number < 0 else number for number in argnums)
 
 
 def _own_state(tree: Any, arguments: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import dispatch
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -20,6 +19,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from fp8_common._launch import LaunchPlan
+from fp8_common.jax import _compat as compat
 from fp8_common.jax import _triton_bridge as triton_bridge
 from fp8_common.jax._kernel_layout import Layout
 
@@ -56,9 +56,9 @@ def bindable(op: KernelOp) -> Callable[..., Sequence[jax.Array]]:
     mlir.register_lowering(inner, mlir.lower_fun(op.reference, multiple_results=True))
     mlir.register_lowering(inner, lambda ctx, *x, **params: _lower_cuda(op, ctx, x, params), platform="cuda")
     mlir.register_lowering(outer, lambda ctx, *x, **params: _lower_partitioned(op, inner, ctx, x, params))
-    # It becomes a custom partitioning, which is lowered for known devices only; jax has no public way to say so.
-    dispatch.prim_requires_devices_during_lowering.add(outer)
-    return lambda *x, **params: (inner if _is_manual() else outer).bind(*x, **params)
+    # It becomes a custom partitioning.
+    compat.lower_with_devices(outer)
+    return lambda *x, **params: (inner if _is_manual() else outer).bind(*compat.vary_alike(x), **params)
 
 
 @cache
@@ -80,10 +80,9 @@ def _is_manual() -> bool:
 def _abstract(op: KernelOp, avals: Sequence[Any], params: dict[str, Any]) -> list[ShapedArray]:
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     results = jax.eval_shape(lambda *x: op.reference(*x, **params), *inputs)
-    # results vary over the axes of shard_map that an operand varies over
-    varying: Any = {name for aval in avals for name in getattr(aval, "vma", ())}
-    more: dict[str, Any] = {"vma": frozenset(varying)} if varying else {}
-    return [ShapedArray(r.shape, r.dtype, **more) for r in results]
+    # Results vary along the axes of shard_map that an operand varies along; `vary_alike` has made all operands alike.
+    most = max(avals, key=lambda aval: len(compat.varying_axes(aval)))
+    return [compat.typed_like(most, r.shape, r.dtype) for r in results]
 
 
 def _lower_cuda(op: KernelOp, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:

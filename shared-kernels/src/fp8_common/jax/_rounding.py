@@ -147,7 +147,7 @@ def _assemble(bits: jax.Array, base: jax.Array, steps: jax.Array, fmt: Format) -
 def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
     """Return the float32 values of uint8 codes; by integer operations, like the cast."""
     code = lax.stop_gradient(codes).astype(jnp.int32)
-    if fmt is E8M0:
+    if fmt == E8M0:
         # A code is the exponent field of its value, but for code 0, 2^-127, which is subnormal in float32.
         bits = jnp.where(code == 0, jnp.int32(1 << 22), code << 23)
         return from_bits(jnp.where(code == fmt.nan_code, jnp.int32(NAN_KEY), bits))

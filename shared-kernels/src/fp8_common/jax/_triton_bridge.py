@@ -18,6 +18,7 @@ from fp8_common import _launch as launch
 from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._launch import LaunchPlan
+from fp8_common.jax import _compat as compat
 
 CALL_TARGET = "triton_kernel_call_ffi"
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
@@ -70,10 +71,10 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
         plan: The launch.
         operands: MLIR values of the plan's inputs.
     """
-    # Imported where a kernel is lowered: it needs jax's CUDA plugin, and is private.
-    from jax._src.lib import gpu_triton
-
     from fp8_common._kernels.compiler import compile_plan
+
+    # imported where a kernel is lowered: it needs jax's CUDA plugin
+    gpu_triton = compat.gpu_triton()
 
     capability = _capability.get() or _gpu_capability()
     if capability is None:
@@ -99,6 +100,8 @@ def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[
 
 def _obstacle() -> str | None:
     """Say what keeps kernels out of a CUDA lowering; None if nothing does."""
+    if compat.PROBLEM is not None:
+        return compat.PROBLEM
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     capability = _capability.get() or _gpu_capability()

@@ -52,8 +52,8 @@ class Fp8Linear(eqx.Module):
         self.fp8 = None
         if isinstance(self.scaling, DelayedScaling):
             lead = linear.weight.shape[:-2]
-            leaves = {name: jnp.broadcast_to(x, (*lead, *x.shape)) for name, x in init_meta(self.scaling).items()}
-            self.fp8 = Overwrite(leaves)
+            leaves = init_meta(self.scaling, channels=linear.weight.shape[-2])
+            self.fp8 = Overwrite({name: jnp.broadcast_to(x, (*lead, *x.shape)) for name, x in leaves.items()})
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """Return [..., out_features] of [..., in_features]; `key` is not used, as in Equinox.

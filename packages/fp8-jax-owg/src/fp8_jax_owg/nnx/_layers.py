@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from fp8_jax_owg._recipes import ScalingChoice
-from fp8_jax_owg.nnx._operations import Fp8DotGeneralOp, Fp8EinsumOp
+from fp8_jax_owg.nnx._operations import Fp8DotGeneralOp, Fp8EinsumOp, einsum_channels
 
 
 class Fp8Linear(nnx.Linear):
@@ -28,7 +28,13 @@ class Fp8Linear(nnx.Linear):
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
-        super().__init__(in_features, out_features, dot_general=Fp8DotGeneralOp(scaling), rngs=rngs, **settings)
+        super().__init__(
+            in_features,
+            out_features,
+            dot_general=Fp8DotGeneralOp(scaling, channels=out_features),
+            rngs=rngs,
+            **settings,
+        )
 
 
 class Fp8Einsum(nnx.Einsum):
@@ -53,4 +59,5 @@ class Fp8Einsum(nnx.Einsum):
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
-        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=Fp8EinsumOp(scaling), rngs=rngs, **settings)
+        operation = Fp8EinsumOp(scaling, channels=einsum_channels(einsum_str, kernel_shape))
+        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=operation, rngs=rngs, **settings)

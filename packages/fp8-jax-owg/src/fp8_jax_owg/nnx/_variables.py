@@ -13,6 +13,9 @@ class OverwriteWithGradient(nnx.Variable[Any]):
     is_overwrite_with_gradient = True
 
 
+# The name that flax's bridges give the type they make of the collection. MaxText's pipelines know the state by it, and
+# refuse variables of other names; `__qualname__`, by which pickle finds a class, stays.
+OverwriteWithGradient.__name__ = COLLECTION
 # Flax's bridges between Linen and NNX look the collection up here, in both directions. Without an entry they make a
 # type of their own, which no filter for OverwriteWithGradient finds.
 nnx.register_variable_name(COLLECTION, OverwriteWithGradient, overwrite=True)

@@ -1,0 +1,95 @@
+"""What is private in JAX: it is there, one file imports it, and types in `shard_map` keep their axes."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import fp8_common.jax
+from fp8_common import Fp8UnsupportedError
+from fp8_common.jax import _compat as compat
+from fp8_common.jax import _kernels as kernels
+from fp8_common.jax import _triton_bridge as triton_bridge
+
+SCALE = jnp.float32(3)
+OPERATIONS = {
+    "amax": kernels.amax,
+    "quantize": lambda x: kernels.quantize(x, SCALE, "e4m3"),
+    "tensorwise": lambda x: kernels.quantize_tensorwise(x, "e5m2"),
+    "transposed": lambda x: kernels.quantize_transposed(x, SCALE, "e4m3"),
+    "rowwise": lambda x: kernels.quantize_rowwise(x, "e4m3"),
+    "128x128": lambda x: kernels.quantize_blockwise(x, "e4m3", (128, 128)),
+    "mx": lambda x: kernels.quantize_mx(x, "e4m3"),
+}
+AXES = ("data", "model")
+
+
+def sharded(function, given):
+    """Return `function` on shards, of which only types are made: no devices are needed."""
+    return jax.shard_map(function, mesh=AbstractMesh((2, 2), AXES), in_specs=given, out_specs=P())
+
+
+def test_this_jax_has_what_is_needed():
+    assert compat.PROBLEM is None, f"{compat.PROBLEM}. Adapt fp8_common/jax/_compat.py to this JAX."
+
+
+def test_one_file_imports_private_names():
+    folder = Path(fp8_common.jax.__file__).parent
+    assert [path.name for path in folder.rglob("*.py") if "import jax._src" in (text := path.read_text())
+            or "from jax._src" in text] == ["_compat.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P()], ids=str)
+def test_results_vary_along_the_axes_of_their_operand(name, spec):
+    found = []
+
+    def function(x):
+        found.extend(jax.tree.leaves(OPERATIONS[name](x)))
+        axes = [compat.varying_axes(leaf) for leaf in found]
+        assert axes == [compat.varying_axes(x)] * len(axes)
+        assert all(axis in axes[0] for axis in spec)
+        return jnp.float32(0)
+
+    jax.eval_shape(sharded(function, spec), jnp.ones((512, 512)))
+    assert found
+
+
+def test_an_operand_of_its_own_on_each_device_makes_the_result_its_own():
+    def function(x, scale):
+        codes = kernels.quantize(x, scale[0], "e4m3")
+        assert compat.varying_axes(codes) == {"data"}
+        return jnp.float32(0)
+
+    jax.eval_shape(sharded(function, (P(), P("data"))), jnp.ones((8, 256)), jnp.ones(2))
+
+
+def test_jax_refuses_to_call_the_amax_of_one_shard_that_of_all():
+    amax_of_shard = sharded(kernels.amax, P("data"))
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.eval_shape(amax_of_shard, jnp.ones((8, 256)))
+
+
+def test_types_that_tell_nothing_are_refused_in_shard_map(monkeypatch):
+    class Renamed:
+        """A type of which a newer JAX has renamed the attribute."""
+
+    assert compat.varying_axes(jnp.ones(3)) == frozenset()
+    monkeypatch.setattr(compat.jax, "typeof", lambda x: Renamed())
+
+    def function(x):
+        with pytest.raises(Fp8UnsupportedError, match="cannot run in shard_map"):
+            compat.varying_axes(object())
+        return jnp.float32(0)
+
+    jax.eval_shape(sharded(function, P()), jnp.ones(4))
+
+
+def test_what_is_missing_keeps_kernels_out(monkeypatch):
+    monkeypatch.setattr(compat, "PROBLEM", "jax 9 has moved a private name: x")
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+    with pytest.raises(Fp8UnsupportedError, match="FP8_COMMON_BACKEND=triton, but jax 9 has moved"):
+        triton_bridge.selects_kernels()
