@@ -51,11 +51,12 @@ def row(steps: dict[tuple[str, str], dict[str, Any]], key: tuple[str, str]) -> s
 
 def assumed(result: dict[str, Any]) -> str:
     """Return the assumptions in words."""
-    share, launch = result["assumptions"]["share_of_data_sheet"], result["assumptions"]["seconds_per_launch"]
+    percent = {name: f"{100 * share:.0f} %" for name, share in result["assumptions"]["share_of_data_sheet"].items()}
+    launch = result["assumptions"]["seconds_per_launch"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        f"Assumed: {share['bandwidth']:.0%} of the data sheet's bandwidth, {share['bf16']:.0%} of its FLOPs in "
-        f"bfloat16 and {share['fp8']:.0%} in FP8, whatever the scales, {share['attention']:.0%} for attention, "
+        f"Assumed: {percent['bandwidth']} of the data sheet's bandwidth, {percent['bf16']} of its FLOPs in bfloat16 "
+        f"and {percent['fp8']} in FP8, whatever the scales, {percent['attention']} for attention, "
         f"{launch['eager'] * 1e6:.0f} µs more for each launch of an eager step. {versions}."
     )
 

@@ -1,5 +1,6 @@
 """The static cost of a step: its counts stay within what the documents show, and the documents show the result."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from benchmarks.modelled.prices import GPUS, SECONDS_PER_LAUNCH, seconds
 from benchmarks.modelled.record import Kernel, Step, traffic
 from tests.helpers.repository import ROOT
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 RESULT = json.loads(render_static_cost.RESULT.read_text())
 
 
@@ -31,10 +33,13 @@ def test_every_recipe_has_its_rows():
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone")
 @pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone")
-def test_an_eager_layer_launches_no_more_than_the_documents_say(tmp_path):
+@pytest.mark.parametrize(
+    "mode", ["eager", pytest.param("compiled", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs triton"))]
+)
+def test_a_layer_launches_no_more_than_the_documents_say(tmp_path, mode):
     # Counts do not depend on the size; in a process of its own, because nothing takes the pretended GPU back.
     path, names = tmp_path / "cost.json", [f"ours-{recipe}" for recipe in RECIPES]
-    options = ["--model=linear", "--width=1024", "--tokens=1024", "--modes", "eager", "--only", *names]
+    options = ["--model=linear", "--width=1024", "--tokens=1024", "--modes", mode, "--only", *names]
     command = [sys.executable, "-m", "benchmarks.static_cost", *options, "--save", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,7 +47,7 @@ def test_an_eager_layer_launches_no_more_than_the_documents_say(tmp_path):
     steps = json.loads(path.read_text())["steps"]
     assert sorted(step["contender"] for step in steps) == sorted(names)
     for step in steps:
-        budget = allowed[step["contender"], "eager"]
+        budget = allowed[step["contender"], mode]
         for count in ("launches", "host_operators", "waits"):
             assert step[count] <= budget[count], (step["contender"], count)
         assert step["waits"] == 0
