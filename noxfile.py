@@ -145,10 +145,11 @@ def interpreter(session: nox.Session) -> None:
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """Compile every kernel for sm_89, sm_90 and sm_100 and judge the machine code; needs no GPU."""
-    install(session, "fp8-common[torch,jax,triton]", groups=["test"])
+    """Compile every kernel for sm_89, sm_90 and sm_100, judge the machine code, count launches; needs no GPU."""
+    install(session, "fp8-common[torch,jax,triton]", "fp8-torch-fsdp", groups=["test"])
     session.install("--no-deps", f"jax-cuda12-plugin=={installed(session, 'jax')}")
-    session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", *session.posargs)
+    budgets = "tests/benchmarks/test_static_cost.py"
+    session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", budgets, *session.posargs)
     session.run("fp8-bench", "--static", "--arch", "90")
 
 

@@ -5,7 +5,8 @@
 Tensors are fake, on a GPU that torch is made to believe in; nothing is compiled for it or launched. Every time is
 modelled, by the assumptions of `benchmarks.modelled.prices`. `--save` puts the rows into
 benchmarks/results/static_cost.json, beside those of other widths, and the documents' tables follow from that file:
-`python -m benchmarks.render_static_cost`. Needs triton and, for its rows, torchao; a block takes about a minute.
+`python -m benchmarks.render_static_cost`. Compiled steps need triton, the rows of torchao torchao; all contenders of a
+block take two to three minutes of a processor.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 from collections import Counter
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +73,25 @@ def details(step: Step, options: argparse.Namespace) -> list[str]:
     return [*lines, "    sum: " + ", ".join(f"{total[name]:.3g} {name}" for name in sizes.values())]
 
 
-def save(rows: list[dict[str, Any]], path: Path = RESULT) -> None:
-    """Put the rows into the file, in place of those of the same step."""
-    from importlib.metadata import version
-
+def save(rows: list[dict[str, Any]], path: Path) -> None:
+    """Put the rows into a file, in place of those of the same step."""
     key = ("model", "width", "tokens", "mode", "contender")
     old = json.loads(path.read_text())["steps"] if path.exists() else []
     steps = {tuple(str(entry[name]) for name in key): entry for entry in [*old, *rows]}
     result = {
         "schema": 1,
         "kind": "modelled: nothing was launched",
-        "versions": {name: version(name) for name in ("torch", "triton", "torchao")},
+        "versions": versions(),
         "assumptions": assumptions(),
         "steps": [steps[name] for name in sorted(steps)],
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what was traced, as far as it is installed."""
+    installed = {distribution.name: distribution.version for distribution in distributions()}
+    return {name: installed[name] for name in ("torch", "triton", "torchao") if name in installed}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -96,7 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--only", nargs="+", default=CONTENDERS, metavar="NAME", help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", type=Path, nargs="?", const=RESULT, metavar="PATH")
     return parser.parse_args(arguments)
 
 
@@ -117,7 +123,7 @@ def main() -> int:
             if options.model == "linear":
                 print(*details(step, options), sep="\n", flush=True)
     if options.save:
-        save(rows)
+        save(rows, options.save)
     return int(failures > 0)
 
 

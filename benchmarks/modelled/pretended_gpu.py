@@ -6,6 +6,7 @@ functions, whose order is that of torch 2.13 on Linux.
 """
 
 import ctypes
+import importlib.util
 import mmap
 import platform
 import sys
@@ -141,6 +142,8 @@ def _persuade_inductor(answers: Mapping[str, Any]) -> None:
 
 
 def _persuade_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        return  # eager steps do not need it: launches are recorded as plans
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

@@ -154,6 +154,8 @@ def recording(step: Step) -> Iterator[None]:
         "_rounding.is_fake": lambda x: False,
         "_rounding.values_table": lambda fmt, dtype, device: torch.empty(256, dtype=dtype, device=device),
         "_triton_backend.run": recorder.launch,
+        # there is nothing to launch, so Triton may be missing
+        "_triton_backend._obstacle": lambda device: None,
     }
     with contextlib.ExitStack() as stack:
         for name, function in replaced.items():

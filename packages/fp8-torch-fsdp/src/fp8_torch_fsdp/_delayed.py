@@ -137,6 +137,8 @@ class DelayedScale(nn.Module):
                     "its root, or call sync_float8_amax_and_scale_history(model) once per step.",
                 )
             self.observe(amax)
+        if self.always_ready:
+            return self.scale.clone()  # the buffer itself changes with the next step
         # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
         dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.ready, self.scale, dynamic)
@@ -206,8 +208,10 @@ def current_together(modules: Sequence[DelayedScale], keys: Sequence[torch.Tenso
     """
     scales: dict[DelayedScale, torch.Tensor] = {}
     for group, key in _alike(modules, torch.cat(list(keys))):
-        dynamic = delayed_ops.scales_from_keys(key, [module.cast for module in group])
-        chosen = torch.where(_stacked(group, "ready"), _stacked(group, "scale"), dynamic)
+        chosen = _stacked(group, "scale")
+        if not all(module.always_ready for module in group):
+            dynamic = delayed_ops.scales_from_keys(key, [module.cast for module in group])
+            chosen = torch.where(_stacked(group, "ready"), chosen, dynamic)
         scales |= dict(zip(group, chosen.unbind(), strict=True))
     return [scales[module] for module in modules]
 

@@ -53,8 +53,8 @@ def scale_inv_from_amax(
 
 def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
     """Return RN32(numerator / x), IEEE division of float32 tensors."""
-    # `numerator / x` would multiply by a reciprocal, see above.
-    return torch.div(torch.full_like(x, numerator), x)
+    # `reciprocal` is one IEEE division, and one launch; `numerator / x` would multiply by it, see above.
+    return torch.reciprocal(x) if numerator == 1 else torch.div(torch.full_like(x, numerator), x)
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:

@@ -98,8 +98,8 @@ def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tup
 def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and the float32 scalar scale from the tensor's own amax: two launches."""
     dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
-    # Written by the first program; 1.0 stays for an empty tensor, for which nothing is launched.
-    scale = torch.ones(1, dtype=torch.float32, device=x.device)
+    # Written by the first program; an empty tensor, for which nothing is launched, has the scale 1.
+    scale = (torch.empty if x.numel() else torch.ones)(1, dtype=torch.float32, device=x.device)
     key = amax_key(dense)
     plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, policy=policy)
     run(plan, x.device, x_ptr=dense, scale_ptr=key, y_ptr=y, scale_out_ptr=scale)
