@@ -76,7 +76,8 @@ class LocalPlan(ScalePlan):
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """Return the parameters of the model, or of its FP8 layers if they have become part of another one."""
-        modules = self._modules()
+        # Without scales no step concerns this plan: that of an FSDP root may have taken them all.
+        modules = self._modules() if self.scales else ()
         return itertools.chain.from_iterable(map(fsdp.parameters_of, modules))
 
     def _modules(self) -> Sequence[nn.Module]:
@@ -157,7 +158,8 @@ class LocalPlan(ScalePlan):
             self._weights = {scale: known for scale, known in self._weights.items() if scale.owner is self}
 
     def _before_step(self) -> None:
-        self._look_at_weights(first=False)
+        if self._weights:
+            self._look_at_weights(first=False)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         super()._after_step(optimizer)

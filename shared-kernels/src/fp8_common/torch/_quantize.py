@@ -30,8 +30,10 @@ def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, rando
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     value, scale = nan_where_infinite(as_float32(x)), as_float32(scale, "scale")
-    # In place where the result has the shape of x: another buffer costs more than the product.
-    same = torch.broadcast_shapes(value.shape, scale.shape) == value.shape
+    # In place where the result has the shape of x: another buffer costs more than the product. Not asked of
+    # `torch.broadcast_shapes`, which enters about 50 Python functions.
+    aligned = zip(reversed(scale.shape), reversed(value.shape), strict=False)
+    same = scale.ndim <= value.ndim and all(own in (1, size) for own, size in aligned)
     return value.mul_(scale) if same else value * scale
 
 
