@@ -152,6 +152,17 @@ def test_keep_vars_returns_the_parameters():
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
 
 
+def test_weights_are_read_in_inference_mode():
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    with torch.inference_mode():
+        state, alias = model.state_dict(), model[0].weight.detach()
+        assert torch.equal(state["0.weight"], alias)
+    with torch.no_grad():
+        alias.fill_(2.0)
+    assert (model[0].weight == 2).all()
+    assert torch.allclose(model(torch.ones(1, 16)), model[0].bias + 32.0, rtol=1e-5)
+
+
 def test_clones_are_saved_as_plain_tensors(tmp_path):
     weight = f8.convert_to_float8_training(nn.Linear(16, 16)).weight
     state = {"average": weight.detach().clone(), "copy": copy.deepcopy(weight.detach())}

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from fp8_common._kernels import KERNELS, get_kernel
-from fp8_common._kernels.compiler import compile_plan, constants
+from fp8_common._kernels.compiler import OPTIONS, compile_plan, constants
 from fp8_common.testing import aot
 
 CASES = {case.name: case for case in aot.cases()}
@@ -38,7 +38,7 @@ def launched_ptx(plan, capability):
     binder = create_function_from_signature(inspect.signature(kernel.fn), kernel.params, backend)
     arguments = {name: Pointer(kind) for name, kind in plan.pointers.items() if kind}
     arguments |= {name: value for name, (_, value) in plan.scalars.items()}
-    keywords = arguments | constants(plan) | {"num_warps": plan.num_warps}
+    keywords = arguments | constants(plan) | {"num_warps": plan.num_warps} | OPTIONS
     bound, specialization, options = binder(**keywords)
     parsed, signature, constexprs, attrs = kernel._pack_args(backend, options, bound, specialization, options)
     source = ASTSource(kernel, signature, constexprs, attrs)

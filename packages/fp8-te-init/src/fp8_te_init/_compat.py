@@ -1,6 +1,6 @@
 """The one place that touches private parts of torch.distributed, and what this package relies on there.
 
-Written for torch 2.11 to 2.13. FSDP2's private parts are read by `fp8_common.torch._fsdp.compat` alone.
+Written for torch 2.11 to 2.15. FSDP2's private parts are read by `fp8_common.torch._fsdp.compat` alone.
 """
 
 from types import FrameType

@@ -28,7 +28,7 @@ def check() -> None:
     if missing:
         raise Fp8UnsupportedError(
             f"fully_shard_traceable needs operators that torch {torch.__version__} does not have: "
-            f"{', '.join(missing)}. Use torch 2.11 to 2.13, a newer release of this package, or fully_shard."
+            f"{', '.join(missing)}. Use torch 2.11 to 2.15, a newer release of this package, or fully_shard."
         )
 
 

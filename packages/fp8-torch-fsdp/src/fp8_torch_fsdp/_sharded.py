@@ -216,6 +216,10 @@ class ShardedFloat8Weight(torch.Tensor):
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
         # A view shares the state: a write through it makes the scale of the whole shard stale.
         if tensor_subclass.is_view(func):
+            if torch.is_inference_mode_enabled():
+                # A wrapper that is made here would be an inference tensor, which can share no counter of writes.
+                with torch.inference_mode(False):
+                    return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
             return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, source._state), result)
         # FSDP2 uploads an offloaded shard with this operator before it calls `fsdp_pre_all_gather` on the copy: the
         # copy has to lead to the shard whose scale was agreed on. A copy in another dtype is another weight (below).

@@ -1,6 +1,6 @@
 """The one place that touches private parts of FSDP2, and the facts about them that FP8 weights rely on.
 
-Written for torch 2.11 to 2.13. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
+Written for torch 2.11 to 2.15. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
 """
 
 import dataclasses
@@ -231,7 +231,7 @@ def check() -> None:
     if _import_error is not None:
         raise Fp8UnsupportedError(
             f"FP8 all-gather needs FSDP2 internals that torch {torch.__version__} does not have "
-            f"({_import_error}). Use torch 2.11 to 2.13, or a newer release of this package."
+            f"({_import_error}). Use torch 2.11 to 2.15, or a newer release of this package."
         )
 
 
