@@ -1,14 +1,23 @@
 """Full state dicts of sharded FP8 weights: gathered, saved, loaded and broadcast over gloo, with the unsharded bits."""
 
+import copy
 import io
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
@@ -118,3 +127,114 @@ def replicated_and_cut(rank, world_size):
 
 def test_replicas_of_shards_gather_the_same_bits(run_ranks):
     assert run_ranks(4, replicated_and_cut) == [[]] * 4
+
+
+def whole(state):
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(13, 8), nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def tied(seed, world_size=0):
+    torch.manual_seed(seed)
+    with fti.primary_weights("rowwise"):
+        model = Tied()
+        model.embedding.weight = model.head.weight
+    return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))) if world_size else model
+
+
+def what_users_do_with_entries(rank, world_size, folder):
+    """Return by name whether the entries of a sharded state dict are as good as plain ones."""
+    reference = built("blockwise").state_dict()
+    model = shard(built("blockwise"), world_size)
+    state = model.state_dict()
+    as_good = {
+        "deepcopy": unlike(whole(copy.deepcopy(state)), reference) == [],
+        "clone": unlike(whole({k: v.clone() for k, v in state.items()}), reference) == [],
+        "cpu": unlike(whole({k: v.cpu() for k, v in state.items()}), reference) == [],
+        "detach": unlike(whole({k: v.detach() for k, v in state.items()}), reference) == [],
+    }
+    floats = {k: v.float() for k, v in state.items()}
+    as_good["float"] = all(torch.equal(v, reference[k].float()) for k, v in whole(floats).items())
+    torch.save(state, f"{folder}/{rank}.pt")
+    with torch.serialization.safe_globals([DTensor]):
+        read = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    local = {type(value.to_local()) for value in read.values() if isinstance(value, DTensor)}
+    as_good["files hold plain tensors"] = local == {torch.Tensor}
+    dcp.async_save(state, checkpoint_id=f"{folder}/dcp").result()
+    other = shard(built("blockwise", 1), world_size)
+    target = other.state_dict()
+    dcp.load(target, checkpoint_id=f"{folder}/dcp")
+    other.load_state_dict(target)
+    as_good["async save"] = unlike(whole(other.state_dict()), reference) == []
+    model.load_state_dict(state)
+    as_good["own state"] = unlike(whole(model.state_dict()), reference) == []
+    third = shard(built("blockwise", 2), world_size)
+    third.load_state_dict(state, assign=True)
+    as_good["assign"] = unlike(whole(third.state_dict()), reference) == []
+    return as_good
+
+
+@pytest.mark.matrix(world_size=[2, 3])
+def test_sharded_entries_are_as_good_as_plain_ones(run_ranks, world_size, tmp_path):
+    for as_good in run_ranks(world_size, what_users_do_with_entries, str(tmp_path)):
+        assert [name for name, good in as_good.items() if not good] == []
+
+
+def other_models(rank, world_size):
+    """Return by name whether full state dicts reach models of other kinds, and optimizers."""
+    good = {}
+    send = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    both = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
+    reference = tied(0).state_dict()
+    model = tied(1, world_size)
+    set_model_state_dict(model, dict(reference) if rank == 0 else {}, options=send)
+    good["tied weights"] = unlike(whole(model.state_dict()), reference) == []
+    plain = built("tensorwise_delayed").state_dict()
+    for name, options in (("cpu_offload", both), ("ddp", send)):
+        model = built("tensorwise_delayed", 1)
+        model = DistributedDataParallel(model) if name == "ddp" else shard(model, world_size)
+        set_model_state_dict(model, dict(plain) if rank == 0 else {}, options=options)
+        model = model.module if name == "ddp" else model
+        good[name] = unlike(whole(model.state_dict()), plain) == []
+    torch.manual_seed(0)
+    values = dict(mlp(WIDTHS).state_dict()) if rank == 0 else {}
+    model = shard(built("rowwise", 1), world_size)
+    set_model_state_dict(model, values, options=send)
+    model(torch.ones(2, WIDTHS[0]))  # the ranks agree on scales at the next gather
+    model.reshard()
+    first = built("rowwise").state_dict()
+    good["values"] = unlike(whole(model.state_dict()), first) == []
+    model, optimizer = one_step(0, rank, world_size)
+    full = StateDictOptions(full_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=full)
+    masters = [master.full_tensor() for master in optimizer.masters()]
+    again, resumed = one_step(1, rank, world_size)
+    set_state_dict(again, resumed, model_state_dict=of_model, optim_state_dict=of_optimizer, options=full)
+    pairs = zip(resumed.masters(), masters, strict=True)
+    good["masters"] = all(torch.equal(ours.full_tensor(), theirs) for ours, theirs in pairs)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=full)
+    good["codes"] = unlike(whole(again.state_dict()), of_model) == []
+    return good
+
+
+def one_step(seed, rank, world_size):
+    model = shard(built("tensorwise", seed), world_size)
+    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=0.01)
+    model(torch.ones(2, WIDTHS[0]) * (rank + 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_full_state_dicts_reach_other_models_and_optimizers(run_ranks):
+    for good in run_ranks(2, other_models):
+        assert [name for name, one in good.items() if not one] == []

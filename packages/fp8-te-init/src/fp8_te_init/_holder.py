@@ -10,13 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight
-from fp8_te_init._checkpoint_names import HISTORY, SCALE
 from fp8_te_init._compat import dtensor_like, state_dict_being_loaded
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_in_module import reconcile
 from fp8_te_init._kept_values import keeper
-from fp8_te_init._state_dict import make_codes_travel
+from fp8_te_init._state_dict import make_codes_travel, receivers
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 aten = torch.ops.aten
@@ -61,10 +60,8 @@ class PrimaryWeightHolder(nn.Module):
             return
         loading = state_dict_being_loaded(sys._getframe(1))
         make_codes_travel(loading or {}, torch_dtype(self.config.weight.format))
-        beside = {f"weight{SCALE}": self.weight_quant_scale, f"weight{HISTORY}": self.weight_amax_history}
-        for name, tensor in beside.items():
-            if tensor is not None:
-                yield f"{prefix}.{name}".lstrip("."), tensor
+        for name, tensor in receivers(self).items():
+            yield f"{prefix}.{name}".lstrip("."), tensor
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrimaryWeightHolder":
         """Move as asked; a change of dtype changes what the weight stands for, not its codes."""

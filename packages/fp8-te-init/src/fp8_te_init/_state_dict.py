@@ -46,6 +46,16 @@ def make_codes_travel(state_dict: dict[str, Any], dtype: torch.dtype) -> None:
             state_dict[key] = value.view(torch.uint8)
 
 
+class _Unreceived(torch.Tensor):
+    """Scales as a layer has them: what `set_model_state_dict` leaves in the place of some that did not come."""
+
+
+def receivers(module: nn.Module, name: str = "weight") -> dict[str, torch.Tensor]:
+    """Return what a state dict holds beside the codes of the parameter `name`, to be replaced by what is received."""
+    held = {key: getattr(module, key, None) for key in (f"{name}{SCALE}", f"{name}{HISTORY}")}
+    return {key: tensor.as_subclass(_Unreceived) for key, tensor in held.items() if tensor is not None}
+
+
 def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
     primary = primary_of(state_dict.get(f"{prefix}{name}"))
     if primary is None:
@@ -91,8 +101,10 @@ def _take_back(
     loaded = getattr(state_dict[key], "_local_tensor", state_dict[key])
     is_there = isinstance(loaded, PrimaryFloat8Weight) and loaded.state is primary.state
     is_codes = loaded.dtype in _CODES or (is_there and primary.state.unscaled)
-    # What was not in the checkpoint, `set_model_state_dict` fills with what the layer has: scales of other codes.
-    problem = _problem(key, primary, loaded, None if scale is primary.scale else scale, is_codes=is_codes)
+    scale, history = (None if isinstance(one, _Unreceived) else one for one in (scale, history))
+    # A module that is tied to a layer's weight gets no scales there: the layer brings them.
+    elsewhere = is_there and scale is None and not hasattr(module, f"{name}{SCALE}")
+    problem = None if elsewhere else _problem(key, primary, loaded, scale, is_codes=is_codes)
     if problem is not None:
         error_msgs.append(problem)
         state_dict[key] = getattr(module, name)  # the weight stays as it was
