@@ -32,6 +32,12 @@ UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
 INTERPRETED = ("shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter", CONFORMANCE)
 # what every test needs; the first asks for triton, which no plugin does
 EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
+MAXTEXT = ("maxtext==0.2.5", "pathwaysutils", "cloud-accelerator-diagnostics", "google-cloud-mldiagnostics")
+IMPORTED_BY_MAXTEXT = (
+    *("absl-py", "aqtp", "drjax", "etils", "fastapi", "google-cloud-logging", "google-cloud-monitoring", "jinja2"),
+    *("jsonlines", "ml_collections", "omegaconf", "portpicker", "psutil", "pydantic", "qwix", "tensorboardX"),
+    *("tokamax", "transformers", "uvicorn"),
+)
 ON_PYTHON_3_12 = ["shared-kernels/tests/numpy", "shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
@@ -262,6 +268,16 @@ def ecosystem(session: nox.Session) -> None:
     """Test the adapters with the real torchtitan, Accelerate, Transformers and Lightning, and run every example."""
     install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test", "ecosystem"], extras=False)
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
+
+
+@nox.session(python=select_pyenv_interpreter("3.12"))
+def maxtext(session: nox.Session) -> None:
+    """Test the quantization hook in MaxText's own layers and pipelines, on a CPU."""
+    install(session, "fp8-common[jax]", "fp8-jax-owg[flax,optax]", groups=["test"], extras=False)
+    # its wheel asks for hundreds of packages for accelerators; these are what its layers import
+    session.install("--no-deps", *MAXTEXT)
+    session.install(*IMPORTED_BY_MAXTEXT)
+    session.run("pytest", *(session.posargs or ["tests/ecosystem/test_with_maxtext.py"]))
 
 
 @nox.session

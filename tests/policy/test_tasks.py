@@ -26,6 +26,7 @@ MORE = {
     "oldest",
     "te",
     "ecosystem",
+    "maxtext",
     "newcomer",
 }
 MORE |= {"mutants", "py312", "full", "latest", "release_check"}
