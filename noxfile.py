@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever folder
 
 from tools.machine import digest, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
+from tools.maxtext import maxtext  # noqa: E402
 from tools.package_index import package_sources  # noqa: E402
 from tools.packages import ISOLATED, PACKAGES, editable, folders  # noqa: E402
 from tools.sessions import ON_ALL_CORES, PROJECT, install, installed, pinned, run_benchmarks, run_tests  # noqa: E402
@@ -32,12 +33,6 @@ UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
 INTERPRETED = ("shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter", CONFORMANCE)
 # what every test needs; the first asks for triton, which no plugin does
 EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
-MAXTEXT = ("maxtext==0.2.5", "pathwaysutils", "cloud-accelerator-diagnostics", "google-cloud-mldiagnostics")
-IMPORTED_BY_MAXTEXT = (
-    *("absl-py", "aqtp", "drjax", "etils", "fastapi", "google-cloud-logging", "google-cloud-monitoring", "jinja2"),
-    *("jsonlines", "ml_collections", "omegaconf", "portpicker", "psutil", "pydantic", "qwix", "tensorboardX"),
-    *("tokamax", "transformers", "uvicorn"),
-)
 ON_PYTHON_3_12 = ["shared-kernels/tests/numpy", "shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
@@ -192,9 +187,9 @@ def latest(session: nox.Session) -> None:
 
 @nox.session(python=select_pyenv_interpreter("3.12"))
 def py312(session: nox.Session) -> None:
-    """Run the NumPy and JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
+    """Run the NumPy and JAX parts on Python 3.12 with the newest JAX; after `-- maxtext` MaxText's own layers."""
     install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
-    run_tests(session, paths=ON_PYTHON_3_12, examples=False)
+    maxtext(session) if session.posargs == ["maxtext"] else run_tests(session, paths=ON_PYTHON_3_12, examples=False)
 
 
 @nox.session
@@ -268,16 +263,6 @@ def ecosystem(session: nox.Session) -> None:
     """Test the adapters with the real torchtitan, Accelerate, Transformers and Lightning, and run every example."""
     install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test", "ecosystem"], extras=False)
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
-
-
-@nox.session(python=select_pyenv_interpreter("3.12"))
-def maxtext(session: nox.Session) -> None:
-    """Test the quantization hook in MaxText's own layers and pipelines, on a CPU."""
-    install(session, "fp8-common[jax]", "fp8-jax-owg[flax,optax]", groups=["test"], extras=False)
-    # its wheel asks for hundreds of packages for accelerators; these are what its layers import
-    session.install("--no-deps", *MAXTEXT)
-    session.install(*IMPORTED_BY_MAXTEXT)
-    session.run("pytest", *(session.posargs or ["tests/ecosystem/test_with_maxtext.py"]))
 
 
 @nox.session

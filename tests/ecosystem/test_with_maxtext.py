@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-REASON = "MaxText is not installed (it needs Python 3.12): `nox -s maxtext` installs it"
+REASON = "MaxText is not installed (it needs Python 3.12): `nox -s py312 -- maxtext` installs it"
 pytest.importorskip("maxtext.layers.pipeline", reason=REASON, exc_type=ImportError)
 # before JAX makes its first array: a pipeline of MaxText has a device for each stage
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"

@@ -26,7 +26,6 @@ MORE = {
     "oldest",
     "te",
     "ecosystem",
-    "maxtext",
     "newcomer",
 }
 MORE |= {"mutants", "py312", "full", "latest", "release_check"}
