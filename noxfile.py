@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever folder
 
 from tools.machine import digest, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
+from tools.maxtext import maxtext  # noqa: E402
 from tools.package_index import package_sources  # noqa: E402
 from tools.packages import ISOLATED, PACKAGES, editable, folders  # noqa: E402
 from tools.sessions import ON_ALL_CORES, PROJECT, install, installed, pinned, run_benchmarks, run_tests  # noqa: E402
@@ -187,9 +188,9 @@ def latest(session: nox.Session) -> None:
 
 @nox.session(python=select_pyenv_interpreter("3.12"))
 def py312(session: nox.Session) -> None:
-    """Run the NumPy and JAX parts on Python 3.12 with the newest JAX, where there is such a Python."""
+    """Run the NumPy and JAX parts on Python 3.12 with the newest JAX; after `-- maxtext` MaxText's own layers."""
     install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
-    run_tests(session, paths=ON_PYTHON_3_12, examples=False)
+    maxtext(session) if session.posargs == ["maxtext"] else run_tests(session, paths=ON_PYTHON_3_12, examples=False)
 
 
 @nox.session

@@ -11,8 +11,9 @@ from jax import lax
 
 from fp8_common import Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax.plugin import from_bits, quantize_to_codes, to_bits
+from fp8_common.jax.plugin import quantize_to_codes
 from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, by_channel, format_of
 from fp8_jax_owg._sharing import like

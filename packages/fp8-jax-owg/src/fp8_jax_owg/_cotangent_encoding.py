@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8_common.jax.plugin import float_key, from_bits, to_bits
+from fp8_common.jax.plugin import float_key
+from fp8_jax_owg._bits import from_bits, to_bits
 
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))

@@ -17,8 +17,9 @@ from jax.typing import ArrayLike
 
 from fp8_common import Fp8Error
 from fp8_common.jax import amax, amax_to_scale, reciprocal
-from fp8_common.jax.plugin import float_key, from_bits, quantize_to_codes
+from fp8_common.jax.plugin import float_key, quantize_to_codes
 from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg._bits import from_bits
 from fp8_jax_owg._casting import Seen, State, computed_once, nan_unless, next_state
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only

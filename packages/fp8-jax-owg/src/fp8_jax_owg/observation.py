@@ -22,8 +22,9 @@ from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
-from fp8_common.jax.plugin import float_key, from_bits, to_bits
+from fp8_common.jax.plugin import float_key
 from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
 
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)

@@ -1,0 +1,134 @@
+"""The quantization hook for MaxText, in MaxText's own dense layers and pipelines."""
+
+import functools
+import os
+
+import pytest
+
+REASON = "MaxText is not installed (it needs Python 3.12): `nox -s py312 -- maxtext` installs it"
+pytest.importorskip("maxtext.layers.pipeline", reason=REASON, exc_type=ImportError)
+# before JAX makes its first array: a pipeline of MaxText has a device for each stage
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+import maxtext
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from maxtext.configs import pyconfig
+from maxtext.layers import linears, pipeline, quantizations
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8Error
+from fp8_jax_owg.linen import Fp8DirectDotGeneralOp, Fp8Einsum
+from fp8_jax_owg.nnx import OverwriteWithGradient
+
+pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
+SCALING = owg.DelayedScaling(amax_history_length=16)
+WIDTH, STAGES = 16, 2
+
+
+class OurQuantization(quantizations.Quantization):
+    """What the guide shows."""
+
+    quant_mode = "train"
+    needs_apply_rngs = False
+    quantize_dtype = jnp.float8_e4m3fn
+
+    def dot_general_cls(self, mesh_axes=()):
+        return functools.partial(Fp8DirectDotGeneralOp, scaling=SCALING)
+
+    def einsum(self, dtype=jnp.float32):
+        return Fp8Einsum(scaling=SCALING)
+
+
+class FlaxQuantization(quantizations.Fp8Quantization):
+    """MaxText's own, with a history as short as ours."""
+
+    def dot_general_cls(self, mesh_axes=()):
+        return functools.partial(nn.Fp8DirectDotGeneralOp, amax_history_length=16)
+
+
+class Stage(nnx.Module):
+    """A stage with MaxText's dense layer."""
+
+    def __init__(self, quant, rngs):
+        self.dense = linears.DenseGeneral(WIDTH, WIDTH, quant=quant, kernel_axes=("embed", "mlp"), rngs=rngs)
+
+    def __call__(self, x, segment_ids=None, positions=None, deterministic=True, model_mode="train"):
+        return jnp.tanh(self.dense(x)) * 2 + x, None
+
+
+def pipeline_of(quant, repeats):
+    """Return a loss of (parameters, FP8 state) and input, and both."""
+    settings = {
+        "base_emb_dim": WIDTH,
+        "max_target_length": 4,
+        "per_device_batch_size": 4,
+        "ici_pipeline_parallelism": STAGES,
+        "num_pipeline_microbatches": 4,
+        "base_num_decoder_layers": STAGES * repeats,
+        "num_layers_per_pipeline_stage": 1,
+        "quantization": "fp8",
+        "dtype": "float32",
+    }
+    quiet = {"enable_checkpointing": False, "log_config": False, "skip_jax_distributed_system": True}
+    config = pyconfig.initialize(["", f"{maxtext.__path__[0]}/configs/base.yml"], run_name="test", **settings, **quiet)
+    sizes = [STAGES if axis == "stage" else 1 for axis in config.mesh_axes]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:STAGES]).reshape(sizes), config.mesh_axes)
+    rules = config.logical_axis_rules
+    with mesh, nn.logical_axis_rules(rules):
+        model = pipeline.create_nnx_pipeline(config, lambda rngs: Stage(quant, rngs), mesh, rngs=nnx.Rngs(0))
+    graph, params, state, rest = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
+
+    def loss(both, x):
+        with mesh, nn.logical_axis_rules(rules):
+            y = nnx.merge(graph, *both, rest, copy=True)(x, None, None, True, "train")
+        return jnp.square(y).mean()
+
+    x = jax.random.normal(jax.random.key(1), (config.micro_batch_size_to_train_on, 4, WIDTH))
+    return loss, (params, state), x
+
+
+def leaf(state, name):
+    """Return the leaf of this name, of all stages."""
+    return next(np.asarray(variable[...]) for path, variable in nnx.to_flat_state(state) if path[-1] == name)
+
+
+def after_six_steps(quant, grad):
+    """Return the state when parameters stay and the state is replaced six times."""
+    loss, (params, state), x = pipeline_of(quant, 1)
+    step = jax.jit(grad(loss))
+    for _ in range(6):
+        _, state = step((params, state), x)
+    return state
+
+
+def test_a_plain_pipeline_keeps_scales_where_flax_sums_them():
+    flax = leaf(after_six_steps(FlaxQuantization(), jax.grad), "input_scale")
+    ours = leaf(after_six_steps(OurQuantization(), owg.grad), "input_scale")
+    assert (flax > 50).all()
+    assert (ours < 0.02).all()
+
+
+def test_a_plain_pipeline_sees_what_its_stages_see_in_turn():
+    loss, (params, state), x = pipeline_of(OurQuantization(), 1)
+    _, after = jax.jit(owg.grad(loss))((params, state), x)
+    kernels, seen = leaf(params, "kernel"), []
+    for kernel in kernels:
+        seen.append(np.abs(x).max())
+        # scales are 1 in the first step
+        y = owg.fp8_einsum("...i,io->...o", x, kernel, meta=owg.init_meta(SCALING), scaling=SCALING)
+        x = jnp.tanh(y) * 2 + x
+    np.testing.assert_allclose(leaf(after, "input_amax_history")[:, 0], seen, rtol=1e-6)
+    np.testing.assert_array_equal(leaf(after, "kernel_amax_history")[:, 0], np.abs(kernels).max((1, 2)))
+
+
+def test_a_circular_pipeline_is_refused_where_flax_sums():
+    loss, both, x = pipeline_of(FlaxQuantization(), 2)
+    _, after = jax.jit(jax.grad(loss))(both, x)
+    assert (leaf(after, "kernel_scale") > 1).any()  # no step of one use makes a scale of 1 greater here
+    loss, both, x = pipeline_of(OurQuantization(), 2)
+    with pytest.raises(Fp8Error, match="is used more than once"):
+        jax.jit(owg.grad(loss))(both, x)
