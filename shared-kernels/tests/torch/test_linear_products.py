@@ -9,7 +9,7 @@ import torch
 
 import fp8_common as f8
 from fp8_common import CastRecipe, Fp8Error, Recipe
-from fp8_common.torch import _device
+from fp8_common.torch import _multiply
 from fp8_common.torch.plugin import LinearConfig, LinearOperands, Operand, ScaleLayout, WeightAccess, dispatch
 
 ROWS, IN, OUT = 24, 40, 16
@@ -163,5 +163,5 @@ def test_products_are_emulated_off_nvidia(monkeypatch, hip, capability, emulated
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(_device, "_look_up", _device._look_up.__wrapped__)  # without what earlier tests asked
-    assert _device.should_emulate(device, LinearConfig()) is emulated
+    monkeypatch.setattr(_multiply, "_look_up", _multiply._look_up.__wrapped__)  # without what earlier tests asked
+    assert _multiply.should_emulate(device, LinearConfig()) is emulated
