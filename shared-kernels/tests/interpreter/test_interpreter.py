@@ -24,7 +24,8 @@ def mismatches():
     y = torch.empty(x.size, dtype=torch.float8_e4m3fn)
     with np.errstate(all="ignore"):
         convert_kernel[(16,)](torch.from_numpy(x.view(np.int16)).view(torch.bfloat16), y, 4096)
-    got, want = y.view(torch.uint8).numpy(), f8.encode(x, "e4m3")
+    # a GPU's conversion saturates infinity, too; the kernels make NaN of it before
+    got, want = y.view(torch.uint8).numpy(), f8.encode(np.clip(x.astype(np.float32), -448, 448), "e4m3")
     nan = np.isnan(f8.decode(got, "e4m3")) & np.isnan(f8.decode(want, "e4m3"))
     return int(((got != want) & ~nan).sum())
 

@@ -28,7 +28,8 @@ def member_of(shard):
     """A member whose parameter is known to FSDP2 only by its shard and by where that is."""
     geometry = ShardGeometry(full_shape=shard.shape, padded_shape=shard.shape)
     state = WeightState(strategy=strategy_for(f8.CastRecipe()), geometry=geometry)
-    param = SimpleNamespace(local=SimpleNamespace(_data=shard, _state=state), device=shard.device, geometry=geometry)
+    local = SimpleNamespace(_data=shard, _state=state, dtype=shard.dtype)
+    param = SimpleNamespace(local=local, device=shard.device, geometry=geometry)
     return Member(param=param)
 
 

@@ -1,7 +1,7 @@
 """`exact_interpreter`: Triton's interpreter with exact conversions and with inline assembly.
 
 As shipped (triton 3.6 and 3.7) the interpreter rounds to FP8 with ties away from zero, drops a carry and loses NaN,
-and it refuses inline assembly. While `exact_interpreter` is active, conversions are those of `fp8_common.encode`, and
+and it refuses inline assembly. While `exact_interpreter` is active, conversions are those of a GPU, saturating, and
 inline PTX runs in `fp8_common.testing.ptx_machine`. The interpreter itself is chosen by TRITON_INTERPRET=1 before
 triton is imported, for the whole process.
 """
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8_common._errors import Fp8UnsupportedError
-from fp8_common._rounding import encode
 from fp8_common.testing import ptx_machine
 
 NUMPY_DTYPES = {
@@ -53,7 +52,7 @@ def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
     with np.errstate(all="ignore"):
         # Results are bits in an unsigned dtype, which is how the interpreter stores what NumPy has no dtype for.
         if target in NARROW:
-            return encode(values.astype(np.float32), NARROW[target]).reshape(np.shape(x))
+            return ptx_machine.saturating_codes(values.astype(np.float32), NARROW[target]).reshape(np.shape(x))
         converted = values.astype(NUMPY_DTYPES[target])
     return converted.view(f"u{converted.itemsize}").reshape(np.shape(x))
 

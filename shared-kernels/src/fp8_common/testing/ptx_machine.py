@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._formats import get_format
 from fp8_common._rounding import encode
 
 Word = NDArray[np.uint32]
@@ -59,7 +60,13 @@ def _instruction(name: str) -> Callable[..., Word]:
 
 
 def _code(bits: Word, fmt: str) -> Word:
-    return encode(bits.view(np.float32), fmt).astype(np.uint32)
+    return saturating_codes(bits.view(np.float32), fmt).astype(np.uint32)
+
+
+def saturating_codes(values: NDArray[np.float32], fmt: str) -> NDArray[np.uint8]:
+    """Return the codes that a GPU's conversion makes: nearest even; infinity, too, becomes the largest value."""
+    largest = get_format(fmt).max
+    return encode(np.clip(values, -largest, largest), fmt)  # clip keeps NaN
 
 
 def _join_halves(low: Word, high: Word) -> Word:
