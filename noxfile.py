@@ -140,8 +140,7 @@ def browser(session: nox.Session) -> None:
 def interpreter(session: nox.Session) -> None:
     """Run every kernel in Triton's interpreter against the NumPy definition."""
     install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test"])
-    session.env["TRITON_INTERPRET"] = "1"
-    session.run("pytest", *ON_ALL_CORES, *INTERPRETED, *session.posargs)
+    session.run("pytest", *ON_ALL_CORES, *INTERPRETED, *session.posargs, env={"TRITON_INTERPRET": "1"})
 
 
 @nox.session

@@ -145,13 +145,17 @@ class Recorder(TorchDispatchMode):
         self.step.kernels.append(Kernel(f"fp8_common {plan.kernel}", traffic(reads, writes)))
 
 
+class _NoTensor:
+    """A class that no tensor is of: in the place of `FakeTensor`, fake tensors go where those of a GPU would."""
+
+
 @contextlib.contextmanager
 def recording(step: Step) -> Iterator[None]:
     """Record operators, and launches of `fp8_common` as if fake tensors were on a GPU."""
     recorder, package = Recorder(step), "fp8_common.torch."
     replaced = {
-        "_triton_backend.is_fake": lambda x: False,
-        "_rounding.is_fake": lambda x: False,
+        "_triton_backend.FakeTensor": _NoTensor,
+        "_rounding.FakeTensor": _NoTensor,
         "_rounding.values_table": lambda fmt, dtype, device: torch.empty(256, dtype=dtype, device=device),
         "_triton_backend.run": recorder.launch,
         # there is nothing to launch, so Triton may be missing
