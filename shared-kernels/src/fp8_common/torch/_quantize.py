@@ -12,15 +12,16 @@ from fp8_common._formats import Format
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch._amax import amax_all, amax_over, as_float32
+from fp8_common.torch._compat import FakeTensor
 from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite, torch_dtype, values
 from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return RN_fmt(RN32(x * scale)) in the format's dtype."""
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype; `amax` of all of `x`, where known, may save a pass."""
     # The product is a new tensor, so clamping in place saves a copy. Clamped, because torch's cast does not saturate in
     # every version; clamp keeps NaN.
-    return _scaled(x, scale).clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
+    return _scaled(x, scale, amax).clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
@@ -28,13 +29,20 @@ def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, rando
     return cast_stochastic(_scaled(x, scale), fmt, random_bits)
 
 
-def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    value, scale = nan_where_infinite(as_float32(x)), as_float32(scale, "scale")
+def _scaled(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+    value, scale = as_float32(x), as_float32(scale, "scale")
+    if amax is None or not _known_finite(amax):
+        value = nan_where_infinite(value)
     # In place where the result has the shape of x: another buffer costs more than the product. Not asked of
     # `torch.broadcast_shapes`, which enters about 50 Python functions.
     aligned = zip(reversed(scale.shape), reversed(value.shape), strict=False)
     same = scale.ndim <= value.ndim and all(own in (1, size) for own, size in aligned)
-    return value.mul_(scale) if same else value * scale
+    return value.mul_(scale) if same and value is not x else value * scale
+
+
+def _known_finite(amax: torch.Tensor) -> bool:
+    """Return whether every amax is finite; False also where the answer would have to wait for a device."""
+    return amax.device.type == "cpu" and not isinstance(amax, FakeTensor) and bool(amax.isfinite().all())
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
@@ -44,13 +52,15 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.d
 
 def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and the float32 scalar scale from the tensor's own amax."""
-    scale = scale_from_amax(amax_all(x), fmt, policy)
-    return quantize(x, scale, fmt), scale
+    amax = amax_all(x)
+    scale = scale_from_amax(amax, fmt, policy)
+    return quantize(x, scale, fmt, amax), scale
 
 
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data made with one given scale, and max |x| as a float32 scalar tensor."""
-    return quantize(x, scale, fmt), amax_all(x)
+    amax = amax_all(x)
+    return quantize(x, scale, fmt, amax), amax
 
 
 def quantize_folded(
@@ -62,16 +72,18 @@ def quantize_folded(
 
 def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales, one scale for each slice along `dim` (kept with length 1)."""
-    scale = scale_from_amax(amax_over(x, (dim,), keepdim=True), fmt, policy)
-    return quantize(x, scale, fmt), scale
+    amax = amax_over(x, (dim,), keepdim=True)
+    scale = scale_from_amax(amax, fmt, policy)
+    return quantize(x, scale, fmt, amax), scale
 
 
 def quantize_blockwise(
     x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)]."""
-    scale = scale_from_amax(block_amax(x, block), fmt, policy)
-    return quantize(x, expand_blocks(scale, block, x.shape), fmt), scale
+    amax = block_amax(x, block)
+    scale = scale_from_amax(amax, fmt, policy)
+    return quantize(x, expand_blocks(scale, block, x.shape), fmt, amax), scale
 
 
 def dequantize_blockwise(
@@ -84,8 +96,9 @@ def dequantize_blockwise(
 
 def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
-    codes = e8m0_from_amax(block_amax(x, MX_BLOCK), fmt, mode)
-    data = quantize(x, expand_blocks(scale_of_e8m0(codes), MX_BLOCK, x.shape), fmt)
+    amax = block_amax(x, MX_BLOCK)
+    codes = e8m0_from_amax(amax, fmt, mode)
+    data = quantize(x, expand_blocks(scale_of_e8m0(codes), MX_BLOCK, x.shape), fmt, amax)
     return data, codes.view(torch.float8_e8m0fnu)
 
 
