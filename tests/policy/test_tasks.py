@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.repository import ROOT, packages
+from tests.helpers.repository import ROOT, packages, tracked_files
 from tools import machine, package_index
 from tools.packages import ISOLATED, PACKAGES
 
@@ -122,6 +122,16 @@ def test_the_newest_interpreter_is_one_that_is_here(monkeypatch):
     assert machine.newest_interpreter() == "3.12"
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.newest_interpreter() == ".".join(map(str, sys.version_info[:2]))
+
+
+def test_every_test_that_a_document_names_exists():
+    tracked = {path.relative_to(ROOT).as_posix() for path in tracked_files()}
+    names = {path.rpartition("/")[2] for path in tracked}
+    pages = [path for path in tracked if path.endswith(".md") and path != "CHANGELOG.md"]
+    named = {(page, test) for page in pages for test in re.findall(r"[\w./-]*\btest_\w+\.py", (ROOT / page).read_text())}
+    assert len(named) > 50
+    lost = sorted(f"{page}: {test}" for page, test in named if test not in (tracked if "/" in test else names))
+    assert lost == []
 
 
 def test_ci_runs_the_command_of_the_readme():
