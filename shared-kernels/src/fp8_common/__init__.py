@@ -8,6 +8,7 @@ from fp8_common._amax import amax
 from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
 from fp8_common._errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common._formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
+from fp8_common._gradient_compression import GradientCompression, sum_of_compressed
 from fp8_common._history import update_history
 from fp8_common._philox import philox, random_bits
 from fp8_common._policy import CANONICAL, POWER_OF_2, ScalePolicy
@@ -48,6 +49,7 @@ __all__ = [
     "Fp8Error",
     "Fp8StaleError",
     "Fp8UnsupportedError",
+    "GradientCompression",
     "Quantized",
     "Recipe",
     "Rule",
@@ -77,5 +79,6 @@ __all__ = [
     "random_bits",
     "reciprocal",
     "select_modules",
+    "sum_of_compressed",
     "update_history",
 ]

@@ -4,6 +4,7 @@ Scale and amax history of delayed scaling are parameters whose gradient is their
 autodiff adds these up; here they are combined by MAX: in scans, under vmap, over devices, over micro-batches.
 """
 
+from fp8_common import GradientCompression
 from fp8_common.jax import dequantize, quantize
 from fp8_common.plugin import check_version
 from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
@@ -28,6 +29,7 @@ from fp8_jax_owg._dot import fp8_dot_general
 from fp8_jax_owg._dtype import fm32, fp32_max_grad
 from fp8_jax_owg._einsum import fp8_einsum
 from fp8_jax_owg._gather import fp8_all_gather
+from fp8_jax_owg._gradients import compressed_psum, compressed_psum_scatter
 from fp8_jax_owg._marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._mode import get_mode, use_mode
@@ -48,6 +50,7 @@ __all__ = [
     "DelayedScaling",
     "Dot",
     "Fp8Param",
+    "GradientCompression",
     "Overwrite",
     "OwgReport",
     "TensorReport",
@@ -58,6 +61,8 @@ __all__ = [
     "assert_fp8_dots",
     "cast_params",
     "clip_by_global_norm",
+    "compressed_psum",
+    "compressed_psum_scatter",
     "dequantize",
     "fan_out",
     "find_collectives",

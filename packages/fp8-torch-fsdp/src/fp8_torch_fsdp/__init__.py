@@ -6,7 +6,7 @@
 Nothing else changes in a training loop: scales are synchronized with one all-reduce per forward, automatically.
 """
 
-from fp8_common import Recipe
+from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
 from fp8_common.torch import GemmConfig
 from fp8_common.torch.plugin import GatheredFloat8Weight
@@ -22,7 +22,6 @@ from fp8_torch_fsdp._convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp._counters import amax_reduction_count, cast_count
 from fp8_torch_fsdp._filters import auto_filter_for_recipe
 from fp8_torch_fsdp._gradients.compress import CompressedGradients, compress_gradients
-from fp8_torch_fsdp._gradients.config import GradientCompression
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_torch_fsdp._gradients.config import GradientCompression
+from fp8_common import GradientCompression
 from fp8_torch_fsdp._gradients.payload import dequantize, pack, quantize, unpack
 from fp8_torch_fsdp._gradients.random_rounding import RandomBits
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_common import Fp8Error, Fp8UnsupportedError, Rule, Rules, select_modules
+from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
 from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp._gradients.collectives import GradientExchange
-from fp8_torch_fsdp._gradients.config import GradientCompression
 from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
 from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
 

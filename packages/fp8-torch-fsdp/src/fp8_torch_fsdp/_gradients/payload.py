@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8_common import POWER_OF_2
+from fp8_common import POWER_OF_2, GradientCompression
+from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import dispatch
-from fp8_torch_fsdp._gradients.config import GradientCompression
 from fp8_torch_fsdp._gradients.random_rounding import RandomBits
 
 
@@ -92,5 +92,6 @@ def unpack(
     parts = rows.split([compressed, scale_bytes, wide * wide_dtype.itemsize], dim=1)
     # contiguous copies: a view as a wider dtype needs rows that begin at its multiples
     codes, scales, rest = (part.contiguous() for part in parts)
-    values = dequantize(codes.view(config.dtype), scales.view(torch.float32), config) if compressed else codes.float()
+    codes = codes.view(torch_dtype(config.fp8_format))
+    values = dequantize(codes, scales.view(torch.float32), config) if compressed else codes.float()
     return values, rest.view(wide_dtype).float() if wide else rest.float()
