@@ -26,6 +26,7 @@ from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
 from fp8_torch_fsdp._report import AllGatherReport, WeightReport, float8_all_gather_report
+from fp8_torch_fsdp._secondary_shards import SecondaryShards, keep_secondary_shards
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._synchronize import (
     Float8Controller,
@@ -59,6 +60,7 @@ __all__ = [
     "GradientCompression",
     "PrepareFloat8ModuleInput",
     "Recipe",
+    "SecondaryShards",
     "ShardedFloat8Weight",
     "WeightReport",
     "amax_reduction_count",
@@ -69,6 +71,7 @@ __all__ = [
     "enable_float8_all_gather",
     "float8_all_gather_report",
     "fully_shard_traceable",
+    "keep_secondary_shards",
     "load_checkpoint",
     "mark_weights_changed",
     "precompute_float8_dynamic_scale_for_fsdp",

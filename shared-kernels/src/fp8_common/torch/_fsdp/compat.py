@@ -50,9 +50,11 @@ PRIVATE_NAMES = {
         "fsdp_placement",
         "is_dtensor",
         "device",
+        "param_dtype",
         "offload_to_cpu",
     ),
     "FSDPParamGroup": (
+        "_all_gather_comm",
         "_reduce_scatter_comm",
         "_all_reduce_hook",
         "_is_hsdp",
@@ -159,6 +161,11 @@ class ShardedParam:
         placements = self.fsdp_param._spmd_placements
         keep = [getattr(placement, "dim", None) is not None or replicas for placement in placements]
         return ranks_along(self.fsdp_param._spmd_mesh, keep)
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 gathers it, unless its tensor subclass brings buffers of its own."""
+        return self.fsdp_param.param_dtype or self.local.dtype
 
     @property
     def is_trained(self) -> bool:
@@ -273,6 +280,12 @@ def reductions_of(module: nn.Module) -> tuple[Any, Any]:
     """Return the reduce-scatter and the all-reduce hook of one module, as its setters take them."""
     (group,) = _groups_of_state(_root_state(module))
     return group._reduce_scatter_comm, group._all_reduce_hook
+
+
+def all_gather_of(module: nn.Module) -> Any:
+    """Return the all-gather of one module, as its setter takes it."""
+    (group,) = _groups_of_state(_root_state(module))
+    return group._all_gather_comm
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
