@@ -10,6 +10,7 @@ import importlib.util
 import io
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -54,8 +55,15 @@ def missing(program: str) -> list[str]:
 
 def run(program: str, name: str) -> str:
     """Run a program in a namespace of its own and return what it prints."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.ExitStack() as stack:
+        # as users run it: the tests' own strictness about warnings and promotion is off
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("default")
+        if "jax" in NEEDS.findall(program):
+            import jax
+
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         exec(compile(program, name, "exec"), {"__name__": "__main__"})
     return printed.getvalue()
 
