@@ -75,10 +75,7 @@ def isolated(session: nox.Session, run: str) -> None:
     look = f"import importlib.util as u; print(*filter(u.find_spec, {sorted(absent)}))"
     if intruders := session.run("python", "-c", look, silent=True, log=False).strip():
         session.error(f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it.")
-    if session.posargs:
-        session.run("pytest", tests, *session.posargs)
-    else:
-        run_tests(session, paths=(tests,), examples=False)
+    run_tests(session, paths=(tests,), examples=False)
 
 
 @nox.session

@@ -60,8 +60,11 @@ def status_of(names: Sequence[str]) -> str:
     found = read_status()
     groups: dict[str, list[str]] = {}
     for device in found["devices"]:
-        said = dict.fromkeys(", ".join(device["status"][name]) for name in names)
-        groups.setdefault(" or ".join(said), []).append(device["title"])
+        usual = device["status"][names[0]]
+        others = {name: [word for word in device["status"][name] if word not in usual] for name in names}
+        apart = [f"{name}: {', '.join(more)}" for name, more in others.items() if more]
+        said = ", ".join(usual) + (f" ({'; '.join(apart)})" if apart else "")
+        groups.setdefault(said, []).append(device["title"])
     parts = [f"{said} on {'; '.join(devices)}" for said, devices in groups.items()]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 

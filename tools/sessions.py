@@ -48,12 +48,18 @@ def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS,
     The root's conftest.py says which tests one process runs; these groups begin first, the largest ahead.
     """
     if session.posargs:
-        session.run("pytest", *options, *session.posargs)
+        session.run("pytest", *options, *named_or(paths, session.posargs))
         return
     session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadgroup", "-m", "not gpu", *paths)
     if examples:
         # apart: they choose how many devices JAX sees, which a process can do once; and file by file, in order
         session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadfile", *DOCUMENTS)
+
+
+def named_or(paths: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return pytest's arguments: as they are if one of them names a file or folder, else with `paths` before them."""
+    named = any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if argument[:1] != "-")
+    return [*arguments] if named else [*paths, *arguments]
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:

@@ -1,7 +1,7 @@
 """The programs of pages: blocks of differences as the two programs that they stand for, and what blocks print.
 
-A block "diff" is a whole program. Without the lines that begin with "+" it is the program before, without those that begin
-with "-" the one after. A block "output" stands behind one that prints.
+A block "diff" is a whole program. Without the lines that begin with "+" it is the program before, without those that
+begin with "-" the one after. A block "output" stands behind one that prints.
 """
 
 import contextlib
@@ -73,6 +73,13 @@ def complaint(expected: str, got: str) -> str | None:
     if CHECKER.check_output(expected, got, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE):
         return None
     return f"The page says\n{expected}\nand the block printed\n{got}"
+
+
+def tabs(page: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the Python blocks, as one program, of every tab of a page."""
+    for match in re.finditer(r'^=== "(.+)"\n((?:(?: {4}.*)?\n)+)', page, re.MULTILINE):
+        blocks = re.findall(r"^```python\n(.*?)^```$", textwrap.dedent(match[2]), re.MULTILINE | re.DOTALL)
+        yield match[1], "\n".join(blocks)
 
 
 class Printing:

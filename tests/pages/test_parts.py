@@ -18,6 +18,8 @@ CHANGES = [
     for number, change in enumerate(programs.changes(path.read_text()))
 ]
 
+TABS = list(programs.tabs((ROOT / "docs/guides/jax-owg.md").read_text()))
+
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_parts_are_up_to_date(path):
@@ -34,9 +36,8 @@ def test_every_part_is_somewhere():
 def test_words_of_pages_about_gpus_are_those_of_the_status():
     """Sentences that no renderer writes: they go when a GPU has been measured."""
     measured = [d["key"] for d in pages.read_status()["devices"] if "measured" in str(d["status"])]
-    said = {
-        path.name for path in FILES if re.search(r"nothing has run on a GPU yet|\*\*On a GPU nothing", path.read_text())
-    }
+    nothing = re.compile(r"nothing has run on a GPU yet|\*\*On a GPU nothing")
+    said = {path.name for path in FILES if nothing.search(path.read_text())}
     assert (measured == ["cpu"]) == bool(said), f"{measured} are measured, and {said} say that nothing is"
 
 
@@ -64,6 +65,11 @@ def test_programs_before_and_after_a_change_run(change, when):
     printed = programs.run(program, when)
     if when == "after" and change.output is not None:
         assert programs.complaint(change.output, printed) is None
+
+
+@pytest.mark.parametrize("program", [code for _, code in TABS], ids=[name.replace(" ", "-") for name, _ in TABS])
+def test_a_tab_is_a_program_of_its_own(program):
+    assert "falling: True" in programs.run(program, "tab")
 
 
 def test_a_block_of_differences_is_two_programs():
