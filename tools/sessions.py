@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nox
 
+from tools.arguments import named_or
 from tools.package_index import package_sources
 from tools.packages import PACKAGES, editable
 
@@ -54,12 +55,6 @@ def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS,
     if examples:
         # apart: they choose how many devices JAX sees, which a process can do once; and file by file, in order
         session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadfile", *DOCUMENTS)
-
-
-def named_or(paths: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return pytest's arguments: as they are if one of them names a file or folder, else with `paths` before them."""
-    named = any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if argument[:1] != "-")
-    return [*arguments] if named else [*paths, *arguments]
 
 
 def run_benchmarks(session: nox.Session, python: str, *names: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers.repository import ROOT, packages
 from tools import machine, package_index
+from tools.arguments import named_or
 from tools.packages import ISOLATED, PACKAGES
-from tools.sessions import named_or
 
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text())
 DEFAULT = ["lint", "types", "test", "isolated", "docs", "build"]
