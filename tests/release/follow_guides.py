@@ -2,7 +2,7 @@
 
 1. README: for each plugin its line for pip, with the checkout's own git address, and its change of a job.
 2. Guides: each gets what its `pip install` lines name, and nothing else; packages of this repository come from their
-   folders. Its Python blocks run in order in one process, its programs before and after a change each in one of its own.
+   folders. Its Python blocks run in order in one process, its programs before and after a change each in its own.
 3. Notebooks: the same, with what the first cell says that it needs.
 
 The time of each is printed. What git gives out are commits: changes that are not committed are not in part 1.
