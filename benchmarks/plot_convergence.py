@@ -99,7 +99,7 @@ def draw_family(axes: Axes, family: str, ways: dict[str, dict[int, dict[str, Any
         axes.plot(steps, shown.mean(axis=0), color=colour, linewidth=1.3, label=way)
     axes.set(title=family, xlabel="optimizer step", ylabel="loss minus control (nats per byte)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")  # "best" is slow with as many points
 
 
 def draw_losses(axes: Axes, whole: Runs) -> None:
@@ -112,7 +112,7 @@ def draw_losses(axes: Axes, whole: Runs) -> None:
         axes.plot([], [], color=colour, label=f"{family}: {len(ways)} ways")
     axes.set(title="all runs", xlabel="optimizer step", ylabel="training loss (nats per byte)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def figure_of(whole: Runs) -> Figure:
