@@ -26,10 +26,15 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Only the session that installs every package also runs the examples in the documents.
 if importlib.util.find_spec("sybil") and importlib.util.find_spec("torch"):
     from sybil import Sybil
-    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+    from sybil.evaluators.python import PythonEvaluator
+    from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
+    from tests.pages.programs import Printing, check_output
+
+    # a block "output" stands for what the Python block before it prints
+    blocks = [CodeBlockParser("python", Printing(PythonEvaluator())), CodeBlockParser("output", check_output)]
     pytest_collect_file = Sybil(
-        parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", "docs/*.md", "docs/**/*.md"]
+        parsers=[*blocks, SkipParser()], patterns=["README.md", "docs/*.md", "docs/**/*.md"]
     ).pytest()
 
 

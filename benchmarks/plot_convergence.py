@@ -97,9 +97,9 @@ def draw_family(axes: Axes, family: str, ways: dict[str, dict[int, dict[str, Any
         shown = losses - (middle if way == next(iter(ways)) else np.array([controls[seed] for seed in runs]))
         axes.fill_between(steps, shown.min(axis=0), shown.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         axes.plot(steps, shown.mean(axis=0), color=colour, linewidth=1.3, label=way)
-    axes.set(title=family, xlabel="optimizer step", ylabel="training loss minus control (nats per byte)")
+    axes.set(title=family, xlabel="optimizer step", ylabel="loss minus control (nats per byte)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")  # "best" is slow with as many points
 
 
 def draw_losses(axes: Axes, whole: Runs) -> None:
@@ -112,21 +112,23 @@ def draw_losses(axes: Axes, whole: Runs) -> None:
         axes.plot([], [], color=colour, label=f"{family}: {len(ways)} ways")
     axes.set(title="all runs", xlabel="optimizer step", ylabel="training loss (nats per byte)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+
+
+def figure_of(whole: Runs) -> Figure:
+    """Return all panels, one below the other: as wide as a phone can show."""
+    figure = Figure(figsize=(4.6, 3.6 * (1 + len(whole))), layout="constrained")
+    first, *others = figure.subplots(1 + len(whole), 1, squeeze=False)[:, 0]
+    draw_losses(first, whole)
+    for axes, (family, ways) in zip(others, whole.items(), strict=True):
+        draw_family(axes, family, ways)
+    return figure
 
 
 def main() -> None:
     """Draw the picture and put the figures into the page."""
     result = json.loads(RESULT.read_text())
-    whole = grouped(result)
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    axes = figure.subplots(2, 2).flatten()
-    for one in axes[1 + len(whole) :]:
-        one.set_axis_off()
-    draw_losses(axes[0], whole)
-    for one, (family, ways) in zip(axes[1:], whole.items(), strict=False):
-        draw_family(one, family, ways)
-    figure.savefig(PICTURE, dpi=110)
+    figure_of(grouped(result)).savefig(PICTURE, dpi=130)
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{sizes(result)}\n\n{table(result)}\n{END}{rest.partition(END)[2]}")
 

@@ -1,6 +1,6 @@
 """The picture of the JAX guide; `python -m benchmarks.plot_owg_accumulation` draws it again.
 
-Every number is computed here: left the first step of a layer that sees 1, 5, 3, 2, right its scale over more steps.
+Every number is computed here: above the first step of a layer that sees 1, 5, 3, 2, below its scale over more steps.
 """
 
 from pathlib import Path
@@ -37,27 +37,39 @@ def step(meta: dict[str, jax.Array], how: str) -> dict[str, jax.Array]:
     return jax.tree.map(resolve, meta, gradient)
 
 
-def main() -> None:
-    """Run both and draw."""
-    mpl.rcParams.update({"svg.hashsalt": "owg", "svg.fonttype": "none", "font.size": 10})
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.bar(range(1, 5), SEEN, color="0.75")
-    for how, color in (("SUM", "tab:red"), ("MAX", "tab:green")):
-        meta, scales = init_meta(SCALING), []
+def study() -> dict[str, tuple[float, list[float]]]:
+    """Return, for each way, the amax that the first step records and the scale after each step."""
+    found = {}
+    for how in ("SUM", "MAX"):
+        meta, scales, recorded = init_meta(SCALING), [], 0.0
         run = jax.jit(lambda meta, how=how: step(meta, how))
         for number in range(STEPS):
             meta = run(meta)
             scales.append(float(meta["input_scale"][0]))
-            if number == 0:
-                recorded = float(meta["input_amax_history"][0])
-                left.axhline(recorded, color=color)
-                left.text(0.5, recorded + 0.15, f"{how} records {recorded:g}", color=color)
-        right.plot(range(1, STEPS + 1), scales, color=color, marker="o", label=how)
-    left.set(xlabel="iteration", ylabel="amax of the input", xticks=range(1, 5), ylim=(0, 12.5))
-    right.set(xlabel="step", ylabel="stored scale of the input", yscale="log")
-    right.legend()
-    figure.savefig(PICTURE, metadata={"Date": None})
+            recorded = recorded if number else float(meta["input_amax_history"][0])
+        found[how] = (recorded, scales)
+    return found
+
+
+def figure_of(found: dict[str, tuple[float, list[float]]]) -> Figure:
+    """Return both panels, one below the other."""
+    figure = Figure(figsize=(4.6, 6), layout="constrained")
+    first, later = figure.subplots(2, 1)
+    first.bar(range(1, 5), SEEN, color="0.75")
+    for (how, (recorded, scales)), color in zip(found.items(), ("tab:red", "tab:green"), strict=True):
+        first.axhline(recorded, color=color)
+        first.text(0.5, recorded + 0.15, f"{how} records {recorded:g}", color=color)
+        later.plot(range(1, STEPS + 1), scales, color=color, marker="o", label=how)
+    first.set(xlabel="iteration", ylabel="amax of the input", xticks=range(1, 5), ylim=(0, 12.5))
+    later.set(xlabel="step", ylabel="stored scale of the input", yscale="log")
+    later.legend()
+    return figure
+
+
+def main() -> None:
+    """Run both and draw."""
+    mpl.rcParams.update({"svg.hashsalt": "owg", "svg.fonttype": "none", "font.size": 10})
+    figure_of(study()).savefig(PICTURE, metadata={"Date": None})
 
 
 if __name__ == "__main__":

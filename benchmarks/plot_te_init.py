@@ -20,9 +20,15 @@ def draw_errors(axes: Axes, table: dict[str, Any]) -> None:
         errors = [100 * rows[name]["rel_rmse"] for name in names]
         bars = axes.barh(places, errors, height=0.36, label=f"sigma = {sigma}")
         axes.bar_label(bars, fmt="%.2g %%", padding=2)
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xscale="log", xlim=(0.05, 400), xlabel="relative error of the masters (%)", title="What masters lose")
-    axes.legend(frameon=False)
+    axes.set_yticks(range(len(names)), [name.replace(", ", ",\n").replace(" in ", "\nin ") for name in names])
+    axes.set(
+        xscale="log",
+        xlim=(0.05, 1500),
+        ylim=(-0.6, len(names) + 0.1),
+        xlabel="relative error of the masters (%)",
+        title="What masters lose",
+    )
+    axes.legend(frameon=False, loc="upper right", ncols=2, fontsize="small")
 
 
 def draw_flips(axes: Axes, runs: dict[str, Any], seeds: int) -> None:
@@ -44,21 +50,26 @@ def draw_memory(axes: Axes, table: dict[str, Any]) -> None:
     """Draw the memory after initialisation and after release."""
     for shift, (key, label) in enumerate((("peak", "peak"), ("after_init", "built"), ("after_release", "released"))):
         places = [place + 0.27 * (shift - 1) for place in range(len(table))]
-        axes.bar(places, [row[key] / 2**20 for row in table.values()], width=0.25, label=label)
-    axes.set_xticks(range(len(table)), list(table))
-    axes.set(ylabel="MiB of the process", title="201 million bf16 weights")
+        axes.barh(places, [row[key] / 2**20 for row in table.values()], height=0.25, label=label)
+    axes.set_yticks(range(len(table)), list(table))
+    axes.invert_yaxis()
+    axes.set(xlabel="MiB of the process", title="201 million bf16 weights")
     axes.legend(frameon=False)
+
+
+def figure_of(result: dict[str, Any]) -> Figure:
+    """Return the picture of the guide: one panel below the other, as wide as a phone can show."""
+    figure = Figure(figsize=(4.6, 11), layout="constrained")
+    errors, flips, memory = figure.subplots(3, 1)
+    draw_errors(errors, result["master_errors"])
+    draw_flips(flips, result["dead_zone"]["runs"], result["dead_zone"]["seeds"])
+    draw_memory(memory, result["memory"])
+    return figure
 
 
 def main() -> None:
     """Draw the picture of the guide."""
-    result = json.loads(RESULT.read_text())
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
-    draw_errors(left, result["master_errors"])
-    draw_flips(middle, result["dead_zone"]["runs"], result["dead_zone"]["seeds"])
-    draw_memory(right, result["memory"])
-    figure.savefig(PICTURE, dpi=110)
+    figure_of(json.loads(RESULT.read_text())).savefig(PICTURE, dpi=130)
     print(f"Wrote {PICTURE.relative_to(HERE.parent)}.")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nox
 
+from tools.arguments import named_or
 from tools.package_index import package_sources
 from tools.packages import PACKAGES, editable
 
@@ -48,7 +49,7 @@ def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS,
     The root's conftest.py says which tests one process runs; these groups begin first, the largest ahead.
     """
     if session.posargs:
-        session.run("pytest", *options, *session.posargs)
+        session.run("pytest", *options, *named_or(paths, session.posargs))
         return
     session.run("pytest", *options, *ON_ALL_CORES, "--dist", "loadgroup", "-m", "not gpu", *paths)
     if examples:

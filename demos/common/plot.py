@@ -12,6 +12,7 @@ from fp8_common import Fp8Error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#3b6fb6", "#d1495b", "#3a9d6e", "#8c6bb1")
 WIDTHS = (4.0, 1.3, 1.3, 1.3)
@@ -29,18 +30,26 @@ def require_matplotlib() -> None:
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
-    """Return a PNG: for each section that has runs, their losses, and bars of their bytes per step."""
+    """Return the picture as a PNG."""
+    png = io.BytesIO()
+    figure_of(report).savefig(png, format="png", dpi=150)
+    return png.getvalue()
+
+
+def figure_of(report: Mapping[str, Any]) -> "Figure":
+    """Return, for each section that has runs, their losses, and below them bars of their bytes per step.
+
+    One panel below the other, so that a phone shows them as large as a desktop.
+    """
     from matplotlib.figure import Figure
 
     parts = [part for part in report.values() if isinstance(part, dict) and part.get("runs")]
-    figure = Figure(figsize=(10, 4.2 * max(len(parts), 1)), layout="constrained")
-    grid = figure.subplots(len(parts), 2, squeeze=False, width_ratios=(3, 1))
-    for (left, right), part in zip(grid, parts, strict=True):
-        _draw_losses(left, part)
-        _draw_bars(right, part)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=130)
-    return png.getvalue()
+    figure = Figure(figsize=(4.6, 5.2 * max(len(parts), 1)), layout="constrained")
+    grid = figure.subplots(2 * len(parts), 1, squeeze=False, height_ratios=(2, 1) * len(parts))[:, 0]
+    for losses, bars, part in zip(grid[::2], grid[1::2], parts, strict=True):
+        _draw_losses(losses, part)
+        _draw_bars(bars, part)
+    return figure
 
 
 def smooth(losses: Sequence[float]) -> np.ndarray:
@@ -61,9 +70,10 @@ def _draw_losses(axes: "Axes", part: Mapping[str, Any]) -> None:
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
         ending = "none" if run["val_loss"] is None else f"{run['val_loss']:.4f}"
         axes.plot(steps, smooth(losses), color=colour, label=f"{name}: held-out loss {ending}", linewidth=width)
-    axes.set(xlabel="optimizer step", ylabel="training loss (nats per byte)", title=part["summary"]["title"])
+    axes.set(xlabel="optimizer step", ylabel="training loss (nats per byte)")
+    axes.set_title(part["summary"]["title"], fontsize="medium")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small")
 
 
 def _draw_bars(axes: "Axes", part: Mapping[str, Any]) -> None:
@@ -74,7 +84,11 @@ def _draw_bars(axes: "Axes", part: Mapping[str, Any]) -> None:
         "unit": "MB per step and rank",
         "heights": {name: run.get(BYTES, 0) / 1e6 for name, run in runs.items()},
     }
-    bars = axes.bar(list(own["heights"]), list(own["heights"].values()), color=COLOURS[: len(runs)], width=0.6)
-    axes.bar_label(bars, fmt="%.2f")
-    axes.set(ylabel=own["unit"], title=own["title"])
+    # lying: names of runs are longer than bars are wide
+    bars = axes.barh(list(own["heights"]), list(own["heights"].values()), color=COLOURS[: len(runs)], height=0.6)
+    axes.bar_label(bars, fmt="%.2f", padding=2)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(xlabel=own["unit"])
+    axes.set_title(own["title"], fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)

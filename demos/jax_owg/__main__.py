@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     require_matplotlib()
     earlier = report.open_folder(options.out)
     corpus = load_corpus(options.data)
-    with Progress() as progress:
+    with Progress(total=len(RUNS) * options.steps) as progress:
         progress.say(
             f"Training {len(RUNS)} times on {corpus.label} ({corpus.size:,} bytes), {options.stages} stages, "
             f"{options.microbatches} microbatches: {', '.join(RUNS)}."

@@ -1,8 +1,10 @@
 """The demo's program: check what can be checked, train once for each source, compare, report."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from demos.common.progress import Progress
 from demos.te_init.train import WAYS, run
 
 NAME = "te_init"
+KEPT = Path(__file__).parents[2] / "benchmarks/results/convergence.json"
+"""Runs of this model with eight seeds, which one run cannot replace."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,7 @@ def main() -> int:
     require_matplotlib()
     earlier = report.open_folder(options.out)
     corpus = load_corpus(options.data)
-    with Progress() as progress:
+    with Progress(total=len(WAYS) * options.steps) as progress:
         progress.say(f"Training {len(WAYS)} times on {corpus.label}; only the start of the FP32 masters differs.")
         runs = {name: run(name, corpus, options.steps, options.seed, progress) for name in WAYS}
     finished = report.merge(
@@ -103,8 +107,26 @@ def summarize(runs: dict[str, dict[str, Any]]) -> report.Summary:
             if not any(measured["bytes_kept_after_seed"] for measured in runs.values())
             else "Something is still kept after seeding.",
             f"Held-out losses lie within {max(losses) - min(losses):.4f} nats of each other: one seed says no more.",
+            *eight_seeds(),
         ),
     )
+
+
+def eight_seeds() -> list[str]:
+    """Return what longer runs with several seeds have found, if they are at hand."""
+    if not KEPT.exists():
+        return []
+    runs = json.loads(KEPT.read_text())["runs"]
+    named = {"masters from the codes": "dequantized", "masters from a copy": "cpu copy"}
+    parts, seeds = [], 0
+    for words, way in named.items():
+        own = {name.rpartition("/")[2]: run["val_loss"] for name, run in runs.items() if f"te-init/{way}/" in name}
+        apart = [loss / runs[f"fp8-te-init/float32/{seed}"]["val_loss"] - 1 for seed, loss in own.items()]
+        seeds = len(apart)
+        parts.append(f"{words} ended {fmean(apart):+.2%} (standard error {stdev(apart) / seeds**0.5:.2%})")
+    return [
+        f"Over {seeds} seeds and longer runs, {' and '.join(parts)} from float32: {KEPT.name} in benchmarks/results."
+    ]
 
 
 if __name__ == "__main__":

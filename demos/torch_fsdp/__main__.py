@@ -58,9 +58,10 @@ def main() -> int:
     corpus = load_corpus(options.data)
     if options.checkpoint:
         claim(options.checkpoint, options.identity(corpus.digest), resume=options.resume)
-    with Progress() as progress:
+    with Progress(total=2 * options.steps * options.seeds) as progress:
+        each = f" with each of {options.seeds} seeds" if options.seeds > 1 else ""
         progress.say(
-            f"Training twice on {corpus.label} ({corpus.size:,} bytes) with "
+            f"Training twice{each} on {corpus.label} ({corpus.size:,} bytes) with "
             f"{options.ranks} {options.device} process{'es' * (options.ranks > 1)}: "
             f"first with bf16 all-gather, then with FP8 ({options.recipe})."
         )

@@ -13,7 +13,8 @@ from demos.common.command import Parser, positive
 from demos.common.machine import usable_cores
 from fp8_common import Fp8Error
 
-STEPS, RANKS, DIM, LAYERS = 160, 2, 256, 3
+STEPS, SEEDS, RANKS, DIM, LAYERS = 80, 2, 2, 256, 3
+QUICK_STEPS = 30
 # The width of an attention head. FP8 products want multiples of 16, and a head of 32 keeps small models possible.
 HEAD_DIM = 32
 # More processes than this only wait for each other.
@@ -84,6 +85,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     """
     parser = _parser()
     given: dict[str, Any] = vars(parser.parse_args(arguments))
+    usual = {"steps": QUICK_STEPS, "seeds": 1} if given.pop("quick") else {"steps": STEPS, "seeds": SEEDS}
+    given |= {name: given[name] or value for name, value in usual.items()}
     if given["dim"] % HEAD_DIM:
         raise Fp8Error(f"--dim must be a multiple of {HEAD_DIM} (the width of a head), not {given['dim']}.")
     if given["resume"] and not given["checkpoint"]:
@@ -98,13 +101,9 @@ def parse(arguments: list[str] | None = None) -> Options:
 def _parser() -> Parser:
     parser = Parser(prog="python -m demos.torch_fsdp", description=demo.__doc__)
     add = parser.add_argument
-    add("--steps", type=positive, default=STEPS, help="optimizer steps of each run (default %(default)s)")
-    add(
-        "--seeds",
-        type=positive,
-        default=1,
-        help="train with this many seeds and compare the means (default 1)",
-    )
+    add("--quick", action="store_true", help=f"one seed, {QUICK_STEPS} steps: bytes and times, nothing about the loss")
+    add("--steps", type=positive, help=f"optimizer steps of each run (default {STEPS})")
+    add("--seeds", type=positive, help=f"train with this many seeds and compare the means (default {SEEDS})")
     add("--ranks", type=positive, help=f"processes (default {RANKS}, or the number of GPUs if that is less)")
     add("--recipe", default="tensorwise", help="FP8 recipe (default %(default)s)")
     add(

@@ -81,6 +81,13 @@ def test_several_gpus_are_used_up_to_the_ranks(gpus):
 
 
 @pytest.mark.usefixtures("gpus")
+def test_quick_is_one_seed_and_few_steps_unless_told_otherwise():
+    assert (parse(["--quick"]).steps, parse(["--quick"]).seeds) == (module.QUICK_STEPS, 1)
+    assert (parse(["--quick", "--steps=7"]).steps, parse([]).seeds) == (7, module.SEEDS)
+    assert module.SEEDS > 1, "the default shows how much bf16 itself differs"
+
+
+@pytest.mark.usefixtures("gpus")
 def test_options_reach_the_training_processes_unchanged():
     options = parse(["--checkpoint=ck", "--seeds=3", "--data=x"])
     assert Options.from_json(options.to_json()) == options

@@ -23,7 +23,9 @@ def record(val_loss=2.0, linear=1000, amax=1, steps=5):
         for step in range(2)
     ]
     seconds = [1.0, 1.0] + [0.5] * (steps - 2)
-    return Record(losses=[5.0 - i + val_loss for i in range(steps)], seconds=seconds, counts=counts, val_loss=val_loss)
+    return Record(
+        losses=[val_loss + 5.0 / (1 + i) for i in range(steps)], seconds=seconds, counts=counts, val_loss=val_loss
+    )
 
 
 def figures(*records, ranks=2):
@@ -73,19 +75,40 @@ def test_no_gather_seen_is_an_error_unless_there_is_one_process():
 
 
 @pytest.mark.parametrize(
-    ("linear", "loss", "answer"),
+    ("linear", "answer"), [(505, "Half the bytes on the wire"), (520, "0.52x the bytes on the wire")]
+)
+def test_the_short_answer_begins_with_the_bytes(linear, answer):
+    assert words(figures(record(amax=0)), figures(record(2.0, linear))).verdict[0].startswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp8", "steps", "answer"),
     [
-        (505, 2.01, "Half the bytes on the wire for the linear weights, the same loss."),
-        (520, 2.01, "0.52x the bytes on the wire for the linear weights, the same loss."),
-        (
-            500,
-            2.05,
-            "Half the bytes on the wire for the linear weights, a held-out loss that differs by +2.5%.",
-        ),
+        ([2.0], [2.0], 2, "2 steps say nothing about the loss."),
+        ([2.0, 2.2], [2.0, 2.2], 49, "49 steps say nothing about the loss."),
+        ([2.0], [2.05], 50, "differs by +2.50% (one seed: bf16's own spread is not known)."),
+        ([2.0, 2.2], [2.01, 2.2], 50, "within 0.50% of bf16's, less than its seeds differ."),
+        ([2.0, 2.01], [2.0, 2.11], 50, "within 4.98% of bf16's, more than its seeds differ."),
     ],
 )
-def test_the_short_answer(linear, loss, answer):
-    assert words(figures(record(amax=0)), figures(record(loss, linear))).verdict[0] == answer
+def test_the_short_answer_about_the_loss_knows_seeds_and_steps(bf16, fp8, steps, answer):
+    runs = (figures(*(record(loss, steps=steps) for loss in losses)) for losses in (bf16, fp8))
+    assert words(*runs).verdict[0].endswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("speed", "device", "sentence"),
+    [
+        (100, "cpu", "took 2.00 times as long, because a CPU emulates FP8 products."),
+        (352, "cpu", "This CPU emulates FP8 and bf16 products alike"),
+        (100, "NVIDIA", "took 2.00 times as long as bf16's; a model"),
+    ],
+)
+def test_times_of_emulations_are_a_cost_and_never_a_gain(speed, device, sentence):
+    made = words(figures(record()), {**figures(record()), "tokens_per_s": speed}, device=device)
+    assert sentence in " ".join(made.verdict)
+    assert made.rows[-1][-1] == "", "no ratio stands beside emulated products"
+    assert ("emulated" in made.rows[-1][0]) == (device == "cpu")
 
 
 def test_the_verdict_names_bytes_loss_spread_all_reduces_and_time():
@@ -99,6 +122,7 @@ def test_the_verdict_names_bytes_loss_spread_all_reduces_and_time():
         "spreads over 0.2000",
         "1 all-reduce",
         "once",
+        "seed by seed +5.00%, -4.09%",
         "1.00 times",
     ):
         assert part in text
@@ -111,7 +135,7 @@ def test_one_seed_says_how_to_see_the_spread():
 def test_one_process_makes_no_claim_about_bytes():
     run = figures(record(linear=0), ranks=1)
     verdict = words(run, run, ranks=1).verdict
-    assert verdict[0] == "One process, so nothing travelled; the same loss."
+    assert verdict[0] == "One process, so nothing travelled; 5 steps say nothing about the loss."
     assert "--ranks 2" in verdict[1]
 
 

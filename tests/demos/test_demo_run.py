@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the demo draws with matplotlib")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 STEPS, EVERY = 60, 4
-SMALL = ["--dim=32", "--layers=1", f"--steps={STEPS}", "--device=cpu"]
+SMALL = ["--dim=32", "--layers=1", f"--steps={STEPS}", "--seeds=1", "--device=cpu"]
 RUN_KEYS = {
     "losses",
     "val_loss",

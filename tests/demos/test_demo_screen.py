@@ -5,6 +5,7 @@ import io
 import pytest
 
 from demos.common import machine
+from demos.common import progress as module
 from demos.common.command import Parser, positive, refusing
 from demos.common.progress import Progress, byte_count
 from fp8_common import Fp8Error, Fp8UnsupportedError
@@ -37,6 +38,20 @@ def test_where_nothing_travels_no_bytes_are_told():
         progress.begin("replay", 1)
         progress.step(1, loss=2.5, tokens_per_s=12.0)
     assert stream.getvalue().split() == ["replay", "1/1", "loss", "2.500", "12", "tokens/s"]
+
+
+def test_the_time_that_is_left_is_that_of_all_runs(monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    with Progress(stream, total=40) as progress:
+        progress.begin("bf16", 20, done=10)  # ten of the forty were done before: thirty are left
+        progress.step(12, loss=2.5, tokens_per_s=12.0)
+        progress.step(20, loss=2.5, tokens_per_s=12.0)
+        progress.begin("FP8", 20)
+        progress.step(20, loss=2.5, tokens_per_s=12.0)
+    lines = stream.getvalue().splitlines()
+    assert [line.rpartition("tokens/s")[2].strip() for line in lines] == ["2 min left", "40 s left", ""]
 
 
 def test_a_resumed_run_does_not_repeat_its_first_tenths():

@@ -44,4 +44,7 @@ def test_a_mistake_is_one_sentence(capsys):
 def test_the_verdict_admits_what_is_still_kept():
     run = {"bytes_per_param": 4.0, "rel_rmse": 0.0, "val_loss": 1.0, "bytes_kept_after_seed": 8, "losses": [1.0]}
     assert "Something is still kept after seeding." in summarize({"cpu copy": run}).verdict
+    assert (
+        "Over 8 seeds and longer runs, masters from the codes ended +0.62%" in summarize({"cpu copy": run}).verdict[-1]
+    )
     assert section_of({"cpu copy": run}, 1)["bytes_kept_after_seed"] == 8

@@ -19,7 +19,7 @@ RECIPE = "tensorwise_delayed"  # the one with most state
 
 def start(folder: Path, steps: int, *options: str) -> subprocess.Popen:
     """Start the demo; its words go to files, which nobody has to read for it to go on."""
-    command = [sys.executable, "-m", "demos.torch_fsdp", "--dim=32", "--layers=1", "--device=cpu"]
+    command = [sys.executable, "-m", "demos.torch_fsdp", "--dim=32", "--layers=1", "--seeds=1", "--device=cpu"]
     command += [f"--steps={steps}", f"--recipe={RECIPE}", f"--data={folder / 'text'}", *options]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)

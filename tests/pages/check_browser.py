@@ -25,6 +25,12 @@ LOOK = """() => {
     blank: [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src),
     headings: [...document.querySelectorAll('h1')].filter(h => h.offsetHeight > 0).length,
     text: document.querySelector('article')?.innerText.length ?? 0,
+    copied: [...document.querySelectorAll('.highlight code')].map(code => {
+      code.setAttribute('data-md-copying', '');  // as the copy button does
+      const text = code.innerText;
+      code.removeAttribute('data-md-copying');
+      return text;
+    }).filter(text => /^[$] /m.test(text)).slice(0, 2),
   };
 }"""
 
@@ -57,6 +63,8 @@ def complaints(page: Any, address: str) -> Iterator[str]:
     yield from heard
     if seen["overflow"] > 0 or seen["wide"]:
         yield f"sticks out by {seen['overflow']} pixels: {seen['wide']}"
+    if seen["copied"]:
+        yield f"the copy button takes prompts along: {seen['copied']}"
     if seen["blank"]:
         yield f"pictures not drawn: {seen['blank']}"
     if seen["headings"] != 1 or seen["text"] < 40:

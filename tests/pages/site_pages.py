@@ -1,7 +1,8 @@
 """The built site for tests: its pages, the identifiers in them and their links."""
 
 import ast
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -59,6 +60,38 @@ def dead_links(found: dict[Path, Page]) -> Iterator[str]:
                 yield f"{where}: {link} is no file"
             elif url.fragment and file in found and unquote(url.fragment) not in found[file].targets:
                 yield f"{where}: {link} has no such heading"
+
+
+def clicks(found: dict[Path, Page]) -> dict[Path, int]:
+    """Return how many links lead from the landing page to each page; pages that none leads to are left out."""
+    away = {SITE / "index.html": 0}
+    waiting = list(away)
+    for path in waiting:
+        for link in found[path].links:
+            url = urlsplit(link)
+            place = (path.parent / unquote(url.path)).resolve() if url.path else path
+            file = place / "index.html" if place.is_dir() else place
+            if not (url.scheme or url.netloc) and file in found and file not in away:
+                away[file] = away[path] + 1
+                waiting.append(file)
+    return away
+
+
+def far(found: dict[Path, Page], most: int = 2) -> Iterator[str]:
+    """Yield every page that takes more than `most` clicks, or that no link leads to."""
+    away = clicks(found)
+    for path in found:
+        if path.name != "404.html" and away.get(path, most + 1) > most:
+            yield f"{path.relative_to(SITE)} is more than {most} clicks from the landing page"
+
+
+def not_found(searches: Iterable[str]) -> Iterator[str]:
+    """Yield every search whose words are not together in one part of a page, as the site's index has it."""
+    index = json.loads((SITE / "search.json").read_text())
+    parts = [f"{item['title']} {item['text']}".lower() for item in index["items"]]
+    for words in searches:
+        if not any(all(word in part for word in words.lower().split()) for part in parts):
+            yield f"a search for {words!r} finds nothing"
 
 
 def undocumented(found: dict[Path, Page]) -> Iterator[str]:

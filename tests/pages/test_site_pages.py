@@ -46,6 +46,25 @@ def test_a_name_is_at_home_wherever_it_was_imported_from():
     ]
 
 
+def test_pages_that_are_far_or_unreachable_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_pages, "SITE", tmp_path)
+    links = {"index": "a/", "a": "../b/#x", "b": "../c/", "c": "https://example.com/", "alone": ""}
+    for name, link in links.items():
+        path = tmp_path / ("index.html" if name == "index" else f"{name}/index.html")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'<a href="{link}"></a>')
+    told = list(site_pages.far(site_pages.pages()))
+    assert [line.partition(" is ")[0] for line in told] == ["alone/index.html", "c/index.html"]
+
+
+def test_a_search_finds_words_that_stand_in_one_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_pages, "SITE", tmp_path)
+    (tmp_path / "search.json").write_text(
+        '{"items": [{"title": "A Whole", "text": "bf16"}, {"title": "mixed", "text": ""}]}'
+    )
+    assert list(site_pages.not_found(["whole bf16", "bf16 mixed"])) == ["a search for 'bf16 mixed' finds nothing"]
+
+
 def test_names_without_a_place_are_told(page):
     told = list(site_pages.undocumented(page('<h2 id="fp8_common.Format"></h2>')))
     assert not any("fp8_common.Format is" in line for line in told)

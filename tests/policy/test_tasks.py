@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.repository import ROOT, packages, tracked_files
 from tools import machine, package_index
+from tools.arguments import named_or
 from tools.packages import ISOLATED, PACKAGES
 
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text())
@@ -83,6 +84,19 @@ def test_nox_finds_its_sessions_from_any_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "isolated(fp8-common)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run"),
+    [
+        (["tests/policy/test_tasks.py"], ["tests/policy/test_tasks.py"]),
+        (["tests/policy/test_tasks.py::test_x", "-x"], ["tests/policy/test_tasks.py::test_x", "-x"]),
+        (["-k", "e5m2"], ["packages", "-k", "e5m2"]),
+        (["-x"], ["packages", "-x"]),
+    ],
+)
+def test_a_file_that_is_named_runs_alone(arguments, run):
+    assert named_or(["packages"], arguments) == run
 
 
 def test_pips_settings_are_told_to_uv(monkeypatch):

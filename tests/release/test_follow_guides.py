@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.repository import packages
+from tests.helpers.repository import ROOT, packages
+from tests.pages import notebooks
 from tests.release import follow_guides
 
 PAGES = sorted(follow_guides.GUIDES.glob("*.md"))
@@ -37,15 +38,32 @@ def test_blocks_run_in_order_and_without_their_indentation():
     assert follow_guides.program(PAGE) == "if True:\n    a = 1\n\n\nprint(a)\n"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_every_guide_says_what_to_install_and_its_blocks_are_a_program(path):
-    page = path.read_text()
-    code = follow_guides.program(page)
-    compile(code, path.name, "exec")
-    assert bool(follow_guides.installs(page)) or not code
+CASES = {case.name: case for case in follow_guides.cases()}
 
 
-def test_a_guide_without_an_installation_is_told(tmp_path):
-    path = tmp_path / "guide.md"
-    path.write_text("```python\n1\n```\n")
-    assert list(follow_guides.complaints(path, tmp_path)) == ["guide.md has Python blocks and no `$ pip install` line"]
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_everything_that_is_followed_says_what_to_install_and_is_made_of_programs(case):
+    assert case.wanted
+    for code in case.programs:
+        compile(code, case.name, "exec")
+
+
+def test_the_way_begins_with_the_readme_and_leads_through_guides_and_notebooks():
+    names = list(CASES)
+    assert names[:3] == ["README, fp8-torch-fsdp", "README, fp8-jax-owg", "README, fp8-te-init"]
+    assert {path.name for path in PAGES if follow_guides.program(path.read_text())} <= CASES.keys()
+    assert {path.name for path in notebooks.NOTEBOOKS} <= CASES.keys()
+    assert {"from-torchao.md", "from-flax.md", "from-transformer-engine.md", "from-deepspeed.md"} <= CASES.keys()
+    first = CASES[names[0]]
+    assert first.wanted[1] == f"fp8-torch-fsdp @ git+file://{ROOT}#subdirectory=packages/fp8-torch-fsdp"
+    assert "convert_to_float8_training(model" in first.programs[0]
+
+
+def test_programs_that_need_a_gpu_are_left_out():
+    page = "```diff\n-import deepspeed\n+import torch\n```\n"
+    assert follow_guides.runnable(page) == ["import torch\n"]
+
+
+def test_a_case_without_an_installation_is_told(tmp_path):
+    case = follow_guides.Case("guide.md", [], ["1"])
+    assert list(follow_guides.complaints(case, tmp_path)) == ["guide.md has programs and no `$ pip install` line"]

@@ -10,6 +10,7 @@ from fp8_common._env import Backend
 from fp8_common._hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
 from fp8_common._machine import Machine
 from fp8_common._plugins import PluginReport
+from fp8_common._status import entry_of, load, rows
 
 SCHEMA = 1
 """Version of the JSON report."""
@@ -46,6 +47,7 @@ def text(machine: Machine, plugins: Sequence[PluginReport], backend: Backend) ->
         f"FP8 on {device.label} ({device.name})",
         *_path_lines(paths(machine, device, backend), "  "),
     ]
+    lines += ["", *_status_lines(device)]
     lines += ["", "Plugins", *_plugin_lines(plugins)]
     lines += ["", "Versions", *table(list(machine.versions.items()), "  ")]
     if machine.notes:
@@ -58,6 +60,7 @@ def _device_facts(machine: Machine, device: Device, backend: Backend) -> dict[st
         "label": device.label,
         "native_formats": list(native_formats(device)),
         "paths": [dataclasses.asdict(path) for path in paths(machine, device, backend)],
+        "status": entry_of(device),
     }
 
 
@@ -70,6 +73,14 @@ def _device_row(device: Device) -> tuple[str, str]:
 
 def _path_lines(found: Sequence[Path], indent: str) -> list[str]:
     return table([(path.name, path.status, path.why) for path in found], indent)
+
+
+def _status_lines(device: Device) -> list[str]:
+    """Return what was run on such devices by those who made this version, and what the words mean."""
+    found = rows(device)
+    said = [(f"{word}:", meaning) for word, meaning in load()["words"].items() if any(word in row for _, row in found)]
+    head = f"What this version was tried with: {entry_of(device)['title']}"
+    return [head, *table(found, "  "), *table(said, "    ")]
 
 
 def _plugin_lines(plugins: Sequence[PluginReport]) -> list[str]:

@@ -206,6 +206,9 @@ def test_doctor_in_words():
         "FP8 on sm_90 (H100)",
         "blockwise_1x128    native",
         "mx                 emulated",
+        "What this version was tried with: NVIDIA Hopper (9.0)",
+        "casts               compiled for, never run",
+        "never run:     nobody has run it on such a device",
         "fp8-torch-fsdp 0.1.0: FP8 all-gather.",
         "wire  native  It can.",
         "PROBLEM bad = x:y: ImportError: no such thing",
@@ -227,6 +230,8 @@ def test_doctor_as_json(run, monkeypatch):
     gpu = facts["devices"][1]
     assert (gpu["label"], gpu["capability"], gpu["native_formats"]) == ("sm_90", [9, 0], ["e4m3", "e5m2"])
     assert [path["name"] for path in gpu["paths"]][:2] == ["cast", "tensorwise"]
+    assert gpu["status"]["key"] == "sm_90"
+    assert gpu["status"]["status"]["step"] == ["modelled", "never run"]
     assert facts["plugins"][0]["info"]["paths"][0]["why"] == "It can."
     assert facts["versions"]["triton"] == "3.6.0"
 

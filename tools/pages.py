@@ -1,0 +1,208 @@
+"""The parts of pages and settings that follow from data: `python -m tools.pages` writes them, a test compares them.
+
+A part stands between two comments that name it, `<!-- status: begin -->` and `<!-- status: end -->`, or in TOML and
+YAML `# urls: begin` and `# urls: end`. Sources: `fp8_common/status.json` (what was run where),
+`benchmarks/results/demo.json` (the report of a whole demo), and the addresses in `[tool.fp8-plugins]` of the root's
+pyproject.toml.
+"""
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.packages import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+STATUS = Path("shared-kernels/src/fp8_common/status.json")
+DEMO = Path("benchmarks/results/demo.json")
+PART = re.compile(r"^( *)(<!--|#) ([a-z][\w -]*): begin( -->|)\n(.*?)^\1\2 \3: end\4$", re.MULTILINE | re.DOTALL)
+PAGES = ("README.md", "docs/**/*.md", "mkdocs.yml", "CITATION.cff", "shared-kernels/*.toml", "packages/*/*.toml")
+
+
+def read_status() -> dict[str, Any]:
+    """Return what was run on which device."""
+    return json.loads((ROOT / STATUS).read_text())
+
+
+def addresses() -> dict[str, str]:
+    """Return where the repository and the site are published; empty strings where they are not."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["fp8-plugins"]
+
+
+# ---------------------------------------------------------------- what was run where
+
+
+def status() -> str:
+    """Return the table of devices; columns that say the same of every device are one."""
+    found = read_status()
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, title in found["columns"].items():
+        cells = tuple(", ".join(device["status"][name]) for device in found["devices"])
+        groups.setdefault(cells, []).append(title)
+    heads = [", ".join(titles) for titles in groups.values()]
+    lines = [f"| device | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for place, device in enumerate(found["devices"]):
+        lines.append(f"| {device['title']} | {' | '.join(cells[place] for cells in groups)} |")
+    return "\n".join(lines)
+
+
+def words() -> str:
+    """Return what the words of the table mean."""
+    return "\n".join(f"- **{word}**: {meaning}." for word, meaning in read_status()["words"].items())
+
+
+def status_of(names: Sequence[str]) -> str:
+    """Return one sentence: for some columns, which devices have which words."""
+    found = read_status()
+    groups: dict[str, list[str]] = {}
+    for device in found["devices"]:
+        usual = device["status"][names[0]]
+        others = {name: [word for word in device["status"][name] if word not in usual] for name in names}
+        apart = [f"{name}: {', '.join(more)}" for name, more in others.items() if more]
+        said = ", ".join(usual) + (f" ({'; '.join(apart)})" if apart else "")
+        groups.setdefault(said, []).append(device["title"])
+    parts = [f"{said} on {'; '.join(devices)}" for said, devices in groups.items()]
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def status_note(link: str, names: Sequence[str]) -> Callable[[], str]:
+    """Return the part of a guide that says so, with a link to the whole table."""
+    return lambda: f"**Status** ([all devices]({link})). {status_of(names)}"
+
+
+# ---------------------------------------------------------------- how to install
+
+
+def source(package: str, address: str) -> str:
+    """Return what pip needs to install a package from the repository."""
+    return f'"{package} @ git+{address}#subdirectory={PACKAGES[package].partition("[")[0]}"'
+
+
+def pip_line(plugin: str, address: str) -> str:
+    """Return the command for a plugin and fp8-common, which it pins and no index has."""
+    names = dict.fromkeys(("fp8-common", plugin))
+    return "$ pip install " + " ".join(source(name, address) for name in names)
+
+
+def install(plugins: Sequence[str]) -> str:
+    """Return the commands that work today: from the published repository, else from a clone."""
+    address = addresses()["repository"]
+    # without an address the commands read from the clone that they are run in
+    lines = [] if address else ["$ cd fp8-plugins  # your clone"]
+    lines += [pip_line(plugin, address or "file://$PWD") for plugin in plugins]
+    return "\n".join(["```console", *lines, "```"])
+
+
+# ---------------------------------------------------------------- the demo
+
+
+def demo() -> str:
+    """Return what the kept demo found, with what it costs."""
+    report = json.loads((ROOT / DEMO).read_text())
+    part, machine = report["torch_fsdp"], report["machine"]
+    bf16, fp8 = part["runs"]["bf16"], part["runs"]["fp8"]
+    share = fp8["fp8_weight_bytes_per_step"] / bf16["fp8_weight_bytes_per_step"]
+    apart = [f"{100 * (b / a - 1):+.2f} %" for a, b in zip(losses(bf16), losses(fp8), strict=True)]
+    seeds, spread = len(apart), max(losses(bf16)) - min(losses(bf16))
+    lines = [
+        "| `nox -s demo`, FSDP2 part | bf16 | FP8 |",
+        "|---|---|---|",
+        f"| linear weights, received by a rank each step | {megabytes(bf16)} | {megabytes(fp8)}, {share:.3f}x |",
+        f"| held-out loss after {part['steps']} steps, nats a byte | {bf16['val_loss']:.4f} | {fp8['val_loss']:.4f} |",
+        f"| the same, FP8 against bf16 of the same seed | | {', '.join(apart)} |",
+        f"| speed on this CPU, FP8 products emulated | 1 | {fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f} |",
+    ]
+    where = (
+        f"{machine['processor']}, {machine['cores']} cores, {part['ranks']} processes, {part['params']:,} parameters, "
+        f"torch {report['versions']['torch']}; `{DEMO}`."
+    )
+    between = f" Seeds of bf16 lie {spread:.4f} apart." if seeds > 1 else " One seed: bf16's own spread is not known."
+    return "\n".join([*lines, "", where + between])
+
+
+def losses(run: Mapping[str, Any]) -> list[float]:
+    """Return the held-out loss of each seed of a run."""
+    return [seed["val_loss"] for seed in run.get("seeds", [run])]
+
+
+def megabytes(run: Mapping[str, Any]) -> str:
+    """Return the bytes of linear weights as text."""
+    return f"{run['fp8_weight_bytes_per_step'] / 1e6:.2f} MB"
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def urls() -> str:
+    """Return the table of a package's metadata."""
+    names = {"Repository": addresses()["repository"], "Documentation": addresses()["site"]}
+    lines = [f'{name} = "{address}"' for name, address in names.items() if address]
+    return "\n".join(["[project.urls]", *lines] if lines else ["# none yet: see [tool.fp8-plugins] in the root"])
+
+
+def site() -> str:
+    """Return the addresses for mkdocs.yml."""
+    names = {"site_url": addresses()["site"], "repo_url": addresses()["repository"]}
+    return "\n".join(f"{name}: {address}" for name, address in names.items() if address) or "# none yet"
+
+
+def citation() -> str:
+    """Return the address for CITATION.cff."""
+    address = addresses()["repository"]
+    return f"repository-code: {address}" if address else "# none yet"
+
+
+PLUGINS = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
+PARTS: dict[str, Callable[[], str]] = {
+    "status": status,
+    "words": words,
+    "status of products": status_note("../status.md", RECIPES),
+    "status of casts": status_note("../status.md", ("casts",)),
+    "status of collectives": status_note("../status.md", ("collectives",)),
+    "status of choices": status_note("status.md", RECIPES),
+    "install one": lambda: install(PLUGINS[:1]),
+    "install each": lambda: install(PLUGINS),
+    "demo": demo,
+    "urls": urls,
+    "site": site,
+    "citation": citation,
+}
+"""What stands between the comments, by name."""
+
+
+def rendered(text: str) -> str:
+    """Return a page with every part that has a name here brought up to date."""
+
+    def part(match: re.Match[str]) -> str:
+        indent, opening, name, closing, _ = match.groups()
+        if name not in PARTS:
+            return match[0]
+        body = "".join(f"{indent}{line}\n" if line else "\n" for line in PARTS[name]().splitlines())
+        return f"{indent}{opening} {name}: begin{closing}\n{body}{indent}{opening} {name}: end{closing}"
+
+    return PART.sub(part, text)
+
+
+def files() -> Iterator[Path]:
+    """Yield every file that may hold such parts."""
+    for pattern in PAGES:
+        yield from sorted(ROOT.glob(pattern))
+
+
+def main() -> int:
+    """Write what has changed, and name it."""
+    for path in files():
+        before = path.read_text()
+        if (after := rendered(before)) != before:
+            path.write_text(after)
+            sys.stdout.write(f"{path.relative_to(ROOT)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
