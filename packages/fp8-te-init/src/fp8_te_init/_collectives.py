@@ -70,7 +70,20 @@ def broadcast_for_ddp(weight: Any) -> None:
     synchronization = ddp_synchronization(sys._getframe(2))
     if synchronization is None:
         return
-    group, root = synchronization
+    broadcast_weight(weight, *synchronization)
+
+
+def broadcast_weight(weight: Any, group: dist.ProcessGroup, root: int) -> None:
+    """Broadcast codes, scales, history and values before rounding.
+
+    Args:
+        weight: The same weight on every rank of the group.
+        group: The ranks.
+        root: The one that sends, counted in the group.
+
+    Raises:
+        Fp8Error: The weights differ in shape or cast; on all ranks.
+    """
     values = _broadcast_rest(weight, group, root)
     before = weight.state.codes.clone()
     _broadcast(weight.state.codes, group, root)
@@ -129,7 +142,7 @@ def _keeps(state: PrimaryState) -> bool:
 
 def _header(state: PrimaryState, values: torch.Tensor | None) -> list[int]:
     """Return what tells casts and shapes apart, the kind of values that follow, and whether they wait for a scale."""
-    alike = repr((tuple(state.codes.shape), tuple(state.full_shape), state.first_row, state.cast))
+    alike = repr((tuple(state.codes.shape), tuple(state.whole_shape), state.place, state.cast))
     dtype = -1 if values is None else _VALUE_DTYPES.index(values.dtype)
     # crc32 and not hash(): Python's hash of a string differs between processes.
     return [zlib.crc32(alike.encode()), dtype, int(state.unagreed)]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.utils
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
 """Private attributes that this file reads; a test looks for each."""
@@ -38,6 +39,23 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=tensor.requires_grad and local.is_floating_point())
 
 
+def cuts_of(tensor: DTensor) -> list[tuple[int, int]] | None:
+    """Return (dimension of the mesh, dimension of the tensor) of each cut, in the order in which they were made.
+
+    None for placements that are no cuts: sums that are not reduced yet.
+    """
+    cuts, cut_again = list[tuple[int, int]](), list[tuple[int, int]]()
+    for mesh_dim, placement in enumerate(tensor.placements):
+        # FSDP2 on top of tensor parallelism cuts parts: its dimension of the mesh comes first, its cut last
+        if isinstance(placement, _StridedShard):
+            cut_again.append((mesh_dim, placement.dim))
+        elif type(placement) is Shard:
+            cuts.append((mesh_dim, placement.dim))
+        elif not placement.is_replicate():
+            return None
+    return [*cuts, *cut_again]
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -53,6 +71,11 @@ def ddp_synchronization(frame: FrameType) -> tuple[dist.ProcessGroup, int] | Non
     if function is None or frame.f_code is not function.__code__:
         return None
     return frame.f_locals["process_group"], frame.f_locals["src"]
+
+
+def is_distributing(frame: FrameType) -> bool:
+    """Return whether a frame is `distribute_tensor`, which detaches what it is about to cut and to scatter."""
+    return frame.f_code is getattr(distribute_tensor, "__wrapped__", distribute_tensor).__code__
 
 
 def state_dict_being_loaded(frame: FrameType | None) -> dict[str, Any] | None:

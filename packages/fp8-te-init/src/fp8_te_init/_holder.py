@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight
-from fp8_te_init._compat import dtensor_like, state_dict_being_loaded
+from fp8_te_init._compat import dtensor_like, local_of, state_dict_being_loaded
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_in_module import reconcile
 from fp8_te_init._kept_values import keeper
+from fp8_te_init._rows import Rows
 from fp8_te_init._state_dict import make_codes_travel, receivers
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
@@ -36,8 +37,9 @@ class PrimaryWeightHolder(nn.Module):
     def weight_quant_scale(self) -> torch.Tensor | None:
         """float32 scales of the whole weight, into FP8; None where the weight is a plain one."""
         # FSDP2 has the whole weight in place of the shard during forward and backward.
-        if isinstance(self.weight, GatheredFloat8Weight):
-            return self.weight.scale
+        gathered = local_of(self.weight)
+        if isinstance(gathered, GatheredFloat8Weight):
+            return gathered.scale
         primary = primary_of(self.weight)
         return None if primary is None else primary.scale
 
@@ -76,14 +78,14 @@ class PrimaryWeightHolder(nn.Module):
 
 
 def draw_uniform(primary: PrimaryFloat8Weight, bound: float) -> None:
-    """Draw the whole weight evenly within `bound`, on every rank, and take over the rows that are held here."""
+    """Draw the whole weight evenly within `bound`, on every rank, and take over the part that is held here."""
     state = primary.state
     device = state.codes.device
-    rows = (0, state.full_shape[0])
+    rows = Rows(0, state.whole_shape[0])
     # Before the draw: the replay takes the state of the generator as it is now.
-    record = InitReplay.record if len(state.full_shape) == 2 else _no_replay
+    record = InitReplay.record if len(state.whole_shape) == 2 else _no_replay
     replay = record(None, aten.uniform_.default, (-bound, bound), {}, device=device, rows=rows)
-    whole = torch.empty(state.full_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
+    whole = torch.empty(state.whole_shape, dtype=primary.dtype, device=device).uniform_(-bound, bound)
     state.write_drawn(whole, keeper(state.kept, primary.quantized_rows, replay))
 
 

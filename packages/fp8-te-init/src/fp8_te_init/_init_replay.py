@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fp8_te_init._rows import Rows
+
 aten = torch.ops.aten
 
 # Nothing of what a tensor held before these is left, so that a replay may begin with them on empty memory.
@@ -47,12 +49,12 @@ class InitReplay:
     Attributes:
         operations: What is done to an empty tensor, in order.
         device: Where it was done; random numbers differ between kinds of devices.
-        rows: First and last row (excluded) of the whole weight that the tensor stands for.
+        rows: Which part of the whole weight the tensor stands for.
     """
 
     operations: tuple[_Operation, ...]
     device: torch.device
-    rows: tuple[int, int]
+    rows: Rows
 
     @classmethod
     def record(
@@ -63,7 +65,7 @@ class InitReplay:
         kwargs: dict,
         *,
         device: torch.device,
-        rows: tuple[int, int],
+        rows: Rows,
     ) -> "InitReplay | None":
         """Return the replay after `func(tensor, *args, **kwargs)`, called before that runs; None if none is possible.
 
@@ -73,7 +75,7 @@ class InitReplay:
             args: Its arguments after the tensor.
             kwargs: Its keyword arguments.
             device: Where the tensor is.
-            rows: First and last row (excluded) of the whole weight that it stands for.
+            rows: Which part of the whole weight it stands for.
         """
         generator = kwargs.get("generator")
         plain = {name: value for name, value in kwargs.items() if name != "generator"}
@@ -99,8 +101,9 @@ class InitReplay:
         return sum(state.nbytes for state in states if state is not None)
 
     def play(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor [rows, columns] again, on the device where it was made."""
-        target = torch.empty((self.rows[1] - self.rows[0], columns), dtype=dtype, device=self.device)
+        """Return the tensor again, on the device where it was made; `columns` are those of the whole weight."""
+        width = columns if self.rows.columns is None else self.rows.columns[1] - self.rows.columns[0]
+        target = torch.empty((self.rows.count, width), dtype=dtype, device=self.device)
         with torch.no_grad():
             for operation in self.operations:
                 operation.run(target)

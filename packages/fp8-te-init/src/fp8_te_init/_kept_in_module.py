@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch.plugin import GatheredFloat8Weight
 from fp8_te_init._backends import requantizable
 from fp8_te_init._backends.te_context import take_copy
 from fp8_te_init._backends.te_rows import te_kind
@@ -255,7 +256,10 @@ def _nothing_kept() -> type[None]:
 def _is_gathered(parameter: object, kept: KeptValues) -> bool:
     """Return whether FSDP2 has put the whole weight in the place of a shard, for a while."""
     # FSDP2 swaps `module._parameters` between the DTensor and the gathered tensor around each forward and backward.
-    return kept.sharded and not isinstance(parameter, DTensor)
+    # Under tensor parallelism what it puts there is distributed, too.
+    return kept.sharded and (
+        not isinstance(parameter, DTensor) or isinstance(local_of(parameter), GatheredFloat8Weight)
+    )
 
 
 def _is_plain_shard(parameter: torch.Tensor) -> bool:

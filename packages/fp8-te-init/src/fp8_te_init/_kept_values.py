@@ -12,7 +12,8 @@ import torch
 
 from fp8_te_init._errors import StaleInitError
 from fp8_te_init._init_replay import InitReplay
-from fp8_te_init._sources import CopySource, Preserve, QuantizedRows, ReplaySource, ResidualSource, Rows, Source
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources import CopySource, Preserve, QuantizedRows, ReplaySource, ResidualSource, Source
 
 Release = Literal["seed", "step", "forward", "manual"]
 """When kept values are dropped; see `primary_weights`."""
@@ -121,7 +122,8 @@ class KeptValues:
         """Give up everything but some rows: the weight was sharded."""
         if self.source is None or self.source.rows == rows:
             return
-        if not self.source.rows.start <= rows.start <= rows.stop <= self.source.rows.stop:
+        cuts_columns = rows.columns != self.source.rows.columns
+        if not rows.lies_in(self.source.rows) or (cuts_columns and not self.source.cuts_columns):
             self.lose(f"Rows {self.source.rows} were kept, and this rank holds {rows} now. Keep before sharding again.")
             return
         self.source = self.source.narrowed(rows)

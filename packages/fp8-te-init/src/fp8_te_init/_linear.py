@@ -18,6 +18,7 @@ from fp8_te_init._kept_in_module import kept_for, reconcile
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._shards import place_of
 from fp8_te_init._state_dict import keep_scales_in_state_dicts
+from fp8_te_init._tensor_parallel import cut, is_tensor_parallel, parallel_linear
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 aten = torch.ops.aten
@@ -61,8 +62,12 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
             reconcile(self, name)
 
     @torch.no_grad()
-    def _quantized(self, plain: nn.Parameter) -> nn.Parameter:
+    def _quantized(self, plain: nn.Parameter) -> Any:
         held = self._parameters.get("weight")
+        if isinstance(plain, DTensor) and isinstance(held, PrimaryFloat8Weight):
+            hooks.mark_replaced(held, "parallelize_module")
+            distributed = cut(held, plain, kept_for(self, "weight"))
+            return nn.Parameter(distributed, requires_grad=plain.requires_grad)
         if isinstance(held, DTensor) or isinstance(plain, DTensor):
             raise Fp8Error(
                 "A plain parameter was assigned to a distributed FP8 weight. Copy values into it "
@@ -100,10 +105,14 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
         Raises:
             Fp8Error: The last dimension is not `in_features`, or the weight is distributed and not gathered.
         """
+        if is_tensor_parallel(self.weight):
+            distributed: Any = self.weight
+            return parallel_linear(self._local_product, input, distributed, self.bias)
         if isinstance(self.weight, DTensor):
             raise Fp8Error(
-                "A layer with an FP8 primary weight cannot compute with a distributed weight: call the model through "
-                "the module that fully_shard was applied to, and leave tensor-parallel layers out."
+                "A layer with an FP8 primary weight cannot compute with this distributed weight: call the model "
+                "through the module that fully_shard was applied to, and make layers tensor-parallel with "
+                "ColwiseParallel and RowwiseParallel."
             )
         # nn.Parameter of a tensor subclass returns an object of that subclass; only plain tensors get this very type.
         if type(self._parameters.get("weight")) is nn.Parameter:
@@ -111,10 +120,13 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
                 "The weight of this FP8 layer was replaced by a plain parameter behind its back (module._parameters). "
                 "Assign it as layer.weight = ..., use load_state_dict, or build a plain nn.Linear."
             )
-        if not self.weight.numel():  # no features on one side: there is nothing to cast
-            return F.linear(input, self.weight.to(input.dtype), self.bias)
-        output = self.product(input, self.weight)
+        output = self._local_product(input, self.weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _local_product(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not weight.numel():  # no features on one side: there is nothing to cast
+            return F.linear(input, weight.to(input.dtype))
+        return self.product(input, weight)
 
     def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
         """Return the weight [out_features, in_features] as an operand: its codes as they are, or plain values cast now.
@@ -125,7 +137,7 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
             return Operand.of(weight)
         layout = ScaleLayout.of(self.config.weight)
         if isinstance(weight, PrimaryFloat8Weight):
-            codes, scale = weight.codes, weight.scale
+            codes, scale = weight.codes, weight.state.scale_of_all_rows(weight.scale)
         else:
             codes, scale = layout.cast_whole(weight)
         return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, layout.block)
@@ -174,5 +186,4 @@ def _draw_rows(bias: nn.Parameter, bound: float) -> None:
         local.copy_(whole)
         return
     # Drawn whole as well, so that all ranks leave the generator in the same state.
-    first, rows = place_of(bias)
-    local.copy_(whole[first : first + rows])
+    local.copy_(whole[place_of(bias).inside()])

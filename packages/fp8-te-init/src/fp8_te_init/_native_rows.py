@@ -3,7 +3,7 @@
 import torch
 
 from fp8_common import Format
-from fp8_te_init._sources.base import Rows
+from fp8_te_init._rows import Rows
 from fp8_te_init._state import PrimaryState
 
 
@@ -21,14 +21,12 @@ class NativeRows:
     @property
     def rows(self) -> Rows:
         """Which rows of the whole weight."""
-        # A rank beyond the last row (more ranks than rows) has the empty range at the end of the weight.
-        first = min(self._state.first_row, self._state.full_shape[0])
-        return Rows(first, first + self._state.rows)
+        return self._state.place
 
     @property
     def full_shape(self) -> torch.Size:
         """[rows, columns] of the whole weight."""
-        return self._state.full_shape
+        return self._state.whole_shape
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,7 +13,6 @@ from fp8_te_init._parameter_mark import kept_of
 from fp8_te_init._parameters import named_parameters
 from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of, place_of
-from fp8_te_init._sources import Rows
 from fp8_te_init._sources.philox import Distribution, PhiloxSource
 from fp8_te_init._weight import primary_of
 
@@ -26,7 +25,7 @@ def philox_init_(param: torch.Tensor, init: Distribution, seed: int, name: str) 
     it, for one all-reduce of its amax; `philox_init_model_` needs one for a whole model.
 
     Args:
-        param: A parameter of one or two dimensions, plain or distributed over rows, FP8 or not.
+        param: A parameter of one or two dimensions, plain or distributed, FP8 or not.
         init: `Normal`, `Uniform` or `TruncatedNormal`.
         seed: Seed of the model.
         name: Name of the parameter, the same on all ranks.
@@ -69,11 +68,10 @@ def philox_init_model_(
 
 def _prepare(param: torch.Tensor, init: Distribution, seed: int, name: str) -> Agreement | None:
     """Initialize a plain parameter; for an FP8 one return what the ranks still have to agree on."""
-    weight, place = requantizable(param), place_of(param)
-    columns = param.shape[1:].numel()
-    rows = Rows(place[0], place[0] + place[1]) if weight is None else weight.rows
+    weight, columns = requantizable(param), param.shape[1:].numel()
+    rows = place_of(param) if weight is None else weight.rows
     source = PhiloxSource(init, seed=seed, name=name, columns=columns, dtype=param.dtype, rows=rows)
-    values = source.values().view(rows.count, *param.shape[1:])
+    values = source.values().view(rows.count, *(param.shape[1:] if rows.columns is None else (-1,)))
     increment_version(param)  # so a MasterOptimizer that is there already sees that it was written to
     primary = primary_of(param)
     if primary is not None:

@@ -64,7 +64,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         if weight is None:
             other += local_of(parameter).nbytes
             continue
-        elements += weight.rows.count * weight.full_shape[1:].numel()
+        elements += weight.codes().numel()
         for kind, nbytes in weight.nbytes().items():
             counted[kind] += nbytes
     masters, state = _optimizer_bytes(optimizer)

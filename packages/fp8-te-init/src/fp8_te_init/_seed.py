@@ -22,9 +22,9 @@ from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._kept_in_module import kept_for, kept_values, named_kept, release_under
 from fp8_te_init._parameters import NamedWeight, fp8_weights, named_parameters
 from fp8_te_init._raise_together import groups_of, raise_together
+from fp8_te_init._rows import Rows
 from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of, place_of
-from fp8_te_init._sources import Rows
 from fp8_te_init._sources.checkpoint import Checkpoint, CheckpointReader, CheckpointSource, reader_of
 from fp8_te_init._sources.dither import dithered
 
@@ -177,8 +177,7 @@ class _Seeding:
         masters = [found for one in self._optimizers if (found := find_master(one, parameter)) is not None]
         if not masters or "checkpoint" not in self._order:
             return
-        first, count = place_of(parameter)
-        source = self._in_checkpoint(name, parameter, Rows(first, first + count))
+        source = self._in_checkpoint(name, parameter, place_of(parameter))
         if source is None:
             return
         values = source.values()

@@ -14,6 +14,8 @@ from fp8_common import CastRecipe
 from fp8_common.torch import torch_dtype, update_history
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
 from fp8_te_init._config import GatherFormat
+from fp8_te_init._part_layout import Part, PartLayout
+from fp8_te_init._rows import Rows
 from fp8_te_init._stacked_layout import layout_of
 
 if TYPE_CHECKING:
@@ -29,8 +31,10 @@ class PrimaryState:
         codes: uint8 [rows, columns]: all rows of the weight, or this rank's, with padding at the end. Of a stacked
             weight [experts, rows, columns], here and below: the experts are the rows.
         scale: float32 scales of the whole weight, into FP8; the shape that the layout of `cast` gives.
-        full_shape: [rows, columns] of the whole weight.
-        first_row: Index of the first row held here.
+        full_shape: [rows, columns] of the whole weight; under tensor parallelism those of this rank's part, which
+            FSDP2 cuts and gathers.
+        first_row: Index of the first row held here, in `full_shape`.
+        part: Which part `full_shape` is of a larger weight; None if it is the whole.
         sharded: Whether other ranks may hold other rows, so that scales have to be agreed on.
         gather: What FSDP2 sends.
         history: float32 [window] of delayed scaling, newest first; None otherwise.
@@ -48,6 +52,7 @@ class PrimaryState:
     scale: torch.Tensor
     full_shape: torch.Size
     first_row: int = 0
+    part: Part | None = None
     sharded: bool = False
     gather: GatherFormat = "fp8"
     history: torch.Tensor | None = None
@@ -108,11 +113,35 @@ class PrimaryState:
     @property
     def layout(self) -> ScaleLayout:
         """How the scales lie on the weight."""
-        return layout_of(self.cast, self.full_shape)
+        return layout_of(self.cast, self.full_shape) if self.part is None else PartLayout(self.cast, self.part)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """[rows, columns] of the whole weight, however it is distributed."""
+        return self.full_shape if self.part is None else self.part.whole
+
+    @property
+    def place(self) -> Rows:
+        """Which rows and columns of the whole weight are held here."""
+        # A rank beyond the last row (more ranks than rows) has the empty range at the end.
+        return self.place_of_rows(min(self.first_row, self.full_shape[0]), self.rows)
+
+    def place_of_rows(self, first: int, count: int) -> Rows:
+        """Return where `count` rows from `first`, an index in `full_shape`, are in the whole weight."""
+        if self.part is None:
+            return Rows(first, first + count)
+        (row, column), width = self.part.first, self.full_shape[1]
+        columns = None if width == self.part.whole[1] else (column, column + width)
+        return Rows(row + first, row + first + count, columns)
+
+    def scale_of_all_rows(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the scales of `full_shape` among the `scale` of the whole weight, as products take them."""
+        layout = self.layout
+        return layout.own(scale, self.full_shape).contiguous() if isinstance(layout, PartLayout) else scale
 
     @property
     def geometry(self) -> ShardGeometry:
-        """Which part of the weight is held here."""
+        """Which part of `full_shape` is held here."""
         return ShardGeometry(full_shape=self.full_shape, first_index=self.first_row)
 
     @property
@@ -194,11 +223,11 @@ class PrimaryState:
         self.unagreed, self.held, self.unscaled = False, None, False
 
     def write_drawn(self, whole: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:
-        """Take over the rows held here of a whole weight [rows, columns] that every rank has drawn."""
+        """Take over what is held here of a whole weight [rows, columns] that every rank has drawn."""
         self.writes += 1
-        own = whole[self.first_row : self.first_row + self.rows]
+        own = whole[self.place.inside()]
         # the amax needs no reduction if the ranks drew the same weight; whether they did is found at the next gather
-        keys = self.layout.keys(whole, ShardGeometry(full_shape=self.full_shape))
+        keys = layout_of(self.cast, self.whole_shape).keys(whole, ShardGeometry(full_shape=self.whole_shape))
         self.store(own, keys, step=False)
         self._wait_for_agreement(own, keep)
 

@@ -16,10 +16,8 @@ from fp8_te_init._checkpoint_names import HISTORY, SCALE
 from fp8_te_init._compat import dtensor_like
 from fp8_te_init._gatherable_codes import GatherableCodes
 from fp8_te_init._kept_values import keeper
-from fp8_te_init._scale_agreement import Agreement, agree_on
-from fp8_te_init._shards import group_of
+from fp8_te_init._waiting import agree_on_waiting
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
-from fp8_te_init._wire import waiting_values
 
 _CODES = (torch.uint8, *FLOAT8_DTYPES)
 
@@ -61,18 +59,8 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
     if primary is None:
         return
     state, key = primary.state, f"{prefix}{name}"
-    if state.unagreed:
-        # a checkpoint of codes with this rank's guess of a scale could be read by nobody
-        agree_on(
-            [
-                Agreement(
-                    weight=primary.quantized_rows,
-                    values=waiting_values(state, primary.quantized_rows),
-                    group=group_of(state_dict[key]),
-                )
-            ],
-            step=False,
-        )
+    # a checkpoint of codes with this rank's guess of a scale could be read by nobody
+    agree_on_waiting(state_dict[key])
     state_dict[key] = _codes_in(state_dict[key], primary.codes)
     # Not a buffer: the state has another scale tensor after every write.
     state_dict[f"{key}{SCALE}"] = state.scale

@@ -8,6 +8,7 @@ initialisation function works on it, and what it makes is kept exactly. FSDP2 ga
 import copy
 import logging
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from fp8_common.torch import FLOAT8_DTYPES, torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp, tensor_subclass
 from fp8_te_init import _wire as wire
 from fp8_te_init._collectives import broadcast_for_ddp, is_collective, refuse_or_broadcast
+from fp8_te_init._compat import is_distributing
 from fp8_te_init._config import GatherFormat
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_values import keeper
@@ -174,7 +176,8 @@ class PrimaryFloat8Weight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle codes and scales; kept high-precision values stay behind."""
         state = self._state
-        fields = (state.cast, state.codes, state.scale, state.full_shape, state.first_row, state.sharded, state.gather)
+        place = (state.full_shape, state.first_row, state.part)
+        fields = (state.cast, state.codes, state.scale, place, state.sharded, state.gather)
         view = (tuple(self.shape), self._codes.stride(), self._codes.storage_offset() - state.codes.storage_offset())
         # A parameter of a subclass has the class of the subclass and a flag (`_is_param`), which would not be pickled.
         trained = self.requires_grad if isinstance(self, nn.Parameter) else None
@@ -217,8 +220,12 @@ class PrimaryFloat8Weight(torch.Tensor):
             done = refuse_or_broadcast(func, args, kwargs, cls)
             if done is not None:
                 return done
-        # DDP detaches every parameter right before it broadcasts flattened copies: the last moment to broadcast codes.
         if func is aten.detach.default and dist.is_initialized():
+            # torch scatters by address, which wrappers have none of; a layer that gets the result takes up its codes
+            if is_distributing(sys._getframe(1)):
+                return _values_of(args[0])
+            # DDP detaches every parameter right before it broadcasts flattened copies: the last moment to broadcast
+            # codes.
             broadcast_for_ddp(args[0])
         # Before the check for writes too: codes are taken over as they are, every other `copy_` brings values.
         if func is aten.copy_.default and isinstance(args[0], cls) and _is_codes(args[1]):
@@ -254,17 +261,18 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
         scale, state = metadata
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
+        own_scale = state.scale_of_all_rows(scale)
         if target is not None and state.gather == "fp8":
-            fsdp.refill(target.scale, scale)  # FSDP2 has refilled the buffer that the codes alias
+            fsdp.refill(target.scale, own_scale)  # FSDP2 has refilled the buffer that the codes alias
             return None
         # From here on: the first gather, or one of values. FSDP2 passes `out`, which it keeps, from the second one on.
         codes = wire.receive(all_gather_outputs[0], state, scale)
         if target is not None:
             fsdp.refill(target.codes.view(torch.uint8), codes.view(torch.uint8))
-            fsdp.refill(target.scale, scale)
+            fsdp.refill(target.scale, own_scale)
             return None
         # A clone of the scale: later gathers write to it (`refill`), and the state's own is shared.
-        gathered = GatheredFloat8Weight(codes, scale.clone(), state.cast.format, param_dtype, state.layout.block)
+        gathered = GatheredFloat8Weight(codes, own_scale.clone(), state.cast.format, param_dtype, state.layout.block)
         # The second part is what FSDP2 frees on reshard, and allocates again, besides the gathered buffers. Codes in
         # FP8 are such a buffer already; codes that were made from gathered values have memory of their own.
         return gathered, () if state.gather == "fp8" else (codes,)
@@ -293,6 +301,12 @@ def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
     return local if isinstance(local, PrimaryFloat8Weight) else None
 
 
+def _values_of(weight: PrimaryFloat8Weight) -> torch.Tensor:
+    if weight.is_meta:
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    return weight.dequantize()
+
+
 def _is_codes(source: object) -> bool:
     return isinstance(source, PrimaryFloat8Weight) or (isinstance(source, torch.Tensor) and source.dtype in _CODES)
 
@@ -311,7 +325,7 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
         target._state.unscaled = True
         return target
     mine, other = target._state, source._state
-    if mine.cast != other.cast or mine.full_shape != other.full_shape:
+    if (mine.cast, mine.full_shape, mine.part) != (other.cast, other.full_shape, other.part):
         return _write(aten.copy_.default, (target, source.dequantize()), {})
     target._codes.copy_(source._codes)
     mine.scale, mine.history, mine.unscaled = other.scale, other.history, other.unscaled
@@ -446,21 +460,21 @@ def _replay_of(
         or not weight.is_whole
     ):
         return None
-    state = weight._state
-    rows = (state.first_row, state.first_row + weight._codes.shape[0])
+    rows = weight._state.place_of_rows(weight._state.first_row, weight._codes.shape[0])
     return InitReplay.record(kept.replay, func, args[1:], kwargs, device=weight.device, rows=rows)
 
 
 def _rebuild(
     fields: tuple, history: torch.Tensor | None, view: tuple, dtype: torch.dtype, trained: bool | None
 ) -> torch.Tensor:
-    cast, codes, scale, full_shape, first_row, sharded, gather = fields
+    cast, codes, scale, (full_shape, first_row, part), sharded, gather = fields
     state = PrimaryState(
         cast=cast,
         codes=codes,
         scale=scale,
         full_shape=full_shape,
         first_row=first_row,
+        part=part,
         sharded=sharded,
         gather=gather,
         history=history,

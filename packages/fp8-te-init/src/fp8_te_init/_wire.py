@@ -54,10 +54,10 @@ def _check(weight: torch.Tensor) -> None:
     for param in fsdp.sharded_params(fsdp.find_root(weight)):
         if not isinstance(param.local, type(weight)):
             continue
-        if param.reshards_to_part_of_the_mesh or param.is_tensor_parallel:
+        if param.reshards_to_part_of_the_mesh:
             raise Fp8Error(
-                f"{param.name} cannot travel as FP8 codes: reshard_after_forward with an integer and tensor-parallel "
-                "weights are not supported. Use True or False, or shard over a two-dimensional mesh (HSDP)."
+                f"{param.name} cannot travel as FP8 codes: reshard_after_forward with an integer is not supported. "
+                "Use True or False, or shard over a two-dimensional mesh (HSDP)."
             )
         # Remembered in the state: the check walks over all parameters of the root, and gathers are frequent.
         local: Any = param.local  # the check of its type above says more than the checker of types can follow
@@ -71,7 +71,8 @@ def _agree_under_root(weight: torch.Tensor) -> None:
         Agreement(
             weight=param.local.quantized_rows,
             values=waiting_values(param.local._state, param.local.quantized_rows),
-            group=param.process_group,
+            # also the ranks of tensor parallelism
+            group=fsdp.group_of(param.peers(replicas=False), param.process_group),
         )
         for param in params
         if param.local._state.unagreed

@@ -16,8 +16,8 @@ from fp8_common.presets import te_current
 from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch
 from fp8_te_init._compat import local_of
-from fp8_te_init._shards import group_of, place_of
-from fp8_te_init._sources.base import Rows
+from fp8_te_init._rows import Rows
+from fp8_te_init._shards import group_of, place_of, refuse_other_than_rows
 
 PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
 NEEDED = {
@@ -89,8 +89,8 @@ class TeRows:
     @property
     def rows(self) -> Rows:
         """Which rows of the whole weight."""
-        first, count = place_of(self._parameter)
-        return Rows(first, first + count)
+        refuse_other_than_rows(self._parameter)
+        return place_of(self._parameter)
 
     @property
     def full_shape(self) -> torch.Size:

@@ -1,29 +1,14 @@
 """`Source`: what every source of high-precision values can do."""
 
 import abc
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
 from fp8_common import Format
+from fp8_te_init._rows import Rows
 
 Preserve = Literal["cpu", "pinned", "residual", "replay", "none"]
-
-
-class Rows(NamedTuple):
-    """Some rows of a whole weight: `start` to `stop`, excluded."""
-
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        """How many rows."""
-        return self.stop - self.start
-
-    def inside(self, other: "Rows") -> slice:
-        """Return where these rows are in data that holds the rows `other`."""
-        return slice(self.start - other.start, self.stop - other.start)
 
 
 class QuantizedRows(Protocol):
@@ -31,7 +16,7 @@ class QuantizedRows(Protocol):
 
     @property
     def rows(self) -> Rows:
-        """Which rows of the whole weight."""
+        """Which rows (and columns) of the whole weight."""
 
     @property
     def full_shape(self) -> torch.Size:
@@ -63,10 +48,12 @@ class Source(abc.ABC):
 
     Attributes:
         name: What users call this kind.
-        rows: The rows of the whole weight.
+        cuts_columns: Whether it can be narrowed to some columns.
+        rows: The rows (and columns) of the whole weight.
     """
 
     name: ClassVar[str]
+    cuts_columns: ClassVar[bool] = True
     rows: Rows
 
     @property

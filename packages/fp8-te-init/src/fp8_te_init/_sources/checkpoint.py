@@ -17,8 +17,9 @@ from fp8_common.torch import FLOAT8_DTYPES, dequantize, read_metadata
 from fp8_common.torch.plugin import ShardGeometry
 from fp8_te_init._checkpoint_names import SCALE
 from fp8_te_init._compat import local_of
+from fp8_te_init._rows import Rows
 from fp8_te_init._shards import place_of
-from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._sources.base import QuantizedRows, Source
 from fp8_te_init._stacked_layout import layout_of
 
 Checkpoint = Mapping[str, torch.Tensor] | str | Path
@@ -92,10 +93,9 @@ class CheckpointSource(Source):
         if isinstance(tensor, DTensor):
             # By what all ranks know, never by the rows that this one needs: the other way is a collective.
             if self._is_distributed_like(tensor):
-                first, _ = place_of(tensor)
-                return _values(local_of(tensor))[self.rows.start - first : self.rows.stop - first]
+                return _values(local_of(tensor))[self.rows.inside(place_of(tensor))]
             tensor = tensor.full_tensor()
-        return _values(tensor)[self.rows.start : self.rows.stop]
+        return _values(tensor)[self.rows.inside()]
 
     def _is_distributed_like(self, tensor: DTensor) -> bool:
         own = self._parameter
@@ -119,7 +119,9 @@ class CheckpointSource(Source):
         own = self._own_rows(tensor)
         geometry = ShardGeometry(full_shape=self._shape, first_index=self.rows.start)
         # the scales of the rows that are held here, in a shape that broadcasts to them
-        scale = layout.of_part(scale, own.shape, geometry)
+        scale = layout.of_part(scale, torch.Size((len(own), *self._shape[1:])), geometry)
+        if scale.ndim and scale.shape[-1] > 1:
+            scale = scale[Rows(0, len(own), self.rows.columns).inside()]
         return dequantize(own, scale, FLOAT8_DTYPES[tensor.dtype], torch.float32)
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 
 from fp8_te_init._host_memory import mapped_copy
-from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources.base import QuantizedRows, Source
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from fp8_common import Fp8Error, philox
-from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources.base import QuantizedRows, Source
 
 CHUNK = 1 << 18
 """Counters at a time: the 64-bit intermediate results of all of a large weight would need 20 times its memory."""
@@ -127,7 +128,8 @@ class PhiloxSource(Source):
             made = self._init.shape_uniforms(uniforms(self._key, first // 4, -(-last // 4))).reshape(-1)
             begin = max(start, first)
             flat[begin - start : last - start] = torch.from_numpy(made[begin - first : last - first]).float()
-        return flat.view(self.rows.count, self._columns)
+        whole_rows = flat.view(self.rows.count, self._columns)
+        return whole_rows[Rows(0, self.rows.count, self.rows.columns).inside()].contiguous()
 
     def narrowed(self, rows: Rows) -> "PhiloxSource":
         """Return the source of some rows."""

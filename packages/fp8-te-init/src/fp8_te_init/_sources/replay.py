@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from fp8_te_init._init_replay import InitReplay
-from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources.base import QuantizedRows, Source
 
 
 class ReplaySource(Source):
@@ -39,7 +40,7 @@ class ReplaySource(Source):
     def values(self, quantized: QuantizedRows) -> torch.Tensor:
         """Make the values again, all rows that were drawn together, and return some; the global generator stays."""
         # All rows, since the generator reaches the numbers of the last ones through those of the first alone.
-        return self._replay.play(self._columns, self._dtype)[self.rows.inside(Rows(*self._replay.rows))]
+        return self._replay.play(self._columns, self._dtype)[self.rows.inside(self._replay.rows)]
 
     def narrowed(self, rows: Rows) -> "ReplaySource":
         """Return the source of some rows."""

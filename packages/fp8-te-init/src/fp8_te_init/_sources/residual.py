@@ -14,7 +14,8 @@ from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import dispatch
 from fp8_te_init._errors import StaleInitError
 from fp8_te_init._host_memory import mapped_copy, mapped_empty
-from fp8_te_init._sources.base import QuantizedRows, Rows, Source
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources.base import QuantizedRows, Source
 
 WORTH = 0.1
 """Largest share of escapes, 6 bytes each, that is accepted: 1.6 bytes per element in all, where a copy has two."""
@@ -34,6 +35,7 @@ class ResidualSource(Source):
     """
 
     name: ClassVar[str] = "residual"
+    cuts_columns: ClassVar[bool] = False  # digests are those of whole rows
 
     def __init__(
         self, residual: torch.Tensor, escapes: tuple[torch.Tensor, torch.Tensor], digest: bytes, rows: Rows
@@ -92,7 +94,7 @@ class ResidualSource(Source):
 
     def narrowed(self, rows: Rows) -> "ResidualSource":
         """Return the source of some rows, with pages of its own."""
-        where, columns = rows.inside(self.rows), self._residual.shape[1]
+        where, columns = rows.inside(self.rows)[0], self._residual.shape[1]
         places, exact = self._escapes
         inside = (places >= where.start * columns) & (places < where.stop * columns)
         own = (places[inside] - where.start * columns).to(place_dtype((where.stop - where.start) * columns))
