@@ -18,8 +18,11 @@ from fp8_torch_fsdp._config import (
     DelayedScalingConfig,
     Float8LinearConfig,
 )
+from fp8_torch_fsdp._conversion_report import ClassReport, ConversionReport, float8_conversion_report
 from fp8_torch_fsdp._convert import convert_to_float8_training, unconvert
 from fp8_torch_fsdp._counters import amax_reduction_count, cast_count
+from fp8_torch_fsdp._expert_layouts import ExpertLayout
+from fp8_torch_fsdp._experts import Float8Experts
 from fp8_torch_fsdp._filters import auto_filter_for_recipe
 from fp8_torch_fsdp._gradients.compress import CompressedGradients, compress_gradients
 from fp8_torch_fsdp._linear import Float8Linear
@@ -47,10 +50,14 @@ __all__ = [
     "AllGatherConfig",
     "AllGatherReport",
     "CastConfig",
+    "ClassReport",
     "CompressedGradients",
+    "ConversionReport",
     "DelayedScalingConfig",
+    "ExpertLayout",
     "Float8ColwiseParallel",
     "Float8Controller",
+    "Float8Experts",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8Monitor",
@@ -70,6 +77,7 @@ __all__ = [
     "convert_to_float8_training",
     "enable_float8_all_gather",
     "float8_all_gather_report",
+    "float8_conversion_report",
     "fully_shard_traceable",
     "keep_secondary_shards",
     "load_checkpoint",

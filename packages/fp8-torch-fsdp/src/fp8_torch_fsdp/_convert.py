@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
@@ -13,14 +14,20 @@ from torch.nn.parameter import UninitializedParameter
 from fp8_common import Fp8Error, Recipe, select_modules
 from fp8_torch_fsdp import _fast_path as fast_path
 from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._conversion_report import float8_conversion_report
+from fp8_torch_fsdp._expert_layouts import ExpertLayout, layout_of
+from fp8_torch_fsdp._experts import Float8Experts, unsharded_of
 from fp8_torch_fsdp._filters import ModuleSelection
 from fp8_torch_fsdp._linear import Float8Linear, Unsharded
 from fp8_torch_fsdp._local_plan import forget_plan, synchronize_before_forward
 from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
+from fp8_torch_fsdp._routers import routers as find_routers
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._strategies import delayed_of
+from fp8_torch_fsdp._strategies import Strategy, delayed_of
 
 logger = logging.getLogger(__name__)
+
+NO_EXPERTS: Mapping[type, ExpertLayout] = {}
 
 
 def convert_to_float8_training(
@@ -29,15 +36,23 @@ def convert_to_float8_training(
     config: Float8LinearConfig | None = None,
     recipe: str | Recipe | Mapping[str, Any] | None = None,
     module_filter_fn: ModuleSelection = None,
+    experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
+    routers: bool = False,
 ) -> nn.Module:
-    """Replace the `nn.Linear` layers of `model` by `Float8Linear`, in place. Call it before `fully_shard`.
+    """Replace the `nn.Linear` layers and the stacked experts of `model` by FP8 ones, in place, before `fully_shard`.
+
+    Experts of Transformers and torchtitan are known: `Float8Experts`. What was converted, in bytes, and what was left
+    and why, is logged; `float8_conversion_report` says it again.
 
     Args:
         model: Any module; if it is itself a linear layer, the replacement is returned.
         config: How to cast and gather; or
         recipe: a recipe instead: a name ("tensorwise" by default), a `Recipe`, or its dictionary.
         module_filter_fn: Called with (layer, fully qualified name); False leaves the layer as it is. Or `Rules`, by
-            the names of layers, which may give each layer a recipe of its own.
+            the names of layers, which may give each layer a recipe of its own. Modules of experts are asked about like
+            layers.
+        experts: How other classes of experts keep their weights and compute.
+        routers: Convert what chooses the experts of each token too, which stays in high precision by default.
 
     Returns:
         The converted model. Weights that are gathered in FP8 become new parameters, with the gradient, hooks and
@@ -45,35 +60,39 @@ def convert_to_float8_training(
 
     Raises:
         Fp8Error: Contradictory choices, a layer already sharded, a parametrized layer that the filter does not leave
-            out, or a model without any linear layer to convert.
+            out, experts with delayed scaling or of another form than their layout says, or a model without anything
+            to convert.
     """
     config = _choose(config, recipe)
-    chosen, left = _select(model, module_filter_fn, config)
+    wide = set() if routers else find_routers(model, experts)
+    chosen, left = _select(model, module_filter_fn, config, experts, wide)
     if not chosen:
-        done = sum(isinstance(module, Float8Linear) for module in model.modules())
+        done = sum(isinstance(module, Float8Linear | Float8Experts) for module in model.modules())
         why = f" {done} are FP8 layers already." if done else _why_left(left)
         why += _other_weights(model)
         raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
     # By module, which is hashed by identity: a layer that is reached under several names is converted once.
-    replacements: dict[nn.Module, Float8Linear] = {
-        module: Float8Linear.from_linear(module, own) for module, own in chosen.items()
+    replacements: dict[nn.Module, Float8Linear | Float8Experts] = {
+        module: _converted(module, own, experts) for module, own in chosen.items()
     }
+    layers = [layer for layer in replacements.values() if isinstance(layer, Float8Linear)]
     # Before `_replace`: weights are counted by the layers that the model has, and these are still the original ones.
     if config.all_gather.enabled:
-        _wrap_weights(model, replacements)
+        _wrap_weights(model, layers)
+        _wrap_experts(layer for layer in replacements.values() if isinstance(layer, Float8Experts))
     _replace(model, replacements)
     for module in model.modules():
         fast_path.turn_off(module, replacements.values())
     model = replacements.get(model, model)
     # Only delayed scaling has state of its own that has to be brought up to date before a forward.
-    if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in replacements.values()):
+    if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in layers):
         synchronize_before_forward(model)
-    logger.info("FP8: converted %d linear layers.%s", len(chosen), _why_left(left))
+    _log(model, len(layers), len(chosen) - len(layers), _why_left(left))
     return model
 
 
 def unconvert(model: nn.Module) -> nn.Module:
-    """Turn every `Float8Linear` back into `nn.Linear`, in place. Call it on models that are not sharded.
+    """Turn FP8 layers and experts back into what they were, in place. Call it on models that are not sharded.
 
     Returns:
         The model with plain weights that share the storage of the FP8 layers' weights. Ties, hooks, subclasses,
@@ -88,6 +107,8 @@ def unconvert(model: nn.Module) -> nn.Module:
             if hasattr(module.weight, "_local_tensor"):
                 raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
             replacements[module] = _plain_layer(module)
+        elif isinstance(module, Float8Experts):
+            replacements[module] = _plain_experts(module)
     _replace(model, replacements)
     for module in (*model.modules(), *replacements.values()):
         forget_plan(module)
@@ -107,20 +128,51 @@ def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[st
     return config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
 
 
+def _converted(
+    module: nn.Module, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]
+) -> Float8Linear | Float8Experts:
+    if isinstance(module, nn.Linear):
+        return Float8Linear.from_linear(module, config)
+    layout = layout_of(module, experts)
+    if layout is None:  # `_select` chose it by its layout
+        raise Fp8Error(f"{type(module).__name__} holds no experts whose layout is known.")
+    return Float8Experts.from_module(module, layout, config)
+
+
+def _log(model: nn.Module, layers: int, experts: int, left: str) -> None:
+    """Say what was converted; a model most of which was left is warned of."""
+    logger.info("FP8: converted %d linear layers and %d modules of experts.%s", layers, experts, left)
+    report = float8_conversion_report(model)
+    stacks = report.unknown_experts
+    if stacks:
+        logger.warning("FP8: %s", report.headline)
+    else:
+        logger.info("FP8: %s", report.headline)
+
+
 def _select(
-    model: nn.Module, keep: ModuleSelection, config: Float8LinearConfig
-) -> tuple[dict[nn.Linear, Float8LinearConfig], dict[str, str]]:
+    model: nn.Module,
+    keep: ModuleSelection,
+    config: Float8LinearConfig,
+    experts: Mapping[type, ExpertLayout],
+    routers: set[nn.Module],
+) -> tuple[dict[nn.Module, Float8LinearConfig], dict[str, str]]:
     """Return the layers to convert with their configurations, and the names of others with the reason they stay."""
-    chosen, left, refused = dict[nn.Linear, Float8LinearConfig](), dict[str, str](), []
+    chosen, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, Float8Linear)
+        if (isinstance(module, nn.Linear) or layout_of(module, experts))
+        and not isinstance(module, Float8Linear | Float8Experts)
     }
     for name, decision in select_modules(linear, keep).items():
         module = linear[name]
         if not decision.include:
             left[name] = "filtered"
+        elif module in routers:
+            left[name] = "a router, which chooses experts"
+        elif not isinstance(module, nn.Linear):
+            chosen[module] = config if decision.recipe is None else dataclasses.replace(config, recipe=decision.recipe)
         elif hasattr(module, "parametrizations") or "weight" not in module._parameters:
             refused.append(name)
         # the class of the output projection of nn.MultiheadAttention
@@ -154,7 +206,7 @@ def _why_left(left: dict[str, str]) -> str:
 
 
 def _other_weights(model: nn.Module) -> str:
-    """Say which layers that are no nn.Linear hold matrices: Transformers' Conv1D, stacked experts, convolutions."""
+    """Say which layers that are no nn.Linear hold matrices: experts without a layout, convolutions."""
     found: dict[str, int] = {}
     for module in model.modules():
         matrices = [p for p in module._parameters.values() if p is not None and p.ndim >= 2 and p.is_floating_point()]
@@ -165,8 +217,9 @@ def _other_weights(model: nn.Module) -> str:
         return ""
     names = ", ".join(f"{name} ({count})" for name, count in sorted(found.items()))
     return (
-        f" Weights of two and more dimensions are in {names}: make nn.Linear of what multiplies by them, or let "
-        "enable_float8_all_gather(model) gather them in FP8 for the layers as they are."
+        f" Weights of two and more dimensions are in {names}: make nn.Linear of what multiplies by them, describe "
+        "stacked experts by experts={TheirClass: ExpertLayout(...)}, or let enable_float8_all_gather(model) gather "
+        "them in FP8 for the layers as they are."
     )
 
 
@@ -178,20 +231,35 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
                 setattr(parent, name, replacements[child])
 
 
-def _wrap_weights(model: nn.Module, replacements: dict[nn.Module, Float8Linear]) -> None:
+def _wrap_experts(modules: Iterable[Float8Experts]) -> None:
+    """Wrap the weights of experts; modules that share one share its wrapper."""
+    for module in modules:
+        remembered = []
+        for name, products in module.fp8_products.items():
+            weight = module.get_parameter(name)
+            wrapped: Any = successor_of(weight)
+            if wrapped is None:
+                wrapped = _wrapped(weight, products.strategy, module.fp8_config)
+                leave_address(weight, module, name)
+            module._parameters[name] = wrapped
+            remembered.append(unsharded_of(module, wrapped))
+        module.fp8_unsharded = tuple(remembered)
+
+
+def _wrap_weights(model: nn.Module, converted: list[Float8Linear]) -> None:
     """Wrap each weight that FP8 layers alone use; layers that share a weight share its wrapper and its scale."""
     # By id: all parameters are alive through the model during the call.
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             users[id(parameter)] = users.get(id(parameter), 0) + 1
-    for layers in _by_weight(replacements.values()):
+    for layers in _by_weight(converted):
         # Another layer that uses it would multiply by rounded values.
         if len(layers) != users[id(layers[0].weight)]:
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
         tied = _tied_earlier(layers[0])
-        wrapped: Any = _wrapped(layers[0]) if tied is None else tied
+        wrapped: Any = _wrapped(layers[0].weight, layers[0].strategy, layers[0].config) if tied is None else tied
         strategy = wrapped.strategy
         leave_address(layers[0].weight, layers[0], "weight")
         for layer in layers:
@@ -228,14 +296,28 @@ def _by_weight(layers: Iterable[Float8Linear]) -> list[list[Float8Linear]]:
     return list(groups.values())
 
 
-def _wrapped(layer: Float8Linear) -> nn.Parameter:
-    if hasattr(layer.weight, "_local_tensor"):
+def _wrapped(weight: torch.Tensor, strategy: Strategy, config: Float8LinearConfig) -> nn.Parameter:
+    if hasattr(weight, "_local_tensor"):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
         )
-    data = ShardedFloat8Weight.of(layer.weight.data, layer.strategy, cache=layer.config.all_gather.cache == "step")
-    return replaced_by(layer.weight, data, "convert_to_float8_training")
+    data = ShardedFloat8Weight.of(weight.data, strategy, cache=config.all_gather.cache == "step")
+    return replaced_by(weight, data, "convert_to_float8_training")
+
+
+def _plain_experts(module: Float8Experts) -> nn.Module:
+    """Return the module of experts with plain weights."""
+    plain = module.to_module()
+    for name in module.fp8_products:
+        weight: Any = module._parameters[name]
+        if hasattr(weight, "_local_tensor"):
+            raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
+        if isinstance(weight, ShardedFloat8Weight):
+            tied = successor_of(weight)
+            plain._parameters[name] = replaced_by(weight, weight.plain, "unconvert") if tied is None else tied
+            leave_address(weight, plain, name)
+    return plain
 
 
 def _plain_layer(layer: Float8Linear) -> nn.Linear:

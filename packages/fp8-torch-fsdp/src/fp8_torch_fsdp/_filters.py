@@ -1,4 +1,4 @@
-"""`auto_filter_for_recipe`: which layers are worth converting, by name and by whether FP8 hardware gains with them."""
+"""`auto_filter_for_recipe`: what is worth converting, by name and by whether FP8 hardware gains with it."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -42,10 +42,19 @@ def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqn
     smallest = SMALL[config.weight.granularity]
 
     def keep(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(part in name for part in filter_fqns):
+        if any(part in name for part in filter_fqns):
             return False
-        sizes = (module.out_features, module.in_features)
-        aligned = all(size % ALIGNMENT == 0 for size in sizes)
-        return aligned and all(size >= least for size, least in zip(sizes, smallest, strict=True))
+        if isinstance(module, nn.Linear):
+            return _gains(module.out_features, module.in_features, smallest)
+        # of experts, the matrix of each; which of its sides is which, the layout knows and this need not
+        stacks = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3]
+        least = (min(smallest), min(smallest))
+        return bool(stacks) and all(_gains(shape[1], shape[2], least) for shape in stacks)
 
     return keep
+
+
+def _gains(rows: int, columns: int, smallest: tuple[int, int]) -> bool:
+    sizes = (rows, columns)
+    aligned = all(size % ALIGNMENT == 0 for size in sizes)
+    return aligned and all(size >= least for size, least in zip(sizes, smallest, strict=True))

@@ -192,7 +192,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Name what a compiled graph depends on besides the values: the same in every process."""
-        return tensor_subclass.stable_hash(self, type(self.strategy).__name__, self.strategy.cast, self.strategy.decode)
+        return tensor_subclass.stable_hash(self, *map(repr, _kind(self._state)), self.strategy.decode)
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -322,8 +322,8 @@ class ShardedFloat8Weight(torch.Tensor):
         return None
 
 
-def _kind(state: WeightState) -> tuple[type, CastRecipe]:
-    return type(state.strategy), state.strategy.cast
+def _kind(state: WeightState) -> tuple[type, type, CastRecipe]:
+    return type(state.strategy), type(state.strategy.layout), state.strategy.cast
 
 
 # `torch.load(weights_only=True)` of state that names this class, without the user having to allow it

@@ -323,10 +323,10 @@ class SyncPlan(ScalePlan):
 def _mark_unsharded(root: nn.Module) -> None:
     """Let optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more."""
     for layer in root.modules():
-        known = getattr(layer, "unsharded", None)
-        if known is not None and known.layer() is layer and (state := known.state()) is not None:
-            state.replaced_by = "fully_shard"
-            hooks.watch_replaced(state)
+        for known in (getattr(layer, "unsharded", None), *getattr(layer, "fp8_unsharded", ())):
+            if known is not None and known.layer() is layer and (state := known.state()) is not None:
+                state.replaced_by = "fully_shard"
+                hooks.watch_replaced(state)
 
 
 def _refuse(members: list[Member]) -> None:

@@ -1,5 +1,8 @@
 """The three FP8 products of a linear layer, y = x w^T, dx = dy w, dw = dy^T x, as one differentiable function.
 
+With offsets of groups the same function multiplies rows in groups by a stack of weights, one for each group: the layers
+of a mixture of experts.
+
 A layer brings its operands: how activation and gradient are cast, and where the weight is (`LinearOperands`). What the
 products are made of, what the backward saves, and which casts serve twice is the same for all layers.
 """
@@ -10,11 +13,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common._recipe import CastRecipe
 from fp8_common.torch._compat import in_function_transform
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
+from fp8_common.torch._grouped_products import multiply_over_rows, multiply_rows, multiply_wide
 from fp8_common.torch._linear_config import LinearConfig
-from fp8_common.torch._multiply import multiply, should_emulate
+from fp8_common.torch._multiply import ProductOptions, multiply, should_emulate
 from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand
+from fp8_common.torch._row_groups import RowGroups
 
 
 class LinearOperands:
@@ -25,6 +31,8 @@ class LinearOperands:
     """
 
     config: LinearConfig
+    contracted: int = -1
+    """The dimension of the weight that is contracted with the input: -2 where it is stored [..., columns, rows]."""
 
     def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
         """Return the weight [rows, columns], in any of its states, as an operand that is contracted over columns.
@@ -48,8 +56,10 @@ class LinearOperands:
     def observe(self, name: str, x: torch.Tensor, operand: Operand) -> None:
         """Look at an operand that was cast, `x` [rows, columns] and its FP8 form, if `watched`."""
 
-    def cast(self, name: str, x: torch.Tensor, *, record: bool) -> Operand:
+    def cast(self, name: str, x: torch.Tensor, *, record: bool, groups: RowGroups | None = None) -> Operand:
         """Cast a matrix [rows, contracted] as the operand `name`, "input" or "grad_output"."""
+        if groups is not None:
+            return groups.cast(x, getattr(self.config.recipe, name))
         if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
             return Operand.of(x)
         operand = cast_operand(x, getattr(self.config.recipe, name), self.scale_state(name), record=record)
@@ -65,7 +75,13 @@ class LinearOperands:
         return operand
 
     def product(
-        self, x: torch.Tensor, weight: torch.Tensor, *, access: "WeightAccess | None" = None, record: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        access: "WeightAccess | None" = None,
+        record: bool = False,
+        offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return x @ weight.T in FP8. It can be differentiated once.
 
@@ -74,12 +90,15 @@ class LinearOperands:
             weight: [rows, columns], in any state that `weight_operand` takes, or a part that `access` gathers.
             access: Where the weight comes from; at hand by default.
             record: Whether delayed scaling observes the operands.
+            offsets: int32 or int64 [experts], where the rows of each expert end: x is then [rows, columns], sorted by
+                expert, and the weight a stack of matrices. Rows behind the last offset give zeros, and get none.
 
         Returns:
             [..., rows] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
 
         Raises:
-            Fp8Error: `x` is no tensor or a scalar, or its last dimension is not that of the weight.
+            Fp8Error: `x` is no tensor or a scalar, its last dimension is not that of the weight, or the offsets do not
+                fit.
             Fp8UnsupportedError: `torch.func` transforms the layer.
         """
         if not isinstance(x, torch.Tensor):
@@ -89,13 +108,15 @@ class LinearOperands:
                 "FP8 layers do not work under torch.func (vmap, grad, jvp, ...): their products have a backward of "
                 "their own. Use torch.autograd, or `unconvert` the model first."
             )
-        if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
-            name = type(self).__name__
-            raise Fp8Error(f"{name} expects [..., {weight.shape[-1]}] as input, got {tuple(x.shape)}.")
+        columns = weight.shape[self.contracted]
+        if x.ndim == 0 or x.shape[-1] != columns:
+            raise Fp8Error(f"{type(self).__name__} expects [..., {columns}] as input, got {tuple(x.shape)}.")
+        if offsets is not None:
+            RowGroups.check(offsets, x, weight.shape[0])
         # there is no autocast for the meta device, and asking for it is an error
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _Products.apply(x, weight, self, access or AT_HAND, record)
+        return _Products.apply(x, weight, offsets, self, access or AT_HAND, record)
 
 
 class WeightAccess:
@@ -141,6 +162,7 @@ class _Products(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
+        offsets: torch.Tensor | None,
         layer: LinearOperands,
         access: WeightAccess,
         record: bool,
@@ -149,14 +171,15 @@ class _Products(torch.autograd.Function):
         # Before the cast of the input, so that a gather of the weight runs beside it.
         started = access.start_weight(layer, sent, None)
         rows = x.reshape(-1, x.shape[-1])
-        x_operand = layer.cast("input", rows, record=record)
+        groups = None if offsets is None else RowGroups(offsets, rows.shape[0])
+        x_operand = layer.cast("input", rows, record=record, groups=groups)
         w_operand = access.finish_weight(layer, started, record=record)
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
-        ctx.save_for_backward(*sent, *_saved_input(layer.config, rows, x_operand))
+        ctx.save_for_backward(offsets, *sent, *_saved_input(layer.config, rows, x_operand))
         ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
         ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
-        y = _multiply(x_operand, w_operand, layer.config, "output", x.dtype)
+        y = _multiply(x_operand, w_operand, layer.config, "output", x.dtype, groups)
         return _reshaped(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
@@ -164,24 +187,27 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer: LinearOperands = ctx.layer
         access: WeightAccess = ctx.access
-        saved = ctx.saved_tensors  # once: checkpoints let it be read once only
-        sent, saved_input = saved[: ctx.sent], saved[ctx.sent :]
+        offsets, *saved = ctx.saved_tensors  # once: checkpoints let it be read once only
+        sent, saved_input = tuple(saved[: ctx.sent]), tuple(saved[ctx.sent :])
         rows = grad.reshape(-1, grad.shape[-1])
+        groups = None if offsets is None else RowGroups(offsets, rows.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         # The weight is on its way during the other product, and its gradient during this one.
         started = access.start_weight(layer, sent, grad) if needs_x else None
-        shared = layer.cast("grad_output", rows, record=ctx.record) if layer.config.gradient_has_one_scale else None
+        shared = None
+        if layer.config.gradient_has_one_scale:
+            shared = layer.cast("grad_output", rows, record=ctx.record, groups=groups)
         if needs_weight:
-            product = _grad_weight(layer, rows, saved_input, shared, ctx.weight_dtype)
+            product = _grad_weight(layer, rows, saved_input, shared, ctx.weight_dtype, groups)
             grad_weight = access.start_gradient(layer, product)
         if needs_x:
             # Delayed scaling has observed the weight in the forward.
             weight = access.finish_weight(layer, started, record=False)
-            grad_x = _reshaped(_grad_input(layer, rows, weight, shared).to(ctx.dtype), ctx.shape)
+            grad_x = _reshaped(_grad_input(layer, rows, weight, shared, groups).to(ctx.dtype), ctx.shape)
         if needs_weight:
             grad_weight = access.finish_gradient(layer, grad_weight)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tuple[torch.Tensor, ...]:
@@ -193,17 +219,22 @@ def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tup
     return (cast.codes, cast.scale_inv) if config.input_has_one_cast else (rows,)
 
 
-def _grad_input(layer: LinearOperands, grad: torch.Tensor, weight: Operand, shared: Operand | None) -> torch.Tensor:
+def _grad_input(
+    layer: LinearOperands, grad: torch.Tensor, weight: Operand, shared: Operand | None, groups: RowGroups | None
+) -> torch.Tensor:
     """Return dx = dy w [M, K]; row scales of the weight are folded into dy [M, N] before its cast."""
     if layer.config.folds_weight_scales:
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 product can apply it.
-        grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
-        weight = Operand(weight.codes.t(), torch.ones_like(weight.scale_inv[0, 0]), weight.fmt)
+        if groups is None:
+            grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
+        else:
+            grad_operand = groups.cast_folded(grad, weight.scale_inv[..., 0], layer.config.grad_output)
+        weight = Operand(weight.codes.mT, torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
     else:
-        grad_operand = shared or layer.cast("grad_output", grad, record=False)
+        grad_operand = shared or layer.cast("grad_output", grad, record=False, groups=groups)
         weight = weight.transposed()
-    return _multiply(grad_operand, weight, layer.config, "grad_input", grad.dtype)
+    return _multiply(grad_operand, weight, layer.config, "grad_input", grad.dtype, groups)
 
 
 def _grad_weight(
@@ -212,29 +243,48 @@ def _grad_weight(
     saved_input: tuple[torch.Tensor, ...],
     shared: Operand | None,
     dtype: torch.dtype,
+    groups: RowGroups | None,
 ) -> torch.Tensor:
     """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
     config = layer.config
     grad_cast, input_cast = config.grad_weight_casts
     if not input_cast.enabled:
         # Disabled means for both operands: `Recipe` refuses a product of one.
-        return (grad.t() @ saved_input[0].to(grad.dtype)).to(dtype)
+        x = saved_input[0].to(grad.dtype)
+        return (grad.t() @ x if groups is None else multiply_wide(grad, x, groups)).to(dtype)
     if config.input_has_one_cast:
         codes, scale_inv = saved_input
-        x = Operand(codes, scale_inv, config.input.fp8_format).transposed()
+        x = _over_rows(Operand(codes, scale_inv, config.input.fp8_format), groups)
     else:
-        x = cast_operand(saved_input[0].t(), input_cast)
+        x = _cast_over_rows(saved_input[0], input_cast, groups)
     same = shared is not None and config.gradient_has_one_cast
-    g = shared.transposed() if same else cast_operand(grad.t(), grad_cast)
-    return _multiply(g, x, config, "grad_weight", dtype)
+    g = _over_rows(shared, groups) if same else _cast_over_rows(grad, grad_cast, groups)
+    options = _options(config, "grad_weight", dtype, grad.device)
+    return multiply(g, x, **options._asdict()) if groups is None else multiply_over_rows(g, x, groups, options)
 
 
-def _multiply(a: Operand, b: Operand, config: LinearConfig, product: str, out_dtype: torch.dtype) -> torch.Tensor:
-    return multiply(
-        a,
-        b,
+def _over_rows(operand: Operand, groups: RowGroups | None) -> Operand:
+    """Return an operand of one scale, cast as [rows, columns], for a product contracted over rows."""
+    # rows in groups stay as they are: each group is transposed where it is multiplied
+    return operand.transposed() if groups is None else operand
+
+
+def _cast_over_rows(x: torch.Tensor, cast: CastRecipe, groups: RowGroups | None) -> Operand:
+    """Cast [rows, columns] for a product contracted over rows."""
+    return cast_operand(x.t(), cast) if groups is None else groups.cast_over_rows(x, cast)
+
+
+def _multiply(
+    a: Operand, b: Operand, config: LinearConfig, product: str, out_dtype: torch.dtype, groups: RowGroups | None
+) -> torch.Tensor:
+    options = _options(config, product, out_dtype, a.codes.device)
+    return multiply(a, b, **options._asdict()) if groups is None else multiply_rows(a, b, groups, options)
+
+
+def _options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device) -> ProductOptions:
+    return ProductOptions(
         out_dtype=out_dtype,
-        emulate=should_emulate(a.codes.device, config),
+        emulate=should_emulate(device, config),
         use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
         # the weight's gradient is contracted over tokens, whose number is nobody's choice
         pad_inner=config.pad_inner_dim or product == "grad_weight",

@@ -8,7 +8,7 @@ float32 matrices where `_block_products` does not apply.
 
 import logging
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,16 @@ class ProductChoice(Protocol):
     @property
     def emulate(self) -> Literal["auto"] | bool:
         """Whether to emulate: always (True), never (False), or where the device lacks FP8 products ("auto")."""
+
+
+class ProductOptions(NamedTuple):
+    """How one product runs; see `multiply`."""
+
+    out_dtype: torch.dtype
+    emulate: bool
+    use_fast_accum: bool = False
+    pad_inner: bool = False
+    pad_outer: bool = False
 
 
 def should_emulate(device: torch.device, config: ProductChoice) -> bool:

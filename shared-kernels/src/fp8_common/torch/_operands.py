@@ -24,6 +24,8 @@ BLOCK_1X128 = (1, 128)
 class Operand:
     """One FP8 matrix of a product.
 
+    Of a stack of matrices, and of rows in groups (`RowGroups`), codes and scales have leading dimensions of their own.
+
     Attributes:
         codes: float8 [rows, contracted], any strides.
         scale_inv: float32 back from FP8: a scalar, [rows, 1], or one per block.
@@ -49,8 +51,8 @@ class Operand:
     def transposed(self) -> "Operand":
         """Return the matrix with its other dimension contracted; scales must be a scalar or square blocks."""
         block = None if self.block is None else (self.block[1], self.block[0])
-        scale_inv = self.scale_inv.t() if self.scale_inv.ndim == 2 else self.scale_inv
-        return Operand(self.codes.t(), scale_inv, self.fmt, block)
+        scale_inv = self.scale_inv.mT if self.scale_inv.ndim >= 2 else self.scale_inv
+        return Operand(self.codes.mT, scale_inv, self.fmt, block)
 
 
 class ScaleState(Protocol):

@@ -1,5 +1,8 @@
 """How the scales of a weight lie on it, also where a rank holds only a part: one number, one per row, one per block.
 
+Stacked weights [experts, rows, columns] have for each expert the scales that its matrix would have alone. A weight that
+is stored transposed, [..., in_features, out_features], has its "rows" along the last dimension.
+
 A layout turns the part of a weight that a rank holds into integer keys whose MAX over ranks gives the scales of the
 whole weight, and finds among these the scales of the part. Every rank can know all scales: at most 4 bytes for a row,
 or for a block of 16,384 elements.
@@ -68,12 +71,21 @@ class ScaleLayout(abc.ABC):
         self.cast, self.fmt = cast, cast.fp8_format
 
     @staticmethod
-    def of(cast: CastRecipe) -> "ScaleLayout":
+    def of(cast: CastRecipe, *, stacked: bool = False, transposed: bool = False) -> "ScaleLayout":
         """Return how the scales of weights lie that are cast so.
+
+        Args:
+            cast: How the weights are cast.
+            stacked: They are stacked [experts, rows, columns], and each expert is cast alone.
+            transposed: They are stored as [..., in_features, out_features].
 
         Raises:
             Fp8Error: Weights are not cast with this granularity.
         """
+        if stacked and cast.granularity == "tensorwise":
+            return ExpertwiseLayout(cast)
+        if transposed and cast.granularity == "rowwise":
+            return ColumnwiseLayout(cast)
         if cast.granularity not in LAYOUTS:
             raise Fp8Error(
                 f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use one of "
@@ -155,6 +167,58 @@ class RowwiseLayout(ScaleLayout):
     def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and scales [..., rows, 1]."""
         return dispatch.quantize_rowwise(weight, self.fmt, self.cast.policy)
+
+
+class ExpertwiseLayout(ScaleLayout):
+    """One scale for each expert: float32 [experts, 1, 1]."""
+
+    def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
+        """Return (experts, 1, 1)."""
+        return (full_shape[0], *(1 for _ in full_shape[1:]))
+
+    def keys(self, part: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor:
+        """Return a key for each expert of the whole weight."""
+        keys = torch.zeros(self.shape(geometry.full_shape), dtype=torch.int32, device=part.device)
+        if part.numel():
+            own = float_key(amax_over(part, range(1, part.ndim), keepdim=True))
+            self.of_part(keys, part.shape, geometry).copy_(own)
+        return keys.reshape(-1)
+
+    def of_part(self, scales: torch.Tensor, part_shape: torch.Size, geometry: ShardGeometry) -> torch.Tensor:
+        """Return the scales of the part's experts; a part that is cut elsewhere has all."""
+        return geometry.part_of(scales, part_shape[0]) if geometry.dim == 0 else scales
+
+    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales [experts, 1, 1]."""
+        # each expert is one row of [experts, rows * columns]
+        codes, scales = dispatch.quantize_rowwise(weight.reshape(weight.shape[0], -1), self.fmt, self.cast.policy)
+        return codes.view(weight.shape), scales.view(self.shape(weight.shape))
+
+
+class ColumnwiseLayout(ScaleLayout):
+    """One scale for each column, the output features of transposed weights: float32 [..., 1, columns]."""
+
+    def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of the weight with one row."""
+        return (*full_shape[:-2], 1, full_shape[-1])
+
+    def keys(self, part: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor:
+        """Return a key for each column of the whole weight."""
+        keys = torch.zeros(self.shape(geometry.full_shape), dtype=torch.int32, device=part.device)
+        if part.numel():
+            own = float_key(amax_over(part, (-2,), keepdim=True))
+            self.of_part(keys, part.shape, geometry).copy_(own)
+        return keys.reshape(-1)
+
+    def of_part(self, scales: torch.Tensor, part_shape: torch.Size, geometry: ShardGeometry) -> torch.Tensor:
+        """Return the scales of the part's columns; a part of some rows has all."""
+        return scales if geometry.dim == len(part_shape) - 2 else geometry.part_of(scales, part_shape[geometry.dim])
+
+    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales [..., 1, columns]."""
+        amax = amax_over(weight, (-2,), keepdim=True)
+        scales = dispatch.scale_from_amax(amax, self.fmt, self.cast.policy)
+        return dispatch.quantize(weight, scales, self.fmt), scales
 
 
 class BlockwiseLayout(ScaleLayout):

@@ -6,6 +6,7 @@ from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers
 from fp8_torch_fsdp._strategies.blockwise import BlockwiseStrategy
 from fp8_torch_fsdp._strategies.rowwise import RowwiseStrategy
 from fp8_torch_fsdp._strategies.shardwise import ShardwiseStrategy
+from fp8_torch_fsdp._strategies.stacked import StackedStrategy
 from fp8_torch_fsdp._strategies.tensorwise import DelayedStrategy, StaticStrategy, TensorwiseStrategy
 
 __all__ = [
@@ -13,12 +14,14 @@ __all__ = [
     "DelayedStrategy",
     "RowwiseStrategy",
     "ShardwiseStrategy",
+    "StackedStrategy",
     "StaticStrategy",
     "Strategy",
     "TensorwiseStrategy",
     "WireBuffers",
     "delayed_of",
     "strategy_for",
+    "strategy_for_layer",
 ]
 
 
@@ -52,6 +55,24 @@ def strategy_for(
         f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use tensorwise (dynamic, delayed or "
         "static), rowwise (dynamic) or blockwise_128x128 (dynamic)."
     )
+
+
+def strategy_for_layer(cast: CastRecipe, *, stacked: bool, transposed: bool) -> Strategy:
+    """Return the strategy for a weight that is a stack of matrices, is stored transposed, or both.
+
+    Args:
+        cast: How the weight is cast.
+        stacked: It is [experts, ...], and each expert is cast alone.
+        transposed: It is [..., in_features, out_features].
+
+    Raises:
+        Fp8Error: No such weight is cast that way: delayed scaling knows one scale of one weight.
+    """
+    plain = strategy_for(cast)
+    # one scale of one matrix, whole rows in memory, and constants are what they are elsewhere
+    own = (stacked and cast.granularity == "tensorwise") or (transposed and cast.granularity == "rowwise")
+    kind = StackedStrategy if own and cast.scaling == "dynamic" else type(plain)
+    return kind(cast=cast, stacked=stacked and cast.scaling == "dynamic", transposed=transposed)
 
 
 def delayed_of(strategy: Strategy) -> DelayedScale | None:

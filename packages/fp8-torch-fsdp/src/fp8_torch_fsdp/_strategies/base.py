@@ -22,11 +22,15 @@ class Strategy(abc.ABC):
     Attributes:
         cast: Format, granularity and scale policy of the weight.
         decode: Gathered weights become plain high-precision tensors again.
+        stacked: The weight is a stack of matrices, one for each expert, which are cast each for itself.
+        transposed: It is stored as [..., in_features, out_features].
         layout: How the scales lie on the weight.
     """
 
     cast: CastRecipe
     decode: bool = False
+    stacked: bool = False
+    transposed: bool = False
     # Not compared: it follows from `cast`, and layouts are compared by identity.
     layout: ScaleLayout = dataclasses.field(init=False, compare=False)
 
@@ -41,7 +45,7 @@ class Strategy(abc.ABC):
 
     def __post_init__(self) -> None:
         """Find the layout."""
-        object.__setattr__(self, "layout", ScaleLayout.of(self.cast))
+        object.__setattr__(self, "layout", ScaleLayout.of(self.cast, stacked=self.stacked, transposed=self.transposed))
 
     def problem(self, geometry: ShardGeometry) -> str | None:
         """Return why a weight that was cut so cannot be scaled; None if it can."""

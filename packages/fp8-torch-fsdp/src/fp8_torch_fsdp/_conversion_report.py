@@ -1,0 +1,147 @@
+"""`float8_conversion_report`: how many bytes of each class compute in FP8, travel in FP8, or stay wide."""
+
+import dataclasses
+from collections import Counter
+
+import torch
+from torch import nn
+
+from fp8_torch_fsdp._expert_layouts import layout_of
+from fp8_torch_fsdp._experts import Float8Experts
+from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._routers import routers, stacked_parameters
+from fp8_torch_fsdp._sharded import ShardedFloat8Weight
+
+UNKNOWN_EXPERTS = "3-D, products unknown: describe them with experts={class: ExpertLayout(...)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ClassReport:
+    """The parameters of one class of modules that have the same fate.
+
+    Attributes:
+        class_name: Class of the modules that own them, as it was before the conversion.
+        why: Why they do not compute in FP8; empty if they do.
+        parameters: How many there are.
+        bytes: What they hold in the reference dtype.
+        converted: Whether products with them run in FP8.
+        gathered: Bytes of those that FSDP2 gathers in FP8.
+    """
+
+    class_name: str
+    why: str
+    parameters: int
+    bytes: int
+    converted: bool
+    gathered: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """The parameters of a model, largest first; `str()` makes a table."""
+
+    classes: tuple[ClassReport, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters in the reference dtype."""
+        return sum(one.bytes for one in self.classes)
+
+    @property
+    def converted(self) -> float:
+        """Share of the bytes whose products run in FP8."""
+        return sum(one.bytes for one in self.classes if one.converted) / max(1, self.bytes)
+
+    @property
+    def gathered(self) -> float:
+        """Share of the bytes that FSDP2 gathers in FP8."""
+        return sum(one.gathered for one in self.classes) / max(1, self.bytes)
+
+    @property
+    def unknown_experts(self) -> int:
+        """How many parameters are stacks of experts that nothing was known about."""
+        return sum(one.parameters for one in self.classes if one.why == UNKNOWN_EXPERTS)
+
+    @property
+    def headline(self) -> str:
+        """One sentence: the shares, and what was left."""
+        left = [
+            f"{one.bytes / max(1, self.bytes):.1%} {one.class_name} ({one.parameters} parameters, {one.why})"
+            for one in self.classes
+            if not one.converted and one.bytes * 1000 >= self.bytes
+        ]
+        rest = f" Left: {'; '.join(left)}." if left else ""
+        return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} gathered in FP8.{rest}"
+
+    def __str__(self) -> str:
+        """Return the sentence and a table with one line for each class and fate."""
+        width = max([len(one.class_name) for one in self.classes], default=5)
+        lines = [self.headline, f"{'class':{width}}  {'params':>6}  {'bytes':>17}  {'FP8':>3}  {'gathered':>17}  why"]
+        lines += [
+            f"{one.class_name:{width}}  {one.parameters:>6}  {one.bytes:>17,}  {'yes' if one.converted else 'no':>3}  "
+            f"{one.gathered:>17,}  {one.why}".rstrip()
+            for one in self.classes
+        ]
+        return "\n".join(lines)
+
+
+def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> ConversionReport:
+    """Report which weights of `model` compute in FP8 and which FSDP2 gathers in FP8, by class of module.
+
+    Args:
+        model: Any model, converted or not, on any device, "meta" too; sharded ones while they are sharded.
+        reference_dtype: The dtype that bytes are counted in.
+
+    Returns:
+        One entry for each class of modules and fate of its parameters. A parameter that several modules share is
+        counted where it is found first.
+    """
+    choosers, seen = routers(model, {}), set[int]()
+    count, size, gathered = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            key = _original_name(module), _why_wide(module, name, parameter, module in choosers)
+            own = parameter.numel() * reference_dtype.itemsize
+            count[key] += 1
+            size[key] += own
+            local = getattr(parameter, "_local_tensor", parameter)
+            gathered[key] += own if isinstance(local, ShardedFloat8Weight) else 0
+    rows = [
+        ClassReport(
+            class_name=name,
+            why=why,
+            parameters=count[name, why],
+            bytes=size[name, why],
+            converted=not why,
+            gathered=gathered[name, why],
+        )
+        for name, why in size
+    ]
+    return ConversionReport(classes=tuple(sorted(rows, key=lambda row: (-row.bytes, row.class_name, row.why))))
+
+
+def _original_name(module: nn.Module) -> str:
+    name = type(module).__name__
+    return name.removeprefix("Float8") if isinstance(module, Float8Linear | Float8Experts) else name
+
+
+def _why_wide(module: nn.Module, name: str, parameter: nn.Parameter, is_router: bool) -> str:
+    """Return why products with a parameter run in high precision; "" if they run in FP8."""
+    if isinstance(module, Float8Linear) and name == "weight":
+        return ""
+    if isinstance(module, Float8Experts) and name in module.fp8_products:
+        return ""
+    if parameter.ndim < 2 or (isinstance(module, Float8Experts) and parameter.ndim == 2):
+        return "bias, norm, or other vector"
+    if is_router:
+        return "router"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if any(parameter is one for one in stacked_parameters(module)):
+        return "experts, not converted" if layout_of(module, {}) else UNKNOWN_EXPERTS
+    return "linear, not converted" if isinstance(module, nn.Linear) else "no linear layer"
