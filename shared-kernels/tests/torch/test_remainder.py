@@ -51,6 +51,7 @@ def test_all_four_bytes_need_no_code():
     assert_same_bits(again.numpy(), x.numpy())
 
 
+@pytest.mark.timeout(1800)
 def test_random_numbers_come_back(full):
     """10^6 random float32 bit patterns by default, 10^8 under --full; many of them finite and far from any scale."""
     generator = torch.Generator().manual_seed(0)
