@@ -1,7 +1,5 @@
 """`find_master`: access to the float32 master of a parameter, for every kind of optimizer that has some."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,21 +17,35 @@ class Master(Protocol):
         """Take over float values [n, columns] of the rows that this rank holds."""
 
 
+class SettableMaster:
+    """A master of a `MasterOptimizer`, however that keeps it.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: A parameter that has a master there.
+    """
+
+    def __init__(self, optimizer: MasterOptimizer, parameter: torch.Tensor) -> None:
+        self._optimizer, self._parameter = optimizer, parameter
+
+    def set(self, values: torch.Tensor) -> None:
+        """Replace the master."""
+        self._optimizer.set_master(self._parameter, values)
+
+
 class TensorMaster:
     """A float32 tensor that is written to.
 
     Args:
         tensor: The master, plain or distributed.
-        told: Called after a write.
     """
 
-    def __init__(self, tensor: torch.Tensor, told: Callable[[], None] = lambda: None) -> None:
-        self._local, self._told = local_of(tensor), told
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._local = local_of(tensor)
 
     def set(self, values: torch.Tensor) -> None:
         """Copy the values."""
         self._local.copy_(values.reshape(self._local.shape))
-        self._told()
 
 
 class ScaledMaster:
@@ -75,8 +87,7 @@ def find_master(optimizer: Optimizer, parameter: Any) -> Master | None:
         parameter: The parameter; `main_param` on it is its master, as Megatron sets it.
     """
     if isinstance(optimizer, MasterOptimizer):
-        master = optimizer.master_of(parameter)
-        return None if master is None else TensorMaster(master, partial(optimizer.note, parameter))
+        return SettableMaster(optimizer, parameter) if optimizer.has_master(parameter) else None
     # `is`: comparing tensors with == or `in` compares their elements.
     owned = any(own is parameter for group in optimizer.param_groups for own in group["params"])
     if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from fp8_common import Fp8Error
 from fp8_common.torch.plugin import fsdp
 from fp8_te_init._backends import requantizable
+from fp8_te_init._choices import check_choice
 from fp8_te_init._compat import float32_like, local_of, version_of
 from fp8_te_init._errors import StaleInitError
+from fp8_te_init._masters import Kept, Master, PartSteps, RemainderMaster, WholeMaster, can_be_joined, is_elementwise
 from fp8_te_init._parameter_mark import kept_of
-from fp8_te_init._scale_agreement import Agreement, agree_on
+from fp8_te_init._scale_agreement import Agreeing, Agreement, agree_on
 from fp8_te_init._shards import group_of
 from fp8_te_init._weight import primary_of
 
@@ -41,6 +43,11 @@ class MasterOptimizer(Optimizer):
         params: Parameters or groups, as any optimizer takes them.
         round_through_dtype: Round masters to the dtype that a weight stands for before they are quantized, as
             TransformerEngine does: the codes are then those of a bfloat16 model that is cast at each forward.
+        masters: "float32" keeps masters whole; "remainder" those of FP8 weights of this package in three bytes beside
+            the code, exact to the bit. The optimizer then steps one parameter after the other.
+        elementwise: Whether `optimizer_cls` computes every element from itself, its gradient and its state alone, so
+            that a parameter may be stepped in parts; by default that is known of the classes of torch. Matters for
+            "remainder" alone.
         **options: Arguments of `optimizer_cls`.
 
     Attributes:
@@ -48,7 +55,7 @@ class MasterOptimizer(Optimizer):
         reductions: All-reduces issued so far on this rank.
 
     Raises:
-        Fp8Error: `optimizer_cls` is no optimizer class.
+        Fp8Error: `optimizer_cls` is no optimizer class, or one that needs all masters at once, with "remainder".
     """
 
     def __init__(
@@ -57,28 +64,41 @@ class MasterOptimizer(Optimizer):
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         *,
         round_through_dtype: bool = False,
+        masters: Kept = "float32",
+        elementwise: bool | None = None,
         **options: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
-        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        check_choice("masters", masters, Kept)
+        self._masters: dict[torch.Tensor, Master] = {}
         self._versions: dict[torch.Tensor, int] = {}
         self._shared: dict[int, dict[str, Any]] = {}
         self._round_through_dtype = round_through_dtype
+        self._kept: Kept = masters
+        self._in_parts = is_elementwise(optimizer_cls) if elementwise is None else elementwise
         self.reductions = 0
         # `Optimizer.__init__` calls `add_param_group` for each group, and `inner` is not there yet: the dictionaries
         # above are, and the inner optimizer takes all groups at once below.
         super().__init__(params, {})
         self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
+        if masters == "remainder":
+            PartSteps(self.inner)  # refuses what cannot be stepped so
         self._share_options()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of: masters too, which no other optimizer has."""
         # `Optimizer.__getstate__` returns its own three attributes alone. Tensors as keys stay right in a copy: it goes
         # through one memo, in which parameters and masters are copied once.
-        own = ("inner", "reductions", "_masters", "_versions", "_shared", "_round_through_dtype")
+        own = ("inner", "reductions", "_masters", "_versions", "_shared", "_round_through_dtype", "_kept", "_in_parts")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy is made of; copied masters depend on copied weights."""
+        super().__setstate__(state)
+        for _, master in self._remainders():
+            master.attach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, as any optimizer does."""
@@ -88,13 +108,59 @@ class MasterOptimizer(Optimizer):
             inner.add_param_group(self._with_masters(self.param_groups[-1]))
             self._share_options()
 
+    @torch.no_grad()
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none."""
-        return self._masters.get(parameter)
+        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none.
+
+        It is the master itself with masters="float32", to be written to, and a copy with "remainder".
+        """
+        master = self._masters.get(parameter)
+        return None if master is None else master.tensor()
+
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter has a float32 master here."""
+        return parameter in self._masters
+
+    @torch.no_grad()
+    def set_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the master of a parameter; `write_back` makes the parameter follow.
+
+        Args:
+            parameter: One that has a master.
+            values: Of the shape of what this rank holds of it, any floating-point dtype.
+
+        Raises:
+            Fp8Error: It has no master, or another shape.
+        """
+        master = self._masters.get(parameter)
+        if master is None:
+            raise Fp8Error("This parameter has no master here: it is float32 or frozen, or belongs to no group.")
+        own, wanted = local_of(values), local_of(parameter).shape
+        if own.numel() != wanted.numel():
+            raise Fp8Error(f"The master holds values of shape {tuple(wanted)} here, got {tuple(own.shape)}.")
+        master.set(own)
+        self.note(parameter)
 
     def masters(self) -> list[torch.Tensor]:
-        """Return every master."""
-        return list(self._masters.values())
+        """Return every master; see `master_of`."""
+        return [master.tensor() for master in self._masters.values()]
+
+    def master_bytes(self) -> tuple[int, int]:
+        """Return the bytes of all masters on this rank, and how many elements of "remainder" ones are listed."""
+        listed = sum(master.escaped for _, master in self._remainders())
+        return sum(master.nbytes for master in self._masters.values()), listed
+
+    @torch.no_grad()
+    def compact(self) -> None:
+        """Give up float32 values of masters="remainder" that wait for codes, where the codes are there by now."""
+        for _, master in self._remainders():
+            master.compact()
+
+    def _remainders(self) -> list[tuple[torch.Tensor, RemainderMaster]]:
+        return [(p, master) for p, master in self._masters.items() if isinstance(master, RemainderMaster)]
+
+    def _wholes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(p, master.key) for p, master in self._masters.items() if isinstance(master, WholeMaster)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
@@ -112,19 +178,52 @@ class MasterOptimizer(Optimizer):
         # First: a step from a master that does not know of a loaded checkpoint would overwrite it.
         self._take_writes()
         self._share_options()
-        if closure is None:
-            self._hand_over()
-            loss = self.inner.step()
-        else:
-            loss = self.inner.step(self._evaluation_of(closure))
-        # The gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step.
-        for master in self._masters.values():
-            master.grad = None
-        # Again: the step may have changed options or added keys, which `state_dict` and schedulers read here.
-        self._share_options()
-        self.write_back(step=True)
+        try:
+            loss = self._step_masters(closure)
+            # Again: the step may have changed options or added keys, which `state_dict` and schedulers read here.
+            self._share_options()
+            self.write_back(step=True)
+        finally:
+            # Nothing to do, unless an error left codes out of their places.
+            for _, master in self._remainders():
+                master.restore()
         self._publish()
         return loss
+
+    def _step_masters(self, closure: Callable[[], Any] | None) -> Any:
+        remainders = self._remainders()
+        if closure is not None and remainders:
+            # `PartSteps` has refused optimizers that call it more often.
+            with torch.enable_grad():
+                loss = closure()
+            self._hand_over()
+            self._step_parts(remainders)
+            self.inner.step()
+        elif closure is not None:
+            loss = self.inner.step(self._evaluation_of(closure))
+        else:
+            self._hand_over()
+            self._step_parts(remainders)
+            loss = self.inner.step()
+        # The gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step.
+        for _, master in self._wholes():
+            master.grad = None
+        return loss
+
+    def _step_parts(self, remainders: list[tuple[torch.Tensor, RemainderMaster]]) -> None:
+        """Step the masters that are kept in three bytes, each part of each alone."""
+        if not remainders:
+            return
+        steps = PartSteps(self.inner)
+        groups = {
+            p: group
+            for ours, group in zip(self.param_groups, self.inner.param_groups, strict=True)
+            for p in ours["params"]
+        }
+        for parameter, master in remainders:
+            gradient = _gradient_of(parameter)
+            if gradient is not None:
+                steps.step(master, local_of(gradient), groups[parameter])
 
     def _share_options(self) -> None:
         """Bring the groups of both optimizers together: what somebody set here goes in, everything else comes out.
@@ -149,16 +248,20 @@ class MasterOptimizer(Optimizer):
         Args:
             step: Whether an optimizer step made the masters; delayed scaling then records it.
         """
-        agreements, written = [], []
+        agreements: list[Agreeing] = []
+        written = []
         for parameter, master in self._masters.items():
             # A parameter that has a master and is not FP8 is bfloat16 or float16: it is rounded, nothing has to be
             # agreed on.
             weight = requantizable(parameter)
             if weight is None:
-                local_of(parameter).copy_(local_of(master))
+                local_of(parameter).copy_(local_of(master.key))
                 continue
-            values = self._to_quantize(parameter, local_of(master))
-            agreements.append(Agreement(weight=weight, values=values, group=group_of(parameter)))
+            if isinstance(master, RemainderMaster):
+                agreements.append(master)
+            else:
+                values = self._to_quantize(parameter, local_of(master.key))
+                agreements.append(Agreement(weight=weight, values=values, group=group_of(parameter)))
             # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
             increment_version(parameter)
             written.append(local_of(parameter))
@@ -181,13 +284,12 @@ class MasterOptimizer(Optimizer):
         for parameter, master in self._masters.items():
             # Counting writes costs nothing, the comparison costs a cast: it runs only where the count says something
             # was written.
-            own = local_of(master)
             # a master that was changed as well does not win: `write_back` would have said that it is meant
             if self._versions[parameter] == _writes_to(parameter) or _is_rounded_from(
-                parameter, self._to_quantize(parameter, own)
+                parameter, self._to_quantize(parameter, local_of(master.tensor()))
             ):
                 continue
-            own.copy_(_start_values(parameter).view(own.shape))
+            master.set(_start_values(parameter))
             taken += 1
         if taken:
             logger.warning(
@@ -214,7 +316,7 @@ class MasterOptimizer(Optimizer):
     def _hand_over(self) -> None:
         """Give the masters the gradients of their parameters."""
         self._refuse_thawed()
-        for parameter, master in self._masters.items():
+        for parameter, master in self._wholes():
             # A float32 gradient is handed over without a copy, others are converted.
             gradient = _gradient_of(parameter)
             master.grad = None if gradient is None else gradient.to(torch.float32)
@@ -277,8 +379,9 @@ class MasterOptimizer(Optimizer):
                     f"The checkpoint has no master for a parameter of shape {tuple(parameter.shape)}: it was saved by "
                     "an optimizer without masters. Seed new ones with seed_masters instead."
                 )
-            master.copy_(state.pop(MASTER))
-        key = parameter if master is None else master
+            values = float32_like(parameter, torch.empty(local_of(parameter).shape, device=local_of(parameter).device))
+            master.set(local_of(values.copy_(state.pop(MASTER))))
+        key = parameter if master is None else master.key
         if state:
             device = local_of(key).device
             self.inner.state[key] = {name: _own(value, device, name) for name, value in state.items()}
@@ -293,9 +396,11 @@ class MasterOptimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = self._masters.get(parameter)
-                own = self.inner.state.get(parameter if master is None else master, {})
-                if own or master is not None:
-                    self.state[parameter] = dict(own) if master is None else {MASTER: master, **own}
+                own = self.inner.state.get(parameter if master is None else master.key, {})
+                # Only a checkpoint needs masters that have to be joined first.
+                shown = master is not None and (always or isinstance(master, WholeMaster))
+                if own or shown:
+                    self.state[parameter] = {MASTER: master.tensor(), **own} if master and shown else dict(own)
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group for the inner optimizer."""
@@ -303,10 +408,16 @@ class MasterOptimizer(Optimizer):
         for parameter in group["params"]:
             master = self._masters.get(parameter)
             if master is None and parameter.requires_grad and _needs_master(parameter):
-                master = self._masters[parameter] = _start(parameter)
+                master = self._masters[parameter] = self._made(parameter)
                 self.note(parameter)
-            params.append(parameter if master is None else master)
+            params.append(parameter if master is None else master.key)
         return {**group, "params": params}
+
+    def _made(self, parameter: torch.Tensor) -> Master:
+        values = _start(parameter)
+        if self._kept == "float32" or not can_be_joined(parameter):
+            return WholeMaster(parameter, values)
+        return RemainderMaster(parameter, values, parts=self._in_parts, rounded=self._round_through_dtype)
 
 
 def _gradient_of(parameter: Any) -> torch.Tensor | None:
@@ -321,7 +432,7 @@ def _needs_master(parameter: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _start(parameter: Any) -> torch.Tensor:
-    """Return a master that starts from what is kept for a parameter, else from the values that it has."""
+    """Return float32 values for a master, from what is kept for a parameter, else from the values that it has."""
     values = _start_values(parameter, strict=True)
     kept = kept_of(parameter)
     if kept is not None and kept.source is None and kept.dropped_by is not None:
@@ -332,7 +443,7 @@ def _start(parameter: Any) -> torch.Tensor:
             tuple(parameter.shape),
             kept.dropped_by,
         )
-    return float32_like(parameter, values.to(device=local_of(parameter).device, dtype=torch.float32, copy=True))
+    return values.to(device=local_of(parameter).device, dtype=torch.float32, copy=True)
 
 
 def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:

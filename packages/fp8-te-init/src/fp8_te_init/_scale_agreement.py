@@ -5,12 +5,27 @@ The values that are quantized stay where they are; only keys of their absolute m
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from fp8_common.torch.plugin import max_over_ranks
 from fp8_te_init._requantizable import Requantizable
+
+
+class Agreeing(Protocol):
+    """One weight whose scale is to be agreed on, and the values that it is made of."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other rows; None if this rank holds all."""
+
+    def keys(self) -> torch.Tensor:
+        """Return int32 keys [k] of the amax of the values; MAX combines them over ranks."""
+
+    def store(self, keys: torch.Tensor, *, step: bool) -> None:
+        """Quantize the values with scales from the agreed `keys`; see `Requantizable.store`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +42,17 @@ class Agreement:
     values: torch.Tensor
     group: dist.ProcessGroup | None = None
 
+    def keys(self) -> torch.Tensor:
+        """Return int32 keys [k] of the amax of the values."""
+        return self.weight.keys(self.values)
+
+    def store(self, keys: torch.Tensor, *, step: bool) -> None:
+        """Quantize the values with scales from the agreed `keys`."""
+        self.weight.store(self.values, keys, step=step)
+
 
 @torch.no_grad()
-def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
+def agree_on(weights: Sequence[Agreeing], *, step: bool) -> int:
     """Agree on scales, then quantize every weight with its own.
 
     Args:
@@ -39,15 +62,15 @@ def agree_on(weights: Sequence[Agreement], *, step: bool) -> int:
     Returns:
         The number of all-reduces: one for each process group of more than one rank.
     """
-    by_group: dict[str | None, list[Agreement]] = {}
+    by_group: dict[str | None, list[Agreeing]] = {}
     for weight in weights:
         # A dictionary keeps the order of first appearance, the same on all ranks, so that no two ranks wait in the
         # reductions of different groups.
         by_group.setdefault(None if weight.group is None else weight.group.group_name, []).append(weight)
     total = 0
     for members in by_group.values():
-        keys, reductions = max_over_ranks([one.weight.keys(one.values) for one in members], members[0].group)
+        keys, reductions = max_over_ranks([one.keys() for one in members], members[0].group)
         total += reductions
         for one, key in zip(members, keys, strict=True):
-            one.weight.store(one.values, key, step=step)
+            one.store(key, step=step)
     return total

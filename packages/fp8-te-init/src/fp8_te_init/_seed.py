@@ -20,6 +20,7 @@ from fp8_te_init._errors import MissingInitError, StaleInitError
 from fp8_te_init._find_master import Master, find_master
 from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._kept_in_module import kept_for, kept_values, named_kept, release_under
+from fp8_te_init._master_optimizer import MasterOptimizer
 from fp8_te_init._parameters import NamedWeight, fp8_weights, named_parameters
 from fp8_te_init._raise_together import groups_of, raise_together
 from fp8_te_init._rows import Rows
@@ -116,6 +117,9 @@ def seed_masters(
     agree_on(run.agreements, step=False)
     released = release_under(model, "seed_masters")
     run.keep_again(weights)
+    for one in run.optimizers:
+        if isinstance(one, MasterOptimizer):
+            one.compact()
     return_freed_memory()
     return SeedReport(sources=run.sources, released_bytes=released)
 
@@ -135,7 +139,7 @@ class _Seeding:
         self.problems: dict[str, Exception] = {}
         self.sources: dict[str, MasterSource] = {}
         self.agreements: list[Agreement] = []
-        self._optimizers, self._order, self._strict, self._seed = optimizers, order, strict, seed
+        self.optimizers, self._order, self._strict, self._seed = optimizers, order, strict, seed
         self._reader: CheckpointReader | None = None
         self._aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -174,7 +178,7 @@ class _Seeding:
 
     def seed_plain(self, name: str, parameter: nn.Parameter) -> None:
         """Set the master of a parameter that is not FP8, and the parameter, if the checkpoint has it."""
-        masters = [found for one in self._optimizers if (found := find_master(one, parameter)) is not None]
+        masters = [found for one in self.optimizers if (found := find_master(one, parameter)) is not None]
         if not masters or "checkpoint" not in self._order:
             return
         source = self._in_checkpoint(name, parameter, place_of(parameter))
@@ -196,7 +200,7 @@ class _Seeding:
                 kept.keep(changed[id(named.weight)].to(named.weight.dtype), named.weight)
 
     def _masters(self, named: NamedWeight) -> list[Master]:
-        found = (_master_for(one, named, self._strict) for one in self._optimizers)
+        found = (_master_for(one, named, self._strict) for one in self.optimizers)
         return [master for master in found if master is not None]
 
     def _in_checkpoint(self, name: str, parameter: nn.Parameter, rows: Rows) -> CheckpointSource | None:

@@ -5,6 +5,7 @@ All tensors that alias the storage share one `PrimaryState`. Scales are replaced
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class PrimaryState:
         writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
         told: Whether a warning said that a change was rounded.
         unscaled: Whether codes were put in place whose scales have not come yet.
+        dependent: What has to know before codes or scales change: a master that is kept beside them in three bytes.
     """
 
     cast: CastRecipe
@@ -63,6 +65,7 @@ class PrimaryState:
     writes: int = 0
     told: bool = False
     unscaled: bool = False
+    dependent: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
@@ -96,6 +99,7 @@ class PrimaryState:
             kept=None,
             travels=False,
             unscaled=False,
+            dependent=None,
         )
 
     def __deepcopy__(self, memo: dict) -> "PrimaryState":
@@ -104,6 +108,13 @@ class PrimaryState:
         twin.scale, twin.unagreed, twin.held = self.scale.clone(), self.unagreed, copy.deepcopy(self.held, memo)
         memo[id(self)] = twin
         return twin
+
+    def about_to_change(self) -> None:
+        """Tell what depends on the codes and scales as they are, before other ones take their place."""
+        # Held weakly: an optimizer that is gone wants to know of nothing.
+        tell = None if self.dependent is None else self.dependent()
+        if tell is not None:
+            tell()
 
     @property
     def is_rounded(self) -> bool:
@@ -195,6 +206,7 @@ class PrimaryState:
 
     def take_keys(self, keys: torch.Tensor, *, step: bool) -> None:
         """Make the scale from the agreed `keys`, as `store` does; the codes are left to the caller."""
+        self.about_to_change()
         # The keys are those of the whole weight, also where this rank holds a part: the scale is the same everywhere.
         amax = self.layout.amax(keys, self.full_shape)
         if self.history is not None:
@@ -217,6 +229,7 @@ class PrimaryState:
 
     def take_scale(self, scale: torch.Tensor, history: torch.Tensor | None = None) -> None:
         """Use scales from elsewhere (a checkpoint): the codes that belong to them are put in place by the caller."""
+        self.about_to_change()
         self.scale = scale.to(self.codes.device, copy=True)
         if self.history is not None:
             self.history = torch.zeros_like(self.history) if history is None else history.to(self.codes.device).clone()

@@ -12,6 +12,7 @@ from fp8_common._formats import Format
 from fp8_common._policy import ScalePolicy
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _ops as ops
+from fp8_common.torch import _remainder as remainder
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all
 from fp8_common.torch._rounding import values as _values
@@ -19,6 +20,10 @@ from fp8_common.torch._scaling import divide
 from fp8_common.torch._scaling import scale_from_amax as _scale_from_amax
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+# Operations on bits, of which a compiler has nothing to change, for optimizers, which run eagerly.
+lower_bytes, top_byte, join_bytes = remainder.lower_bytes, remainder.top_byte, remainder.join_bytes
+join_lower_bytes, not_joined = remainder.join_lower_bytes, remainder.not_joined
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,227 @@
+"""`RemainderMaster`: an exact float32 master in three bytes beside the FP8 code, and a list of what they cannot hold.
+
+The three bytes are the lower ones of the float32 numbers; sign and exponent follow from code and scale
+(`fp8_common._remainder`). While a step runs, the codes' own memory holds the fourth byte: values that wait for a scale
+that all ranks agree on need no other place. The bytes belong to the codes that are there: before anything else changes
+these, the master is made whole.
+"""
+
+import dataclasses
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from fp8_common.torch.plugin import ShardGeometry, dispatch
+from fp8_te_init._compat import float32_like, local_of
+from fp8_te_init._shards import group_of
+from fp8_te_init._state import PrimaryState
+from fp8_te_init._weight import primary_of
+
+PART = 1 << 18
+"""Elements that are joined, stepped and split at a time: 1 MiB of float32."""
+
+_Escapes = tuple[torch.Tensor, torch.Tensor]
+
+
+def can_be_joined(parameter: torch.Tensor) -> bool:
+    """Return whether the master of a parameter can be kept in three bytes: that of an FP8 weight of this package."""
+    primary = primary_of(parameter)
+    return primary is not None and primary.is_all_of_its_storage and primary.ndim == primary.state.codes.ndim
+
+
+class RemainderMaster:
+    """The lower three bytes of the masters of an FP8 weight.
+
+    Args:
+        parameter: The FP8 weight, plain or distributed.
+        values: float32 of the rows held here; not owned.
+        parts: Whether the rows may be read and written in parts.
+        rounded: Round to the dtype of the weight before casts.
+
+    Attributes:
+        key: float32 of the shape of the weight, without memory.
+    """
+
+    def __init__(self, parameter: torch.Tensor, values: torch.Tensor, *, parts: bool, rounded: bool) -> None:
+        self._parameter, self._rounded, self._in_parts = parameter, rounded, parts
+        shape, device = self._state.own_codes.shape, values.device
+        self.key = float32_like(parameter, torch.zeros((), device=device).expand(local_of(parameter).shape))
+        self._low = torch.empty(shape, dtype=torch.uint16, device=device)
+        self._high = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._escapes: list[_Escapes | None] = [None] * len(self.parts())
+        # Parts whose fourth byte is in the place of the code.
+        self._waiting: set[int] = set()
+        self._whole: torch.Tensor | None = None
+        self._keys: torch.Tensor | None = None
+        self.attach()
+        self.set(values)
+
+    @property
+    def _state(self) -> PrimaryState:
+        primary = primary_of(self._parameter)
+        assert primary is not None  # noqa: S101  a parameter stays an FP8 weight: `can_be_joined`
+        return primary.state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the codes: three for each element, the list, and float32 values where they are whole for now."""
+        listed = sum(places.nbytes + values.nbytes for places, values in filter(None, self._escapes))
+        return self._low.nbytes + self._high.nbytes + listed + (0 if self._whole is None else self._whole.nbytes)
+
+    @property
+    def escaped(self) -> int:
+        """How many elements are listed with their values."""
+        return sum(places.numel() for places, _ in filter(None, self._escapes))
+
+    def attach(self) -> None:
+        """Have the weight tell before its codes or scales change; whoever was told until now becomes whole."""
+        state = self._state
+        if state.dependent is None or state.dependent() != self.keep_whole:
+            state.about_to_change()
+            state.dependent = weakref.WeakMethod(self.keep_whole)
+
+    def keep_whole(self) -> None:
+        """Keep float32 values from now on, until the next `store`: the codes are about to become others."""
+        if self._whole is None:
+            self._whole = self.values()
+            self._waiting.clear()
+
+    def parts(self) -> list[slice]:
+        """Return the parts of the rows held here; one, which may be empty, where they are not to be cut."""
+        shape = self._state.own_codes.shape
+        # A weight that is cut along another dimension is not cut twice.
+        cut = self._in_parts and self._state.geometry.dim == 0
+        rows = max(1, PART // max(1, shape[1:].numel())) if cut else max(1, shape[0])
+        return [slice(start, min(start + rows, shape[0])) for start in range(0, max(1, shape[0]), rows)]
+
+    def tensor(self) -> torch.Tensor:
+        """Return a copy of the master, distributed like the parameter."""
+        return float32_like(self._parameter, self.values().view(local_of(self._parameter).shape))
+
+    def values(self) -> torch.Tensor:
+        """Return float32 [n, ...], a copy of the rows held here."""
+        if self._whole is not None:
+            return self._whole.clone()
+        values = torch.empty(self._low.shape, device=self._low.device)
+        for index, part in enumerate(self.parts()):
+            values[part] = self.read(index)
+        return values
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return float32 of one part, a copy."""
+        part, state = self.parts()[index], self._state
+        if self._whole is not None:
+            return self._whole[part].clone()
+        codes, low, high = state.own_codes[part], self._low[part], self._high[part]
+        if index in self._waiting:
+            return dispatch.join_bytes(codes, low, high)
+        values = dispatch.join_lower_bytes(codes, self._scale_of(part), low, high, state.cast.fp8_format)
+        escapes = self._escapes[index]
+        if escapes is not None:
+            values.view(-1)[escapes[0].long()] = escapes[1]
+        return values
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Take over new values of one part, to be cast by the next `store`: their fourth byte goes to the codes."""
+        part = self.parts()[index]
+        keys = self._state.layout.keys(self._to_cast(values), self._geometry_of(part))
+        self._keys = keys if self._keys is None or index == 0 else torch.maximum(self._keys, keys)
+        if self._whole is not None:
+            self._whole[part] = values
+            return
+        self._low[part], self._high[part] = dispatch.lower_bytes(values)
+        self._state.own_codes[part] = dispatch.top_byte(values)
+        self._waiting.add(index)
+        self._escapes[index] = None
+
+    def set(self, values: torch.Tensor) -> None:
+        """Take over values; they are whole until the codes are what they round to."""
+        if self._waiting:
+            self.restore()
+        self._whole = values.reshape(self._low.shape).to(self._low.device, torch.float32, copy=True)
+        self._keys = None
+        self.compact()
+
+    def compact(self) -> None:
+        """Give up float32 values if the present codes are what they round to."""
+        codes = self._state.own_codes
+        if self._whole is None:
+            return
+        if all(torch.equal(self._cast(part, self._whole[part]), codes[part]) for part in self.parts()):
+            self._split_all()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other rows; None if this rank holds all."""
+        return group_of(self._parameter)
+
+    def keys(self) -> torch.Tensor:
+        """Return the int32 keys [k] of the amax of the values."""
+        if self._keys is None:
+            for index in range(len(self.parts())):
+                part = self.parts()[index]
+                own = self._state.layout.keys(self._to_cast(self.read(index)), self._geometry_of(part))
+                self._keys = own if self._keys is None else torch.maximum(self._keys, own)
+        assert self._keys is not None  # noqa: S101  there is always a part
+        return self._keys
+
+    def store(self, keys: torch.Tensor, *, step: bool) -> None:
+        """Cast the values with scales from the agreed `keys`; the lower bytes stay as they are."""
+        state = self._state
+        for index in range(len(self.parts())):
+            self._wait(index)
+        # Not told of this change: the values do not hang on codes and scale now.
+        state.dependent = None
+        try:
+            state.take_keys(keys, step=step)
+        finally:
+            self.attach()
+        state.unagreed, state.held = False, None
+        self._split_all()
+
+    def restore(self) -> None:
+        """Put codes back where values wait, with the present scale: the step did not come to its end."""
+        for index in sorted(self._waiting):
+            self._split(index, self.read(index))
+        self._waiting.clear()
+        self._keys = None
+
+    def _wait(self, index: int) -> None:
+        if self._whole is not None or index in self._waiting:
+            return
+        self._state.own_codes[self.parts()[index]] = dispatch.top_byte(self.read(index))
+        self._waiting.add(index)
+        self._escapes[index] = None
+
+    def _split_all(self) -> None:
+        for index in range(len(self.parts())):
+            self._split(index, self.read(index))
+        self._waiting.clear()
+        self._whole = self._keys = None
+
+    def _split(self, index: int, values: torch.Tensor) -> None:
+        """Write the codes of one part, its lower bytes if they are not there yet, and what these cannot hold."""
+        part, state = self.parts()[index], self._state
+        codes = self._cast(part, values)
+        state.own_codes[part] = codes
+        if self._whole is not None:
+            self._low[part], self._high[part] = dispatch.lower_bytes(values)
+        places = dispatch.not_joined(values, codes, self._scale_of(part), state.cast.fp8_format)
+        listed = (places.to(torch.int32), values.view(-1)[places])
+        self._escapes[index] = listed if places.numel() else None
+
+    def _cast(self, part: slice, values: torch.Tensor) -> torch.Tensor:
+        state = self._state
+        return state.layout.cast_part(self._to_cast(values), state.scale, self._geometry_of(part)).view(torch.uint8)
+
+    def _to_cast(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._parameter.dtype) if self._rounded else values
+
+    def _scale_of(self, part: slice) -> torch.Tensor:
+        state = self._state
+        return state.layout.of_part(state.scale, state.own_codes[part].shape, self._geometry_of(part))
+
+    def _geometry_of(self, part: slice) -> ShardGeometry:
+        whole = self._state.geometry
+        return dataclasses.replace(whole, first_index=whole.first_index + part.start)

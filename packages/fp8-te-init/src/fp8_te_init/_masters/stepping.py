@@ -1,0 +1,164 @@
+"""`PartSteps`: steps of an optimizer for one parameter alone, part by part, so that little of it is float32 at a time.
+
+Each part is a parameter of its own while it is stepped, with the rows of the state that belong to it. State that is
+not of the parameter's shape (counts of steps) is the same for all parts.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp8_common import Fp8Error
+from fp8_te_init._compat import dtensor_like, local_of
+from fp8_te_init._masters.remainder import RemainderMaster
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+)
+"""Classes of torch that compute every element from itself, its gradient and its state alone."""
+
+
+def is_elementwise(cls: type[Optimizer]) -> bool:
+    """Return whether an optimizer class is known to step every element by itself; subclasses may do anything."""
+    return cls in ELEMENTWISE
+
+
+class PartSteps:
+    """Steps of one optimizer for single parameters.
+
+    Args:
+        inner: The optimizer.
+
+    Raises:
+        Fp8Error: It evaluates a closure several times, which takes all masters at once.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        closure = inspect.signature(type(inner).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise Fp8Error(
+                f"{type(inner).__name__} evaluates a closure between its steps, which needs all masters at once. Use "
+                'masters="float32" for it.'
+            )
+        self._inner = inner
+
+    def step(self, master: RemainderMaster, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step the rows held here of one parameter.
+
+        Args:
+            master: Read and written part by part.
+            gradient: [n, ...] of any floating-point dtype.
+            group: The group of the inner optimizer that the parameter belongs to.
+
+        Raises:
+            Fp8Error: The optimizer changed the options of the group; nothing was stepped.
+        """
+        state = _PartState(self._inner.state.get(master.key, {}), master.key)
+        parts = master.parts()
+        for index, part in enumerate(parts):
+            values = master.read(index)
+            state.put_back(part, self._step_one(values, gradient[part], state.of(part), group))
+            master.write(index, values)
+        self._inner.state[master.key] = state.result()
+
+    def _step_one(
+        self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Step `values` in place; return the state after it."""
+        values.grad = gradient.to(torch.float32)
+        if state:
+            self._inner.state[values] = state
+        try:
+            with self._only(values, group):
+                self._inner.step()
+            return self._inner.state.get(values, {})
+        finally:
+            values.grad = None
+            self._inner.state.pop(values, None)
+
+    @contextmanager
+    def _only(self, values: torch.Tensor, group: dict[str, Any]) -> Iterator[None]:
+        groups, alone = self._inner.param_groups, {**group, "params": [values]}
+        self._inner.param_groups = [alone]
+        try:
+            yield
+        finally:
+            self._inner.param_groups = groups
+        if alone.keys() != group.keys() or any(alone[key] is not group[key] for key in group if key != "params"):
+            raise Fp8Error(
+                f"{type(self._inner).__name__} keeps state of its own in its parameter groups, which stepping one "
+                'parameter after the other would change each time. Use masters="float32" for it.'
+            )
+
+
+class _PartState:
+    """The state of a parameter, taken apart along its rows and put together again.
+
+    Args:
+        before: What the inner optimizer holds for the parameter.
+        key: A tensor that is distributed like the parameter.
+    """
+
+    def __init__(self, before: dict[str, Any], key: torch.Tensor) -> None:
+        self._key, shape = key, local_of(key).shape
+        self._rows = {name: local_of(value) for name, value in before.items() if _has_shape(value, shape)}
+        self._before = {name: value for name, value in before.items() if name not in self._rows}
+        self._made: dict[str, torch.Tensor] = {}
+        self._result = dict(before)
+
+    def of(self, part: slice) -> dict[str, Any]:
+        """Return the state of some rows: views, and copies of what all rows share."""
+        shared = {name: _copied(value) for name, value in self._before.items()}
+        return {**shared, **{name: rows[part] for name, rows in self._rows.items()}}
+
+    def put_back(self, part: slice, after: dict[str, Any]) -> None:
+        """Take over the state of some rows after their step."""
+        shape = local_of(self._key)[part].shape
+        for name, value in after.items():
+            if name in self._before or not _has_shape(value, shape):
+                self._result[name] = value
+                continue
+            mine = self._all_rows(name, value)[part]
+            if mine.data_ptr() != value.data_ptr():
+                mine.copy_(value)
+
+    def _all_rows(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        # The first step makes state. It is not handed to the parts that follow: they have to make theirs.
+        if name not in self._rows and name not in self._made:
+            self._made[name] = value.new_zeros(local_of(self._key).shape)
+            self._result[name] = _distributed(self._made[name], self._key)
+        return self._rows[name] if name in self._rows else self._made[name]
+
+    def result(self) -> dict[str, Any]:
+        """Return the state of all rows after the step."""
+        return self._result
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and local_of(value).shape == shape and value.ndim > 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return dtensor_like(like, local).requires_grad_(False) if isinstance(like, DTensor) else local
