@@ -38,14 +38,14 @@ class Between:
 
     def __init__(self, monkeypatch, mesh):
         self.sent = []
-        gather, between = dist.all_gather_into_tensor, mesh.get_group(0)
+        gather, between = secondary.compat.all_gather_tensor, mesh.get_group(0)
 
         def counted(output, own, group=None):
             if group is between:
                 self.sent.append(own.numel())
             return gather(output, own, group=group)
 
-        monkeypatch.setattr(secondary.dist, "all_gather_into_tensor", counted)
+        monkeypatch.setattr(secondary.compat, "all_gather_tensor", counted)
 
 
 def micro_batches(model, count, rank):

@@ -63,3 +63,8 @@ def start_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Return the result of a collective that was started."""
     return _ops.wait_tensor(x)
+
+
+# PyTorch 2.13 has another name for the collective, and warns of the old one.
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers one tensor of each rank into one, (output, input, group=...)."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8_common import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common.torch.plugin import fsdp
+from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 
@@ -199,5 +200,5 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks of `group`, one after another."""
     whole = own.new_empty(group.size() * own.numel())
-    dist.all_gather_into_tensor(whole, own.contiguous().view(-1), group=group)
+    compat.all_gather_tensor(whole, own.contiguous().view(-1), group=group)
     return whole

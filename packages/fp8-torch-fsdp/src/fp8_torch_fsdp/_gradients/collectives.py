@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8_common import GradientCompression
+from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._gradients.payload import dequantize, pack, quantize, unpack
 from fp8_torch_fsdp._gradients.random_rounding import RandomBits
 
@@ -58,7 +59,7 @@ class GradientExchange:
         own, own_wide = (part.div_(divisor)[None] for part in self.reduce_scatter((compressed, wide), group))
         payload = pack(*self._rounded(own, None), own_wide.to(wide.dtype))
         gathered = payload.new_empty((ranks, payload.shape[1]))
-        dist.all_gather_into_tensor(gathered, payload, group=group)
+        compat.all_gather_tensor(gathered, payload, group=group)
         parts = unpack(gathered, (own.shape[1], own_wide.shape[1]), wide.dtype, self.config)
         return parts[0].flatten()[: sizes[0]], parts[1].flatten()[: sizes[1]]
 

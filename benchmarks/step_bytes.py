@@ -1,0 +1,201 @@
+"""Bytes that one training step hands to collectives, for each parameter and way of sending; JSON and a table.
+
+    python -m benchmarks.step_bytes
+
+Counted under the collectives of FSDP2 and of fp8-torch-fsdp, on rank 0 of a process group that moves no data (torch's
+fake backend), in the second step of a model of four layers of 512 x 512 without bias, `reshard_after_forward=True`. A
+gather counts with what it returns, a reduce-scatter or all-to-all with what it is given, an all-reduce twice with what
+it is given: what a ring sends, up to (n - 1) / n for n ranks.
+
+Between nodes: a gather over ranks of several nodes brings its result to each node once, in the ideal; the gathers of
+secondary shards, one rank of each node, bring theirs together.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8_torch_fsdp as f8
+from fp8_common.bench.record import versions
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "step_bytes.json"
+PAGE = HERE.parent / "docs" / "guides" / "torch-gradients.md"
+BEGIN, END = "<!-- figures of benchmarks/results/step_bytes.json -->\n", "\n<!-- end of figures -->"
+LAYERS, SIZE = 4, 512
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
+RANKS = (2, 4, 8)
+MESHES = ((2, 2), (2, 4))
+MICRO_BATCHES = 4
+TIMES = {"gather": 1, "reduce": 1, "agree": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How a step sends weights and gradients.
+
+    Attributes:
+        recipe: The FP8 recipe; None sends weights in bfloat16.
+        reduce_dtype: The dtype of the reduction of gradients.
+        compressed: Gradients travel as FP8 codes.
+        secondary: FP8 codes cross nodes once.
+    """
+
+    recipe: str | None
+    reduce_dtype: torch.dtype = torch.float32
+    compressed: bool = False
+    secondary: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        weights = f"{self.recipe}{', secondary shards' if self.secondary else ''}" if self.recipe else "bf16"
+        return f"{weights}; gradients {'FP8' if self.compressed else str(self.reduce_dtype).removeprefix('torch.')}"
+
+
+class ByteCounter(TorchDispatchMode):
+    """Adds up bytes of collectives while it is active.
+
+    Attributes:
+        bytes: By kind: "gather", "reduce", "agree".
+        between: Bytes that gathers bring to one node, for ranks `node` to a node.
+    """
+
+    def __init__(self, node: int) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.between = 0.0
+        self._node = node
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented
+        name = func.overloadpacket.__name__.strip("_")
+        if func.namespace == "c10d" and name.startswith("allgather"):
+            size = nbytes(args[0])
+            self.bytes["gather"] += size
+            ranks = dist.get_process_group_ranks(process_group_of(args))
+            nodes = Counter(rank // self._node for rank in ranks)
+            if len(nodes) > 1:
+                # every rank of the node makes such a gather; together they bring it once for those in one group
+                self.between += size * self._node / nodes[0]
+        elif func.namespace == "c10d" and name.startswith(("reduce_scatter", "alltoall")):
+            self.bytes["reduce"] += nbytes(args[1])
+        elif func.namespace == "c10d" and name.startswith("allreduce"):
+            self.bytes["agree"] += nbytes(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def process_group_of(args: tuple) -> Any:
+    """Return the process group among the arguments of an operator of c10d."""
+    (found,) = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+    return dist.ProcessGroup.unbox(found)
+
+
+def nbytes(nested: Any) -> int:
+    """Return the bytes of all tensors in nested lists."""
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor))
+
+
+def build(way: Way, shape: tuple[int, ...]) -> nn.Module:
+    """Return the sharded model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
+    if way.recipe:
+        f8.convert_to_float8_training(model, recipe=way.recipe)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=way.reduce_dtype)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if way.compressed:
+        f8.compress_gradients(model)
+    if way.secondary:
+        f8.keep_secondary_shards(model, init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks")))
+    return model
+
+
+def measure(way: Way, shape: tuple[int, ...], micro_batches: int) -> dict[str, float]:
+    """Return bytes for each parameter of one step, by kind, in all, and between nodes."""
+    ranks = shape[0] * (shape[1] if len(shape) > 1 else 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        model = build(way, shape)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        step(model, optimizer, micro_batches)
+        with ByteCounter(shape[-1] if len(shape) > 1 else ranks) as counter:
+            step(model, optimizer, micro_batches)
+    finally:
+        dist.destroy_process_group()
+    parameters = LAYERS * SIZE * SIZE
+    found = {kind: times * counter.bytes[kind] / parameters for kind, times in TIMES.items()}
+    return {**found, "all": sum(found.values()), "gathers_between_nodes": counter.between / parameters}
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
+    """Make one optimizer step."""
+    for i in range(micro_batches):
+        model.set_requires_gradient_sync(i == micro_batches - 1)
+        model(torch.ones(16, SIZE)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_steps() -> list[dict[str, Any]]:
+    """Measure steps of one batch on ranks of one node."""
+    ways = [Way(recipe=None), Way(recipe=None, reduce_dtype=torch.bfloat16)]
+    ways += [Way(recipe=recipe, compressed=compressed) for compressed in (False, True) for recipe in RECIPES]
+    return [{"way": way.name, "ranks": ranks, **measure(way, (ranks,), 1)} for way in ways for ranks in RANKS]
+
+
+def between_nodes() -> list[dict[str, Any]]:
+    """Measure steps of several micro-batches on nodes."""
+    ways = [Way(recipe=None), Way(recipe="tensorwise", compressed=True)]
+    ways += [Way(recipe=r, compressed=True, secondary=True) for r in ("tensorwise", "tensorwise_delayed", "blockwise")]
+    return [
+        {"way": way.name, "mesh": list(mesh), **measure(way, mesh, MICRO_BATCHES)} for way in ways for mesh in MESHES
+    ]
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown; rows that differ in the number of ranks alone are one, if they are equal."""
+    lines = ["| one step, bytes per parameter | ranks | gathers | gradients | scales and amax | all |"]
+    lines.append("|---|---|---|---|---|---|")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in result["whole_steps"]:
+        figures = " | ".join(f"{row[kind]:.3f}" for kind in ("gather", "reduce", "agree", "all"))
+        rows.setdefault((row["way"], figures), []).append(str(row["ranks"]))
+    lines += [f"| {way} | {', '.join(ranks)} | {figures} |" for (way, figures), ranks in rows.items()]
+    lines += [
+        "",
+        f"| {MICRO_BATCHES} micro-batches, gathers between nodes, bytes per parameter | nodes x ranks | bytes |",
+    ]
+    lines.append("|---|---|---|")
+    meshes: dict[tuple[str, str], list[str]] = {}
+    for row in result["between_nodes"]:
+        key = row["way"], f"{row['gathers_between_nodes']:.3f}"
+        meshes.setdefault(key, []).append(" x ".join(map(str, row["mesh"])))
+    lines += [f"| {way} | {', '.join(shapes)} | {figure} |" for (way, figure), shapes in meshes.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, write the JSON and the table of the page."""
+    result = {"versions": versions(), "whole_steps": whole_steps(), "between_nodes": between_nodes()}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
