@@ -7,8 +7,8 @@ fake backend), in the second step of a model of four layers of 512 x 512 without
 gather counts with what it returns, a reduce-scatter or all-to-all with what it is given, an all-reduce twice with what
 it is given: what a ring sends, up to (n - 1) / n for n ranks.
 
-Between nodes: a gather over ranks of several nodes brings its result to each node once, in the ideal; the gathers of
-secondary shards, one rank of each node, bring theirs together.
+Between nodes: a gather or a reduce-scatter over ranks of several nodes moves its bytes into or out of each node once,
+in the ideal; collectives of one rank of each node do so together; in an all-to-all every rank of a node sends its own.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Way:
         recipe: The FP8 recipe; None sends weights in bfloat16.
         reduce_dtype: The dtype of the reduction of gradients.
         compressed: Gradients travel as FP8 codes.
-        secondary: FP8 codes cross nodes once.
+        secondary: FP8 codes cross nodes once, and gradients are reduced in two steps.
     """
 
     recipe: str | None
@@ -61,7 +61,8 @@ class Way:
     def name(self) -> str:
         """What the table calls it."""
         weights = f"{self.recipe}{', secondary shards' if self.secondary else ''}" if self.recipe else "bf16"
-        return f"{weights}; gradients {'FP8' if self.compressed else str(self.reduce_dtype).removeprefix('torch.')}"
+        gradients = "FP8" if self.compressed else str(self.reduce_dtype).removeprefix("torch.")
+        return f"{weights}; gradients {gradients}{' in two steps' if self.secondary else ''}"
 
 
 class ByteCounter(TorchDispatchMode):
@@ -69,32 +70,34 @@ class ByteCounter(TorchDispatchMode):
 
     Attributes:
         bytes: By kind: "gather", "reduce", "agree".
-        between: Bytes that gathers bring to one node, for ranks `node` to a node.
+        between: Bytes between nodes of `node` ranks: "gather" into one, "reduce" out of one.
     """
 
     def __init__(self, node: int) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.between = 0.0
+        self.between: Counter[str] = Counter()
         self._node = node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented
         name = func.overloadpacket.__name__.strip("_")
-        if func.namespace == "c10d" and name.startswith("allgather"):
-            size = nbytes(args[0])
-            self.bytes["gather"] += size
-            ranks = dist.get_process_group_ranks(process_group_of(args))
-            nodes = Counter(rank // self._node for rank in ranks)
-            if len(nodes) > 1:
-                # every rank of the node makes such a gather; together they bring it once for those in one group
-                self.between += size * self._node / nodes[0]
-        elif func.namespace == "c10d" and name.startswith(("reduce_scatter", "alltoall")):
-            self.bytes["reduce"] += nbytes(args[1])
-        elif func.namespace == "c10d" and name.startswith("allreduce"):
-            self.bytes["agree"] += nbytes(args[0])
+        if func.namespace == "c10d":
+            self._count(name, args)
         return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple) -> None:
+        if name.startswith("allreduce"):
+            self.bytes["agree"] += nbytes(args[0])
+        elif name.startswith(("allgather", "reduce_scatter", "alltoall")):
+            kind, size = ("gather", nbytes(args[0])) if name.startswith("allgather") else ("reduce", nbytes(args[1]))
+            self.bytes[kind] += size
+            nodes = Counter(rank // self._node for rank in dist.get_process_group_ranks(process_group_of(args)))
+            if len(nodes) > 1:
+                # every rank of the node takes part in such a collective, `together` of them in the same one
+                together = 1 if name.startswith("alltoall") else nodes[0]
+                self.between[kind] += size * self._node // together
 
 
 def process_group_of(args: tuple) -> Any:
@@ -119,9 +122,10 @@ def build(way: Way, shape: tuple[int, ...]) -> nn.Module:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if way.compressed:
-        f8.compress_gradients(model)
+        nodes = init_device_mesh("cpu", shape) if way.secondary else None
+        f8.compress_gradients(model, nodes=nodes)
     if way.secondary:
-        f8.keep_secondary_shards(model, init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks")))
+        f8.keep_secondary_shards(model, init_device_mesh("cpu", shape))
     return model
 
 
@@ -139,7 +143,8 @@ def measure(way: Way, shape: tuple[int, ...], micro_batches: int) -> dict[str, f
         dist.destroy_process_group()
     parameters = LAYERS * SIZE * SIZE
     found = {kind: times * counter.bytes[kind] / parameters for kind, times in TIMES.items()}
-    return {**found, "all": sum(found.values()), "gathers_between_nodes": counter.between / parameters}
+    between = {f"{kind}_between_nodes": counter.between[kind] / parameters for kind in ("gather", "reduce")}
+    return {**found, "all": sum(found.values()), **between}
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, micro_batches: int) -> None:
@@ -161,6 +166,7 @@ def whole_steps() -> list[dict[str, Any]]:
 def between_nodes() -> list[dict[str, Any]]:
     """Measure steps of several micro-batches on nodes."""
     ways = [Way(recipe=None), Way(recipe="tensorwise", compressed=True)]
+    ways.insert(1, Way(recipe=None, reduce_dtype=torch.bfloat16))
     ways += [Way(recipe=r, compressed=True, secondary=True) for r in ("tensorwise", "tensorwise_delayed", "blockwise")]
     return [
         {"way": way.name, "mesh": list(mesh), **measure(way, mesh, MICRO_BATCHES)} for way in ways for mesh in MESHES
@@ -176,16 +182,13 @@ def table(result: dict[str, Any]) -> str:
         figures = " | ".join(f"{row[kind]:.3f}" for kind in ("gather", "reduce", "agree", "all"))
         rows.setdefault((row["way"], figures), []).append(str(row["ranks"]))
     lines += [f"| {way} | {', '.join(ranks)} | {figures} |" for (way, figures), ranks in rows.items()]
-    lines += [
-        "",
-        f"| {MICRO_BATCHES} micro-batches, gathers between nodes, bytes per parameter | nodes x ranks | bytes |",
-    ]
-    lines.append("|---|---|---|")
+    head = f"{MICRO_BATCHES} micro-batches, bytes per parameter between nodes"
+    lines += ["", f"| {head} | nodes x ranks | gathers | gradients |", "|---|---|---|---|"]
     meshes: dict[tuple[str, str], list[str]] = {}
     for row in result["between_nodes"]:
-        key = row["way"], f"{row['gathers_between_nodes']:.3f}"
+        key = row["way"], f"{row['gather_between_nodes']:.3f} | {row['reduce_between_nodes']:.3f}"
         meshes.setdefault(key, []).append(" x ".join(map(str, row["mesh"])))
-    lines += [f"| {way} | {', '.join(shapes)} | {figure} |" for (way, figure), shapes in meshes.items()]
+    lines += [f"| {way} | {', '.join(shapes)} | {figures} |" for (way, figures), shapes in meshes.items()]
     return "\n".join(lines)
 
 

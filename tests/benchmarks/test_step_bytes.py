@@ -24,11 +24,14 @@ def test_fp8_codes_for_weights_and_gradients_are_at_most_3_1_bytes():
 
 
 def test_secondary_shards_cross_nodes_once_where_bf16_does_sixteen_times():
-    figures = {(row["way"], *row["mesh"]): row["gathers_between_nodes"] for row in KEPT["between_nodes"]}
-    for mesh in step_bytes.MESHES:
-        assert figures["bf16; gradients float32", *mesh] == 16
-        assert figures["tensorwise; gradients FP8", *mesh] == 8
-        assert figures["tensorwise, secondary shards; gradients FP8", *mesh] == 1
+    kinds = ("gather_between_nodes", "reduce_between_nodes")
+    figures = {(row["way"], *row["mesh"]): tuple(map(row.get, kinds)) for row in KEPT["between_nodes"]}
+    for nodes, ranks in step_bytes.MESHES:
+        assert figures["bf16; gradients float32", nodes, ranks] == (16, 4)
+        flat = figures["tensorwise; gradients FP8", nodes, ranks]
+        assert flat == (8, pytest.approx(ranks * (1 + 4 / 128))), "every rank sends its own gradient to the other nodes"
+        two_steps = figures["tensorwise, secondary shards; gradients FP8 in two steps", nodes, ranks]
+        assert two_steps == (1, pytest.approx(1 + 4 / 128))
 
 
 @pytest.mark.parametrize("secondary", [False, True])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +68,59 @@ def test_sums_equal_the_definition_bit_for_bit(run_ranks, ranks, kind, settings)
     for rank, (compressed, wide) in enumerate(run_ranks(ranks, reduce_rows, length, kind, settings)):
         np.testing.assert_array_equal(compressed, total[rank])
         np.testing.assert_array_equal(wide, whole[rank])
+
+
+def reduce_on_nodes(rank, ranks, length, settings):
+    nodes = init_device_mesh("cpu", (2, ranks // 2))
+    exchange = GradientExchange(f8.GradientCompression(**settings), nodes)
+    values = torch.from_numpy(rows_of(rank, ranks, length, np.float32))
+    residual = torch.zeros(values.shape, dtype=torch.bfloat16) if settings.get("error_feedback") else None
+    with CollectiveCounter() as counter:
+        compressed, whole = exchange.reduce_scatter((values, values[:, :5].clone()), dist.group.WORLD, residual)
+    sent = [one.elements for one in counter.seen]
+    return compressed.numpy(), whole.numpy(), sent, None if residual is None else residual.float().abs().sum().item()
+
+
+@pytest.mark.parametrize("settings", [{}, {"format": "e5m2", "error_feedback": True}], ids=str)
+def test_nodes_add_first_and_send_one_gradient_each(run_ranks, settings):
+    length, ranks = 3 * BLOCK + 17, 4
+    config = f8.GradientCompression(format=settings.get("format", "e4m3"))
+    all_rows = np.stack([rows_of(rank, ranks, length, np.float32) for rank in range(ranks)]).reshape(2, 2, 2, 2, length)
+    found = run_ranks(ranks, reduce_on_nodes, length, settings)
+    for node in range(2):
+        for local in range(2):
+            # what this rank of each node adds: both of its ranks' rows for the same rank of all nodes, side by side
+            sums = [fp8_common.sum_of_compressed(rows[:, :, local].reshape(2, -1), config) for rows in all_rows]
+            wanted = fp8_common.sum_of_compressed(np.stack([s.reshape(2, length)[node] for s in sums]), config)
+            compressed, whole, sent, residual = found[2 * node + local]
+            np.testing.assert_array_equal(compressed, wanted)
+            np.testing.assert_array_equal(whole, all_rows[:, :, node, local, :5].sum(1).sum(0))
+            # within a node the whole gradient, between nodes half of it: a part for each of its two ranks
+            scales, wide = 4 * -(-2 * length // BLOCK), 2 * 5 * 4
+            assert sent == [2 * (2 * length + scales + wide), 2 * (length + 4 * -(-length // BLOCK) + 5 * 4)]
+            assert residual is None or residual > 0
+
+
+def trains_on_nodes(rank, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    nodes = init_device_mesh("cpu", (2, 2))
+    plain, ours = (sharded(mesh) for _ in range(2))
+    f8.compress_gradients(ours, nodes=nodes)
+    torch.manual_seed(0)
+    alone = fully_shard(nn.Linear(16, 16, bias=False), mesh=mesh)  # nothing travels wide
+    f8.compress_gradients(alone, nodes=nodes)
+    alone(torch.ones(2, 16)).sum().backward()
+    with pytest.raises(Fp8Error, match="row by row"):
+        f8.compress_gradients(sharded(mesh), nodes=DeviceMesh("cpu", [[0, 2], [1, 3]]))
+    with pytest.raises(Fp8Error, match="two dimensions"):
+        f8.compress_gradients(sharded(mesh), nodes=mesh)
+    return losses(plain, 8), losses(ours, 8)
+
+
+def test_training_on_nodes_goes_as_without(run_ranks):
+    for plain, ours in run_ranks(4, trains_on_nodes):
+        assert ours != plain
+        np.testing.assert_allclose(ours, plain, rtol=0.02)
 
 
 def test_an_element_arrives_with_the_error_that_is_stated():

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from fp8_common import Fp8Error, Fp8StaleError, Fp8UnsupportedError
 from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp import _compat as compat
+from fp8_torch_fsdp._nodes import check_nodes, node_groups
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 
@@ -47,8 +48,7 @@ class SecondaryShards:
     """The handle of `keep_secondary_shards`."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        if mesh.ndim != 2:
-            raise Fp8Error(f"keep_secondary_shards takes a mesh of nodes by ranks of a node, got {mesh}.")
+        node_groups(mesh)  # refuses other meshes
         chosen = [(module, params) for module in _fsdp_modules(model) if any(map(_is_fp8, params := _params(module)))]
         if not chosen:
             raise Fp8Error(
@@ -92,8 +92,7 @@ class TwoLevelAllGather:
 
     def __init__(self, params: Sequence[fsdp.ShardedParam], mesh: DeviceMesh) -> None:
         self._params = params
-        self._between: Any = mesh.get_group(0)
-        self._within: Any = mesh.get_group(1)
+        self._between, self._within = node_groups(mesh)
         self.secondary: Tensor | None = None
         # what `secondary` was gathered with: scales that all ranks agreed on, and this rank's casts
         self._scales: list[Tensor | None] = []
@@ -168,12 +167,7 @@ def _is_fp8(param: fsdp.ShardedParam) -> bool:
 def _check(name: str, param: fsdp.ShardedParam, mesh: DeviceMesh) -> None:
     """Refuse what cannot be kept, on all ranks alike."""
     state = param.local._state
-    ranks, sharding = mesh.mesh.flatten().tolist(), sorted(dist.get_process_group_ranks(param.process_group))
-    if sharding != ranks:
-        raise Fp8Error(
-            f"{name} is sharded over the ranks {sharding}, and the mesh of nodes has {ranks} row by row. Make the mesh "
-            "of the same ranks, those of a node in one row."
-        )
+    check_nodes(mesh, param.process_group, name)
     # the number of keys is the same on all ranks
     if not state.strategy.local_keys(param.local.plain, param.geometry).numel():
         raise Fp8UnsupportedError(

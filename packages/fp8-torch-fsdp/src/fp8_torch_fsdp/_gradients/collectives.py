@@ -2,17 +2,22 @@
 
 Sums are made in float32 and in the order of ranks, so that a reduction gives the same bits on every run. Another number
 of ranks sums, and for the all-reduce cuts blocks, in another way.
+
+An all-to-all over several nodes sends every rank's whole gradient to the others. In two steps the ranks of a node add
+theirs first, and what crosses nodes is one gradient for each node, rounded once more.
 """
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common import GradientCompression
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._gradients.payload import dequantize, pack, quantize, unpack
 from fp8_torch_fsdp._gradients.random_rounding import RandomBits
+from fp8_torch_fsdp._nodes import node_groups
 
 Parts = tuple[Tensor, Tensor]
 """Elements that travel as FP8, and elements that travel in their own dtype."""
@@ -23,14 +28,17 @@ class GradientExchange:
 
     Args:
         config: How gradients are rounded.
+        nodes: Nodes by ranks of a node, for reductions in two steps.
 
     Attributes:
         config: As given.
         bits: The random bits of stochastic rounding; None rounds to nearest.
     """
 
-    def __init__(self, config: GradientCompression) -> None:
+    def __init__(self, config: GradientCompression, nodes: DeviceMesh | None = None) -> None:
         self.config = config
+        # (between nodes, within a node)
+        self._groups = None if nodes is None else node_groups(nodes)
         self.bits = RandomBits(config.seed, dist.get_rank()) if config.rounding == "stochastic" else None
 
     def reduce_scatter(self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None = None) -> Parts:
@@ -41,6 +49,18 @@ class GradientExchange:
             group: The ranks, which all call this with equal shapes.
             residual: What earlier roundings took, [n, c]; it is added, and overwritten with what this one takes.
         """
+        if self._groups is None:
+            return self._reduce(rows, group, residual)
+        between, within = self._groups
+        wide = rows[1].dtype
+        first = tuple(_by_rank_of_node(part, between.size()) for part in rows)
+        if residual is not None:
+            residual = residual.view(first[0].shape)
+        sums = self._reduce(first, within, residual)  # pyrefly: ignore[bad-argument-type]
+        values, rest = (part.view(between.size(), -1) for part in sums)
+        return self._reduce((values, rest.to(wide)), between, None)
+
+    def _reduce(self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None) -> Parts:
         values, wide = rows
         payload = pack(*self._rounded(values.float(), residual), wide)
         received = torch.empty_like(payload)
@@ -56,7 +76,7 @@ class GradientExchange:
         ranks = group.size()
         sizes = tuple(part.numel() for part in flat)
         compressed, wide = (F.pad(part, (0, -part.numel() % ranks)).view(ranks, -1) for part in flat)
-        own, own_wide = (part.div_(divisor)[None] for part in self.reduce_scatter((compressed, wide), group))
+        own, own_wide = (part.div_(divisor)[None] for part in self._reduce((compressed, wide), group, None))
         payload = pack(*self._rounded(own, None), own_wide.to(wide.dtype))
         gathered = payload.new_empty((ranks, payload.shape[1]))
         compat.all_gather_tensor(gathered, payload, group=group)
@@ -72,6 +92,12 @@ class GradientExchange:
         # a step with infinity or NaN is skipped or ends the run; what it lost must not reach the next one
         residual.copy_(torch.where(lost.isfinite(), lost, 0.0))
         return codes, scales
+
+
+def _by_rank_of_node(rows: Tensor, nodes: int) -> Tensor:
+    """Return rows [nodes * ranks, c] as [ranks, nodes * c]: what each rank of a node is to add, for all nodes."""
+    ranks, columns = rows.shape[0] // nodes, rows.shape[1]
+    return rows.view(nodes, ranks, columns).transpose(0, 1).reshape(ranks, nodes * columns)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +16,7 @@ from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp._gradients.collectives import GradientExchange
 from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
 from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
+from fp8_torch_fsdp._nodes import check_nodes
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
 """Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
@@ -26,6 +28,7 @@ def compress_gradients(
     *,
     parameters: ParameterSelection = None,
     replicas: dist.ProcessGroup | None = None,
+    nodes: DeviceMesh | None = None,
 ) -> "CompressedGradients":
     """Let the ranks of `model` reduce its gradients as FP8 codes with one scale for each block of 128.
 
@@ -39,15 +42,19 @@ def compress_gradients(
         parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
         replicas: Ranks that hold copies of the same shards, for a model that is sharded over a mesh of one dimension:
             their gradients are averaged as FP8 codes as well, after the reduce-scatter.
+        nodes: For a model that is sharded over several nodes: two dimensions, nodes by ranks of a node, together row by
+            row the ranks that FSDP2 shards over. Ranks of a node add their gradients first, and what crosses nodes is
+            one gradient for each node, rounded once more. Without it each rank sends its own to all others.
 
     Returns:
         What undoes it, and holds the state to be saved with `rounding="stochastic"` or `error_feedback`.
 
     Raises:
-        Fp8Error: Nothing of `model` is sharded, gradients are compressed already, or a rule decides nothing.
-        Fp8UnsupportedError: Error feedback with DDP, or `replicas` for a model that FSDP2 replicates itself.
+        Fp8Error: Nothing of `model` is sharded, gradients are compressed already, a rule decides nothing, or `nodes`
+            has other ranks than a parameter's shards.
+        Fp8UnsupportedError: Error feedback or `nodes` with DDP, or `replicas` for a model that FSDP2 replicates itself.
     """
-    return CompressedGradients(model, config or GradientCompression(), parameters, replicas)
+    return CompressedGradients(model, config or GradientCompression(), parameters, replicas, nodes)
 
 
 class CompressedGradients:
@@ -63,9 +70,10 @@ class CompressedGradients:
         config: GradientCompression,
         parameters: ParameterSelection,
         replicas: dist.ProcessGroup | None,
+        nodes: DeviceMesh | None,
     ) -> None:
-        self._exchange = GradientExchange(config)
-        self._replicas = replicas
+        self._exchange = GradientExchange(config, nodes)
+        self._replicas, self._nodes = replicas, nodes
         self._scatters: list[CompressedReduceScatter] = []
         self._before: list[tuple[Any, Any, Any]] = []
         if isinstance(model, DistributedDataParallel):
@@ -139,6 +147,9 @@ class CompressedGradients:
                 raise Fp8UnsupportedError(
                     "replicas= is for models sharded over a mesh of one dimension; this one is replicated by FSDP2."
                 )
+            if self._nodes is not None:
+                for param in params:
+                    check_nodes(self._nodes, param.process_group, name or "the model")
             scatter = CompressedReduceScatter(name, params, [id(p.local) in chosen for p in params], self._exchange)
             self._scatters.append(scatter)
             self._before.append((module, *before))
@@ -158,10 +169,10 @@ class CompressedGradients:
     # ---------------------------------------------------------------- DDP
 
     def _register(self, model: DistributedDataParallel, selection: ParameterSelection) -> None:
-        if self._exchange.config.error_feedback or self._replicas is not None:
+        if self._exchange.config.error_feedback or self._replicas is not None or self._nodes is not None:
             raise Fp8UnsupportedError(
                 "DDP moves parameters between its buckets and reduces over one group: "
-                "error_feedback=True and replicas= are for models of fully_shard."
+                "error_feedback=True, replicas= and nodes= are for models of fully_shard."
             )
         chosen = _chosen(dict(model.module.named_parameters()), selection)
         group: Any = model.process_group
