@@ -109,7 +109,7 @@ def demo() -> str:
     apart = [f"{100 * (b / a - 1):+.2f} %" for a, b in zip(losses(bf16), losses(fp8), strict=True)]
     seeds, spread = len(apart), max(losses(bf16)) - min(losses(bf16))
     lines = [
-        "| `nox -s demo`, FSDP2 part | bf16 | FP8 |",
+        f"| `nox -s demo -- --steps {part['steps']} --seeds {seeds}`, FSDP2 part | bf16 | FP8 |",
         "|---|---|---|",
         f"| linear weights, received by a rank each step | {megabytes(bf16)} | {megabytes(fp8)}, {share:.3f}x |",
         f"| held-out loss after {part['steps']} steps, nats a byte | {bf16['val_loss']:.4f} | {fp8['val_loss']:.4f} |",
