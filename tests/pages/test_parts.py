@@ -36,8 +36,9 @@ def test_every_part_is_somewhere():
 def test_words_of_pages_about_gpus_are_those_of_the_status():
     """Sentences that no renderer writes: they go when a GPU has been measured."""
     measured = [d["key"] for d in pages.read_status()["devices"] if "measured" in str(d["status"])]
-    nothing = re.compile(r"nothing has run on a GPU yet|\*\*On a GPU nothing")
-    said = {path.name for path in FILES if nothing.search(path.read_text())}
+    nothing = re.compile(r"[Nn]othing has run on a\s+GPU|[Oo]n a? ?GPUs? nothing")
+    texts = [*FILES, *ROOT.glob("packages/*/README.md")]
+    said = {str(path.relative_to(ROOT)) for path in texts if nothing.search(path.read_text())}
     assert (measured == ["cpu"]) == bool(said), f"{measured} are measured, and {said} say that nothing is"
 
 
