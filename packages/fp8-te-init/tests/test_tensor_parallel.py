@@ -24,12 +24,14 @@ from fp8_common import Fp8Error
 from fp8_te_init._compat import local_of
 from fp8_te_init._kept_in_module import named_kept
 from fp8_te_init._shards import place_of
+from fp8_te_init._tensor_parallel import cut, parallel_linear
+from fp8_te_init._waiting import agree_on_waiting
 
 pytestmark = pytest.mark.distributed
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "tensorwise_delayed")
 # (data-parallel ranks or None for tensor parallelism alone, tensor-parallel ranks)
-MESHES = [(None, 2), (None, 4), (2, 2), (4, 1), (1, 2)]
+MESHES = [(2, 2), (None, 4), (None, 2)]
 
 
 def widths(recipe):
@@ -106,7 +108,9 @@ def cut_and_stepped(rank, world_size, ranks, recipe, dtype):
     report = fti.seed_masters(optimizer, model)
     fti.seed_masters(reference, whole)
     masters = [
-        torch.equal(local_of(optimizer.master_of(mine.weight)), slice_of(reference.master_of(theirs.weight), mine.weight))
+        torch.equal(
+            local_of(optimizer.master_of(mine.weight)), slice_of(reference.master_of(theirs.weight), mine.weight)
+        )
         for mine, theirs in zip(layers(model).values(), layers(whole).values(), strict=True)
     ]
     for step in range(3):
@@ -137,7 +141,7 @@ def whole_of(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.matrix(ranks=MESHES[:3], recipe=RECIPES, dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.matrix("each", recipe=[*RECIPES, *RECIPES[:2]], ranks=MESHES, dtype=[torch.float32, torch.bfloat16])
 def test_codes_masters_and_steps_are_those_of_the_unsharded_weight(run_ranks, ranks, recipe, dtype):
     for unlike, masters, sources, exact, reductions in run_ranks(
         world_of(ranks), cut_and_stepped, ranks, recipe, dtype
@@ -150,47 +154,31 @@ def test_codes_masters_and_steps_are_those_of_the_unsharded_weight(run_ranks, ra
 
 
 def from_source(rank, world_size, ranks, recipe, source, folder):
-    """Return whether masters of every kind of start are the slices of the unsharded model's."""
-    whole, reference = net(recipe, dtype=torch.bfloat16), None
-    preserve = source if source in ("cpu", "residual", "replay") else "none"
-    model = net(recipe, preserve, torch.bfloat16)
-    options, expected = {}, None
-    if source in ("plain", "file", "folder", "distributed", "fp8"):
-        torch.manual_seed(5)
-        other = Net(widths(recipe))
-        expected = {name: layer.weight.detach().clone() for name, layer in layers(other).items()}
+    """Return whether masters of one kind of start are the slices of the unsharded model's."""
+    preserve = source if source in ("cpu", "residual", "replay") else "cpu" if source == "philox" else "none"
+    whole, model = (net(recipe, preserve, torch.bfloat16) for _ in range(2))
+    # drawn before it is cut, the same on all ranks
+    other = Net(widths(recipe))
+    options = {"strict": False, "source_order": ("dither",), "seed": 3} if source == "dither" else {}
+    if source in CHECKPOINTS:
         options["checkpoint"] = checkpoint_of(other, source, recipe, folder, rank, ranks)
-        if source == "fp8":
-            fti.convert_linear(other, recipe=recipe, preserve="none")
-            expected = {name: layer.weight.state.own_values() for name, layer in layers(other).items()}
-        parallel(model, ranks)
-    elif source == "philox":
-        parallel(model, ranks)
-        model, whole = (
-            fti.philox_init_model_(m, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=3)
-            for m in (model, whole)
-        )
-        options.update(strict=False, source_order=("copy",)) if False else None
-    elif source == "dither":
-        parallel(model, ranks)
-        options.update(strict=False, source_order=("dither",), seed=3)
-    else:
-        parallel(model, ranks)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    if expected is None:
-        reference = fti.MasterOptimizer(torch.optim.SGD, whole.parameters(), lr=0.1)
-        fti.seed_masters(reference, whole, **options)
-        expected = {name: reference.master_of(layer.weight) for name, layer in layers(whole).items()}
+    parallel(model, ranks)
     if source == "philox":
-        options.update(strict=False, source_order=("dequant",))
+        for each in (model, whole):
+            fti.philox_init_model_(each, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=3)
+    optimizer, reference = (fti.MasterOptimizer(torch.optim.SGD, m.parameters(), lr=0.1) for m in (model, whole))
     report = fti.seed_masters(optimizer, model, **options)
+    if source == "distributed":
+        options["checkpoint"] = other.state_dict()
+    fti.seed_masters(reference, whole, **options)
     same = {
         name: torch.equal(
-            local_of(optimizer.master_of(layer.weight)).float(), slice_of(expected[name].float(), layer.weight)
+            local_of(optimizer.master_of(layer.weight)),
+            slice_of(reference.master_of(layers(whole)[name].weight), layer.weight),
         )
         for name, layer in layers(model).items()
     }
-    return same, set(report.sources.values()), sum(cell.nbytes for *_, cell in named_kept(model))
+    return same, has_slices_of(model, whole), set(report.sources.values()), sum(c.nbytes for *_, c in named_kept(model))
 
 
 def checkpoint_of(other, source, recipe, folder, rank, ranks):
@@ -215,13 +203,15 @@ def other_copy(model):
     return twin
 
 
-SOURCES = ["cpu", "residual", "replay", "plain", "file", "folder", "distributed", "fp8", "philox", "dither"]
+CHECKPOINTS = ["plain", "file", "folder", "distributed", "fp8"]
+SOURCES = ["cpu", "residual", "replay", "philox", "dither", *CHECKPOINTS]
 
 
-@pytest.mark.matrix(source=SOURCES, ranks=[(None, 2), (2, 2)], recipe=["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.matrix("each", source=SOURCES, ranks=[(None, 2), (2, 2)], recipe=RECIPES[:3])
 def test_every_source_gives_the_columns_and_rows_that_are_held_here(run_ranks, source, ranks, recipe, tmp_path):
-    for same, sources, left in run_ranks(world_of(ranks), from_source, ranks, recipe, source, str(tmp_path)):
+    for same, unlike, sources, left in run_ranks(world_of(ranks), from_source, ranks, recipe, source, str(tmp_path)):
         assert all(same.values()), same
+        assert not unlike
         assert len(sources) == 1
         assert left == 0, "nothing is kept after masters were seeded"
 
@@ -267,19 +257,18 @@ class TwinLinear(nn.Linear):
     recipe: str
 
     def forward(self, x):
-        layer = fti.convert_linear(nn.Linear(self.in_features, self.out_features, bias=False), recipe=self.recipe)
-        whole = self.weight.full_tensor().detach().to(self.weight.dtype)
-        layer.weight.state.write(whole)
-        part = Part.apply(self.weight, layer.weight)
-        return parallel_linear(layer._local_product, x, part, self.bias)
+        whole = nn.Linear(self.in_features, self.out_features, bias=False, dtype=self.weight.dtype)
+        with torch.no_grad():
+            whole.weight.copy_(whole_of(self.weight))
+        layer = fti.convert_linear(whole, recipe=self.recipe)
+        return parallel_linear(layer._local_product, x, Cast.apply(self.weight, layer.weight), self.bias)
 
 
-class Part(torch.autograd.Function):
-    """This rank's part of a whole FP8 weight in the place of a plain part; its gradient goes to the plain one."""
+class Cast(torch.autograd.Function):
+    """This rank's part of a whole FP8 weight in the place of a plain part, which gets its gradient."""
 
     @staticmethod
     def forward(ctx, plain, whole):
-        ctx.placements = plain.placements
         return cut(whole, plain.detach(), None)
 
     @staticmethod
@@ -293,3 +282,229 @@ def twin_of(model, recipe, dtype):
     for layer in layers(twin).values():
         layer.__class__, layer.recipe = TwinLinear, recipe
     return twin
+
+
+@pytest.mark.matrix("each", recipe=RECIPES[:3], ranks=[(2, 2), (None, 2)], dtype=[torch.float32, torch.bfloat16])
+def test_training_has_the_bits_of_plain_weights_that_are_cast_at_each_forward(run_ranks, ranks, recipe, dtype):
+    for losses, same in run_ranks(world_of(ranks), trained, ranks, recipe, dtype):
+        assert all(ours == theirs for ours, theirs in losses), losses
+        assert losses[-1][0] < losses[0][0]
+        assert same, "masters are the twin's weights"
+
+
+# ---------------------------------------------------------------- starts
+
+
+def deferred(rank, world_size, ranks, recipe):
+    """Build on the meta device, cut, then draw."""
+    model = parallel(net(recipe, device="meta"), ranks)
+    model.to_empty(device="cpu")
+    whole = net(recipe)
+    for each in (model, whole):
+        torch.manual_seed(7)
+        for layer in layers(each).values():
+            layer.reset_parameters()
+    for layer in layers(model).values():
+        agree_on_waiting(layer.weight)
+    unlike = has_slices_of(model, whole)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    fti.seed_masters(optimizer, model)
+    starts = [layer.weight.get_high_precision_init_val() for layer in layers(whole).values()]
+    biases = [torch.equal(whole_of(layer.bias), other.bias) for layer, other in both_layers(model, whole)]
+    masters = [optimizer.master_of(layer.weight) for layer in layers(model).values()]
+    return unlike, [torch.equal(whole_of(m), start) for m, start in zip(masters, starts, strict=True)], biases
+
+
+def both_layers(model, whole):
+    return zip(layers(model).values(), layers(whole).values(), strict=True)
+
+
+@pytest.mark.matrix("each", recipe=RECIPES[:3], ranks=[(None, 2), (2, 2), (None, 4)])
+def test_a_model_that_is_cut_on_the_meta_device_draws_the_unsharded_start(run_ranks, ranks, recipe):
+    for unlike, starts, biases in run_ranks(world_of(ranks), deferred, ranks, recipe):
+        assert not unlike
+        assert all(starts)
+        assert all(biases)
+
+
+def other_weights(rank, world_size, preserve):
+    """Cut weights that each rank drew for itself; then assign a distributed parameter of other values."""
+    model, first = net("tensorwise", preserve, seed=rank), net("tensorwise", preserve, seed=0)
+    parallel(model, (None, 2))
+    unlike = has_slices_of(model, first)
+    third, assigned = net("tensorwise", seed=9), net("tensorwise", preserve, seed=9)
+    mesh = mesh_of((None, 2))["tp"]
+    torch.manual_seed(3)
+    values = torch.randn(43, 24)
+    assigned.up.weight = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    with torch.no_grad():
+        third.up.weight.copy_(values)
+    agree_on_waiting(assigned.up.weight)
+    rows = local_of(assigned.up.weight).quantized_rows
+    wanted = third.up.weight.state.codes[place_of(assigned.up.weight).inside()]
+    return unlike, torch.equal(rows.codes(), wanted)
+
+
+@pytest.mark.parametrize("preserve", ["cpu", "none"])
+def test_the_first_ranks_weights_count_and_other_values_are_taken(run_ranks, preserve):
+    for unlike, taken in run_ranks(2, other_weights, preserve):
+        assert not unlike
+        assert taken
+
+
+def edited(rank, world_size, ranks):
+    model, whole = parallel(net("tensorwise"), ranks), net("tensorwise")
+    with torch.no_grad():
+        for mine, theirs in both_layers(model, whole):
+            for layer in (mine, theirs):
+                layer.weight.mul_(1.5)
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
+    model(x)
+    if ranks[0] is not None:
+        model.reshard()
+    return has_slices_of(model, whole)
+
+
+@pytest.mark.parametrize("ranks", [(None, 2), (2, 2)])
+def test_what_is_written_to_parts_gets_one_scale_before_the_next_product(run_ranks, ranks):
+    assert run_ranks(world_of(ranks), edited, ranks) == [[]] * world_of(ranks)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def started(ranks, recipe, seed=0):
+    model = net(recipe, seed=seed)
+    if ranks is not None:
+        parallel(model, ranks)
+    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    fti.seed_masters(optimizer, model)
+    return model, optimizer
+
+
+def one_step(model, optimizer, ranks):
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states_of(model, optimizer):
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def facts(model, optimizer):
+    """Return whole codes, scales and masters, equal on all ranks."""
+    state, found = model.state_dict(), {}
+    for name, layer in layers(model).items():
+        found[name] = (
+            whole_of(state[f"{name}.weight"]).view(torch.uint8),
+            state[f"{name}.weight_quant_scale"].clone(),
+            whole_of(optimizer.master_of(layer.weight)).clone(),
+        )
+    return found
+
+
+def saved(rank, world_size, ranks, recipe, folder):
+    model, optimizer = started(ranks, recipe)
+    one_step(model, optimizer, ranks)
+    dcp.save(states_of(model, optimizer), checkpoint_id=folder)
+    return facts(model, optimizer)
+
+
+def loaded(rank, world_size, ranks, recipe, folder):
+    model, optimizer = started(ranks, recipe, seed=5)
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    found = facts(model, optimizer)
+    one_step(model, optimizer, ranks)  # and it goes on
+    return found
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for name in theirs for a, b in zip(ours[name], theirs[name], strict=True))
+
+
+LOADS = [((2, 2), (None, 4)), ((None, 2), (2, 2)), ((2, 2), None), ((4, 1), (2, 2)), ((None, 4), (1, 2))]
+
+
+@pytest.mark.matrix("each", pair=LOADS, recipe=RECIPES)
+def test_checkpoints_load_on_other_meshes(run_ranks, pair, recipe, tmp_path):
+    source, target = pair
+    folder = str(tmp_path / "checkpoint")
+    wanted = run_ranks(world_of(source), saved, source, recipe, folder)[0]
+    for found in run_ranks(1 if target is None else world_of(target), loaded, target, recipe, folder):
+        assert equal(found, wanted)
+
+
+def full_states(rank, world_size, ranks, recipe):
+    model, optimizer = started(ranks, recipe)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    file = io.BytesIO()
+    torch.save(full, file)
+    whole, reference = started(None, recipe)
+    complete = not full or all(
+        torch.equal(full[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+        for name, value in whole.state_dict().items()
+    )
+    other, _ = started(ranks, recipe, seed=5)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full if rank == 0 else {}, options=options)
+    exported = fti.export_fp32_state_dict(model, optimizer, full_tensors=True)
+    values = fti.export_fp32_state_dict(whole, reference)
+    same = all(torch.equal(exported[name], value) for name, value in values.items())
+    return complete, has_slices_of(other, whole), same, fti.memory_report(model, optimizer).parameters
+
+
+@pytest.mark.matrix("each", ranks=[(2, 2), (None, 2)], recipe=RECIPES[:3])
+def test_full_state_dicts_and_exports_have_the_bits_of_the_unsharded_model(run_ranks, ranks, recipe):
+    results = run_ranks(world_of(ranks), full_states, ranks, recipe)
+    elements = sum(a * b for a, b in zip(widths(recipe)[:-1], widths(recipe)[1:], strict=True))
+    for complete, unlike, same, _ in results:
+        assert complete
+        assert not unlike
+        assert same
+    assert sum(count for *_, count in results) == elements, "each element is held once"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(rank, world_size):
+    told = {}
+
+    def note(name, action):
+        with pytest.raises(Fp8Error) as caught:
+            action()
+        told[name] = str(caught.value)
+
+    mesh = mesh_of((None, 2))["tp"]
+    with fti.primary_weights("blockwise"):
+        odd = nn.Linear(136, 136)
+    note("blocks by rows", lambda: parallelize_module(odd, mesh, ColwiseParallel()))
+    note("blocks by columns", lambda: parallelize_module(odd, mesh, RowwiseParallel()))
+    plain_input = parallel(net("tensorwise"), (None, 2))
+    weight = plain_input.up.weight
+    with fti.primary_weights():
+        replicated = nn.Linear(8, 8)
+    replicated.weight = nn.Parameter(distribute_tensor(replicated.weight, mesh, [Replicate()]))
+    note("a replicated weight", lambda: replicated(torch.ones(2, 8)))
+    with fti.primary_weights():
+        bare = nn.Linear(8, 8)
+    bare.weight = nn.Parameter(distribute_tensor(bare.weight, mesh, [Shard(0)]))
+    note("a plain input", lambda: bare(torch.ones(2, 8)))
+    old = fti.MasterOptimizer(torch.optim.SGD, (late := net("tensorwise")).parameters(), lr=0.1)
+    parallel(late, (None, 2))
+    note("an optimizer of before", old.step)
+    return told, isinstance(weight, DTensor)
+
+
+def test_what_cannot_be_cut_or_computed_is_refused_on_all_ranks(run_ranks):
+    for told, _ in run_ranks(2, refused):
+        assert "cut a weight (136, 136) every 68 rows, inside of the 128x128 blocks" in told["blocks by rows"]
+        assert "every 68 columns" in told["blocks by columns"]
+        assert "got a plain tensor" in told["a plain input"]
+        assert "cannot compute with this distributed weight" in told["a replicated weight"]
+        assert "parallelize_module" in told["an optimizer of before"]

@@ -15,9 +15,11 @@ collectives = torch.ops._c10d_functional
 
 # What DTensor does to a local tensor around its gathers, besides views: nothing here looks at values.
 _MOVES = {
-    *(aten.clone.default, aten.cat.default, aten.constant_pad_nd.default),
+    *(aten.clone.default, aten.cat.default, aten.constant_pad_nd.default, aten.index_select.default),
     *(collectives.all_gather_into_tensor.default, collectives.wait_tensor.default),
 }
+# What newer releases call to wait for a collective later; by name, because older ones have no such operator.
+_WAITS_LATER = "_c10d_functional::_wrap_tensor_autograd"
 
 
 class GatherableCodes(torch.Tensor):
@@ -60,6 +62,8 @@ class GatherableCodes(torch.Tensor):
         """Run moves on bytes and keep the class until nothing is left to gather; everything else sees plain codes."""
         kwargs = kwargs or {}
         source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        if func._schema.name == _WAITS_LATER:
+            return source  # every collective here has ended already
         moves = func in _MOVES or (tensor_subclass.is_view(func) and func is not aten.view.dtype)
         if not moves:
             return func(*pytree.tree_map_only(cls, lambda c: c._codes, args), **_plain(kwargs))
@@ -77,7 +81,7 @@ def _plain(kwargs: dict) -> dict:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     codes = tensor._codes if isinstance(tensor, GatherableCodes) else tensor
-    return codes.view(torch.uint8)
+    return codes.view(torch.uint8) if codes.itemsize == 1 else codes  # indices stay numbers
 
 
 def _codes_like(source: GatherableCodes, result: torch.Tensor, gathers: int) -> torch.Tensor:

@@ -104,7 +104,7 @@ def _take_other_values(part: PrimaryFloat8Weight, values: torch.Tensor, kept: Ke
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
     """Return whether a weight is this rank's part in tensor parallelism, as layers compute with it."""
     # not where FSDP2 has cut the part once more, until it gathers it
-    if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1:
+    if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1 or weight.placements[0].is_replicate():
         return False
     primary = primary_of(weight)
     is_part = primary is not None and primary.state.part is not None
