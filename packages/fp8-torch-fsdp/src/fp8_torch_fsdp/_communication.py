@@ -8,6 +8,7 @@ from torch import nn
 from fp8_common import CastRecipe, Fp8Error
 from fp8_torch_fsdp._config import CastConfig
 from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
+from fp8_torch_fsdp._routers import routers
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import keep_state_dicts_plain
 from fp8_torch_fsdp._strategies import Strategy, strategy_for
@@ -27,7 +28,7 @@ def enable_float8_all_gather(
 
     Args:
         target: A model, all of whose floating point parameters of two or more dimensions are meant, except those of
-            embeddings; or an iterable of parameters of `model`.
+            embeddings and routers; or an iterable of parameters of `model`.
         model: The model that owns the parameters, when `target` is an iterable.
         cast: How weights are cast; dynamic tensorwise E4M3 by default.
 
@@ -64,8 +65,9 @@ def _resolve(target: nn.Module | Iterable[nn.Parameter], model: nn.Module | None
         if model is None:
             raise Fp8Error("enable_float8_all_gather(parameters) needs model=, the module that owns them.")
         return model, {id(parameter) for parameter in target}
-    embedded = {id(p) for m in target.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    return target, {id(p) for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in embedded}
+    kept = [module for module in target.modules() if isinstance(module, nn.Embedding)]
+    wide = {id(p) for module in (*kept, *routers(target, {})) for p in module.parameters(recurse=False)}
+    return target, {id(p) for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in wide}
 
 
 def _wrap(parameter: nn.Parameter, strategy: Strategy, name: str) -> nn.Parameter:

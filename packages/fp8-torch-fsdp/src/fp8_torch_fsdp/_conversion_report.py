@@ -6,9 +6,10 @@ from collections import Counter
 import torch
 from torch import nn
 
+from fp8_torch_fsdp._conv1d import is_conv1d
 from fp8_torch_fsdp._expert_layouts import layout_of
-from fp8_torch_fsdp._experts import Float8Experts
 from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._own_weights import Float8Weights
 from fp8_torch_fsdp._routers import routers, stacked_parameters
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
@@ -125,16 +126,16 @@ def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype =
 
 def _original_name(module: nn.Module) -> str:
     name = type(module).__name__
-    return name.removeprefix("Float8") if isinstance(module, Float8Linear | Float8Experts) else name
+    return name.removeprefix("Float8") if isinstance(module, Float8Linear | Float8Weights) else name
 
 
 def _why_wide(module: nn.Module, name: str, parameter: nn.Parameter, is_router: bool) -> str:
     """Return why products with a parameter run in high precision; "" if they run in FP8."""
     if isinstance(module, Float8Linear) and name == "weight":
         return ""
-    if isinstance(module, Float8Experts) and name in module.fp8_products:
+    if isinstance(module, Float8Weights) and name in module.fp8_products:
         return ""
-    if parameter.ndim < 2 or (isinstance(module, Float8Experts) and parameter.ndim == 2):
+    if parameter.ndim < 2 or (isinstance(module, Float8Weights) and parameter.ndim == 2):
         return "bias, norm, or other vector"
     if is_router:
         return "router"
@@ -144,4 +145,4 @@ def _why_wide(module: nn.Module, name: str, parameter: nn.Parameter, is_router: 
         return "convolution"
     if any(parameter is one for one in stacked_parameters(module)):
         return "experts, not converted" if layout_of(module, {}) else UNKNOWN_EXPERTS
-    return "linear, not converted" if isinstance(module, nn.Linear) else "no linear layer"
+    return "linear, not converted" if isinstance(module, nn.Linear) or is_conv1d(module) else "no linear layer"

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch.nn.parameter import UninitializedParameter
 from fp8_common import Fp8Error, Recipe, select_modules
 from fp8_torch_fsdp import _fast_path as fast_path
 from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._conv1d import CONV1D, Float8Conv1D, is_conv1d
 from fp8_torch_fsdp._conversion_report import float8_conversion_report
 from fp8_torch_fsdp._expert_layouts import ExpertLayout, layout_of
-from fp8_torch_fsdp._experts import Float8Experts, unsharded_of
+from fp8_torch_fsdp._experts import Float8Experts
 from fp8_torch_fsdp._filters import ModuleSelection
 from fp8_torch_fsdp._linear import Float8Linear, Unsharded
 from fp8_torch_fsdp._local_plan import forget_plan, synchronize_before_forward
 from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
+from fp8_torch_fsdp._own_weights import Float8Weights, unsharded_of
 from fp8_torch_fsdp._routers import routers as find_routers
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._strategies import Strategy, delayed_of
@@ -39,10 +41,10 @@ def convert_to_float8_training(
     experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
     routers: bool = False,
 ) -> nn.Module:
-    """Replace the `nn.Linear` layers and the stacked experts of `model` by FP8 ones, in place, before `fully_shard`.
+    """Replace the linear layers and the stacked experts of `model` by FP8 ones, in place, before `fully_shard`.
 
-    Experts of Transformers and torchtitan are known: `Float8Experts`. What was converted, in bytes, and what was left
-    and why, is logged; `float8_conversion_report` says it again.
+    Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. What was
+    converted, in bytes, and what was left and why, is logged; `float8_conversion_report` says it again.
 
     Args:
         model: Any module; if it is itself a linear layer, the replacement is returned.
@@ -67,19 +69,19 @@ def convert_to_float8_training(
     wide = set() if routers else find_routers(model, experts)
     chosen, left = _select(model, module_filter_fn, config, experts, wide)
     if not chosen:
-        done = sum(isinstance(module, Float8Linear | Float8Experts) for module in model.modules())
+        done = sum(isinstance(module, Float8Linear | Float8Weights) for module in model.modules())
         why = f" {done} are FP8 layers already." if done else _why_left(left)
         why += _other_weights(model)
         raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
     # By module, which is hashed by identity: a layer that is reached under several names is converted once.
-    replacements: dict[nn.Module, Float8Linear | Float8Experts] = {
+    replacements: dict[nn.Module, Float8Linear | Float8Weights] = {
         module: _converted(module, own, experts) for module, own in chosen.items()
     }
     layers = [layer for layer in replacements.values() if isinstance(layer, Float8Linear)]
     # Before `_replace`: weights are counted by the layers that the model has, and these are still the original ones.
     if config.all_gather.enabled:
         _wrap_weights(model, layers)
-        _wrap_experts(layer for layer in replacements.values() if isinstance(layer, Float8Experts))
+        _wrap_own_weights(layer for layer in replacements.values() if isinstance(layer, Float8Weights))
     _replace(model, replacements)
     for module in model.modules():
         fast_path.turn_off(module, replacements.values())
@@ -87,7 +89,7 @@ def convert_to_float8_training(
     # Only delayed scaling has state of its own that has to be brought up to date before a forward.
     if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in layers):
         synchronize_before_forward(model)
-    _log(model, len(layers), len(chosen) - len(layers), _why_left(left))
+    _log(model, replacements.values(), _why_left(left))
     return model
 
 
@@ -107,8 +109,8 @@ def unconvert(model: nn.Module) -> nn.Module:
             if hasattr(module.weight, "_local_tensor"):
                 raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
             replacements[module] = _plain_layer(module)
-        elif isinstance(module, Float8Experts):
-            replacements[module] = _plain_experts(module)
+        elif isinstance(module, Float8Weights):
+            replacements[module] = _with_plain_weights(module)
     _replace(model, replacements)
     for module in (*model.modules(), *replacements.values()):
         forget_plan(module)
@@ -130,24 +132,24 @@ def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[st
 
 def _converted(
     module: nn.Module, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]
-) -> Float8Linear | Float8Experts:
+) -> Float8Linear | Float8Weights:
     if isinstance(module, nn.Linear):
         return Float8Linear.from_linear(module, config)
+    if is_conv1d(module):
+        return Float8Conv1D.from_module(module, CONV1D, config)
     layout = layout_of(module, experts)
     if layout is None:  # `_select` chose it by its layout
         raise Fp8Error(f"{type(module).__name__} holds no experts whose layout is known.")
     return Float8Experts.from_module(module, layout, config)
 
 
-def _log(model: nn.Module, layers: int, experts: int, left: str) -> None:
-    """Say what was converted; a model most of which was left is warned of."""
+def _log(model: nn.Module, converted: Collection[nn.Module], left: str) -> None:
+    """Say what was converted; of experts that nobody described, warn."""
+    experts = sum(isinstance(module, Float8Experts) for module in converted)
+    layers = len(converted) - experts
     logger.info("FP8: converted %d linear layers and %d modules of experts.%s", layers, experts, left)
     report = float8_conversion_report(model)
-    stacks = report.unknown_experts
-    if stacks:
-        logger.warning("FP8: %s", report.headline)
-    else:
-        logger.info("FP8: %s", report.headline)
+    logger.log(logging.WARNING if report.unknown_experts else logging.INFO, "FP8: %s", report.headline)
 
 
 def _select(
@@ -162,8 +164,8 @@ def _select(
     linear = {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or layout_of(module, experts))
-        and not isinstance(module, Float8Linear | Float8Experts)
+        if (isinstance(module, nn.Linear) or is_conv1d(module) or layout_of(module, experts))
+        and not isinstance(module, Float8Linear | Float8Weights)
     }
     for name, decision in select_modules(linear, keep).items():
         module = linear[name]
@@ -231,8 +233,8 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
                 setattr(parent, name, replacements[child])
 
 
-def _wrap_experts(modules: Iterable[Float8Experts]) -> None:
-    """Wrap the weights of experts; modules that share one share its wrapper."""
+def _wrap_own_weights(modules: Iterable[Float8Weights]) -> None:
+    """Wrap the weights of experts and transposed layers; modules that share one share its wrapper."""
     for module in modules:
         remembered = []
         for name, products in module.fp8_products.items():
@@ -306,8 +308,8 @@ def _wrapped(weight: torch.Tensor, strategy: Strategy, config: Float8LinearConfi
     return replaced_by(weight, data, "convert_to_float8_training")
 
 
-def _plain_experts(module: Float8Experts) -> nn.Module:
-    """Return the module of experts with plain weights."""
+def _with_plain_weights(module: Float8Weights) -> nn.Module:
+    """Return the module that was converted, with plain weights."""
     plain = module.to_module()
     for name in module.fp8_products:
         weight: Any = module._parameters[name]

@@ -5,16 +5,18 @@ neither library is imported: their modules are told by the class that brings the
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8_torch_fsdp._weight_layout import WeightLayout
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLayout:
+class ExpertLayout(WeightLayout):
     """Where experts keep their weights, and how they compute.
 
     Attributes:
@@ -22,11 +24,10 @@ class ExpertLayout:
             `module.grouped_product(name, x, offsets)` in the place of products with `module.name`.
         weights: The names of the stacked parameters, [experts, out_features, in_features].
         transposed: They are [experts, in_features, out_features] instead.
+        stacked: Always true.
     """
 
-    forward: Callable[..., Any]
-    weights: tuple[str, ...]
-    transposed: bool = False
+    stacked: bool = True
 
 
 def layout_of(module: nn.Module, own: Mapping[type, ExpertLayout]) -> ExpertLayout | None:

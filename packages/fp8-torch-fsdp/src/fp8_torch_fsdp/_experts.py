@@ -1,84 +1,16 @@
 """`Float8Experts`: a module of stacked experts whose grouped products run in FP8."""
 
-import dataclasses
-import weakref
-from functools import cache
-from typing import Any
-
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fp8_common import Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess, dispatch
-from fp8_torch_fsdp._config import Float8LinearConfig
-from fp8_torch_fsdp._expert_layouts import ExpertLayout
-from fp8_torch_fsdp._linear import Unsharded
-from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts_plain
-from fp8_torch_fsdp._strategies import Strategy, strategy_for_layer
-
-_ADDED = {"fp8_config", "fp8_layout", "fp8_products", "fp8_unsharded", "fp8_plan"}
-"""What converted experts have more than the module that they were made of."""
+from fp8_torch_fsdp._own_weights import Float8Weights
 
 
-class Float8Experts(nn.Module):
+class Float8Experts(Float8Weights):
     """Experts whose products run in FP8: each expert as if it were a `Float8Linear` of its own.
 
     Made by `convert_to_float8_training`; of the module's class, it is an instance too. Under FSDP2 the weights arrive
     as FP8 codes, which the products take as they are. Parameters, gradients and state dicts are those of the module.
-
-    Attributes:
-        fp8_config: How to cast and gather.
-        fp8_layout: Where the weights are, and the forward.
-        fp8_products: The products of each weight, by its name.
-        fp8_unsharded: What is known of the weights before any sharding.
     """
-
-    fp8_config: Float8LinearConfig
-    fp8_layout: ExpertLayout
-    fp8_products: "dict[str, ExpertProducts]"
-    fp8_unsharded: tuple[Unsharded, ...]
-
-    @classmethod
-    def from_module(cls, module: nn.Module, layout: ExpertLayout, config: Float8LinearConfig) -> "Float8Experts":
-        """Turn a module of experts into one that shares its parameters.
-
-        Args:
-            module: The experts, with parameters of three dimensions under the names of the layout.
-            layout: Where they are, and the forward.
-            config: How to cast and gather; scales are those of whole experts, whatever `scale_scope` says.
-
-        Raises:
-            Fp8Error: A weight is missing, has another number of dimensions or experts, or the recipe has delayed
-                scaling.
-        """
-        _check(module, layout, config)
-        self = _fp8_class(cls, type(module)).__new__(_fp8_class(cls, type(module)))
-        # shallow copies, as of linear layers: hooks that users hold still remove theirs
-        self.__dict__ = module.__dict__.copy()
-        self._modules = dict(module._modules)
-        scope = dataclasses.replace(config.all_gather, scale_scope="tensor")
-        self.fp8_config, self.fp8_layout = dataclasses.replace(config, all_gather=scope), layout
-        self.fp8_products = {name: ExpertProducts(self.fp8_config, layout.transposed) for name in layout.weights}
-        self.fp8_unsharded = ()
-        keep_state_dicts_plain(self)
-        return self
-
-    def to_module(self) -> nn.Module:
-        """Return a module of the original class that shares parameters, children, hooks and training flag."""
-        original: Any = type(self).__mro__[2]  # of `_fp8_class`: itself, Float8Experts, original
-        plain: Any = original.__new__(original)
-        plain.__dict__ = {name: value for name, value in self.__dict__.items() if name not in _ADDED}
-        plain._modules = dict(self._modules)
-        for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
-            setattr(plain, name, getattr(self, name).copy())
-        forget_state_dict_hooks(plain)
-        return plain
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return what the forward of the original class returns for these inputs, with products in FP8."""
-        return self.fp8_layout.forward(self, *inputs, **options)
 
     def grouped_product(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Return the product of each row with the weight of its expert.
@@ -96,88 +28,4 @@ class Float8Experts(nn.Module):
             Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
                 gathered.
         """
-        if name not in self.fp8_products:
-            raise Fp8Error(f"{name!r} is no weight of these experts: their layout names {list(self.fp8_products)}.")
-        weight = getattr(self, name)
-        if isinstance(weight, DTensor):
-            raise Fp8Error(
-                f"The experts' {name} is distributed and not gathered. Call the model through the module that "
-                "fully_shard was applied to; experts that another framework has distributed cannot be computed in FP8."
-            )
-        products = self.fp8_products[name]
-        return products.product(x, weight, access=products.access, offsets=offsets)
-
-    def extra_repr(self) -> str:
-        """Show how the weights are cast."""
-        cast = self.fp8_config.weight
-        return f"{', '.join(self.fp8_products)}, fp8={cast.scaling} {cast.granularity} {cast.format} for each expert"
-
-
-class ExpertProducts(LinearOperands):
-    """The products of one stack of weights.
-
-    Args:
-        config: How to cast and multiply.
-        transposed: The weight is [experts, in_features, out_features].
-    """
-
-    def __init__(self, config: Float8LinearConfig, transposed: bool) -> None:
-        self.config, self.transposed = config, transposed
-        self.contracted = -2 if transposed else -1
-        self.access = _TRANSPOSED if transposed else _AS_STORED
-        self.strategy: Strategy = strategy_for_layer(config.weight, stacked=True, transposed=transposed)
-
-    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
-        """Return the weights as operands [experts, out_features, in_features]: as gathered, or cast now."""
-        if isinstance(weight, GatheredFloat8Weight):
-            operand = Operand.of(weight)
-        else:
-            plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            codes, scale = self.strategy.cast_whole(plain, record=record)
-            cast = self.config.weight
-            operand = Operand(codes, dispatch.reciprocal(scale), cast.fp8_format, self.strategy.layout.block)
-        if self.config.weight.granularity == "tensorwise":
-            # one scale for each expert, or the constant of all
-            own = operand.scale_inv.reshape(-1).expand(weight.shape[0])
-            operand = dataclasses.replace(operand, scale_inv=own)
-        return operand.transposed() if self.transposed else operand
-
-
-class _Transposed(WeightAccess):
-    """Weights [experts, in_features, out_features] at hand; so is their gradient."""
-
-    def finish_gradient(self, layer: LinearOperands, started: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as the weight lies."""
-        return started.mT
-
-
-_AS_STORED, _TRANSPOSED = WeightAccess(), _Transposed()
-
-
-def unsharded_of(experts: Float8Experts, weight: Any) -> Unsharded:
-    """Return what remembers a wrapped weight of `experts`, weakly, until `fully_shard` makes shards of it."""
-    return Unsharded(weakref.ref(experts), weakref.ref(weight._state))
-
-
-def _check(module: nn.Module, layout: ExpertLayout, config: Float8LinearConfig) -> None:
-    recipe = config.recipe
-    if "delayed" in (recipe.input.scaling, recipe.weight.scaling, recipe.grad_output.scaling):
-        raise Fp8Error(
-            f"{type(module).__name__} cannot have delayed scaling, recipe {recipe.name!r}: histories would have to be "
-            'kept for each expert. Give experts a dynamic recipe with the rules ["*", "*experts = tensorwise"] as '
-            "module_filter_fn, or leave them out."
-        )
-    shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}
-    whole = all(shape is not None and len(shape) == 3 and 0 not in shape for shape in shapes.values())
-    if not whole or len({shape[0] for shape in shapes.values() if shape}) != 1:
-        found = ", ".join(f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
-        raise Fp8Error(
-            f"{type(module).__name__} cannot be converted: its layout names weights [experts, ...] of three dimensions "
-            f"for the same experts, got {found}."
-        )
-
-
-@cache
-def _fp8_class(cls: type[Float8Experts], original: type[nn.Module]) -> type[Float8Experts]:
-    """Return a class that is also an `original`: its checks, initialisation and attributes stay."""
-    return type(f"Float8{original.__name__}", (cls, original), {"__module__": original.__module__})
+        return self.weight_product(name, x, offsets)

@@ -6,6 +6,7 @@ from torch import nn
 
 from fp8_common import Fp8Error, Recipe, Rule, Rules
 from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._conv1d import is_conv1d
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 ModuleSelection = ModuleFilter | Rules | Iterable[str | Rule] | None
@@ -46,10 +47,10 @@ def auto_filter_for_recipe(recipe: str | Recipe | Float8LinearConfig, filter_fqn
             return False
         if isinstance(module, nn.Linear):
             return _gains(module.out_features, module.in_features, smallest)
-        # of experts, the matrix of each; which of its sides is which, the layout knows and this need not
-        stacks = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3]
+        # of experts and transposed layers, each matrix; which side is which, their layout knows and this need not
+        matrices = [p.shape[-2:] for p in module.parameters(recurse=False) if p.ndim == 3 or is_conv1d(module)]
         least = (min(smallest), min(smallest))
-        return bool(stacks) and all(_gains(shape[1], shape[2], least) for shape in stacks)
+        return bool(matrices) and all(len(m) < 2 or _gains(m[0], m[1], least) for m in matrices)
 
     return keep
 

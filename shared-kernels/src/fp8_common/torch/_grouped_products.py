@@ -1,8 +1,10 @@
 """The products of rows in groups with stacked matrices, and of the rows of each group with each other.
 
-With tensor cores for grouped FP8 products: `torch._scaled_grouped_mm`, which takes one scale per row and knows where
-groups end without asking the device; that path was traced, and has not run on a GPU yet. Elsewhere: group after group
-by `multiply`, so that the numbers are those of a loop over the experts. On a GPU that loop waits for the offsets.
+On GPUs nothing waits for the device to know where groups end. `torch._scaled_grouped_mm` multiplies E4M3 codes with one
+scale per row; where it does not apply (E5M2 gradients, other GPUs), `torch._grouped_mm` multiplies the codes decoded
+to bfloat16, which is exact, and the scales follow. Both paths were traced and checked on doubles, and have not run on a
+GPU yet. Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `multiply`, so that
+the numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ from fp8_common._blocks import Block
 from fp8_common._formats import FORMATS
 from fp8_common.torch import _grouped_ops as grouped_ops
 from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch._dispatch import values
 from fp8_common.torch._multiply import ALIGNMENT, ProductOptions, multiply
 from fp8_common.torch._operands import BLOCK_1X128, Operand
 from fp8_common.torch._ops import NAMESPACE
@@ -21,6 +24,8 @@ from fp8_common.torch._row_groups import RowGroups
 
 CAPABILITY = (9, 0)
 """The compute capability for which torch has grouped FP8 products with scales of rows: later ones have MX scales."""
+CAPABILITY_OF_BFLOAT16 = (8, 0)
+"""The first for which it has grouped products of bfloat16."""
 
 
 def multiply_rows(a: Operand, b: Operand, groups: RowGroups, options: ProductOptions) -> torch.Tensor:
@@ -37,6 +42,8 @@ def multiply_rows(a: Operand, b: Operand, groups: RowGroups, options: ProductOpt
     """
     if applies(a, b, options):
         return _native_rows(a, b, groups, options)
+    if applies_decoded(a, b, options):
+        return _decoded_rows(a, b, groups)
     return _looped(a, b, groups, options, over_rows=False)
 
 
@@ -54,6 +61,8 @@ def multiply_over_rows(a: Operand, b: Operand, groups: RowGroups, options: Produ
     """
     if applies(a, b, options):
         return _native_over_rows(a, b, groups, options)
+    if applies_decoded(a, b, options):
+        return _decoded_over_rows(a, b, groups)
     return _looped(a, b, groups, options, over_rows=True)
 
 
@@ -64,32 +73,42 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, groups: RowGroups) -> torch.
 
 
 def applies(a: Operand, b: Operand, options: ProductOptions) -> bool:
-    """Return whether the device multiplies these groups itself."""
-    fits = all(size % ALIGNMENT == 0 for size in (a.codes.shape[-1], b.codes.shape[-1], b.codes.shape[-2]))
-    if a.codes.ndim == b.codes.ndim:  # rows are padded, whatever their number
-        fits = a.codes.shape[-1] % ALIGNMENT == b.codes.shape[-1] % ALIGNMENT == 0
+    """Return whether the device multiplies the FP8 codes of these groups itself."""
     return (
         not options.emulate
-        and fits
-        and a.block is b.block is None
         and a.fmt.name == b.fmt.name == "e4m3"
-        and options.out_dtype == torch.bfloat16
-        and device_multiplies(a.codes.device)
+        and _fits(a, b, options)
+        and device_multiplies(a.codes.device) == "fp8"
     )
+
+
+def applies_decoded(a: Operand, b: Operand, options: ProductOptions) -> bool:
+    """Return whether the device multiplies these groups in bfloat16, decoded."""
+    return _fits(a, b, options) and device_multiplies(a.codes.device) != ""
+
+
+def _fits(a: Operand, b: Operand, options: ProductOptions) -> bool:
+    # Of two matrices in groups, rows are padded, whatever their number.
+    sizes = (a.codes.shape[-1], b.codes.shape[-1], *b.codes.shape[1:-1])
+    aligned = all(size % ALIGNMENT == 0 for size in sizes)
+    return aligned and a.block is b.block is None and options.out_dtype == torch.bfloat16
 
 
 # a constant of compiled graphs; Dynamo would trace into the query otherwise
 @assume_constant_result
-def device_multiplies(device: torch.device) -> bool:
-    """Return whether `device` and this torch have grouped FP8 products."""
+def device_multiplies(device: torch.device) -> str:
+    """Return in what `device` and this torch multiply groups: "fp8", which implies bfloat16, "bfloat16", or ""."""
     return _look_up(device)
 
 
 @cache
-def _look_up(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip or not hasattr(torch, "_scaled_grouped_mm"):
-        return False
-    return torch.cuda.get_device_capability(device) == CAPABILITY
+def _look_up(device: torch.device) -> str:
+    if device.type != "cuda" or torch.version.hip:
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if capability == CAPABILITY and hasattr(torch, "_scaled_grouped_mm"):
+        return "fp8"
+    return "bfloat16" if capability >= CAPABILITY_OF_BFLOAT16 and hasattr(torch, "_grouped_mm") else ""
 
 
 # ---------------------------------------------------------------- by the device
@@ -127,9 +146,31 @@ def _native_over_rows(a: Operand, b: Operand, groups: RowGroups, options: Produc
         out_dtype=options.out_dtype,
         use_fast_accum=options.use_fast_accum,
     )
-    filled = groups.offsets.diff(prepend=groups.offsets.new_zeros(1)) > 0
     # nothing is accumulated for an empty group, so nothing need have been written
-    return torch.where(filled[:, None, None], product, 0)
+    return torch.where(groups.filled[:, None, None], product, 0)
+
+
+def _decoded_rows(a: Operand, b: Operand, groups: RowGroups) -> torch.Tensor:
+    decoded = values(b.codes.contiguous(), b.fmt, torch.bfloat16).mT
+    product = torch._grouped_mm(values(a.codes.contiguous(), a.fmt, torch.bfloat16), decoded, offs=groups.offsets.int())
+    inside = (groups.of_row < groups.count)[:, None]
+    # scales afterwards and in the order of `multiply`
+    if a.scale_inv.ndim == b.scale_inv.ndim == 1:
+        scaled = product.float() * groups.per_row(a.scale_inv * b.scale_inv)[:, None]
+    else:
+        a_inv = a.scale_inv if a.scale_inv.ndim == 2 else groups.per_row(a.scale_inv)[:, None]
+        scaled = (product.float() * a_inv).mul_(groups.per_row(b.scale_inv.reshape(groups.count, -1)))
+    return torch.where(inside, scaled, 0).bfloat16()
+
+
+def _decoded_over_rows(a: Operand, b: Operand, groups: RowGroups) -> torch.Tensor:
+    padded = _Padded(groups)
+    rows, columns = (values(padded.transposed(x.codes), x.fmt, torch.bfloat16) for x in (a, b))
+    product = torch._grouped_mm(rows, columns.t(), offs=padded.offsets).float()
+    a_inv, b_inv = (x.scale_inv.reshape(groups.count, 1, -1) for x in (a, b))
+    both_single = a.scale_inv.ndim == b.scale_inv.ndim == 1
+    scaled = product * (a_inv * b_inv) if both_single else (product * a_inv.mT).mul_(b_inv)
+    return torch.where(groups.filled[:, None, None], scaled, 0).bfloat16()
 
 
 class _Padded:

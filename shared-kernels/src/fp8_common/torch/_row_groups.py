@@ -61,6 +61,11 @@ class RowGroups:
             self._of_row = torch.searchsorted(self.offsets, rows, right=True, out_int32=True)
         return self._of_row
 
+    @property
+    def filled(self) -> torch.Tensor:
+        """Bool [count]: whether a group has rows."""
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1)) > 0
+
     def per_row(self, of_groups: torch.Tensor) -> torch.Tensor:
         """Return [rows, ...]: the entry of each row's group in [count, ...]; ones for rows of no group."""
         return torch.cat([of_groups, torch.ones_like(of_groups[:1])])[self.of_row]

@@ -1,0 +1,98 @@
+"""How much of models becomes FP8, at their real sizes, without memory: `python -m tests.ecosystem.architectures`.
+
+Models are built by Transformers on the meta device, with the sizes of a published model, and converted with the default
+recipe. Nothing is downloaded: sizes that are not Transformers' defaults stand below.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+
+import fp8_torch_fsdp as f8
+
+LLAMA = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+QWEN3 = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+QWEN3_MOE = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+GEMMA3 = {
+    "vocab_size": 262144, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+}  # fmt: skip
+T5 = {"d_model": 1024, "d_ff": 4096, "d_kv": 64, "num_layers": 24, "num_heads": 16}
+WHISPER = {
+    "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32, "encoder_attention_heads": 20,
+    "decoder_attention_heads": 20, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120,
+}  # fmt: skip
+
+
+class Architecture(NamedTuple):
+    """A model: its class and configuration in Transformers, and the sizes that differ from the defaults."""
+
+    model: str
+    config: str
+    sizes: Mapping[str, Any] = {}
+
+
+ARCHITECTURES = {
+    "Mixtral 8x7B": Architecture("MixtralForCausalLM", "MixtralConfig"),
+    "Qwen3-MoE 30B": Architecture("Qwen3MoeForCausalLM", "Qwen3MoeConfig", QWEN3_MOE),
+    "DeepSeek-V3": Architecture("DeepseekV3ForCausalLM", "DeepseekV3Config"),
+    "GPT-OSS 120B": Architecture("GptOssForCausalLM", "GptOssConfig"),
+    "Llama 3 8B": Architecture("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "Qwen3 8B": Architecture("Qwen3ForCausalLM", "Qwen3Config", QWEN3),
+    "Gemma 3 4B": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA3),
+    "Mistral 7B": Architecture("MistralForCausalLM", "MistralConfig"),
+    "BERT base": Architecture("BertForMaskedLM", "BertConfig"),
+    "T5 large": Architecture("T5ForConditionalGeneration", "T5Config", T5),
+    "Whisper large": Architecture("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
+    "ViT base": Architecture("ViTForImageClassification", "ViTConfig"),
+    "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config"),
+}
+MIXTURES = ("Mixtral 8x7B", "Qwen3-MoE 30B", "DeepSeek-V3", "GPT-OSS 120B")
+
+
+def built(name: str) -> nn.Module:
+    """Return a model of the table on the meta device."""
+    model, config, sizes = ARCHITECTURES[name]
+    with torch.device("meta"):
+        return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+
+
+def report(name: str) -> f8.ConversionReport:
+    """Return what the conversion with the default recipe makes of a model."""
+    return f8.float8_conversion_report(f8.convert_to_float8_training(built(name)))
+
+
+def row(name: str) -> str:
+    """Return a line of the table."""
+    found = report(name)
+    left = [
+        f"{one.bytes / found.bytes:.1%} {one.class_name} ({one.why})"
+        for one in found.classes
+        if not one.converted and one.bytes * 500 >= found.bytes
+    ]
+    size = f"{found.bytes / 2e9:.3g}"
+    return f"| {name} | {size} | {found.converted:.1%} | {found.gathered:.1%} | {'; '.join(left) or '-'} |"
+
+
+def main() -> None:
+    """Print the table."""
+    print("| model | 10^9 parameters | converted | gathered | left |\n|---|---|---|---|---|")
+    for name in ARCHITECTURES:
+        print(row(name), flush=True)
+
+
+if __name__ == "__main__":
+    main()
