@@ -27,7 +27,10 @@ _Escapes = tuple[torch.Tensor, torch.Tensor]
 def can_be_joined(parameter: torch.Tensor) -> bool:
     """Return whether the master of a parameter can be kept in three bytes: that of an FP8 weight of this package."""
     primary = primary_of(parameter)
-    return primary is not None and primary.is_all_of_its_storage and primary.ndim == primary.state.codes.ndim
+    if primary is None or primary.shape != primary.state.own_codes.shape:
+        return False
+    # A rank may hold no row; nothing has an address then.
+    return primary.numel() == 0 or primary.is_all_of_its_storage
 
 
 class RemainderMaster:
