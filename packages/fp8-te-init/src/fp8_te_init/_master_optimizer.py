@@ -17,18 +17,29 @@ from fp8_common import Fp8Error
 from fp8_common.torch.plugin import fsdp
 from fp8_te_init._backends import requantizable
 from fp8_te_init._choices import check_choice
-from fp8_te_init._compat import float32_like, local_of, version_of
-from fp8_te_init._errors import StaleInitError
-from fp8_te_init._masters import Kept, Master, PartSteps, RemainderMaster, WholeMaster, can_be_joined, is_elementwise
-from fp8_te_init._parameter_mark import kept_of
+from fp8_te_init._compat import float32_like, local_of
+from fp8_te_init._master_values import gradient_of, is_rounded_from, needs_master, start_of, values_of, writes_to
+from fp8_te_init._masters import (
+    Kept,
+    Master,
+    Moments,
+    PartSteps,
+    RemainderMaster,
+    WholeMaster,
+    can_be_joined,
+    is_elementwise,
+    whole_state,
+)
+from fp8_te_init._masters.moments import STEPS
 from fp8_te_init._scale_agreement import Agreeing, Agreement, agree_on
 from fp8_te_init._shards import group_of
-from fp8_te_init._weight import primary_of
 
 logger = logging.getLogger(__name__)
 
 MASTER = "master_param"
 """Name of the master in the state of its parameter, as in TransformerEngine's FusedAdam."""
+
+_CHOICES = ("_round_through_dtype", "_kept", "_in_parts", "_moments")
 
 
 class MasterOptimizer(Optimizer):
@@ -45,6 +56,8 @@ class MasterOptimizer(Optimizer):
             TransformerEngine does: the codes are then those of a bfloat16 model that is cast at each forward.
         masters: "float32" keeps masters whole; "remainder" those of FP8 weights of this package in three bytes beside
             the code, exact to the bit. The optimizer then steps one parameter after the other.
+        moments: "fp8" keeps the optimizer's state of these weights in FP8 between steps, in groups that do not say
+            otherwise (`{"params": ..., "moments": "float32"}`); needs masters="remainder".
         elementwise: Whether `optimizer_cls` computes every element from itself, its gradient and its state alone, so
             that a parameter may be stepped in parts; by default that is known of the classes of torch. Matters for
             "remainder" alone.
@@ -65,12 +78,14 @@ class MasterOptimizer(Optimizer):
         *,
         round_through_dtype: bool = False,
         masters: Kept = "float32",
+        moments: Moments = "float32",
         elementwise: bool | None = None,
         **options: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
         check_choice("masters", masters, Kept)
+        self._moments: Moments = moments
         self._masters: dict[torch.Tensor, Master] = {}
         self._versions: dict[torch.Tensor, int] = {}
         self._shared: dict[int, dict[str, Any]] = {}
@@ -91,7 +106,17 @@ class MasterOptimizer(Optimizer):
         """Return what copies and pickles are made of: masters too, which no other optimizer has."""
         # `Optimizer.__getstate__` returns its own three attributes alone. Tensors as keys stay right in a copy: it goes
         # through one memo, in which parameters and masters are copied once.
-        own = ("inner", "reductions", "_masters", "_versions", "_shared", "_round_through_dtype", "_kept", "_in_parts")
+        own = (
+            "inner",
+            "reductions",
+            "_masters",
+            "_versions",
+            "_shared",
+            "_round_through_dtype",
+            "_kept",
+            "_in_parts",
+            "_moments",
+        )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -221,7 +246,7 @@ class MasterOptimizer(Optimizer):
             for p in ours["params"]
         }
         for parameter, master in remainders:
-            gradient = _gradient_of(parameter)
+            gradient = gradient_of(parameter)
             if gradient is not None:
                 steps.step(master, local_of(gradient), groups[parameter])
 
@@ -273,7 +298,7 @@ class MasterOptimizer(Optimizer):
 
     def note(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now: what is written to the parameter alone, later, counts."""
-        self._versions[parameter] = _writes_to(parameter)
+        self._versions[parameter] = writes_to(parameter)
 
     def _to_quantize(self, parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
         return master.to(parameter.dtype) if self._round_through_dtype else master
@@ -285,11 +310,11 @@ class MasterOptimizer(Optimizer):
             # Counting writes costs nothing, the comparison costs a cast: it runs only where the count says something
             # was written.
             # a master that was changed as well does not win: `write_back` would have said that it is meant
-            if self._versions[parameter] == _writes_to(parameter) or _is_rounded_from(
+            if self._versions[parameter] == writes_to(parameter) or is_rounded_from(
                 parameter, self._to_quantize(parameter, local_of(master.tensor()))
             ):
                 continue
-            master.set(_start_values(parameter))
+            master.set(values_of(parameter))
             taken += 1
         if taken:
             logger.warning(
@@ -318,7 +343,7 @@ class MasterOptimizer(Optimizer):
         self._refuse_thawed()
         for parameter, master in self._wholes():
             # A float32 gradient is handed over without a copy, others are converted.
-            gradient = _gradient_of(parameter)
+            gradient = gradient_of(parameter)
             master.grad = None if gradient is None else gradient.to(torch.float32)
 
     def _refuse_thawed(self) -> None:
@@ -362,7 +387,10 @@ class MasterOptimizer(Optimizer):
             )
         # Not `Optimizer.load_state_dict`: it casts the state to the dtype of its parameter, bfloat16 for many weights.
         for ours, theirs in zip(self.param_groups, groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+            # How state is kept is this optimizer's own choice, whatever the saved one did.
+            ours.update(
+                {key: value for key, value in theirs.items() if key not in ("params", "param_names", "moments")}
+            )
             for parameter, index in zip(ours["params"], theirs["params"], strict=True):
                 # A copy of the dictionary: the master is popped from it, and the checkpoint is the caller's.
                 self._load_one(parameter, dict(state_dict["state"].get(index, {})))
@@ -382,6 +410,8 @@ class MasterOptimizer(Optimizer):
             values = float32_like(parameter, torch.empty(local_of(parameter).shape, device=local_of(parameter).device))
             master.set(local_of(values.copy_(state.pop(MASTER))))
         key = parameter if master is None else master.key
+        if not isinstance(master, RemainderMaster):
+            state = whole_state(state, key)
         if state:
             device = local_of(key).device
             self.inner.state[key] = {name: _own(value, device, name) for name, value in state.items()}
@@ -404,87 +434,38 @@ class MasterOptimizer(Optimizer):
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group for the inner optimizer."""
+        self._check_moments(group)
         params = []
         for parameter in group["params"]:
             master = self._masters.get(parameter)
-            if master is None and parameter.requires_grad and _needs_master(parameter):
+            if master is None and parameter.requires_grad and needs_master(parameter):
                 master = self._masters[parameter] = self._made(parameter)
                 self.note(parameter)
             params.append(parameter if master is None else master.key)
         return {**group, "params": params}
 
+    def _check_moments(self, group: dict[str, Any]) -> None:
+        """Write the choice into a group, where steps and checkpoints find it."""
+        # Only where it says something: other groups keep the options that they have elsewhere.
+        chosen = group.get("moments", self._moments)
+        check_choice("moments", chosen, Moments)
+        if chosen == "fp8" and not (self._kept == "remainder" and self._in_parts):
+            raise Fp8Error(
+                'moments="fp8" needs masters="remainder" and an optimizer that computes every element by itself. Use '
+                "a class of torch.optim that does, or say elementwise=True of another one."
+            )
+        if chosen == "fp8":
+            group["moments"] = chosen
+
     def _made(self, parameter: torch.Tensor) -> Master:
-        values = _start(parameter)
+        values = start_of(parameter)
         if self._kept == "float32" or not can_be_joined(parameter):
             return WholeMaster(parameter, values)
         return RemainderMaster(parameter, values, parts=self._in_parts, rounded=self._round_through_dtype)
-
-
-def _gradient_of(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient of a parameter, where autograd puts it or where TransformerEngine and Megatron do."""
-    found = (getattr(parameter, name, None) for name in ("grad", "decoupled_grad", "main_grad"))
-    return next((gradient for gradient in found if gradient is not None), None)
-
-
-def _needs_master(parameter: torch.Tensor) -> bool:
-    return requantizable(parameter) is not None or parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-@torch.no_grad()
-def _start(parameter: Any) -> torch.Tensor:
-    """Return float32 values for a master, from what is kept for a parameter, else from the values that it has."""
-    values = _start_values(parameter, strict=True)
-    kept = kept_of(parameter)
-    if kept is not None and kept.source is None and kept.dropped_by is not None:
-        logger.warning(
-            "The master of a weight of shape %s starts from rounded values: those before rounding were dropped by %s. "
-            'Make the optimizer before that, keep them with primary_weights(release="manual") for weights that are '
-            "trained later, or seed from a checkpoint.",
-            tuple(parameter.shape),
-            kept.dropped_by,
-        )
-    return values.to(device=local_of(parameter).device, dtype=torch.float32, copy=True)
-
-
-def _start_values(parameter: Any, *, strict: bool = False) -> torch.Tensor:
-    """Return the best values of the rows held here of a parameter.
-
-    Args:
-        parameter: FP8 or not.
-        strict: Raise if what is kept is stale, instead of taking the rounded values.
-    """
-    weight = requantizable(parameter)
-    if weight is None:
-        return local_of(parameter).detach()
-    values, kept = weight.pending(), kept_of(parameter)
-    if values is None and kept is not None:
-        try:
-            values = kept.values(weight)
-        except StaleInitError:
-            if strict:
-                raise
-    return weight.values() if values is None else values
-
-
-def _writes_to(parameter: torch.Tensor) -> int:
-    """Return how many writes to a parameter were seen so far.
-
-    FP8 weights count their own: torch misses those through `.data`, and counts some that change nothing.
-    """
-    weight = primary_of(parameter)
-    return version_of(parameter) if weight is None else weight.state.writes
-
-
-def _is_rounded_from(parameter: Any, master: torch.Tensor) -> bool:
-    """Return whether a parameter holds exactly what its master is rounded to."""
-    weight = requantizable(parameter)
-    if weight is None:
-        return torch.equal(master.to(parameter.dtype), local_of(parameter))
-    return torch.equal(weight.quantized(master), weight.codes())
 
 
 def _own(value: Any, device: torch.device, name: str) -> Any:
     """Return a value of a loaded state that shares nothing with the checkpoint; step counts stay on their device."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.clone() if name == "step" else value.to(device).clone()
+    return value.clone() if name in ("step", STEPS) else value.to(device).clone()

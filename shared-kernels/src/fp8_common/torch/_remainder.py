@@ -1,5 +1,6 @@
 """float32 tensors as FP8 codes and three more bytes; equals `fp8_common._remainder` bit for bit."""
 
+import math
 from functools import cache
 
 import torch
@@ -8,6 +9,8 @@ from fp8_common._formats import Format
 from fp8_common._remainder import LOWER_BYTES, OCTAVE, SCALE_INV_RANGE, anchors
 from fp8_common.torch._scaling import divide
 
+CHUNK = 1024
+"""Elements in which codes of 0 and of the largest value are looked for together."""
 _SIGN = -(1 << 31)
 
 
@@ -44,11 +47,10 @@ def join_lower_bytes(
         float32; other numbers than were split where `not_joined` says so.
     """
     rest, first = _lower(low, high), _first_found(codes, scale, fmt)
-    zeros = (codes & 0x7F) == 0
     # int32 wraps around as uint32 does in the definition.
     bits = (rest - first).bitwise_and_(LOWER_BYTES).add_(first)
     # Few codes are 0, so that selecting them is cheaper than another two passes over everything.
-    places = zeros.view(-1).nonzero().view(-1)
+    places = _places_from(_codes_less_one(codes), 0xFF)
     if places.numel():
         flat, few = bits.view(-1), rest.view(-1)[places]
         flat[places] = torch.where(few == 0, flat[places] & _SIGN, flat[places])
@@ -64,17 +66,33 @@ def not_joined(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: F
         scale: float32 into FP8, broadcastable to `x`.
         fmt: The FP8 format.
     """
-    magnitude = (codes & 0x7F).view(-1)
-    # One comparison for both ends: 0 - 1 wraps around to 255.
-    places = ((magnitude - 1) >= fmt.max_code - 1).nonzero().view(-1)
-    if not places.numel() and not _is_unusual(scale):
-        return places
     if _is_unusual(scale):
         places = torch.arange(x.numel(), device=x.device)
+    else:
+        places = _places_from(_codes_less_one(codes), fmt.max_code - 1)
+    if not places.numel():
+        return places
     few, codes = x.view(-1)[places], codes.view(-1)[places]
     scale = scale if scale.numel() == 1 else scale.expand(x.shape).reshape(-1)[places]
     joined = join_lower_bytes(codes, scale, *lower_bytes(few), fmt)
     return places[joined.view(torch.int32) != few.view(torch.int32)]
+
+
+def _codes_less_one(codes: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [n]: codes without their sign, less one, so that 0 wraps around to 255 and is above all others."""
+    return (codes & 0x7F).view(-1).sub_(1)
+
+
+def _places_from(values: torch.Tensor, least: int) -> torch.Tensor:
+    """Return the places int64 [k] where uint8 [n] is at least `least`, which is rare."""
+    length = math.gcd(values.numel(), CHUNK)
+    if length < CHUNK:
+        return (values >= least).nonzero().view(-1)
+    # torch finds the maxima of chunks thirty times as fast as places.
+    chunks = values.view(-1, length)
+    rows = (chunks.amax(1) >= least).nonzero().view(-1)
+    places = (chunks[rows] >= least).nonzero()
+    return rows[places[:, 0]] * length + places[:, 1]
 
 
 def _is_unusual(scale: torch.Tensor) -> bool:

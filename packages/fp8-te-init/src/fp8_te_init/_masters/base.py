@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 import torch
 
 Kept = Literal["float32", "remainder"]
+Moments = Literal["float32", "fp8"]
 
 
 class Master(Protocol):

@@ -27,7 +27,10 @@ _Escapes = tuple[torch.Tensor, torch.Tensor]
 def can_be_joined(parameter: torch.Tensor) -> bool:
     """Return whether the master of a parameter can be kept in three bytes: that of an FP8 weight of this package."""
     primary = primary_of(parameter)
-    return primary is not None and primary.is_all_of_its_storage and primary.ndim == primary.state.codes.ndim
+    if primary is None or primary.shape != primary.state.own_codes.shape:
+        return False
+    # A rank may hold no row; nothing has an address then.
+    return primary.numel() == 0 or primary.is_all_of_its_storage
 
 
 class RemainderMaster:
@@ -64,6 +67,11 @@ class RemainderMaster:
         return primary.state
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether no other rank holds a part of a row that is held here."""
+        return self._state.geometry.dim == 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes beside the codes: three for each element, the list, and float32 values where they are whole for now."""
         listed = sum(places.nbytes + values.nbytes for places, values in filter(None, self._escapes))
@@ -91,7 +99,7 @@ class RemainderMaster:
         """Return the parts of the rows held here; one, which may be empty, where they are not to be cut."""
         shape = self._state.own_codes.shape
         # A weight that is cut along another dimension is not cut twice.
-        cut = self._in_parts and self._state.geometry.dim == 0
+        cut = self._in_parts and self.has_whole_rows
         rows = max(1, PART // max(1, shape[1:].numel())) if cut else max(1, shape[0])
         return [slice(start, min(start + rows, shape[0])) for start in range(0, max(1, shape[0]), rows)]
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
 from fp8_te_init._compat import dtensor_like, local_of
+from fp8_te_init._masters import moments
 from fp8_te_init._masters.remainder import RemainderMaster
 
 ELEMENTWISE = frozenset(
@@ -71,7 +72,8 @@ class PartSteps:
         Raises:
             Fp8Error: The optimizer changed the options of the group; nothing was stepped.
         """
-        state = _PartState(self._inner.state.get(master.key, {}), master.key)
+        fp8 = group.get("moments", "float32") == "fp8" and master.has_whole_rows
+        state = _PartState(self._inner.state.get(master.key, {}), master.key, fp8=fp8)
         parts = master.parts()
         for index, part in enumerate(parts):
             values = master.read(index)
@@ -115,45 +117,69 @@ class _PartState:
     Args:
         before: What the inner optimizer holds for the parameter.
         key: A tensor that is distributed like the parameter.
+        fp8: Whether it is to be in FP8 after the step.
     """
 
-    def __init__(self, before: dict[str, Any], key: torch.Tensor) -> None:
-        self._key, shape = key, local_of(key).shape
-        self._rows = {name: local_of(value) for name, value in before.items() if _has_shape(value, shape)}
-        self._before = {name: value for name, value in before.items() if name not in self._rows}
-        self._made: dict[str, torch.Tensor] = {}
-        self._result = dict(before)
+    def __init__(self, before: dict[str, Any], key: torch.Tensor, *, fp8: bool) -> None:
+        self._key, self._shape, self._fp8 = key, local_of(key).shape, fp8
+        held = {name: local_of(value) if isinstance(value, torch.Tensor) else value for name, value in before.items()}
+        self._rows = {name: value for name, value in held.items() if _has_rows(value, self._shape)}
+        self._before = {name: value for name, value in held.items() if name not in self._rows}
+        self._steps = int(held.get(moments.STEPS, 0)) + 1
+        self._written: dict[str, torch.Tensor] = {}
+        self._shared: dict[str, Any] = {}
 
     def of(self, part: slice) -> dict[str, Any]:
-        """Return the state of some rows: views, and copies of what all rows share."""
+        """Return the state of some rows: views or unpacked copies, and copies of what all rows share."""
         shared = {name: _copied(value) for name, value in self._before.items()}
-        return {**shared, **{name: rows[part] for name, rows in self._rows.items()}}
+        return moments.unpacked({**shared, **{name: rows[part] for name, rows in self._rows.items()}})
 
     def put_back(self, part: slice, after: dict[str, Any]) -> None:
         """Take over the state of some rows after their step."""
-        shape = local_of(self._key)[part].shape
+        shape = self._shape[1:]
         for name, value in after.items():
-            if name in self._before or not _has_shape(value, shape):
-                self._result[name] = value
+            if name in self._before or not _has_rows(value, torch.Size((part.stop - part.start, *shape)), same=True):
+                self._shared[name] = value
                 continue
-            mine = self._all_rows(name, value)[part]
-            if mine.data_ptr() != value.data_ptr():
-                mine.copy_(value)
+            for key, rows in (moments.packed(name, value, self._steps) if self._fp8 else {name: value}).items():
+                self._write(key, part, rows)
 
-    def _all_rows(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _write(self, name: str, part: slice, rows: torch.Tensor) -> None:
         # The first step makes state. It is not handed to the parts that follow: they have to make theirs.
-        if name not in self._rows and name not in self._made:
-            self._made[name] = value.new_zeros(local_of(self._key).shape)
-            self._result[name] = _distributed(self._made[name], self._key)
-        return self._rows[name] if name in self._rows else self._made[name]
+        if name not in self._written:
+            made = self._rows.get(name)
+            whole = rows.new_zeros((self._shape[0], *rows.shape[1:])) if made is None else made
+            self._written[name] = whole
+        mine = self._written[name][part]
+        if mine.data_ptr() != rows.data_ptr():
+            mine.copy_(rows)
 
     def result(self) -> dict[str, Any]:
         """Return the state of all rows after the step."""
-        return self._result
+        steps = {moments.STEPS: torch.tensor(float(self._steps))} if self._fp8 else {}
+        rows = {name: _distributed(value, self._key) for name, value in self._written.items()}
+        return {**self._shared, **steps, **rows}
 
 
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and local_of(value).shape == shape and value.ndim > 0
+def whole_state(state: dict[str, Any], key: torch.Tensor) -> dict[str, Any]:
+    """Return the state of a parameter in float32, for an optimizer that keeps it so.
+
+    Args:
+        state: What a checkpoint holds, in FP8 or not.
+        key: A tensor that is distributed like the parameter.
+    """
+    if not moments.is_packed(state):
+        return state
+    local = {name: local_of(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    unpacked, shape = moments.unpacked(local), local_of(key).shape
+    return {name: _distributed(v, key) if _has_rows(v, shape) else v for name, v in unpacked.items()}
+
+
+def _has_rows(value: Any, shape: torch.Size, *, same: bool = False) -> bool:
+    """Return whether a value has a row for each row of a parameter: of its shape, or of exponents of its blocks."""
+    if not isinstance(value, torch.Tensor) or value.ndim != len(shape):
+        return False
+    return value.shape == shape or (not same and value.dtype == torch.uint8 and value.shape[:-1] == shape[:-1])
 
 
 def _copied(value: Any) -> Any:
@@ -161,4 +187,10 @@ def _copied(value: Any) -> Any:
 
 
 def _distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return dtensor_like(like, local).requires_grad_(False) if isinstance(like, DTensor) else local
+    if not isinstance(like, DTensor):
+        return local
+    if local.shape == local_of(like).shape:
+        return dtensor_like(like, local).requires_grad_(False)
+    shape = torch.Size((*like.shape[:-1], local.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
