@@ -281,8 +281,13 @@ def measure(case: Case, capability: int, **changes: Any) -> Figures:
     )
 
 
-def failures(figures: Figures) -> list[str]:
-    """Return what is wrong with a compiled case; nothing if it passes every gate."""
+def failures(figures: Figures, *, slack: float = 1.0) -> list[str]:
+    """Return what is wrong with a compiled case; nothing if it passes every gate.
+
+    Args:
+        figures: What was counted.
+        slack: How many times the issue budget is allowed.
+    """
     case, sass, ptx = figures.case, figures.sass, figures.compiled.ptx
     ideal = case.read + case.written
     budget = INSTRUCTIONS_PER_BYTE[figures.capability] * ISSUE_SHARE[figures.capability] * ideal
@@ -295,7 +300,7 @@ def failures(figures: Figures) -> list[str]:
         f"moves {figures.wide_bytes:.2f} bytes per element, ideal {ideal:.2f}": figures.wide_bytes > 1.1 * ideal
         and ideal > 0,
         f"{figures.instructions:.1f} instructions per element, budget {budget:.1f}": case.memory_bound
-        and figures.instructions > budget,
+        and figures.instructions > slack * budget,
         "uses float64": sass.count("D(ADD|MUL|FMA|SETP)|MUFU.*64") > 0 or ".f64" in ptx,
         "divides approximately": re.search(r"\b(div|rcp)\.(full|approx)", ptx) is not None,
         "flushes subnormals": ".ftz" in ptx,
