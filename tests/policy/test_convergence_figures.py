@@ -1,4 +1,4 @@
-"""What the documents say of convergence equals benchmarks/results/convergence.json, and names the number of seeds."""
+"""What the documents say of convergence equals benchmarks/results/convergence.json, and names its number of seeds."""
 
 import json
 import re
@@ -58,8 +58,9 @@ def test_the_sentences_on_masters_from_codes_and_from_copies_are_those_of_eight_
     assert f"masters from the copy at {statistics.mean(copies):.2f} ± {own}" in guide
     assert f"(from {min(copies):.2f} to {max(copies):+.2f} %)" in guide
     words = {4: "four", 5: "five", 6: "six", 7: "seven"}
-    said = f"Over eight seeds they end between {low} % below and {high} % above float32, {words[above]} of eight"
-    assert said in page
+    assert (
+        f"Over eight seeds they end between {low} % below and {high} % above float32, {words[above]} of eight" in page
+    )
     assert f"above: {mean} on average" in page
 
 

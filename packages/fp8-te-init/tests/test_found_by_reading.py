@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fp8_te_init as fti
 from fp8_common import CastRecipe
 from fp8_te_init._backends.te_hooks import _post_all_gather
-from fp8_te_init._sources import ResidualSource, Rows
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources import ResidualSource
 from fp8_te_init._sources.residual import place_dtype
 
 WHOLE = torch.Size([6, 4])

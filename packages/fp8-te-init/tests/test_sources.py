@@ -12,7 +12,8 @@ from fp8_common import Fp8Error, decode, random_bits
 from fp8_te_init._kept_in_module import kept_for
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._parameters import fp8_weights
-from fp8_te_init._sources import ReplaySource, ResidualSource, Rows
+from fp8_te_init._rows import Rows
+from fp8_te_init._sources import ReplaySource, ResidualSource
 from fp8_te_init._sources.dither import dithered
 from fp8_te_init._sources.philox import PhiloxSource, key_of, uniforms
 from fp8_te_init._sources.residual import from_ordinal, ordinal

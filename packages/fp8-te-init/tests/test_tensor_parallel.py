@@ -399,7 +399,7 @@ def facts(model, optimizer):
     state, found = model.state_dict(), {}
     for name, layer in layers(model).items():
         found[name] = (
-            whole_of(state[f"{name}.weight"]).view(torch.uint8),
+            whole_of(state[f"{name}.weight"]).view(torch.uint8).clone(),
             state[f"{name}.weight_quant_scale"].clone(),
             whole_of(optimizer.master_of(layer.weight)).clone(),
         )
