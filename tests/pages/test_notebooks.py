@@ -8,7 +8,7 @@ import pytest
 from tests.pages import notebooks, programs
 
 SAID = {
-    "torch_fsdp": [r"fp8", r"loss (\S+) -> (\S+)", r"0/input/"],
+    "torch_fsdp": [r"0.weight +float8_e4m3fn", r"loss (\S+) -> (\S+)", r"0/input/"],
     "jax_owg": [r"loss (\S+) -> (\S+)", r"jax.grad records 11, owg.grad 5"],
     "te_init": [r"from copy: error 0.00 %", r"from dequant: error 2\.\d\d %", r"loss (\S+) -> (\S+);"],
 }
