@@ -1,6 +1,7 @@
 """Tensor-parallel FP8 weights under torch's own styles, alone and under FSDP2: the numbers of the unsharded weight."""
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -48,9 +49,9 @@ class Net(nn.Module):
         return self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-def net(recipe, preserve="cpu", dtype=torch.float32, seed=0, device="cpu", **options):
+def net(recipe, preserve="cpu", dtype=torch.float32, seed=0, device="cpu"):
     torch.manual_seed(seed)
-    with torch.device(device), fti.primary_weights(recipe, preserve=preserve, **options):
+    with torch.device(device), fti.primary_weights(recipe, preserve=preserve):
         return Net(widths(recipe), dtype)
 
 
@@ -61,10 +62,9 @@ def mesh_of(ranks):
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def parallel(model, ranks, **options):
+def parallel(model, ranks):
     mesh = mesh_of(ranks)
-    plan = {"up": ColwiseParallel(**options), "down": RowwiseParallel(**options)}
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if ranks[0] is not None:
         for layer in (model.up, model.down):
             fully_shard(layer, mesh=mesh["dp"])
@@ -85,8 +85,7 @@ def has_slices_of(model, whole):
     unlike = []
     for name, layer in layers(model).items():
         primary, reference = local_of(layer.weight), layers(whole)[name].weight
-        wanted = reference.state.codes[place_of(layer.weight).inside()]
-        if not torch.equal(primary.quantized_rows.codes(), wanted):
+        if not torch.equal(primary.quantized_rows.codes(), slice_of(reference.state.codes, layer.weight)):
             unlike.append(f"codes of {name}")
         if not torch.equal(primary.scale, reference.scale):
             unlike.append(f"scale of {name}")
@@ -111,30 +110,27 @@ def cut_and_stepped(rank, world_size, ranks, recipe, dtype):
         torch.equal(
             local_of(optimizer.master_of(mine.weight)), slice_of(reference.master_of(theirs.weight), mine.weight)
         )
-        for mine, theirs in zip(layers(model).values(), layers(whole).values(), strict=True)
+        for mine, theirs in both_layers(model, whole)
     ]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for (_, mine), (_, theirs) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
             theirs.grad = torch.randn(theirs.shape, generator=generator).to(dtype)
-            placed = isinstance(mine, DTensor)
-            mine.grad = distribute_like(theirs.grad, mine) if placed else theirs.grad.clone()
+            mine.grad = distribute_like(theirs.grad, mine) if isinstance(mine, DTensor) else theirs.grad.clone()
         optimizer.step()
         reference.step()
         unlike.append(has_slices_of(model, whole))
     exact = all(
         torch.equal(whole_of(optimizer.master_of(mine.weight)), reference.master_of(theirs.weight))
-        for mine, theirs in zip(layers(model).values(), layers(whole).values(), strict=True)
+        for mine, theirs in both_layers(model, whole)
     )
     return unlike, masters, set(report.sources.values()), exact, optimizer.reductions
 
 
 def distribute_like(value, like):
     """Return a DTensor of any placements, FSDP2's on top of tensor parallelism too, from a whole tensor."""
-    own = slice_of(value, like).clone()
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    whole = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(slice_of(value, like).clone(), like.device_mesh, like.placements, **whole)
 
 
 def whole_of(tensor):
@@ -225,8 +221,8 @@ def trained(rank, world_size, ranks, recipe, dtype):
     twin = parallel(twin_of(net(recipe, dtype=dtype), recipe, dtype), ranks)
     low = dtype == torch.bfloat16
     optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2, round_through_dtype=low)
-    make = (lambda p: fti.MasterOptimizer(torch.optim.AdamW, p, lr=1e-2)) if low else None
-    reference = make(twin.parameters()) if make else torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    kind = [fti.MasterOptimizer, torch.optim.AdamW] if low else [torch.optim.AdamW]
+    reference = kind[0](*kind[1:], twin.parameters(), lr=1e-2)
     fti.seed_masters(optimizer, model)
     losses = []
     for step in range(4):
@@ -239,10 +235,9 @@ def trained(rank, world_size, ranks, recipe, dtype):
             each.step()
             each.zero_grad()
         losses.append([loss.item() for loss in both])
-    model.eval()
     same = all(
         torch.equal(local_of(optimizer.master_of(mine.weight)), local_of(trains(reference, theirs.weight)))
-        for mine, theirs in zip(layers(model).values(), layers(twin).values(), strict=True)
+        for mine, theirs in both_layers(model, twin)
     )
     return losses, same
 
@@ -309,10 +304,10 @@ def deferred(rank, world_size, ranks, recipe):
     unlike = has_slices_of(model, whole)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     fti.seed_masters(optimizer, model)
-    starts = [layer.weight.get_high_precision_init_val() for layer in layers(whole).values()]
-    biases = [torch.equal(whole_of(layer.bias), other.bias) for layer, other in both_layers(model, whole)]
-    masters = [optimizer.master_of(layer.weight) for layer in layers(model).values()]
-    return unlike, [torch.equal(whole_of(m), start) for m, start in zip(masters, starts, strict=True)], biases
+    both = list(both_layers(model, whole))
+    biases = [torch.equal(whole_of(layer.bias), other.bias) for layer, other in both]
+    masters = [(optimizer.master_of(layer.weight), other.weight.get_high_precision_init_val()) for layer, other in both]
+    return unlike, [torch.equal(whole_of(master), start) for master, start in masters], biases
 
 
 def both_layers(model, whole):
@@ -333,16 +328,14 @@ def other_weights(rank, world_size, preserve):
     parallel(model, (None, 2))
     unlike = has_slices_of(model, first)
     third, assigned = net("tensorwise", seed=9), net("tensorwise", preserve, seed=9)
-    mesh = mesh_of((None, 2))["tp"]
     torch.manual_seed(3)
     values = torch.randn(43, 24)
-    assigned.up.weight = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    assigned.up.weight = nn.Parameter(distribute_tensor(values, mesh_of((None, 2)), [Shard(0)]))
     with torch.no_grad():
         third.up.weight.copy_(values)
     agree_on_waiting(assigned.up.weight)
-    rows = local_of(assigned.up.weight).quantized_rows
-    wanted = third.up.weight.state.codes[place_of(assigned.up.weight).inside()]
-    return unlike, torch.equal(rows.codes(), wanted)
+    taken = slice_of(third.up.weight.state.codes, assigned.up.weight)
+    return unlike, torch.equal(local_of(assigned.up.weight).quantized_rows.codes(), taken)
 
 
 @pytest.mark.parametrize("preserve", ["cpu", "none"])
@@ -358,8 +351,7 @@ def edited(rank, world_size, ranks):
         for mine, theirs in both_layers(model, whole):
             for layer in (mine, theirs):
                 layer.weight.mul_(1.5)
-    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
-    model(x)
+    model(torch.ones(4, 24))
     if ranks[0] is not None:
         model.reshard()
     return has_slices_of(model, whole)
@@ -382,7 +374,7 @@ def started(ranks, recipe, seed=0):
     return model, optimizer
 
 
-def one_step(model, optimizer, ranks):
+def one_step(model, optimizer):
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
     model(x).square().mean().backward()
     optimizer.step()
@@ -408,7 +400,7 @@ def facts(model, optimizer):
 
 def saved(rank, world_size, ranks, recipe, folder):
     model, optimizer = started(ranks, recipe)
-    one_step(model, optimizer, ranks)
+    one_step(model, optimizer)
     dcp.save(states_of(model, optimizer), checkpoint_id=folder)
     return facts(model, optimizer)
 
@@ -419,7 +411,7 @@ def loaded(rank, world_size, ranks, recipe, folder):
     dcp.load(states, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     found = facts(model, optimizer)
-    one_step(model, optimizer, ranks)  # and it goes on
+    one_step(model, optimizer)  # and it goes on
     return found
 
 
@@ -442,8 +434,7 @@ def test_checkpoints_load_on_other_meshes(run_ranks, pair, recipe, tmp_path):
 def full_states(rank, world_size, ranks, recipe):
     model, optimizer = started(ranks, recipe)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    file = io.BytesIO()
-    torch.save(full, file)
+    torch.save(full, io.BytesIO())
     whole, reference = started(None, recipe)
     complete = not full or all(
         torch.equal(full[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
@@ -461,7 +452,7 @@ def full_states(rank, world_size, ranks, recipe):
 @pytest.mark.matrix("each", ranks=[(2, 2), (None, 2)], recipe=RECIPES[:3])
 def test_full_state_dicts_and_exports_have_the_bits_of_the_unsharded_model(run_ranks, ranks, recipe):
     results = run_ranks(world_of(ranks), full_states, ranks, recipe)
-    elements = sum(a * b for a, b in zip(widths(recipe)[:-1], widths(recipe)[1:], strict=True))
+    elements = sum(a * b for a, b in itertools.pairwise(widths(recipe)))
     for complete, unlike, same, _ in results:
         assert complete
         assert not unlike
@@ -485,8 +476,6 @@ def refused(rank, world_size):
         odd = nn.Linear(136, 136)
     note("blocks by rows", lambda: parallelize_module(odd, mesh, ColwiseParallel()))
     note("blocks by columns", lambda: parallelize_module(odd, mesh, RowwiseParallel()))
-    plain_input = parallel(net("tensorwise"), (None, 2))
-    weight = plain_input.up.weight
     with fti.primary_weights():
         replicated = nn.Linear(8, 8)
     replicated.weight = nn.Parameter(distribute_tensor(replicated.weight, mesh, [Replicate()]))
@@ -498,11 +487,11 @@ def refused(rank, world_size):
     old = fti.MasterOptimizer(torch.optim.SGD, (late := net("tensorwise")).parameters(), lr=0.1)
     parallel(late, (None, 2))
     note("an optimizer of before", old.step)
-    return told, isinstance(weight, DTensor)
+    return told
 
 
 def test_what_cannot_be_cut_or_computed_is_refused_on_all_ranks(run_ranks):
-    for told, _ in run_ranks(2, refused):
+    for told in run_ranks(2, refused):
         assert "cut a weight (136, 136) every 68 rows, inside of the 128x128 blocks" in told["blocks by rows"]
         assert "every 68 columns" in told["blocks by columns"]
         assert "got a plain tensor" in told["a plain input"]
