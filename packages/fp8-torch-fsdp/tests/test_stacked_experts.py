@@ -387,6 +387,13 @@ def test_delayed_scaling_is_refused_and_can_be_left_to_others():
     assert low.experts.fp8_config.recipe.name == "tensorwise"
 
 
+def test_layers_without_a_weight_yet_are_no_obstacle():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(8))
+    low = f8.convert_to_float8_training(model, module_filter_fn=["0"])
+    assert isinstance(low[0], f8.Float8Linear)
+    assert f8.float8_conversion_report(low).bytes == (16 * 16 + 16) * 2
+
+
 def test_a_layout_that_does_not_fit_is_refused():
     wrong = {Experts: f8.ExpertLayout(forward=forward, weights=("up", "side"))}
     with pytest.raises(Fp8Error, match=r"got up \[3, 48, 32\], side missing"):

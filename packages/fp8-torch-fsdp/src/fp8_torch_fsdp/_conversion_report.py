@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8_torch_fsdp._conv1d import is_conv1d
 from fp8_torch_fsdp._expert_layouts import layout_of
@@ -95,13 +96,13 @@ def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype =
 
     Returns:
         One entry for each class of modules and fate of its parameters. A parameter that several modules share is
-        counted where it is found first.
+        counted where it is found first, lazy ones without a shape not at all.
     """
     choosers, seen = routers(model, {}), set[int]()
     count, size, gathered = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
+            if parameter is None or is_lazy(parameter) or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             key = _original_name(module), _why_wide(module, name, parameter, module in choosers)

@@ -7,6 +7,7 @@ is about a thousandth of the experts' weights.
 from collections.abc import Iterator, Mapping
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8_torch_fsdp._expert_layouts import ExpertLayout, layout_of
 from fp8_torch_fsdp._experts import Float8Experts
@@ -59,13 +60,14 @@ def stacked_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     if isinstance(module, nn.modules.conv._ConvNd):
         return
     for parameter in module._parameters.values():
-        # [1, n, features] are positions and queries that are learned
-        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point() and min(parameter.shape) > 1:
+        if parameter is None or is_lazy(parameter) or parameter.ndim != 3 or not parameter.is_floating_point():
+            continue
+        if min(parameter.shape) > 1:  # [1, n, features] are positions and queries that are learned
             yield parameter
 
 
 def _out_features(module: nn.Module) -> int:
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or isinstance(module, nn.Embedding):
+    if weight is None or is_lazy(weight) or weight.ndim != 2 or isinstance(module, nn.Embedding):
         return 0
     return weight.shape[0]
