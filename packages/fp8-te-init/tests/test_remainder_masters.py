@@ -238,6 +238,16 @@ def test_rounding_through_bfloat16():
     assert_same(*runs[0][:2], *runs[1][:2])
 
 
+def test_rounding_through_float16_subnormals():
+    """They are as far from a number as the number is large, so that its code says nothing of its exponent."""
+    net = model(dtype=torch.float16)
+    optimizer = optimizer_for(net, "momentum", round_through_dtype=True)
+    values = torch.logspace(-12, -6.5, 40 * 24).view(40, 24)
+    optimizer.set_master(net[0].weight, values)
+    optimizer.write_back(step=False)
+    assert torch.equal(optimizer.master_of(net[0].weight), values)
+
+
 def test_an_error_in_a_step_leaves_codes_in_their_places():
     class Fails(torch.optim.SGD):
         fail = False

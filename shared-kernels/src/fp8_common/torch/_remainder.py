@@ -57,16 +57,20 @@ def join_lower_bytes(
     return bits.view(torch.float32)
 
 
-def not_joined(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+def not_joined(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, fmt: Format, *, everywhere: bool = False
+) -> torch.Tensor:
     """Return the places int64 [k], row-major, where `x` is not what `join_lower_bytes` gives back, bit for bit.
 
     Args:
         x: float32, contiguous.
-        codes: What `x` rounds to with `scale`: nothing between the code 0 and the largest one can fail then.
+        codes: uint8 of the shape of `x`.
         scale: float32 into FP8, broadcastable to `x`.
         fmt: The FP8 format.
+        everywhere: Look at all elements. Otherwise codes have to be what `x` rounds to with `scale`: nothing between
+            the code 0 and the largest one can fail then.
     """
-    if _is_unusual(scale):
+    if everywhere or _is_unusual(scale):
         places = torch.arange(x.numel(), device=x.device)
     else:
         places = _places_from(_codes_less_one(codes), fmt.max_code - 1)

@@ -93,7 +93,11 @@ class RemainderMaster:
         """Keep float32 values from now on, until the next `store`: the codes are about to become others."""
         if self._whole is None:
             self._whole = self.values()
-            self._waiting.clear()
+            self._forget_bytes()
+
+    def _forget_bytes(self) -> None:
+        self._waiting.clear()
+        self._escapes, self._keys = [None] * len(self._escapes), None
 
     def parts(self) -> list[slice]:
         """Return the parts of the rows held here; one, which may be empty, where they are not to be cut."""
@@ -148,7 +152,7 @@ class RemainderMaster:
         if self._waiting:
             self.restore()
         self._whole = values.reshape(self._low.shape).to(self._low.device, torch.float32, copy=True)
-        self._keys = None
+        self._forget_bytes()
         self.compact()
 
     def compact(self) -> None:
@@ -215,8 +219,10 @@ class RemainderMaster:
         state.own_codes[part] = codes
         if self._whole is not None:
             self._low[part], self._high[part] = dispatch.lower_bytes(values)
-        places = dispatch.not_joined(values, codes, self._scale_of(part), state.cast.fp8_format)
-        listed = (places.to(torch.int32), values.view(-1)[places])
+        # What was rounded before may be far from its code: float16 has subnormals where float32 has none.
+        scale, fmt = self._scale_of(part), state.cast.fp8_format
+        places = dispatch.not_joined(values, codes, scale, fmt, everywhere=self._rounded)
+        listed = (places.to(torch.int32 if values.numel() < 1 << 31 else torch.int64), values.view(-1)[places])
         self._escapes[index] = listed if places.numel() else None
 
     def _cast(self, part: slice, values: torch.Tensor) -> torch.Tensor:
