@@ -19,7 +19,7 @@ from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._grouped_products import multiply_over_rows, multiply_rows, multiply_wide
 from fp8_common.torch._linear_config import LinearConfig
 from fp8_common.torch._multiply import ProductOptions, multiply, should_emulate
-from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand
+from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand, turned
 from fp8_common.torch._row_groups import RowGroups
 
 
@@ -230,7 +230,7 @@ def _grad_input(
             grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
         else:
             grad_operand = groups.cast_folded(grad, weight.scale_inv[..., 0], layer.config.grad_output)
-        weight = Operand(weight.codes.mT, torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
+        weight = Operand(turned(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
     else:
         grad_operand = shared or layer.cast("grad_output", grad, record=False, groups=groups)
         weight = weight.transposed()

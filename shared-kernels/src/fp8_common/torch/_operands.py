@@ -51,8 +51,8 @@ class Operand:
     def transposed(self) -> "Operand":
         """Return the matrix with its other dimension contracted; scales must be a scalar or square blocks."""
         block = None if self.block is None else (self.block[1], self.block[0])
-        scale_inv = self.scale_inv.mT if self.scale_inv.ndim >= 2 else self.scale_inv
-        return Operand(self.codes.mT, scale_inv, self.fmt, block)
+        scale_inv = turned(self.scale_inv) if self.scale_inv.ndim >= 2 else self.scale_inv
+        return Operand(turned(self.codes), scale_inv, self.fmt, block)
 
 
 class ScaleState(Protocol):
@@ -137,3 +137,9 @@ def cast_tensorwise(
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x as the kernels read it; the references on CPU read columns as fast."""
     return x.contiguous() if x.is_cuda else x
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Return a matrix, or each of a stack, with its last two dimensions exchanged."""
+    # of a matrix not `mT`, which compilers trace as another operator than `t`, and save other tensors for
+    return x.t() if x.ndim == 2 else x.mT
