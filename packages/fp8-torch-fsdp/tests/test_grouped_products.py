@@ -181,7 +181,7 @@ def test_inputs_of_another_shape_are_refused():
         low(torch.randn(6, 15), ends)
     with pytest.raises(Fp8Error, match=r"must be a matrix \[rows, features\], got \(2, 3, 16\)"):
         low(torch.randn(2, 3, 16), ends)
-    with pytest.raises(Fp8Error, match="'other' is no weight of these experts"):
+    with pytest.raises(Fp8Error, match="'other' is no weight of this module"):
         low.grouped_product("other", torch.randn(6, 16), ends)
 
 

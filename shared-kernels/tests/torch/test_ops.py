@@ -18,6 +18,7 @@ from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _fused_ops as fused_ops
+from fp8_common.torch import _grouped_products as grouped_products
 from fp8_common.torch import _ops as ops
 
 POLICY = ops.policy_key(f8.CANONICAL)
@@ -25,6 +26,10 @@ X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
 ONE = torch.tensor(2.0)
 CODES = f8t.quantize(X, ONE, "e4m3").view(torch.uint8)
 BITS = torch.arange(160, dtype=torch.int32).reshape(4, 40)
+# two groups of two rows, each with a weight of its own
+GROUPS = torch.tensor([2, 4], dtype=torch.int32)
+WEIGHTS = f8t.quantize(torch.linspace(-2, 2, 2 * 8 * 40).reshape(2, 8, 40), ONE, "e4m3").view(torch.uint8)
+EMULATED = [True, False, False, False]
 
 OPERATORS = {
     "amax": (X, None, False),
@@ -53,13 +58,25 @@ OPERATORS = {
     "quantize_philox": (X, ONE, 5, 0, "e4m3"),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
+    "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
+    "grouped_product": (
+        *(CODES, torch.ones(2), "e4m3", []),
+        *(WEIGHTS, torch.ones(2), "e4m3", []),
+        *(GROUPS, False, torch.bfloat16, EMULATED),
+    ),
+    "grouped_product_between_rows": (
+        *(CODES, torch.ones(2), "e4m3", []),
+        *(f8t.quantize(X[:, :16], ONE, "e5m2").view(torch.uint8), torch.ones(2), "e5m2", []),
+        *(GROUPS, True, torch.float32, EMULATED),
+    ),
+    "grouped_wide_product": (X, X[:, :16], GROUPS),
     "delayed_update": (torch.ones(3, 2), torch.ones(2), torch.ones(2), "e4m3,e5m2", ops.policy_key(te_delayed())),
 }
 
 
 def operator_of(case):
     """Return the operator's name: variants carry a suffix."""
-    return case.removesuffix("_over_rows").removesuffix("_with_prev")
+    return case.removesuffix("_over_rows").removesuffix("_with_prev").removesuffix("_between_rows")
 
 
 @pytest.mark.parametrize("case", OPERATORS)
@@ -69,7 +86,7 @@ def test_opcheck(case):
 
 
 def test_every_operator_is_checked():
-    assert fused_ops.NAMESPACE == "fp8_common"
+    assert fused_ops.NAMESPACE == grouped_products.NAMESPACE == "fp8_common"
     defined = {
         name.removeprefix("fp8_common::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
