@@ -97,7 +97,8 @@ class RemainderMaster:
 
     def _forget_bytes(self) -> None:
         self._waiting.clear()
-        self._escapes, self._keys = [None] * len(self._escapes), None
+        self._escapes[:] = [None] * len(self._escapes)
+        self._keys = None
 
     def parts(self) -> list[slice]:
         """Return the parts of the rows held here; one, which may be empty, where they are not to be cut."""
