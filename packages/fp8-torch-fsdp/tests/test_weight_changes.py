@@ -2,9 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from fp8_common import Fp8StaleError
 from fp8_torch_fsdp._sync_member import flags_of, names_of_partial_changes
+from fp8_torch_fsdp._sync_plan import SyncPlan
 from fp8_torch_fsdp._weight_state import WeightChanges
 
 
@@ -57,3 +60,40 @@ def test_what_some_ranks_changed_is_named():
     assert names_of_partial_changes(here, flags, steps=False) == ["b"]
     assert names_of_partial_changes(here, flags, steps=True) == ["b", "c"]
     assert flags[0].tolist() == [1, 1, 1, 0]
+
+
+class FlagsOnAGpu(torch.Tensor):
+    """Flags on a CPU that say they are on a GPU, for the branch that must not wait for one."""
+
+    device = torch.device("cuda")
+
+
+class Recorded:
+    """A CUDA event of a copy that has arrived."""
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def plan_without_model():
+    plan = object.__new__(SyncPlan)
+    plan._unchecked = []
+    return plan
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_on_a_gpu_all_ranks_raise_for_an_edit_on_one_in_the_same_synchronization(monkeypatch, quiet):
+    """The rank with the edit does not wait for the flags, the other may; still neither raises before the other."""
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    here, there = [member("w", stale=True, edit=True)], [member("w")]
+    flags = torch.maximum(flags_of(here), flags_of(there)).view(4, -1).as_subclass(FlagsOnAGpu)
+    plans = [plan_without_model(), plan_without_model()]
+    changed = [plan._changed(own, flags, quiet) for plan, own in zip(plans, (here, there), strict=True)]
+    # Inside of an accumulation window the rank without the edit does not hear of it: an error follows on both.
+    assert changed == [[True], [not quiet]]
+    for plan in plans:
+        with pytest.raises(Fp8StaleError, match=r"on some ranks only.*: w"):
+            plan._raise_for_partial_edits()
