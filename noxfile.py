@@ -33,7 +33,6 @@ UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
 INTERPRETED = ("shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter", CONFORMANCE)
 # what every test needs; the first asks for triton, which no plugin does
 EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
-ON_PYTHON_3_12 = ["shared-kernels/tests/numpy", "shared-kernels/tests/jax", "packages/fp8-jax-owg/tests"]
 
 
 # ---------------------------------------------------------------- what runs by default
@@ -186,9 +185,11 @@ def latest(session: nox.Session) -> None:
 
 @nox.session(python=select_pyenv_interpreter("3.12"))
 def py312(session: nox.Session) -> None:
-    """Run the NumPy and JAX parts on Python 3.12 with the newest JAX; after `-- maxtext` MaxText's own layers."""
-    install(session, "fp8-common[jax]", "fp8-jax-owg", groups=["test"], constraints=None)
-    maxtext(session) if session.posargs == ["maxtext"] else run_tests(session, paths=ON_PYTHON_3_12, examples=False)
+    """Run every test on Python 3.12 with the newest versions; after `-- maxtext` MaxText's own layers."""
+    for_maxtext = session.posargs == ["maxtext"]
+    packages = ("fp8-common[jax]", "fp8-jax-owg") if for_maxtext else EVERYTHING
+    install(session, *packages, groups=["test", "demo", "examples"], constraints=None)
+    maxtext(session) if for_maxtext else run_tests(session)
 
 
 @nox.session
