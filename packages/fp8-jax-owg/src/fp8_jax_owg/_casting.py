@@ -11,7 +11,7 @@ from jax import lax
 
 from fp8_common import Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax.plugin import quantize_to_codes
+from fp8_common.jax.plugin import divide_nearest, quantize_to_codes
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
@@ -119,7 +119,7 @@ def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, po
     scale = amax_to_scale(greatest, fmt, policy)
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
     # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
-    scale_inv = lax.div(jnp.ones_like(scale), scale)
+    scale_inv = divide_nearest(1.0, scale)
     if axes is None:
         scale, scale_inv = computed_once(scale, scale_inv)
     return Operand(quantize_to_codes(x, scale, fmt), scale_inv, None)

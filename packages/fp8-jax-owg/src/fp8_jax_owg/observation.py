@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
-from fp8_common.jax.plugin import float_key
+from fp8_common.jax.plugin import divide_nearest, float_key
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
@@ -56,11 +56,11 @@ def used_scale(
     # plain `jax.grad` leaves zeros as they travel, slightly below zero: as integers they are less than zero, too
     entries = from_bits(jnp.maximum(to_bits(history), 0))
     seen = jnp.broadcast_to(entries[0] if policy.algo == "most_recent" else amax(entries, axis=0), scale.shape)
-    into = amax_to_scale(seen, fmt, policy, prev=1 / stored)
+    into = amax_to_scale(seen, fmt, policy, prev=divide_nearest(1.0, stored))
     key = float_key(seen)
     keeps = ((key == 0) & (policy.zero == "previous")) | (~jnp.isfinite(seen) & (policy.nonfinite == "previous"))
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
-    return into, jnp.where(keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else 1 / into)
+    return into, jnp.where(keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else divide_nearest(1.0, into))
 
 
 def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ result is assembled by integer rounding. Nothing here depends on whether the har
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fp8_common._amax import INF_KEY, KEY_MASK, MIN_NORMAL_KEY
@@ -106,30 +105,3 @@ def _small_product(values: jax.Array, significand: jax.Array, exponent: jax.Arra
     half = lax.shift_left(jnp.int32(1), shift - 1)
     odd = lax.shift_right_logical(product, shift) & jnp.int32(1)
     return lax.shift_right_logical(product + (half - 1) + odd, shift)
-
-
-def divide(numerator: float, denominator: jax.Array) -> jax.Array:
-    """Return RN32(numerator / denominator), exact where the denominator is subnormal or zero.
-
-    Args:
-        numerator: Positive normal float32 of at least 2^-20, so that these quotients are huge.
-        denominator: float32, any shape, not negative.
-
-    Returns:
-        float32; quotients below 2^-126 may come out as zero.
-    """
-    key = float_key(denominator)
-    small = key < MIN_NORMAL_KEY
-    usable = jnp.where(small, key.astype(jnp.float32), denominator)
-    # lax.div of equal shapes behind a barrier: XLA would turn a division by a broadcast or a constant into a
-    # product with its reciprocal, which rounds twice.
-    quotient = lax.div(jnp.full_like(usable, np.float32(numerator)), lax.optimization_barrier(usable))
-    raised = _times_2_to_149(quotient)
-    return jnp.where(small, raised, quotient)
-
-
-def _times_2_to_149(x: jax.Array) -> jax.Array:
-    """Return positive normal x * 2^149, infinity on overflow; by bits, because 2^149 is no float32."""
-    bits = to_bits(x)
-    overflows = (bits >> 23) + 149 >= 255
-    return from_bits(jnp.where(overflows, jnp.int32(INF_KEY), bits + jnp.int32(149 << 23)))

@@ -23,8 +23,8 @@ from fp8_common.jax._arrays import (
     from_bits,
     to_bits,
 )
+from fp8_common.jax._division import divide, divide_nearest
 from fp8_common.jax._e8m0 import amax_to_e8m0, e8m0_to_scale
-from fp8_common.jax._products import divide
 
 
 def amax_to_scale(
@@ -99,8 +99,7 @@ def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: Sca
 @partial(jax.jit, static_argnames=("fmt", "policy"), inline=True)
 def _descale(amax: jax.Array, *, fmt: Format, policy: ScalePolicy) -> jax.Array:
     value = _at_least_eps(float_key(lax.stop_gradient(amax)), policy)
-    # Behind a barrier, or XLA multiplies by the reciprocal of the constant.
-    descale = lax.div(value, lax.optimization_barrier(jnp.full_like(value, np.float32(fmt.max))))
+    descale = divide_nearest(value, jnp.full_like(value, np.float32(fmt.max)))
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 
 
@@ -125,7 +124,7 @@ def _subnormal_reciprocal_bits(key: jax.Array) -> jax.Array:
     significand = (key & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)
     # 2^(299-field) for the only two exponent fields above 2^126, 253 and 254.
     numerator = jnp.where(key >> 23 == 254, jnp.float32(2.0**45), jnp.float32(2.0**46))
-    estimate = lax.div(numerator, lax.optimization_barrier(significand.astype(jnp.float32))).astype(jnp.int32)
+    estimate = divide_nearest(numerator, significand.astype(jnp.float32)).astype(jnp.int32)
     twice_left = -2 * estimate * significand
     above, below = twice_left > significand, twice_left < -significand
     return estimate + above.astype(jnp.int32) - below.astype(jnp.int32)
@@ -140,9 +139,7 @@ def _stays_normal(policy: ScalePolicy) -> bool:
 def _normal_scale(key: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
     """Return the limited quotient of amax given by its bits: a subnormal amax gives the upper limit, as 2^-126 does."""
     amax = from_bits(jnp.maximum(key, jnp.int32(MIN_NORMAL_KEY)))
-    # Behind a barrier: XLA would turn a division by a broadcast into a product with its reciprocal.
-    quotient = lax.div(jnp.full_like(amax, np.float32(fmt.max * 2.0**-policy.margin)), lax.optimization_barrier(amax))
-    return _limit(quotient, policy)
+    return _limit(divide_nearest(fmt.max * 2.0**-policy.margin, amax), policy)
 
 
 def _at_least_eps(key: jax.Array, policy: ScalePolicy) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What plugins need of `fp8_common.jax` beside the public names: keys, casts by known scales, axes of `shard_map`.
+"""What plugins need of `fp8_common.jax` beside the public names: keys, casts by known scales, exact division, axes.
 
 Nothing else of `fp8_common.jax` is for plugins: modules and names with an underscore change without notice.
 """
@@ -6,6 +6,7 @@ Nothing else of `fp8_common.jax` is for plugins: modules and names with an under
 from fp8_common.jax._arrays import float_key
 from fp8_common.jax._compat import vary_alike, varying_axes
 from fp8_common.jax._dispatch import quantize_to_codes
+from fp8_common.jax._division import divide_nearest
 from fp8_common.jax._quantize import multiply_back
 
-__all__ = ["float_key", "multiply_back", "quantize_to_codes", "vary_alike", "varying_axes"]
+__all__ = ["divide_nearest", "float_key", "multiply_back", "quantize_to_codes", "vary_alike", "varying_axes"]
