@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
+from fp8_torch_fsdp._sync_plan import SyncPlan
 
 pytestmark = pytest.mark.distributed
 
@@ -247,3 +249,55 @@ def test_an_edit_in_an_accumulation_window_is_seen_or_refused_on_all_ranks(run_r
     messages = run_ranks(2, edit_in_a_window, [1])
     assert messages[0] == messages[1]
     assert "0.weight" in messages[0]
+
+
+def forwards_that_expect_no_step(rank, world_size):
+    model, optimizer = build(world_size)
+    model(torch.ones(2, 16))  # makes the plan
+    seen, original = [], SyncPlan._synchronize
+
+    def record(plan, *, roll, quiet=False):
+        seen.append(quiet)
+        return original(plan, roll=roll, quiet=quiet)
+
+    SyncPlan._synchronize = record
+    try:
+        for gradients in (True, False, False, False, True):
+            with torch.set_grad_enabled(gradients):
+                loss = model(torch.ones(2, 16)).sum()
+            if gradients:
+                loss.backward()
+                optimizer.step()
+    finally:
+        SyncPlan._synchronize = original
+    return seen
+
+
+def test_between_forwards_of_an_evaluation_no_step_is_expected(run_ranks):
+    """There a GPU is not waited for; the forward after a step and the one after an evaluation are not among them."""
+    assert run_ranks(1, forwards_that_expect_no_step) == [[False, False, True, True, False]]
+
+
+class NumbersRead(TorchDispatchMode):
+    """Counts the numbers that are read one by one, each of which waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def collect_once(rank, world_size):
+    model, _ = build(world_size)
+    monitor = f8.Float8Monitor(model)
+    model(torch.ones(2, 16)).sum().backward()
+    with NumbersRead() as numbers:
+        collected = monitor.collect()
+    return numbers.count, {name for name in collected if name.startswith("0")}
+
+
+def test_the_monitor_reads_all_numbers_at_once(run_ranks):
+    [(reads, names)] = run_ranks(1, collect_once)
+    assert reads == 0
+    assert {"0/input/amax", "0.weight/wire/scale", "0.weight/wire/nonfinite", "0.weight/wire/age"} <= names

@@ -43,12 +43,12 @@ def test_to_lend_is_no_write_and_leaves_a_doubt_until_the_alias_is_back():
     assert [changes.take_doubt(), changes.take_doubt()] == [True, False]
 
 
-def member(name, *, stale=False, edit=False):
+def member(name, *, stale=False, edit=False, trains=True):
     changes, shard = WeightChanges(), torch.zeros(4)
     changes.cover(shard)
     if stale:
         changes.mark(edit=edit)
-    param, state = SimpleNamespace(name=name), SimpleNamespace(changes=changes)
+    param, state = SimpleNamespace(name=name, trains=trains), SimpleNamespace(changes=changes)
     return SimpleNamespace(param=param, state=state, shard=shard, stale=stale, unsure=False)
 
 
@@ -63,9 +63,14 @@ def test_what_some_ranks_changed_is_named():
 
 
 class FlagsOnAGpu(torch.Tensor):
-    """Flags on a CPU that say they are on a GPU, for the branch that must not wait for one."""
+    """Flags on a CPU that say they are on a GPU, for the branch that must not wait for one; they count waits."""
 
     device = torch.device("cuda")
+    waits = 0
+
+    def to(self, device, *, non_blocking):
+        type(self).waits += not non_blocking
+        return self.as_subclass(torch.Tensor)
 
 
 class Recorded:
@@ -97,3 +102,23 @@ def test_on_a_gpu_all_ranks_raise_for_an_edit_on_one_in_the_same_synchronization
     for plan in plans:
         with pytest.raises(Fp8StaleError, match=r"on some ranks only.*: w"):
             plan._raise_for_partial_edits()
+
+
+@pytest.mark.parametrize(
+    ("members", "quiet", "waits"),
+    [
+        ([member("w", stale=True), member("v", stale=True)], False, 0),
+        ([member("w", stale=True), member("frozen", trains=False)], False, 0),
+        ([member("w"), member("v")], True, 0),
+        ([member("w", stale=True), member("v")], False, 1),  # a step that left one out, here or everywhere
+        ([member("w"), member("v")], False, 1),  # no step here: was there one elsewhere?
+        ([member("frozen", trains=False)], False, 0),
+    ],
+    ids=["step", "step beside a frozen weight", "accumulation", "part of a step", "no step", "all are frozen"],
+)
+def test_on_a_gpu_the_host_waits_for_flags_only_where_it_cannot_know_them(monkeypatch, members, quiet, waits):
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(FlagsOnAGpu, "waits", 0)
+    flags = flags_of(members).view(4, -1).as_subclass(FlagsOnAGpu)
+    assert plan_without_model()._changed(members, flags, quiet) == [one.stale for one in members]
+    assert FlagsOnAGpu.waits == waits

@@ -12,6 +12,7 @@ from torch import nn
 from fp8_common.torch.plugin import Operand, dispatch
 from fp8_torch_fsdp._counters import sharded_weights
 from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,10 +69,8 @@ class Float8Monitor:
 
     def collect(self) -> dict[str, float]:
         """Return everything since the last call as plain numbers; one transfer from the device."""
-        names: list[str] = []
-        numbers: list[torch.Tensor] = []
+        numbers: dict[str, torch.Tensor] = {}
         for (layer, operand), s in self._statistics.items():
-            prefix = f"{layer}/{operand}".lstrip("/")
             entries = {
                 "amax": s.amax,
                 "scale": 1 / s.scale_inv,
@@ -79,30 +78,17 @@ class Float8Monitor:
                 "underflowed": s.underflowed / s.elements,
                 "nonfinite": s.nonfinite / s.elements,
             }
-            names += [f"{prefix}/{key}" for key in entries]
-            numbers += list(entries.values())
+            prefix = f"{layer}/{operand}".lstrip("/")
+            numbers |= {f"{prefix}/{key}": value for key, value in entries.items()}
         self._statistics.clear()
-        # stacked first: one wait for the device instead of one for each number
-        collected = torch.stack([n.float() for n in numbers]).tolist() if numbers else []
-        return {**dict(zip(names, collected, strict=True)), **self._weights()}
-
-    def _weights(self) -> dict[str, float]:
-        collected: dict[str, float] = {}
+        ages: dict[str, float] = {}
         for name, weight in sharded_weights(self._model):
-            state = weight._state
-            plan = state.plan()
+            plan = weight._state.plan()
             # not gathered yet: there is no scale that the ranks agreed on
-            if plan is None or state.changes.seen is None:
-                continue
-            if state.scale is not None:
-                collected[f"{name}/wire/scale"] = state.scale.min().item()
-            if state.agreed is not None and state.agreed.numel():
-                # Keys are the bits of floats that are not negative: the largest integer is the largest float.
-                collected[f"{name}/wire/amax"] = state.agreed.max().view(torch.float32).item()
-            nonfinite = (~torch.isfinite(weight.plain)).sum() / max(weight.numel(), 1)
-            collected[f"{name}/wire/nonfinite"] = nonfinite.item()
-            collected[f"{name}/wire/age"] = float(plan.steps.count - state.synced_at)
-        return collected
+            if plan is not None and weight._state.changes.seen is not None:
+                numbers |= _of_weight(f"{name}/wire", weight)
+                ages[f"{name}/wire/age"] = float(plan.steps.count - weight._state.synced_at)
+        return _as_floats(numbers) | ages
 
     @torch.no_grad()
     def _record(self, layer: str, name: str, x: torch.Tensor, operand: Operand) -> None:
@@ -120,6 +106,30 @@ class _Watcher:
 
     def __call__(self, name: str, x: torch.Tensor, operand: Operand) -> None:
         self.monitor._record(self.layer, name, x, operand)
+
+
+def _of_weight(prefix: str, weight: ShardedFloat8Weight) -> dict[str, torch.Tensor]:
+    """Return what is known of a weight as it travels, scalar tensors."""
+    state = weight._state
+    collected = {}
+    if state.scale is not None:
+        collected[f"{prefix}/scale"] = state.scale.min()
+    if state.agreed is not None and state.agreed.numel():
+        # Keys are the bits of floats that are not negative: the largest integer is the largest float.
+        collected[f"{prefix}/amax"] = state.agreed.max().view(torch.float32)
+    collected[f"{prefix}/nonfinite"] = (~torch.isfinite(weight.plain)).sum() / max(weight.numel(), 1)
+    return collected
+
+
+def _as_floats(numbers: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return scalar tensors as numbers: one wait for the device instead of one for each number."""
+    if not numbers:
+        return {}
+    # Under CPU offload weights are on the CPU, and what layers saw is on the GPU.
+    devices = [n.device for n in numbers.values()]
+    common = next((device for device in devices if device.type != "cpu"), devices[0])
+    together = torch.stack([n.float().to(common) for n in numbers.values()])
+    return dict(zip(numbers, together.tolist(), strict=True))
 
 
 def _measure(x: torch.Tensor, operand: Operand) -> _Statistics:

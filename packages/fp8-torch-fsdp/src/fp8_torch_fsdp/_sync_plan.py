@@ -71,6 +71,8 @@ class SyncPlan(ScalePlan):
         # As of the last forward or backward: inside of gradient accumulation no optimizer step is due (`quiet` below).
         self._accumulating = not fsdp.gradient_sync_enabled(root)
         self._explicit = False
+        # Whether the last forward was without gradients.
+        self._evaluated = False
         # Reversed, so that the first weight of each group of FSDP2 is the last one written.
         firsts = {id(member.param.group): member.param.name for member in reversed(self.members)}
         self._first_of_groups = set(firsts.values())
@@ -110,14 +112,17 @@ class SyncPlan(ScalePlan):
         # The value of before says whether a step can have come between the last backward and this forward.
         was_accumulating, self._accumulating = self._accumulating, not fsdp.gradient_sync_enabled(module)
         was_explicit, self._explicit = self._explicit, False
+        # Nobody steps between two forwards of an evaluation.
+        evaluates = self._evaluated and not torch.is_grad_enabled()
         for member in self.members:
             member.look()
-        self._synchronize(roll=False, quiet=was_accumulating or was_explicit)
+        self._synchronize(roll=False, quiet=was_accumulating or was_explicit or evaluates)
         if not was_accumulating:
             self._gather_again_without_keys()
 
     def _after_root_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if not torch.is_grad_enabled():
+        self._evaluated = not torch.is_grad_enabled()
+        if self._evaluated:
             return
         observes = bool(self.scales) and module.training
         if observes:
@@ -197,8 +202,9 @@ class SyncPlan(ScalePlan):
 
         Args:
             roll: Make the next delayed scales in any case.
-            quiet: No step is due, inside of an accumulation window or after a synchronization on request: on a GPU a
-                rank that sees no change does not wait to hear of one elsewhere, which is an error instead.
+            quiet: No step is due, inside of an accumulation window, in an evaluation or after a synchronization on
+                request: on a GPU a rank that sees no change does not wait to hear of one elsewhere, which is an error
+                instead.
         """
         with torch.inference_mode(False):
             # Before anything is sent: these flags were combined the last time, so all ranks raise here or none does.
@@ -284,8 +290,9 @@ class SyncPlan(ScalePlan):
             self._raise_for_partial_edits()
             return flags[0].bool().tolist()
         stale = [member.stale for member in members]
-        # Reading the flags would let the host wait for the GPU, in every forward.
-        known = all(stale) or (quiet and not any(stale))  # a step was made, or none is due: no need to wait
+        # Reading the flags would let the host wait for the GPU, in every forward. No need where a step was made, in
+        # which frozen weights have no part, or where none is due.
+        known = all(member.stale or not member.param.trains for member in members) or (quiet and not any(stale))
         host = flags.to("cpu", non_blocking=known)
         arrived = torch.cuda.Event()
         arrived.record()

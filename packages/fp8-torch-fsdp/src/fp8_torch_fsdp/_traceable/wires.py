@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_common.torch.plugin import Operand, dispatch
+from fp8_torch_fsdp._stale_scales import nan_unless
 from fp8_torch_fsdp._strategies import Strategy
 from fp8_torch_fsdp._traceable.placement import Placement, pad
 from fp8_torch_fsdp._weight_state import WeightState
@@ -45,19 +46,21 @@ class Float8Wire(Wire):
         """Return uint8 codes and, where they travel, scales.
 
         Raises:
-            RuntimeError: The weight is not the one that its scale was made for.
+            RuntimeError: The weight is not the one that its scale was made for; on a GPU the codes are NaN then.
         """
-        if self.state.keys is not None and self.state.keys.numel():
+        # The scale is read from the state at each call: in a compiled graph it is an input, not a constant.
+        scale = self.state.scale
+        if scale is not None and self.state.keys is not None and self.state.keys.numel():
             # the same amax on every rank is the same scale, so no change that matters escapes
-            torch._assert_async(
+            scale = nan_unless(
                 (self.strategy.local_keys(part, self.state.geometry) == self.state.keys).all(),
+                scale,
                 # no name in here: blocks that differ in nothing but names share one graph
                 f"The FP8 scale of a weight of shape {tuple(self.state.geometry.full_shape)} is stale: the weight "
                 "changed since the last forward of the root. Call the module that fully_shard_traceable was applied "
                 "to.",
             )
-        # The scale is read from the state at each call: in a compiled graph it is an input, not a constant.
-        return self.strategy.to_wire(part, self.state.geometry, self.state.scale, self.place.size)
+        return self.strategy.to_wire(part, self.state.geometry, scale, self.place.size)
 
     def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
         """Return the operand that shares the memory of what arrived."""

@@ -103,6 +103,11 @@ class ShardedParam:
         return self.fsdp_param._param_fqn or "<unnamed>"
 
     @property
+    def trains(self) -> bool:
+        """Whether it takes a gradient; an optimizer leaves the others as they are."""
+        return self.fsdp_param.sharded_param.requires_grad
+
+    @property
     def full_shape(self) -> torch.Size:
         """Shape of the gathered parameter."""
         return self.fsdp_param._orig_size
