@@ -18,7 +18,7 @@ from tools.machine import digest, newest_interpreter, select_pyenv_interpreter, 
 from tools.maxtext import maxtext  # noqa: E402
 from tools.package_index import package_sources  # noqa: E402
 from tools.packages import ISOLATED, PACKAGES, editable, folders  # noqa: E402
-from tools.sessions import ON_ALL_CORES, PROJECT, install, installed, pinned, run_benchmarks, run_tests  # noqa: E402
+from tools.sessions import ON_ALL_CORES, PROJECT, install, install_xla_for_gpus, pinned, run_benchmarks, run_tests  # noqa: E402
 
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -143,11 +143,11 @@ def interpreter(session: nox.Session) -> None:
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """Compile every kernel for sm_89, sm_90 and sm_100, judge the machine code, count launches; needs no GPU."""
-    install(session, "fp8-common[torch,jax,triton]", "fp8-torch-fsdp", groups=["test"])
-    session.install("--no-deps", f"jax-cuda12-plugin=={installed(session, 'jax')}")
-    budgets = "tests/benchmarks/test_static_cost.py"
-    session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", budgets, *session.posargs)
+    """Compile kernels for sm_89, sm_90 and sm_100 and JAX programs for an H200, and judge them; needs no GPU."""
+    install(session, "fp8-common[torch,jax,triton]", "fp8-torch-fsdp", "fp8-jax-owg", groups=["test"])
+    install_xla_for_gpus(session)
+    tests = ("shared-kernels/tests/aot", "packages/fp8-jax-owg/tests/aot", "tests/benchmarks/test_static_cost.py")
+    session.run("pytest", *ON_ALL_CORES, *tests, *session.posargs)
     session.run("fp8-bench", "--static", "--arch", "90")
 
 

@@ -37,10 +37,11 @@ def pinned(package: str, constraints: str) -> str:
     return next(version.split()[0] for name, _, version in lines if name == package)
 
 
-def installed(session: nox.Session, package: str) -> str:
-    """Return the version of a package in the session's environment."""
-    code = f"from importlib.metadata import version; print(version({package!r}))"
-    return str(session.run("python", "-c", code, silent=True, log=False)).strip()
+def install_xla_for_gpus(session: nox.Session) -> None:
+    """Add what XLA needs to compile for NVIDIA GPUs, without the libraries that it would call on one."""
+    code = "from importlib.metadata import version; print(version('jax'))"
+    jax = str(session.run("python", "-c", code, silent=True, log=False)).strip()
+    session.install("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}", "nvidia-cuda-nvcc-cu12")
 
 
 def run_tests(session: nox.Session, *options: str, paths: Sequence[str] = TESTS, examples: bool = True) -> None:

@@ -34,6 +34,10 @@ MX = partial(kernels.quantize_mx, fmt="e4m3")
 CALLS = {
     "amax": (lambda x, f: kernels.amax(x), lambda d, f: [launch.amax_plan(SIZE, d)]),
     "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [launch.cast_plan(SIZE, d, f)]),
+    "quantize_with_amax": (
+        lambda x, f: kernels.quantize_with_amax(x, SCALE, f),
+        lambda d, f: [launch.cast_plan(SIZE, d, f, with_amax=True)],
+    ),
     "quantize_tensorwise": (
         lambda x, f: kernels.quantize_tensorwise(x, f),
         lambda d, f: [launch.amax_plan(SIZE, d), launch.cast_plan(SIZE, d, f, policy=CANONICAL)],

@@ -23,6 +23,10 @@ SCALE = np.float32(3)
 OPERATIONS = {
     "amax": (kernels.amax, f8.amax),
     "quantize": (lambda x: kernels.quantize(x, SCALE, "e4m3"), lambda x: f8.quantize(x, SCALE, "e4m3")),
+    "with amax": (
+        lambda x: kernels.quantize_with_amax(x, SCALE, "e4m3"),
+        lambda x: (f8.quantize(x, SCALE, "e4m3"), f8.amax(x)),
+    ),
     "tensorwise": (
         lambda x: kernels.quantize_tensorwise(x, "e5m2"),
         lambda x: (f8.quantize(x, f8.amax_to_scale(f8.amax(x), "e5m2"), "e5m2"), f8.amax_to_scale(f8.amax(x), "e5m2")),

@@ -11,7 +11,12 @@ from jax import lax
 
 from fp8_common import Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax.plugin import divide_nearest, quantize_to_codes
+from fp8_common.jax.plugin import (
+    divide_nearest,
+    quantize_slices_to_codes,
+    quantize_to_codes,
+    quantize_to_codes_with_amax,
+)
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
@@ -80,10 +85,9 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
 @partial(jax.jit, static_argnames=("fmt", "policy"))
 def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> Operand:
     used, used_inv = used_scale(meta.scale, meta.history, fmt, policy)
-    greatest = amax(x)
     scale, scale_inv = computed_once(used[0], used_inv[0])
     # The amax of this step takes no part in it: it is observed for later steps.
-    codes = quantize_to_codes(x, scale, fmt)
+    codes, greatest = quantize_to_codes_with_amax(x, scale, fmt)
     # a history that no step can have left is not computed with in silence
     factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
     return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
@@ -115,13 +119,13 @@ def cast_whole(x: jax.Array, meta: TensorMeta, scaling: DelayedScaling) -> Opera
 
 @partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
 def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, policy: ScalePolicy) -> Operand:
-    greatest = amax(x, axis=axes, keepdims=axes is not None)
-    scale = amax_to_scale(greatest, fmt, policy)
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
     # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
-    scale_inv = divide_nearest(1.0, scale)
-    if axes is None:
-        scale, scale_inv = computed_once(scale, scale_inv)
+    if axes is not None:
+        codes, scale = quantize_slices_to_codes(x, fmt, axes, policy)
+        return Operand(codes, divide_nearest(1.0, scale), None)
+    scale = amax_to_scale(amax(x), fmt, policy)
+    scale, scale_inv = computed_once(scale, divide_nearest(1.0, scale))
     return Operand(quantize_to_codes(x, scale, fmt), scale_inv, None)
 
 

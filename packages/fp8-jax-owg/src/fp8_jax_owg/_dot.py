@@ -82,9 +82,11 @@ class Product:
         placed = self.out_sharding if like is None else None
         result = how.apply(*values, jnp.float32, precision, like, placed)
         # One factor for both: a large and a small scale in turn could overflow though the product does not.
-        # The barrier makes XLA on CPUs compute it once, not for every element of the result.
-        factor = lax.optimization_barrier(_aligned(how, a, how.lhs) * _aligned(how, b, how.rhs))
-        return (result * factor).astype(dtype)
+        # The barrier makes XLA on CPUs compute it once, not for every element of the result; one around factors for
+        # each element would keep XLA on GPUs from multiplying in the product's own pass.
+        factors = lax.optimization_barrier((_aligned(how, a, how.lhs), _aligned(how, b, how.rhs)))
+        factor = factors[0] * factors[1]
+        return (result * (lax.optimization_barrier(factor) if factor.size == 1 else factor)).astype(dtype)
 
 
 def fp8_dot_general(

@@ -20,6 +20,7 @@ from fp8_common.jax import _block_scaled as block_references
 from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import _quantize as references
 from fp8_common.jax._arrays import as_float32, broadcast_scale
+from fp8_common.jax._scaling import amax_to_scale
 from fp8_common.jax._triton_bridge import selects_kernels
 
 BLOCKS_WITH_KERNELS = ((1, 128), (128, 128))
@@ -83,6 +84,30 @@ def quantize_to_codes(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
     if scale.size != 1 or not x.ndim or not selects_kernels():
         return references.quantize_to_codes(x, scale, fmt)
     return lax.bitcast_convert_type(kernels.quantize(x, scale, fmt), jnp.uint8)
+
+
+def quantize_to_codes_with_amax(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """Return `quantize_to_codes(x, scale, fmt)` for a scale of one element, and `amax(x)`; a kernel reads `x` once."""
+    if not x.ndim or not selects_kernels():
+        return references.quantize_to_codes(x, scale, fmt), amax_reference.amax(x)
+    data, largest = kernels.quantize_with_amax(x, scale, fmt)
+    return lax.bitcast_convert_type(data, jnp.uint8), largest
+
+
+def quantize_slices_to_codes(
+    x: jax.Array, fmt: Format, axes: tuple[int, ...], policy: ScalePolicy
+) -> tuple[jax.Array, jax.Array]:
+    """Return uint8 codes of the shape of `x`, and float32 scales, one for each slice along `axes`, of length 1 there.
+
+    The same bits as `quantize_to_codes` with the scales of `amax_to_scale`; static arguments as there.
+    """
+    # The kernel reads rows. XLA's products want their summed dimension last, so the transpose is needed anyhow.
+    if len(axes) == 1 and x.ndim > 1 and selects_kernels():
+        rows = jnp.moveaxis(x, axes[0], -1)
+        data, scale = (jnp.moveaxis(result, -1, axes[0]) for result in kernels.quantize_rowwise(rows, fmt, policy))
+        return lax.bitcast_convert_type(data, jnp.uint8), scale
+    scale = amax_to_scale(amax_reference.amax(x, axis=axes, keepdims=True), fmt, policy)
+    return references.quantize_to_codes(x, scale, fmt), scale
 
 
 def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:

@@ -54,6 +54,7 @@ def _times_2_to_149(x: jax.Array) -> jax.Array:
     return from_bits(jnp.where(overflows, jnp.int32(INF_KEY), bits + jnp.int32(149 << 23)))
 
 
+@jax.named_scope("divide_nearest")
 def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     """Return the quotient of two float32 arrays of one shape, from the estimated one of their significands."""
     above, below = float_key(numerator), float_key(denominator)

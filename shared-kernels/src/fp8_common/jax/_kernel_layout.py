@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-Result = Literal["same", "transposed", "groups", "row", "scalar"]
+Result = Literal["same", "transposed", "groups", "row", "scalar", "amax"]
 Spec = tuple[Any, ...]
 WHOLE = 0
 """Step of a dimension that belongs together as a whole."""
@@ -26,7 +26,7 @@ class Layout:
     Attributes:
         steps: For the last dimensions, how many elements belong together; one in all dimensions before them.
         results: Of each result: "same" has the operand's dimensions, "transposed" its two swapped, "groups" one element
-            per group, "row" one per row, "scalar" one element.
+            per group, "row" one per row, "scalar" one element that every device knows, "amax" one that is combined.
         combine: (*shards, axes, **params) -> results where a whole dimension is sharded over the mesh axes `axes`;
             None if that dimension has to be gathered.
     """
@@ -38,14 +38,14 @@ class Layout:
     @property
     def batches(self) -> bool:
         """Whether another leading dimension gives independent results of the same operation."""
-        return "transposed" not in self.results and "scalar" not in self.results[:1] and len(self.steps) == 1
+        return not {"transposed", "amax"} & {*self.results} and len(self.steps) == 1
 
     def step(self, dimension: int, ndim: int) -> int:
         """Return how many elements of a dimension belong together."""
         place = dimension - ndim + len(self.steps)
         if place >= 0:
             return self.steps[place]
-        return WHOLE if self.results == ("scalar",) else 1
+        return WHOLE if "amax" in self.results else 1
 
     def kept(self, asked: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec:
         """Return the sharding of the first operand: as asked for, but for dimensions whose groups it would cut."""
@@ -64,8 +64,8 @@ class Layout:
         """Return the sharding of each result for that of the first operand."""
         # A sharding of groups is that of their elements, since `kept` cuts none. With the last dimension of "row" of
         # length 1, nothing is left there to shard.
-        made = {"same": spec, "groups": spec, "transposed": spec[::-1], "row": (*spec[:-1], None), "scalar": ()}
-        return tuple(made[result] for result in self.results)
+        made = {"same": spec, "groups": spec, "transposed": spec[::-1], "row": (*spec[:-1], None)}
+        return tuple(made.get(result, ()) for result in self.results)
 
     def axes_to_combine(self, spec: Spec) -> tuple[str, ...]:
         """Return the mesh axes over which a whole dimension is sharded."""
@@ -104,10 +104,11 @@ class Layout:
             "groups": lambda: groups,
             "row": lambda: [*operand[:-1], fresh()],
             "scalar": lambda: [fresh()],
+            "amax": lambda: [fresh()],
         }
         inputs = [operand, *([fresh() for _ in shape] for shape in shapes[1:])]
         outputs = [made[result]() for result in self.results]
-        reduced = tuple(operand) if self.results == ("scalar",) else ()
+        reduced = tuple(operand) if self.results == ("amax",) else ()
         rule = f"{', '.join(map(' '.join, inputs))} -> {', '.join(map(' '.join, outputs))}"
         used = dict.fromkeys(re.findall(r"\w+", rule))  # Shardy wants them in order of appearance
         needed = tuple(name for name in used if name in fixed)

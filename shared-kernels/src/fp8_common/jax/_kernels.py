@@ -36,6 +36,7 @@ __all__ = [
     "quantize_rowwise",
     "quantize_tensorwise",
     "quantize_transposed",
+    "quantize_with_amax",
 ]
 
 
@@ -47,6 +48,12 @@ def amax(x: jax.Array) -> jax.Array:
 def quantize(x: jax.Array, scale: jax.Array, fmt: str | Format) -> jax.Array:
     """Return fp8(x * scale) for one float32 scale."""
     return _cast(_stop(x), _stop(scale).reshape(1), fmt=get_data_format(fmt))[0]
+
+
+def quantize_with_amax(x: jax.Array, scale: jax.Array, fmt: str | Format) -> tuple[jax.Array, jax.Array]:
+    """Return fp8(x * scale) for one float32 scale, and max |x| as a float32 scalar, from one read."""
+    data, key = _cast_with_amax(_stop(x), _stop(scale).reshape(1), fmt=get_data_format(fmt))
+    return data, from_bits(key[0])
 
 
 def quantize_tensorwise(x: jax.Array, fmt: str | Format, policy: ScalePolicy = CANONICAL) -> Quantized:
@@ -113,6 +120,14 @@ def _amax_key_over(
     return (lax.pmax(call(x)[0], axes),)
 
 
+def _cast_with_amax_over(
+    call: Callable[..., Sequence[jax.Array]], x: jax.Array, scale: jax.Array, *, axes: tuple[str, ...], fmt: Format
+) -> tuple[jax.Array, ...]:
+    """The data of each shard, and the key of the array whose shards are on the mesh axes `axes`."""
+    data, key = call(x, scale)
+    return data, lax.pmax(key, axes)
+
+
 def _rows_over(
     call: Callable[..., Sequence[jax.Array]], x: jax.Array, *, axes: tuple[str, ...], fmt: Format, policy: ScalePolicy
 ) -> tuple[jax.Array, ...]:
@@ -144,7 +159,7 @@ _amax_key = bindable(
         name="fp8_amax_key",
         reference=_amax_key_reference,
         plan=lambda x: launch.amax_plan(x.size, _dtype(x)),
-        layout=Layout(steps=(WHOLE,), results=("scalar",), combine=_amax_key_over),
+        layout=Layout(steps=(WHOLE,), results=("amax",), combine=_amax_key_over),
     )
 )
 _cast = bindable(
@@ -153,6 +168,16 @@ _cast = bindable(
         reference=lambda x, scale, *, fmt: (_quantize(x, scale[0], fmt),),
         plan=lambda x, scale, *, fmt: _plan_if(launch.supports(fmt), launch.cast_plan, x.size, _dtype(x), fmt),
         layout=Layout(steps=(1,), results=("same",)),
+    )
+)
+_cast_with_amax = bindable(
+    KernelOp(
+        name="fp8_cast_with_amax",
+        reference=lambda x, scale, *, fmt: (_quantize(x, scale[0], fmt), *_amax_key_reference(x)),
+        plan=lambda x, scale, *, fmt: _plan_if(
+            launch.supports(fmt), partial(launch.cast_plan, with_amax=True), x.size, _dtype(x), fmt
+        ),
+        layout=Layout(steps=(WHOLE,), results=("same", "amax"), combine=_cast_with_amax_over),
     )
 )
 _cast_from_key = bindable(
