@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8_torch_fsdp._stale_scales import nan_unless
+from fp8_torch_fsdp._stale_scales import nan_if_stale
 
 
 class ScaleOnAGpu(torch.Tensor):
@@ -14,12 +14,12 @@ class ScaleOnAGpu(torch.Tensor):
 
 def test_on_a_cpu_it_raises():
     scale = torch.ones(3)
-    assert nan_unless(torch.tensor(True), scale, "stale") is scale
+    assert nan_if_stale(scale, torch.tensor(False), "stale") is scale
     with pytest.raises(RuntimeError, match="stale"):
-        nan_unless(torch.tensor(False), scale, "stale")
+        nan_if_stale(scale, torch.tensor(True), "stale")
 
 
 def test_elsewhere_it_is_nan_because_an_assertion_would_end_the_process():
     scale = torch.tensor([1.0, 2.0]).as_subclass(ScaleOnAGpu)
-    assert nan_unless(torch.tensor(True), scale, "stale").tolist() == [1.0, 2.0]
-    assert nan_unless(torch.tensor(False), scale, "stale").isnan().all()
+    assert nan_if_stale(scale, torch.tensor(False), "stale").tolist() == [1.0, 2.0]
+    assert nan_if_stale(scale, torch.tensor(True), "stale").isnan().all()

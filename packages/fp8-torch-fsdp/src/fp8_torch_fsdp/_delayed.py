@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch.plugin import delayed_ops, dispatch, fsdp
-from fp8_torch_fsdp._stale_scales import nan_unless
+from fp8_torch_fsdp._stale_scales import nan_if_stale
 
 UNOBSERVED = delayed_ops.UNOBSERVED
 LOADED = -1
@@ -126,26 +126,25 @@ class DelayedScale(nn.Module):
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
 
         Raises:
-            RuntimeError: An optimizer step came after the last observation and nobody synchronized; on a GPU the
-                scale is NaN then.
+            RuntimeError: An optimizer step came after the last observation and nobody synchronized; in eager mode on a
+                GPU the scale is NaN then.
         """
-        if self.always_ready:
-            scale = self.scale.clone()  # the buffer itself changes with the next step
-        else:
-            # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
-            dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
-            scale = torch.where(self.ready, self.scale, dynamic)
+        scale = self.scale
         # A backward belongs to a forward that was synchronized, whatever was stepped since.
         if record and (torch.compiler.is_compiling() or not fsdp.in_backward()):
-            scale = nan_unless(
-                ~self.late,
+            scale = nan_if_stale(
                 scale,
+                self.late,
                 "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
                 "root, or call sync_float8_amax_and_scale_history(model) once per step.",
             )
         if record:
             self.observe(amax)
-        return scale
+        if self.always_ready:
+            return scale.clone()  # the buffer itself changes with the next step
+        # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
+        dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        return torch.where(self.ready, scale, dynamic)
 
     @torch.no_grad()
     def observe(self, amax: torch.Tensor) -> None:

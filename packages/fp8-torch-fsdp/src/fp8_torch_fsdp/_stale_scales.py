@@ -3,21 +3,22 @@
 import torch
 
 
-def nan_unless(sound: torch.Tensor, scale: torch.Tensor, message: str) -> torch.Tensor:
-    """Return the scale if it is sound.
+def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torch.Tensor:
+    """Return the scale, unless it is stale.
 
     No Python branch on a tensor: it would break graphs, and wait for a GPU. An assertion on a GPU would end its
-    context, and with it the process; there a stale scale is NaN, and so is every result of it.
+    context, and with it the process; there a stale scale is NaN, and so is every result of it. Compiled code keeps the
+    assertion: of a scale that is computed, torch.compile would cast the weight again in the backward.
 
     Args:
-        sound: bool scalar.
         scale: float32, any shape.
+        stale: bool scalar.
         message: What to do about it.
 
     Raises:
-        RuntimeError: `sound` is False, on a CPU.
+        RuntimeError: The scale is stale, on a CPU or in compiled code.
     """
-    if scale.device.type != "cpu":
-        return torch.where(sound, scale, torch.nan)
-    torch._assert_async(sound, message)
+    if scale.device.type != "cpu" and not torch.compiler.is_compiling():
+        return scale.masked_fill(stale, torch.nan)
+    torch._assert_async(~stale, message)
     return scale
