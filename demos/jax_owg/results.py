@@ -38,22 +38,38 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def held_out(record: Record) -> str:
+    """Return the held-out loss as it is printed: a number, or since which step there is none."""
+    if math.isfinite(record.val_loss):
+        return f"{record.val_loss:.4f}"
+    return "no number" if record.lost_at is None else f"no number since step {record.lost_at}"
+
+
+def distance(loss: float, other: float) -> str:
+    """Return by how much a loss differs from another, in percent."""
+    return f"{loss / other - 1:+.2%}" if math.isfinite(loss / other) else "no number"
+
+
 def summarize(records: Mapping[str, Record], options: Any) -> Summary:
     """Return the table and the verdict in words."""
     f32, best, worst = (records[name] for name in ("f32", "FP8-MAX", "FP8-SUM"))
     rows = [
-        ["held-out loss (nats per byte)", *(f"{record.val_loss:.4f}" for record in records.values())],
+        ["held-out loss (nats per byte)", *map(held_out, records.values())],
         ["largest error of an amax, first step", "", *(f"{records[n].amax_error:.2%}" for n in ("FP8-MAX", "FP8-SUM"))],
     ]
-    difference = best.val_loss / f32.val_loss - 1
     verdict = [
-        f"FP8 with MAX ends {difference:+.2%} from float32; the same state added up by autodiff ends at "
-        f"{worst.val_loss:.4f}.",
+        f"FP8 with MAX ends {distance(best.val_loss, f32.val_loss)} from float32; the same state added up by autodiff "
+        f"ends at {held_out(worst)}.",
         f"{options.stages} stages and {options.microbatches} microbatches: every layer sees "
         f"{options.microbatches} amax per step. MAX is off by {best.amax_error:.2%} from running stage after stage "
         f"at most, SUM by {worst.amax_error:.0%}.",
         "FP8-SUM is there as a warning: it is what a scan does with this state if nobody tells it otherwise.",
     ]
+    if worst.lost_at is not None:
+        verdict.append(
+            f"The scales that FP8-SUM stores are multiplied by {options.microbatches} in every step in which a layer "
+            f"sees zeros alone; before step {worst.lost_at} the product of two of them became infinite."
+        )
     return Summary(
         title="JAX: a pipelined model in float32 and FP8", columns=["", *records], rows=rows, verdict=verdict
     )

@@ -43,6 +43,11 @@ class Record:
     val_loss: float = math.nan
     amax_error: float = 0.0
 
+    @property
+    def lost_at(self) -> int | None:
+        """The first step, counted from 1, whose loss is not finite; None if all are."""
+        return next((step for step, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), None)
+
 
 def gradient_of(run: str, schedule: Schedule) -> Step:
     """Return the value and gradient of the loss as a run takes them."""

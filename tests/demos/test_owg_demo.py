@@ -49,6 +49,24 @@ def test_the_demo_writes_its_section_and_shows_the_hazard(tmp_path, text, capsys
     assert "FP8-SUM is there as a warning" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_no_number_is_said_in_words():
+    """Added up, the scales of layers that see zeros grow by the number of uses in each step until they overflow."""
+    from demos.jax_owg.__main__ import parse
+    from demos.jax_owg.results import section, summarize
+    from demos.jax_owg.train import Record
+
+    fine = Record(losses=[5.5, 3.0, 2.0], val_loss=2.0, amax_error=0.01)
+    lost = Record(losses=[5.5, 5.0, float("nan")], val_loss=float("nan"), amax_error=3.0)
+    runs = {"f32": fine, "FP8-MAX": fine, "FP8-SUM": lost}
+    words = summarize(runs, parse(["--steps", "3"]))
+    assert words.rows[0][1:] == ["2.0000", "2.0000", "no number since step 3"]
+    assert "ends +0.00% from float32" in words.verdict[0]
+    assert "multiplied by 4 in every step" in words.verdict[-1]
+    assert "nan" not in json.dumps([words.rows, words.verdict]).lower()
+    assert section(runs, parse(["--steps", "3"]))["runs"]["FP8-SUM"]["losses"] == [5.5, 5.0, None]
+    assert len(summarize(runs | {"FP8-SUM": fine}, parse(["--steps", "3"])).verdict) == 3
+
+
 def test_options_that_do_not_fit_are_refused(tmp_path):
     from demos.jax_owg.__main__ import parse
     from fp8_common import Fp8Error

@@ -189,6 +189,53 @@ class Sharded:
         return np.concatenate([self.parts[0].follow(half, seen, index) for half in np.split(h, 2)])
 
 
+@dataclasses.dataclass
+class Unrolled:
+    """A body for each of the stacked states, one after the other, each state taken out by its index or by a split."""
+
+    parts: list[Any]
+    count: int
+    how: str
+
+    def trace(self, h, state):
+        own = {name: meta for name, meta in only(state, names(self)).items() if name.startswith("own")}
+        if self.how == "split":
+            # read first: shared values have no gradient through a split
+            own = jax.tree.map(lambda leaf: jnp.split(leaf, self.count), owg.read(own))
+        for i in range(self.count):
+            h = self.parts[0].trace(h, state | self.one(own, i))
+        return h
+
+    def one(self, own, i):
+        if self.how == "split":
+            return jax.tree.map(lambda leaves: leaves[i][0], own, is_leaf=lambda x: isinstance(x, list))
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), own)
+
+    def follow(self, h, seen, index):
+        for i in range(self.count):
+            h = self.parts[0].follow(h, seen, (*index, i))
+        return h
+
+
+@dataclasses.dataclass
+class Gathered:
+    """A program whose stacked states lie apart at rest, as those of single layers do: it stacks them."""
+
+    parts: list[Any]
+    apart: dict[str, int]
+
+    def trace(self, h, state):
+        stacked = {name: stack([owg.read(part) for part in state[name].values()], jnp) for name in self.apart}
+        return self.parts[0].trace(h, state | stacked)
+
+    def follow(self, h, seen, index):
+        return self.parts[0].follow(h, seen, index)
+
+
+def stack(states, numpy):
+    return jax.tree.map(lambda *leaves: numpy.stack(leaves), *states)
+
+
 class Maker:
     """Draws programs, transforms at most `deepest` in each other; `shapes` are the leading dimensions of its states."""
 
@@ -197,6 +244,7 @@ class Maker:
         self.random = np.random.default_rng(seed)
         self.mode = mode
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.apart: dict[str, int] = {}
 
     def choose(self, *options):
         return options[self.random.integers(len(options))]
@@ -204,8 +252,10 @@ class Maker:
     def program(self):
         body = self.sequence(depth=0, lead=(), rows=2)
         if self.random.random() < 0.3:
-            return Sharded([body], bool(self.random.integers(2)))
-        return Sequence([self.sequence(depth=0, lead=(), rows=4), body])
+            program = Sharded([body], bool(self.random.integers(2)))
+        else:
+            program = Sequence([self.sequence(depth=0, lead=(), rows=4), body])
+        return Gathered([program], self.apart)
 
     def sequence(self, depth, lead, rows):
         return Sequence([self.node(depth, lead, rows) for _ in range(self.choose(1, 2, 2, 3))])
@@ -213,10 +263,12 @@ class Maker:
     def node(self, depth, lead, rows):
         if depth == self.deepest or self.random.random() < 0.3:
             return self.choose(self.layer(lead), self.layer(lead), Scaled(self.choose(0.5, 2.0, 3.0)))
-        kind = self.choose("jit", "remat", "cond", "skip", "loop", "loop", "vmap")
+        kind = self.choose("jit", "remat", "cond", "skip", "loop", "loop", "vmap", "unrolled")
         if kind == "vmap" and rows > 1:
             stacked = bool(self.random.integers(2))
             return Mapped([self.sequence(depth + 1, (*lead, 2) if stacked else lead, rows // 2)], stacked)
+        if kind == "unrolled":
+            return Unrolled([self.sequence(depth + 1, (*lead, 2), rows)], 2, self.choose("index", "split"))
         if kind in ("loop", "vmap"):
             stacked = bool(self.random.integers(2))
             factors = self.random.choice([0.5, 1.0, 2.0], self.choose(1, 2, 3)).tolist()
@@ -239,14 +291,25 @@ class Maker:
     def new(self, kind, lead):
         name = f"{kind}{len(self.shapes)}"
         self.shapes[name] = lead
+        if lead and self.random.random() < 0.3:
+            self.apart[name] = lead[0]
         return Layer(name)
 
     def states(self):
-        """One state for each name, stacked."""
-        meta = owg.init_meta(SCALING)
+        """One state for each name, stacked; or a dictionary of as many as the first dimension says."""
+
+        def of(lead):
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), owg.init_meta(SCALING))
+
         return {
-            name: jax.tree.map(lambda leaf, lead=lead: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), meta)
+            name: {f"part_{i}": of(lead[1:]) for i in range(lead[0])} if name in self.apart else of(lead)
             for name, lead in self.shapes.items()
+        }
+
+    def stacked(self, states):
+        """States as they are at rest, with those that lie apart stacked."""
+        return {
+            name: stack(list(state.values()), np) if name in self.apart else state for name, state in states.items()
         }
 
     def recorded(self, program, h):

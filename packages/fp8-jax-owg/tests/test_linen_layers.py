@@ -62,6 +62,34 @@ def test_names_and_shapes_are_those_of_flax_and_its_checkpoints_load(name):
     assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
 
 
+def test_the_formats_of_mi300_give_flax_numbers_and_its_checkpoints_load():
+    class NANOOFp8DotGeneralOp(fp8_linen.Fp8DotGeneralOp):
+        """Named as flax names it."""
+
+    def layer(cls, **settings):
+        op = functools.partial(cls, amax_history_length=3, **settings)
+        ones = functools.partial(np.random.default_rng(1).integers, -8, 9)  # exact in both formats
+        return nn.Dense(4, use_bias=False, dot_general_cls=op, kernel_init=lambda _, *a: jnp.asarray(ones(a[0]), a[1]))
+
+    theirs = layer(nn.NANOOFp8DotGeneralOp)
+    ours = layer(NANOOFp8DotGeneralOp, scaling=DelayedScaling(fp8_format="HYBRID_FNUZ"))
+    x = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (6, 8)), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # flax's function mixes dtypes
+        checkpoint = theirs.init(jax.random.key(0), x)
+        wanted, pull = jax.vjp(theirs.apply, checkpoint, x)
+        expected = pull(wanted)
+    found, pull = jax.vjp(ours.apply, checkpoint, x)
+    np.testing.assert_array_equal(found, wanted)
+    after, d_x = pull(wanted)
+    np.testing.assert_allclose(d_x, expected[1], rtol=1e-6)
+    np.testing.assert_allclose(after["params"]["kernel"], expected[0]["params"]["kernel"], rtol=1e-6)
+    (state,), (other,) = (tree[OWG].values() for tree in (after, expected[0]))
+    np.testing.assert_array_equal(state["input_amax_history"][:1], other["input_amax_history"][:1])
+    assert {dtype.name for dot in owg.find_dots(ours.apply, checkpoint, x) for dtype in dot.operands} == {
+        "float8_e4m3fnuz"
+    }
+
+
 def test_the_older_operation_of_flax_loads_too():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -15,7 +15,7 @@ from fp8_jax_owg import nnx as owg_nnx
 from tests.helpers import jax_programs
 
 MODES = ("extended", "fan_out")
-FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "bridge")
+FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "nnx state", "bridge")
 
 
 def pytest_generate_tests(metafunc):
@@ -48,6 +48,10 @@ def differentiate(form, program, states, h):
         model = HeldByNnx(states)
         grads = jax.jit(lambda: owg_nnx.grad(lambda model: program.trace(h, read(model.states)).sum())(model))()
         return nnx.to_pure_dict(grads)["states"]
+    if form == "nnx state":
+        graph, state = nnx.split(HeldByNnx(states))
+        loss = lambda state: program.trace(h, read(nnx.merge(graph, state).states)).sum()  # noqa: E731
+        return nnx.to_pure_dict(jax.jit(owg.grad(loss))(state))["states"]
     if form in ("linen", "bridge"):
         model = Held(program, tuple(states.items()))
         if form == "bridge":
@@ -66,8 +70,13 @@ def differentiate(form, program, states, h):
             "_overwrite_with_gradient"
         ]
     if form == "marks":
-        tree = owg.Overwrite(states)
-        return jax.jit(owg.grad(lambda t: program.trace(h, t.value).sum()))(tree).value
+        tree = {"w": jnp.float32(1), "fp8": owg.Overwrite(states)}
+
+        def loss(params, state):
+            tree = owg.merge(params, state)
+            return tree["w"] * program.trace(h, tree["fp8"].value).sum()
+
+        return owg.merge(*jax.jit(owg.grad(loss, argnums=(0, 1)))(*owg.split(tree)))["fp8"].value
     return jax.jit(owg.grad(lambda w, s: w * program.trace(h, s).sum(), argnums=1))(jnp.float32(1), states)
 
 
@@ -83,6 +92,7 @@ def test_a_random_program_records_what_its_steps_see(seed, devices, full):
     wanted = maker.recorded(program, h)
     with owg.use_mode(mode):
         after = differentiate(form, program, maker.states(), jnp.asarray(h)) if maker.shapes else {}
+    after = maker.stacked(after)
     for name, seen in wanted.items():
         amax = np.maximum(seen, 0)
         np.testing.assert_array_equal(after[name]["input_amax_history"][..., 0], amax, err_msg=f"{name} in {program}")

@@ -120,3 +120,20 @@ def test_stages_of_one_state_are_uses_of_different_slices():
 
     after = jax.jit(owg.grad(loss))({"fc": owg.Overwrite(stacked)})["fc"].value
     np.testing.assert_array_equal(after["input_amax_history"][:, 0], [1, 5, 3])
+
+
+@pytest.mark.parametrize("join", ["stack", "concatenate"])
+def test_states_of_layers_that_are_joined_for_a_loop_are_used_once_each(join):
+    states = {name: owg.Overwrite(init_meta(SCALING)) for name in ("first", "second", "third")}
+
+    def joined(*leaves):
+        return jnp.stack(leaves) if join == "stack" else jnp.concatenate([leaf[None] for leaf in leaves])
+
+    def loss(tree, names):
+        each = jax.tree.map(joined, *[tree[name].value for name in names])
+        return lax.scan(lambda c, one: (c + layer(*one), None), jnp.float32(0), (inputs(), each))[0]
+
+    after = jax.jit(owg.grad(lambda tree: loss(tree, ["first", "second", "third"])))(states)
+    assert [after[name].value["input_amax_history"][0] for name in states] == [1, 5, 3]
+    with pytest.raises(Fp8Error, match=r"\['first'\].* is used more than once"):
+        jax.jit(owg.grad(lambda tree: loss(tree, ["first", "second", "first"])))(states)

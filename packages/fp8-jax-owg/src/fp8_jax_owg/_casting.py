@@ -84,13 +84,20 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
 # Functions of their own in the traced program, so that products of equal shapes are traced and lowered once.
 @partial(jax.jit, static_argnames=("fmt", "policy"))
 def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> Operand:
-    used, used_inv = used_scale(meta.scale, meta.history, fmt, policy)
-    scale, scale_inv = computed_once(used[0], used_inv[0])
+    scale, scale_inv, factor = _delayed_scales(meta, fmt=fmt, policy=policy)
     # The amax of this step takes no part in it: it is observed for later steps.
     codes, greatest = quantize_to_codes_with_amax(x, scale, fmt)
-    # a history that no step can have left is not computed with in silence
-    factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
     return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
+
+
+# Of its own, because it is the same for operands of every shape.
+@partial(jax.jit, static_argnames=("fmt", "policy"))
+def _delayed_scales(meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return float32 scalars: the scale into FP8, the one back, and what products are multiplied by."""
+    used, used_inv = used_scale(meta.scale, meta.history, fmt, policy)
+    scale, scale_inv = computed_once(used[0], used_inv[0])
+    # a history that no step can have left is not computed with in silence
+    return scale, scale_inv, nan_unless(cotangents.is_state(meta.history), scale_inv)
 
 
 @partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
@@ -167,6 +174,7 @@ def _observe_all(histories: dict[Tensor, jax.Array], seen: dict[Tensor, Seen]) -
     return {tensor: TensorMeta(*_observe(found[tensor], history)) for tensor, history in histories.items()}
 
 
+@jax.jit
 def _observe(seen: Seen, history: jax.Array) -> tuple[jax.Array, jax.Array]:
     one = jax.vmap(observe) if history.ndim > 1 else observe
     return one(seen.amax, seen.scale_inv[..., None], history)

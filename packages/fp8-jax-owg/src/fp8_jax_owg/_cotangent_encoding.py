@@ -62,8 +62,9 @@ def is_state(history: jax.Array) -> jax.Array:
     Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf. An optimizer
     that subtracts the gradient makes amax negative; a SUM of encoded zeros is below each of them.
     """
-    bits, key = to_bits(history), float_key(history)
-    return jnp.all((bits >= 0) | (key < 2 * SMALLEST_NORMAL_KEY) | (key >= INFINITY_KEY))
+    bits = to_bits(history)
+    # below zero, from the binade above that of encoded zeros to the greatest finite number
+    return ~jnp.any((bits >= SIGN_BIT + 2 * SMALLEST_NORMAL_KEY) & (bits < SIGN_BIT + INFINITY_KEY))
 
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -171,6 +171,9 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
         return outs
     if name in SLICES:
         return [_sliced(equation, outs), *others]
+    if name in JOINS:
+        # each operand lies in the result once; one that stands in several places is counted for each
+        return [total] * operands
     if name == "broadcast_in_dim":
         # Autodiff sums the cotangents of copies, so each copy is a use; a new dimension of length 1 makes none.
         grows = equation.outvars[0].aval.size > equation.invars[0].aval.size
@@ -196,6 +199,7 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     return [total.repeated if operand.aval.size < size else total for operand in equation.invars]
 
 
+JOINS = frozenset({"concatenate", "stack"})
 SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
 

@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
-from fp8_common.jax.plugin import divide_nearest, float_key
+from fp8_common.jax.plugin import divide_nearest
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
@@ -54,11 +54,12 @@ def used_scale(
     # A checkpoint may hold a scale that is zero or infinite: both directions stay normal numbers.
     stored = lax.clamp(SMALLEST_SCALE_INV, scale, GREATEST_SCALE_INV)
     # plain `jax.grad` leaves zeros as they travel, slightly below zero: as integers they are less than zero, too
-    entries = from_bits(jnp.maximum(to_bits(history), 0))
-    seen = jnp.broadcast_to(entries[0] if policy.algo == "most_recent" else amax(entries, axis=0), scale.shape)
-    into = amax_to_scale(seen, fmt, policy, prev=divide_nearest(1.0, stored))
-    key = float_key(seen)
-    keeps = ((key == 0) & (policy.zero == "previous")) | (~jnp.isfinite(seen) & (policy.nonfinite == "previous"))
+    bits = to_bits(history[:1] if policy.algo == "most_recent" else history)
+    # the bits of what is not negative sort as the values do, subnormals and NaN included
+    key = jnp.max(bits, initial=0)
+    into = amax_to_scale(jnp.broadcast_to(from_bits(key), scale.shape), fmt, policy, prev=divide_nearest(1.0, stored))
+    is_finite = key < cotangents.INFINITY_KEY
+    keeps = ((key == 0) & (policy.zero == "previous")) | (~is_finite & (policy.nonfinite == "previous"))
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
     return into, jnp.where(keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else divide_nearest(1.0, into))
 
