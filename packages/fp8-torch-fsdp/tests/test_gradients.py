@@ -52,7 +52,8 @@ def expected(ranks, length, kind, settings):
         codes, scales = fp8_common.quantize_blockwise(rows, fmt, (1, BLOCK), fp8_common.POWER_OF_2)
         if settings.get("rounding") == "stochastic":
             scaled = rows * np.repeat(scales, BLOCK, 1)[:, :length]
-            bits = random_bits(settings["seed"] | rank << 32, rows.shape)
+            # a row begins with a new block of counters
+            bits = random_bits(settings["seed"] | rank << 32, (ranks, BLOCK * scales.shape[1]))[:, :length]
             codes = fp8_common.encode_stochastic(scaled, fmt, bits)
         total = total + fp8_common.dequantize_blockwise(codes, scales, fmt, (1, BLOCK))
         whole = whole + rows[:, :5]
@@ -81,6 +82,11 @@ def reduce_on_nodes(rank, ranks, length, settings):
     return compressed.numpy(), whole.numpy(), sent, None if residual is None else residual.float().abs().sum().item()
 
 
+def message_bytes(length, wide):
+    """Bytes of one row: codes, scales and float32 elements, each section filled up to multiples of 16."""
+    return sum(-(-nbytes // 16) * 16 for nbytes in (length, 4 * -(-length // BLOCK), 4 * wide))
+
+
 @pytest.mark.parametrize("settings", [{}, {"format": "e5m2", "error_feedback": True}], ids=str)
 def test_nodes_add_first_and_send_one_gradient_each(run_ranks, settings):
     length, ranks = 3 * BLOCK + 17, 4
@@ -96,8 +102,7 @@ def test_nodes_add_first_and_send_one_gradient_each(run_ranks, settings):
             np.testing.assert_array_equal(compressed, wanted)
             np.testing.assert_array_equal(whole, all_rows[:, :, node, local, :5].sum(1).sum(0))
             # within a node the whole gradient, between nodes half of it: a part for each of its two ranks
-            scales, wide = 4 * -(-2 * length // BLOCK), 2 * 5 * 4
-            assert sent == [2 * (2 * length + scales + wide), 2 * (length + 4 * -(-length // BLOCK) + 5 * 4)]
+            assert sent == [2 * message_bytes(2 * length, 2 * 5), 2 * message_bytes(length, 5)]
             assert residual is None or residual > 0
 
 
@@ -269,6 +274,7 @@ def spoiled(rank, ranks, settings):
     x = torch.randn(6, 40)
     loss = model(x).square().mean()
     (loss * float("inf") if rank == 1 else loss).backward()
+    assert not any(p.grad.to_local().isfinite().all() for p in model.parameters()), "seen in every shard of every rank"
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
     model(x).square().mean().backward()

@@ -6,13 +6,14 @@ hold data; `fp8_common._kernels` compiles them.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import E4M3, E5M2, Format, get_data_format
-from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+from fp8_common._policy import CANONICAL, POWER_OF_2, MxMode, ScalePolicy
 
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability with FP8 conversion instructions."""
@@ -336,6 +337,72 @@ def stochastic_plan(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset
     )
 
 
+def pack_gradients_plan(
+    rows: int,
+    columns: int,
+    pitches: tuple[int, int],
+    dtype: str,
+    fmt: str | Format,
+    *,
+    random: tuple[int, int] | None = None,
+    residual: bool = False,
+) -> LaunchPlan:
+    """Plan the codes and power-of-two scales of gradients [rows, columns] in the rows of a message.
+
+    Args:
+        rows: Ranks that get a row each.
+        columns: Elements of a row.
+        pitches: Elements from one row of the gradients to the next, bytes from one row of the message to the next.
+        dtype: Of the gradients.
+        fmt: The FP8 format.
+        random: Seed and offset of the bits of stochastic rounding; None rounds to nearest.
+        residual: Whether the bfloat16 `residual_ptr` [rows, columns] is added, and gets what rounding takes.
+    """
+    form = _kernel_format(fmt)
+    way = None if random is None else (_key(form.max), form.min_exponent, form.mantissa_bits)
+    # As in `block_plan`, 64 elements a thread; random bits and residuals need registers, so that there are fewer.
+    blocks = 16 if random else 32 if residual else 64
+    seed, offset = random or (0, 0)
+    return LaunchPlan(
+        kernel="pack_gradients",
+        grid=rows * _tiles(columns, 128 * blocks),
+        pointers={
+            "x_ptr": _input(dtype),
+            "residual_ptr": "bf16" if residual else None,
+            "y_ptr": _fp8(fmt),
+            "scale_ptr": "fp32",
+        },
+        scalars={
+            "C": _int32(columns),
+            "X_PITCH": ("i64", pitches[0]),
+            "PITCH": ("i64", pitches[1]),
+            "seed": ("i64", seed),
+            "offset": ("i64", offset),
+        },
+        constexprs=_scale_constexprs(fmt, POWER_OF_2)
+        | {"RANDOM": way, "ALIGNED": columns % 16 == pitches[0] % 16 == 0, "BLOCKS": blocks},
+        num_warps=4,
+        outputs=("residual_ptr", "y_ptr", "scale_ptr") if residual else ("y_ptr", "scale_ptr"),
+    )
+
+
+def sum_gradients_plan(
+    ranks: int, columns: int, pitch: int, fmt: str | Format, dtype: str, divisor: float
+) -> LaunchPlan:
+    """Plan the sum over the rows of a message of codes [ranks, columns], `pitch` bytes apart, divided by `divisor`."""
+    # The quotient by a power of two and the product with its inverse are the same number.
+    inverse = 1 / divisor if math.frexp(divisor)[0] == 0.5 else None
+    return LaunchPlan(
+        kernel="sum_gradients",
+        grid=_tiles(columns, 128 * 16),
+        pointers={"q_ptr": _fp8(fmt), "scale_ptr": "fp32", "y_ptr": _input(dtype)},
+        scalars={"RANKS": ("i32", ranks), "C": _int32(columns), "PITCH": ("i64", pitch)},
+        constexprs={"DIVISOR": divisor, "INVERSE": inverse, "ALIGNED": columns % 16 == 0, "BLOCKS": 16},
+        num_warps=4,
+        outputs=("y_ptr",),
+    )
+
+
 FOREACH_BLOCK, FOREACH_ITERS = 4096, 4
 FOREACH_CHUNK = FOREACH_BLOCK * FOREACH_ITERS
 # What both kernels read besides the addresses: per tensor its length, per program its tensor and its chunk.
@@ -410,6 +477,12 @@ def _matrix(m: int, n: int) -> dict[str, tuple[str, int]]:
     if max(m, n) >= 1 << 31:
         raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
     return {"M": ("i32", m), "N": ("i32", n)}
+
+
+def _int32(n: int) -> tuple[str, int]:
+    if n >= 1 << 31:
+        raise Fp8Error(f"Kernels take rows of fewer than 2^31 elements, got {n}.")
+    return "i32", n
 
 
 def _input(dtype: str) -> str:

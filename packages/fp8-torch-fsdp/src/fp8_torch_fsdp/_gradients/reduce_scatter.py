@@ -58,9 +58,9 @@ class CompressedReduceScatter:
             )
         rows = input_tensor.view(group.size(), -1)
         spans = self.spans(rows.shape[1])
-        total = join(*self._exchange.reduce_scatter(split(rows, spans), group, self._residual_of(spans)), spans)
-        if op == dist.ReduceOp.AVG:
-            total /= group.size()
+        divisor = group.size() if op == dist.ReduceOp.AVG else 1
+        sums = self._exchange.reduce_scatter(split(rows, spans), group, self._residual_of(spans), divisor)
+        total = join(*sums, spans)
         output_tensor.copy_(total.view_as(output_tensor))
 
     def spans(self, length: int) -> tuple[Span, ...]:
