@@ -2,11 +2,12 @@
 
 import argparse
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from fp8_common._cli_text import table
-from fp8_common._errors import Fp8Error
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Advice, Job, ModelShape, advise
 
 HEADER = ("way", "step", "speed-up", "exposed", "gathers", "gradients", "between nodes", "casts")
@@ -15,7 +16,9 @@ HEADER = ("way", "step", "speed-up", "exposed", "gathers", "gradients", "between
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `fp8 advise` its options."""
     add = parser.add_argument
-    add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or the config.json of a dense decoder")
+    add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or the config.json of a decoder")
+    add("--module", metavar="PATH", help="instead: package.module:factory, a function that returns a torch module")
+    add("--active", type=int, metavar="N", help="experts that see a token, with --module, if the model does not say")
     add("--linear", metavar="SHAPES", help="instead: one block's layers, out x in: 4096x4096,14336x4096,4096x14336")
     add("--blocks", type=int, default=32, help="number of blocks, with --linear (default %(default)s)")
     add("--vocabulary", type=int, default=0, help="rows of the embedding, with --linear (default: none)")
@@ -26,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=int, default=8192, help="length of a sequence (default %(default)s)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
     add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
+    add("--plot", metavar="FILE", help="draw speed-ups over 8 to 4096 devices (.svg, .png, .pdf; needs matplotlib)")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
 
 
@@ -56,6 +60,14 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 def _shape(options: argparse.Namespace) -> ModelShape:
     if options.linear:
         return ModelShape.parse(options.linear, options.blocks, options.vocabulary)
+    if options.module:
+        if importlib.util.find_spec("torch") is None:
+            raise Fp8UnsupportedError(
+                "--module needs torch, which is not installed. Run: pip install 'fp8-common[torch]'"
+            )
+        from fp8_common.torch._model_shape import shape_of_import
+
+        return shape_of_import(options.module, options.active)
     return SHAPES.get(options.model) or ModelShape.from_config(Path(options.model))
 
 

@@ -53,6 +53,7 @@ class LaunchPlan:
         num_warps: Warps per program.
         outputs: Pointer arguments that the kernel writes.
         zeroed: Outputs that must hold zeros before.
+        updated: Outputs that are read before.
     """
 
     kernel: str
@@ -63,6 +64,7 @@ class LaunchPlan:
     num_warps: int
     outputs: tuple[str, ...]
     zeroed: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -383,6 +385,7 @@ def pack_gradients_plan(
         | {"RANDOM": way, "ALIGNED": columns % 16 == pitches[0] % 16 == 0, "BLOCKS": blocks},
         num_warps=4,
         outputs=("residual_ptr", "y_ptr", "scale_ptr") if residual else ("y_ptr", "scale_ptr"),
+        updated=("residual_ptr",) if residual else (),
     )
 
 
