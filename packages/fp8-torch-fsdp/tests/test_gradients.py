@@ -209,14 +209,23 @@ def gradients_of(model, rank):
 def gradients_both_ways(rank, ranks, reduce_dtype):
     mesh = init_device_mesh("cpu", (ranks,))
     plain, ours = (sharded(mesh, reduce_dtype=reduce_dtype) for _ in range(2))
-    f8.compress_gradients(ours, parameters=["!1.up.weight"])
-    return gradients_of(plain, rank), gradients_of(ours, rank)
+    ours[0].norm.weight.requires_grad_(False)
+    f8.compress_gradients(ours, f8.GradientCompression(format="e4m3"), parameters=["!1.up.weight"])
+    reports = [{w.name: w.gradient for w in f8.float8_all_gather_report(model).weights} for model in (plain, ours)]
+    ours[0].norm.weight.requires_grad_(True)
+    return gradients_of(plain, rank), gradients_of(ours, rank), *reports
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_near_and_what_is_left_out_is_exact(run_ranks, reduce_dtype):
     # two ranks: the order of a sum of two makes no difference
-    for plain, ours in run_ranks(2, gradients_both_ways, reduce_dtype):
+    wide = str(reduce_dtype).removeprefix("torch.")
+    for plain, ours, before, after in run_ranks(2, gradients_both_ways, reduce_dtype):
+        assert set(before.values()) == {wide}, "the report says how gradients travel"
+        assert after == {
+            name: "" if name == "0.norm.weight" else "float8_e4m3fn" if g.ndim == 2 and name != "1.up.weight" else wide
+            for name, g in plain.items()
+        }
         for name, gradient in plain.items():
             compressed = gradient.ndim == 2 and name != "1.up.weight"
             assert torch.equal(gradient, ours[name]) == (not compressed) or reduce_dtype == torch.bfloat16, name

@@ -1,6 +1,6 @@
 """`CompressedReduceScatter`: the reduce-scatter that FSDP2 calls for the gradients of one of its groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,16 @@ class CompressedReduceScatter:
         self._params = list(zip(params, compressed, strict=True))
         self._exchange = exchange
         self.residual = self._new_residual() if exchange.config.error_feedback else None
+
+    def travels(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the shard of each parameter, and whether its gradient travels as FP8."""
+        for param, chosen in self._params:
+            yield param.local, chosen
+
+    @property
+    def codes_dtype(self) -> str:
+        """The name of the dtype of codes."""
+        return self._exchange.config.fp8_format.dtype_name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised buffer."""
