@@ -3,13 +3,16 @@
 import argparse
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
 from fp8_common._cli_text import table
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Advice, Job, ModelShape, advise
+from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Accelerator, Advice, Job, Links, ModelShape, advise
 
+RATES = ("bf16", "fp8", "attention", "bandwidth")
+NETWORK = ("node", "inside", "between", "latency")
 HEADER = ("way", "step", "speed-up", "exposed", "gathers", "gradients", "between nodes", "casts")
 
 
@@ -25,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", default="8", help="devices, over which all is sharded; several: 8,64,512 (default %(default)s)")
     add("--device", choices=ACCELERATORS, default="h100", help="its rates (default %(default)s)")
     add("--links", choices=LINKS, default="infiniband-400", help="the network (default %(default)s)")
+    add("--rates", metavar="R", help="rates of yours in their place: bf16=6e14,fp8=1.1e15,inside=3e11,latency=1e-5")
     add("--tokens", type=int, default=8192, help="of a micro-batch on one device (default %(default)s)")
     add("--sequence", type=int, default=8192, help="length of a sequence (default %(default)s)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
@@ -43,6 +47,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         ranks = [int(text) for text in options.ranks.split(",")]
     except ValueError as error:
         raise Fp8Error(f"--ranks takes whole numbers like 8 or 8,64,512, got {options.ranks!r}.") from error
+    accelerator, links = _rates(options.rates, ACCELERATORS[options.device], LINKS[options.links])
     one = Job(
         shape=_shape(options),
         ranks=ranks[0],
@@ -50,11 +55,30 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         sequence=options.sequence,
         micro_batches=options.micro_batches,
         recompute=options.recompute,
-        accelerator=ACCELERATORS[options.device],
-        links=LINKS[options.links],
+        accelerator=accelerator,
+        links=links,
         measured=options.measured,
     )
     return [dataclasses.replace(one, ranks=number) for number in ranks]
+
+
+def _rates(given: str | None, accelerator: Accelerator, links: Links) -> tuple[Accelerator, Links]:
+    """Return device and network with the rates that a text like "bf16=6e14,inside=3e11" replaces."""
+    for pair in (given or "").split(",") if given else ():
+        name, _, text = pair.partition("=")
+        owner = accelerator if name in RATES else links
+        try:
+            value = type(getattr(owner, name))(float(text))
+        except (AttributeError, ValueError, OverflowError):
+            value = 0
+        if name not in (*RATES, *NETWORK) or not 0 < value < math.inf:
+            names = ", ".join((*RATES, *NETWORK))
+            raise Fp8Error(f"--rates takes positive numbers like bf16=6e14,inside=3e11 for {names}; got {pair!r}.")
+        if owner is accelerator:
+            accelerator = dataclasses.replace(accelerator, **{name: value, "source": "given with --rates"})
+        else:
+            links = dataclasses.replace(links, **{name: value})
+    return accelerator, links
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:

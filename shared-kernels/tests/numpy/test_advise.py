@@ -265,6 +265,18 @@ def test_the_command_writes_json(capsys):
     assert all(math.isfinite(one["seconds"]) for one in facts["estimates"])
 
 
+def test_rates_of_ones_own_replace_those_of_the_preset(capsys):
+    assert _cli.main(["advise", "--rates", "bf16=5e14,node=4,inside=1e11", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    machine, links = facts["job"]["accelerator"], facts["job"]["links"]
+    assert (machine["bf16"], machine["fp8"], machine["source"]) == (
+        5e14,
+        ACCELERATORS["h100"].fp8,
+        "given with --rates",
+    )
+    assert (links["node"], links["inside"], links["latency"]) == (4, 1e11, LINKS["infiniband-400"].latency)
+
+
 def test_the_plot_shows_every_way_from_8_to_4096_devices(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="the plot is drawn with matplotlib")
     assert _cli.main(["advise", "--plot", str(tmp_path / "advice.svg")]) == 0
@@ -296,6 +308,10 @@ def test_a_plot_without_matplotlib_is_one_sentence(capsys, monkeypatch, tmp_path
         (["--linear", "4096"], "out x in"),
         (["--model", "no/such/file"], "cannot be read"),
         (["--device", "v100"], "invalid choice"),
+        *(
+            (["--rates", text], "positive numbers like")
+            for text in ("bf16", "tf32=1", "fp8=-1", "inside=inf", "node=x")
+        ),
     ],
 )
 def test_the_command_refuses_in_one_sentence(capsys, arguments, part):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fp8_common import _launch as launch
 from fp8_common._gradient_compression import MessageRows
 from fp8_common._launch import LaunchPlan
+from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import CANONICAL
 from fp8_common.testing.sass import Sass, disassemble
 
@@ -266,7 +267,7 @@ def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
     out = [
         Case(
             name=f"pack gradients{name}",
-            plan=launch.pack_gradients_plan(rows, columns, pitches, dtype, fmt, **settings),
+            plan=pack_gradients_plan(rows, columns, pitches, dtype, fmt, **settings),
             elements=128 * blocks,
             read=b + kept,
             written=1 + kept,
@@ -276,7 +277,7 @@ def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
         for name, settings, blocks, kept in ways
     ]
     # whatever the gradients were, their sum is written in float32
-    total = launch.sum_gradients_plan(rows, columns, pitches[1], fmt, "float32", rows)
+    total = sum_gradients_plan(rows, columns, pitches[1], fmt, "float32", rows)
     return [*out, Case(name="sum gradients", plan=total, elements=2048, read=1, written=4, narrow=8)]
 
 

@@ -19,6 +19,7 @@ from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import Format, get_data_format
 from fp8_common._launch import LaunchPlan
+from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _quantize
@@ -263,7 +264,7 @@ def pack_gradients(
     scales: torch.Tensor,
 ) -> None:
     """Write codes [n, c] and scales [n, blocks] of x [n, c] into a message; see `fp8_common.torch._gradients`."""
-    plan = launch.pack_gradients_plan(
+    plan = pack_gradients_plan(
         *x.shape,
         (x.stride(0), codes.stride(0)),
         _name(x.dtype),
@@ -278,7 +279,7 @@ def pack_gradients(
 def sum_gradients(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, divisor: float) -> torch.Tensor:
     """Return the float32 sum [c] over ranks of codes [n, c] with scales [n, blocks] in a message, divided."""
     total = torch.empty(codes.shape[1], dtype=torch.float32, device=codes.device)
-    plan = launch.sum_gradients_plan(*codes.shape, codes.stride(0), fmt, "float32", divisor)
+    plan = sum_gradients_plan(*codes.shape, codes.stride(0), fmt, "float32", divisor)
     run(plan, codes.device, q_ptr=codes, scale_ptr=scales, y_ptr=total)
     return total
 
