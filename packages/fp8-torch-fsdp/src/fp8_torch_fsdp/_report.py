@@ -11,6 +11,7 @@ from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
+from fp8_torch_fsdp._traceable.compression import gradient_dtypes
 from fp8_torch_fsdp._traceable.wires import Float8Wire
 
 
@@ -26,7 +27,7 @@ class WeightReport:
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
         why: How the weight is scaled, or why it does not travel in FP8.
         gradient: What FSDP2 reduces for it: "float8_e4m3fn" or "float8_e5m2" as codes of `compress_gradients`, the name
-            of a high-precision dtype, or "" where it is frozen or not sharded by FSDP2.
+            of a high-precision dtype, or "" where it is frozen or not sharded.
     """
 
     name: str
@@ -101,7 +102,7 @@ def _gradients(model: nn.Module) -> dict[int, str]:
         if isinstance(reduction, CompressedReduceScatter):
             codes = reduction.codes_dtype
             found |= {id(local): codes for local, chosen in reduction.travels() if chosen and id(local) in found}
-    return found
+    return found | {id(_local(parameter)): dtype for parameter, dtype in gradient_dtypes(model)}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
