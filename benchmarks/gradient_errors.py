@@ -3,8 +3,8 @@
     python -m benchmarks.gradient_errors
 
 Simulated: all ranks are rows of one tensor, rounded and summed by the functions that real ranks use
-(`fp8_torch_fsdp._gradients`). Measured against the float64 sum, for one reduction and for the mean of 32 reductions of
-the same gradient: an error that the mean keeps is bias.
+(`fp8_common.torch._gradients`). Measured against the float64 sum, for one reduction and for the mean of 32 reductions
+of the same gradient: an error that the mean keeps is bias.
 """
 
 import json
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from demos.common.machine import machine_facts, package_versions
+from fp8_common.torch.plugin import dispatch
 from fp8_torch_fsdp import GradientCompression
-from fp8_torch_fsdp._gradients.collectives import sum_in_order
-from fp8_torch_fsdp._gradients.payload import dequantize, quantize
 from fp8_torch_fsdp._gradients.random_rounding import RandomBits
 
 HERE = Path(__file__).parent
@@ -64,7 +63,18 @@ def reduced(values: Tensor, config: GradientCompression | None, state: "RankStat
 
 
 def _sent(row: Tensor, config: GradientCompression, bits: RandomBits | None) -> Tensor:
-    return dequantize(*quantize(row, config, bits), config)
+    form = config.fp8_format, config.block
+    random = None if bits is None else bits.draw(*row.shape, config.block)
+    message = dispatch.pack_gradients(row, row[:, :0], *form, None, random)
+    return dispatch.unpack_gradients(message, (row.shape[1], 0), row.dtype, *form)[0][None]
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Return the float32 sum of [ranks, elements] over ranks, first to last."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class RankState:

@@ -23,6 +23,8 @@ STATIC_NAMES = {
     "1x128": ("1x128",),
     "128x128": ("128x128",),
     "mx": ("MX rceil",),
+    "pack gradients": ("pack gradients",),
+    "sum gradients": ("sum gradients",),
     "foreach amax, 200 shards": ("foreach amax",),
 }
 """Which rows of the static table a measured task fills."""

@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
     def launch(self, plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:
         """Stand in for `fp8_common.torch._triton_backend.run`."""
         self.step.host_operators += 1
-        reads = [x for name, x in tensors.items() if name not in plan.outputs]
+        reads = [x for name, x in tensors.items() if name not in plan.outputs or name in plan.updated]
         writes = [x for name, x in tensors.items() if name in plan.outputs]
         self.step.kernels.append(Kernel(f"fp8_common {plan.kernel}", traffic(reads, writes)))
 

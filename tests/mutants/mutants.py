@@ -30,6 +30,7 @@ KERNELS = ("fp8_common._kernels",)
 OWG = ("fp8_jax_owg",)
 FORMULAS = ("tests.conformance.te_formulas",)
 
+GRADIENT_TESTS = "shared-kernels/tests/torch/test_gradient_messages.py"
 NUMPY_TESTS = "shared-kernels/tests/numpy"
 FSDP_TESTS = "packages/fp8-torch-fsdp/tests"
 OWG_TESTS = "packages/fp8-jax-owg/tests"
@@ -116,6 +117,13 @@ MUTANTS = [
         ),
     ),
     _torch("a NaN amax is recorded", "update_history", swap("K >= INF_KEY", "K == INF_KEY")),
+    _torch(
+        "what an infinite gradient lost reaches the next",
+        "_round",
+        swap("where(L.isfinite(), L, 0.0)", "L"),
+        GRADIENT_TESTS,
+    ),
+    _torch("sums of gradients are not divided", "_in_order", swap("T.div_(D)", "T"), GRADIENT_TESTS),
     # ---- fp8-common on JAX
     _jax("jax clamps infinity", "nan_where_infinite", swap("float_key(X) == I", "float_key(X) < 0")),
     _jax("no tie to even", "round_to_codes", swap("(23 - M) << 23", "(24 - M) << 23")),
@@ -142,6 +150,12 @@ MUTANTS = [
     _kernel("a kernel makes a scale of an infinite amax", "scale_of_key", swap("K >= INF_KEY", "K > INF_KEY")),
     _kernel("a kernel clears too much of a scale", "scale_of_key", swap("B & INF_KEY", "B & 0x7F000000")),
     _kernel("blocks of a row overlap", "block_1x128_kernel", swap("block * 128 + C", "block * 127 + C")),
+    _kernel(
+        "a kernel's sum of gradients begins at +0",
+        "sum_gradients_kernel",
+        swap("as_float(full(...))", "tl.zeros((BLOCKS, 128), tl.float32)"),
+        "shared-kernels/tests/interpreter/test_kernels.py -k gradients",
+    ),
     _kernel("a kernel rounds MX exponents up one too often", "e8m0_of_key", swap("M > L", "M >= L")),
     _kernel(
         "a kernel's window drops the oldest amax too early",

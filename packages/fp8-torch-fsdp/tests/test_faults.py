@@ -58,11 +58,17 @@ def fingerprint(tensors):
 STEPS, SAVED_EVERY, DEATH = 8, 3, 5
 
 
-def train(rank, world_size, folder, recipe, death):
-    """Go on from the newest checkpoint, save every few steps; `death` stops the last rank inside a backward."""
+def train(rank, world_size, folder, recipe, death, compressed=False):
+    """Go on from the newest checkpoint, save every few steps; `death` stops the last rank inside a backward.
+
+    With `compressed` gradients it stops after the reduction of the last layer and before those of the others.
+    """
     model = build(world_size, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    gradients = {}
+    if compressed:
+        gradients["gradients"] = f8.compress_gradients(model, f8.GradientCompression(error_feedback=True))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | gradients
     done = max((int(path.name) for path in Path(folder).glob("?")), default=0)
     if done:
         f8.load_checkpoint(state, f"{folder}/{done}")
@@ -73,7 +79,8 @@ def train(rank, world_size, folder, recipe, death):
         began = time.monotonic()
         y = model(batch(rank, step))
         if death and step == DEATH and rank == world_size - 1:
-            y.register_hook(lambda grad: os.kill(os.getpid(), death))
+            hook = model[4].weight.register_post_accumulate_grad_hook if compressed else y.register_hook
+            hook(lambda _: os.kill(os.getpid(), death))
         try:
             (loss := (y - 1).square().mean()).backward()
         except RuntimeError as error:
@@ -85,17 +92,17 @@ def train(rank, world_size, folder, recipe, death):
         losses.append(loss.item())
         if (step + 1) % SAVED_EVERY == 0:
             f8.sync_float8_amax_and_scale_history(model)
-            f8.save_checkpoint(
-                dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), f"{folder}/{step + 1}"
-            )
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            f8.save_checkpoint(state | gradients, f"{folder}/{step + 1}")
+            del state
     return losses, fingerprint(whole_weights(model).values())
 
 
-def check_death(pool, tmp_path, recipe, death):
-    steady, broken = (tmp_path / f"{kind}-{recipe}-{death}" for kind in ("steady", "broken"))
+def check_death(pool, tmp_path, recipe, death, compressed=False):
+    steady, broken = (tmp_path / f"{kind}-{recipe}-{death}-{compressed}" for kind in ("steady", "broken"))
     broken.mkdir()
     with pytest.raises(RankError) as caught:
-        pool.run(train, str(broken), recipe, death)
+        pool.run(train, str(broken), recipe, death, compressed)
     for rank in range(pool.world_size - 1):
         survivor = json.loads((broken / f"survivor{rank}").read_text())
         assert survivor["step"] == DEATH
@@ -103,8 +110,8 @@ def check_death(pool, tmp_path, recipe, death):
     if death == signal.SIGKILL:
         assert re.search(rf"rank {pool.world_size - 1}: died with exit code -{death}", str(caught.value))
     assert [path.name for path in broken.glob("?")] == ["3"]
-    expected = pool.run(train, str(steady), recipe, 0)
-    resumed = pool.run(train, str(broken), recipe, 0)
+    expected = pool.run(train, str(steady), recipe, 0, compressed)
+    resumed = pool.run(train, str(broken), recipe, 0, compressed)
     for (losses, weights), (later_losses, later_weights) in zip(expected, resumed, strict=True):
         assert later_losses == losses[3:]
         assert later_weights == weights
@@ -122,6 +129,16 @@ def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, ful
             check_death(pool, tmp_path, recipe, death)
         finally:
             pool.close()
+
+
+@pytest.mark.timeout(900)
+def test_a_rank_that_dies_between_reductions_of_codes_is_an_error_and_the_run_resumes(tmp_path):
+    """With error feedback, whose state is saved: the resumed run has the bits of one that never broke."""
+    pool = RankPool(2, collective_timeout=20.0)
+    try:
+        check_death(pool, tmp_path, "tensorwise", signal.SIGKILL, compressed=True)
+    finally:
+        pool.close()
 
 
 # ---------------------------------------------------------------- NaN and infinity on one rank

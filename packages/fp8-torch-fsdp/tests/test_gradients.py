@@ -52,7 +52,8 @@ def expected(ranks, length, kind, settings):
         codes, scales = fp8_common.quantize_blockwise(rows, fmt, (1, BLOCK), fp8_common.POWER_OF_2)
         if settings.get("rounding") == "stochastic":
             scaled = rows * np.repeat(scales, BLOCK, 1)[:, :length]
-            bits = random_bits(settings["seed"] | rank << 32, rows.shape)
+            # a row begins with a new block of counters
+            bits = random_bits(settings["seed"] | rank << 32, (ranks, BLOCK * scales.shape[1]))[:, :length]
             codes = fp8_common.encode_stochastic(scaled, fmt, bits)
         total = total + fp8_common.dequantize_blockwise(codes, scales, fmt, (1, BLOCK))
         whole = whole + rows[:, :5]
@@ -81,6 +82,11 @@ def reduce_on_nodes(rank, ranks, length, settings):
     return compressed.numpy(), whole.numpy(), sent, None if residual is None else residual.float().abs().sum().item()
 
 
+def message_bytes(length, wide):
+    """Bytes of one row: codes, scales and float32 elements, each section filled up to multiples of 16."""
+    return sum(-(-nbytes // 16) * 16 for nbytes in (length, 4 * -(-length // BLOCK), 4 * wide))
+
+
 @pytest.mark.parametrize("settings", [{}, {"format": "e5m2", "error_feedback": True}], ids=str)
 def test_nodes_add_first_and_send_one_gradient_each(run_ranks, settings):
     length, ranks = 3 * BLOCK + 17, 4
@@ -96,8 +102,7 @@ def test_nodes_add_first_and_send_one_gradient_each(run_ranks, settings):
             np.testing.assert_array_equal(compressed, wanted)
             np.testing.assert_array_equal(whole, all_rows[:, :, node, local, :5].sum(1).sum(0))
             # within a node the whole gradient, between nodes half of it: a part for each of its two ranks
-            scales, wide = 4 * -(-2 * length // BLOCK), 2 * 5 * 4
-            assert sent == [2 * (2 * length + scales + wide), 2 * (length + 4 * -(-length // BLOCK) + 5 * 4)]
+            assert sent == [2 * message_bytes(2 * length, 2 * 5), 2 * message_bytes(length, 5)]
             assert residual is None or residual > 0
 
 
@@ -204,14 +209,23 @@ def gradients_of(model, rank):
 def gradients_both_ways(rank, ranks, reduce_dtype):
     mesh = init_device_mesh("cpu", (ranks,))
     plain, ours = (sharded(mesh, reduce_dtype=reduce_dtype) for _ in range(2))
-    f8.compress_gradients(ours, parameters=["!1.up.weight"])
-    return gradients_of(plain, rank), gradients_of(ours, rank)
+    ours[0].norm.weight.requires_grad_(False)
+    f8.compress_gradients(ours, f8.GradientCompression(format="e4m3"), parameters=["!1.up.weight"])
+    reports = [{w.name: w.gradient for w in f8.float8_all_gather_report(model).weights} for model in (plain, ours)]
+    ours[0].norm.weight.requires_grad_(True)
+    return gradients_of(plain, rank), gradients_of(ours, rank), *reports
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_near_and_what_is_left_out_is_exact(run_ranks, reduce_dtype):
     # two ranks: the order of a sum of two makes no difference
-    for plain, ours in run_ranks(2, gradients_both_ways, reduce_dtype):
+    wide = str(reduce_dtype).removeprefix("torch.")
+    for plain, ours, before, after in run_ranks(2, gradients_both_ways, reduce_dtype):
+        assert set(before.values()) == {wide}, "the report says how gradients travel"
+        assert after == {
+            name: "" if name == "0.norm.weight" else "float8_e4m3fn" if g.ndim == 2 and name != "1.up.weight" else wide
+            for name, g in plain.items()
+        }
         for name, gradient in plain.items():
             compressed = gradient.ndim == 2 and name != "1.up.weight"
             assert torch.equal(gradient, ours[name]) == (not compressed) or reduce_dtype == torch.bfloat16, name
@@ -269,6 +283,7 @@ def spoiled(rank, ranks, settings):
     x = torch.randn(6, 40)
     loss = model(x).square().mean()
     (loss * float("inf") if rank == 1 else loss).backward()
+    assert not any(p.grad.to_local().isfinite().all() for p in model.parameters()), "seen in every shard of every rank"
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
     model(x).square().mean().backward()

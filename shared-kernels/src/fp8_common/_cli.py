@@ -22,6 +22,7 @@ from fp8_common._errors import Fp8Error
 from fp8_common._formats import DATA_FORMATS
 from fp8_common._machine import detect
 from fp8_common._plugins import discover
+from fp8_common.advise import plot
 
 COMMANDS = ("doctor", "formats", "explain", "advise")
 
@@ -117,6 +118,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _advise(options: argparse.Namespace) -> int:
     found = cli_advise.jobs(options)
+    if options.plot:
+        plot(found[0], options.plot)
     if options.json:
         _print_json([cli_advise.facts(job) for job in found])
     else:

@@ -2,30 +2,38 @@
 
 import argparse
 import dataclasses
+import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
 from fp8_common._cli_text import table
-from fp8_common._errors import Fp8Error
-from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Advice, Job, ModelShape, advise
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Accelerator, Advice, Job, Links, ModelShape, advise
 
+RATES = ("bf16", "fp8", "attention", "bandwidth")
+NETWORK = ("node", "inside", "between", "latency")
 HEADER = ("way", "step", "speed-up", "exposed", "gathers", "gradients", "between nodes", "casts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `fp8 advise` its options."""
     add = parser.add_argument
-    add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or the config.json of a dense decoder")
+    add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or the config.json of a decoder")
+    add("--module", metavar="PATH", help="instead: package.module:factory, a function that returns a torch module")
+    add("--active", type=int, metavar="N", help="experts that see a token, with --module, if the model does not say")
     add("--linear", metavar="SHAPES", help="instead: one block's layers, out x in: 4096x4096,14336x4096,4096x14336")
     add("--blocks", type=int, default=32, help="number of blocks, with --linear (default %(default)s)")
     add("--vocabulary", type=int, default=0, help="rows of the embedding, with --linear (default: none)")
     add("--ranks", default="8", help="devices, over which all is sharded; several: 8,64,512 (default %(default)s)")
     add("--device", choices=ACCELERATORS, default="h100", help="its rates (default %(default)s)")
     add("--links", choices=LINKS, default="infiniband-400", help="the network (default %(default)s)")
+    add("--rates", metavar="R", help="rates of yours in their place: bf16=6e14,fp8=1.1e15,inside=3e11,latency=1e-5")
     add("--tokens", type=int, default=8192, help="of a micro-batch on one device (default %(default)s)")
     add("--sequence", type=int, default=8192, help="length of a sequence (default %(default)s)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
     add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
+    add("--plot", metavar="FILE", help="draw speed-ups over 8 to 4096 devices (.svg, .png, .pdf; needs matplotlib)")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
 
 
@@ -39,6 +47,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         ranks = [int(text) for text in options.ranks.split(",")]
     except ValueError as error:
         raise Fp8Error(f"--ranks takes whole numbers like 8 or 8,64,512, got {options.ranks!r}.") from error
+    accelerator, links = _rates(options.rates, ACCELERATORS[options.device], LINKS[options.links])
     one = Job(
         shape=_shape(options),
         ranks=ranks[0],
@@ -46,16 +55,43 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         sequence=options.sequence,
         micro_batches=options.micro_batches,
         recompute=options.recompute,
-        accelerator=ACCELERATORS[options.device],
-        links=LINKS[options.links],
+        accelerator=accelerator,
+        links=links,
         measured=options.measured,
     )
     return [dataclasses.replace(one, ranks=number) for number in ranks]
 
 
+def _rates(given: str | None, accelerator: Accelerator, links: Links) -> tuple[Accelerator, Links]:
+    """Return device and network with the rates that a text like "bf16=6e14,inside=3e11" replaces."""
+    for pair in (given or "").split(",") if given else ():
+        name, _, text = pair.partition("=")
+        owner = accelerator if name in RATES else links
+        try:
+            value = type(getattr(owner, name))(float(text))
+        except (AttributeError, ValueError, OverflowError):
+            value = 0
+        if name not in (*RATES, *NETWORK) or not 0 < value < math.inf:
+            names = ", ".join((*RATES, *NETWORK))
+            raise Fp8Error(f"--rates takes positive numbers like bf16=6e14,inside=3e11 for {names}; got {pair!r}.")
+        if owner is accelerator:
+            accelerator = dataclasses.replace(accelerator, **{name: value, "source": "given with --rates"})
+        else:
+            links = dataclasses.replace(links, **{name: value})
+    return accelerator, links
+
+
 def _shape(options: argparse.Namespace) -> ModelShape:
     if options.linear:
         return ModelShape.parse(options.linear, options.blocks, options.vocabulary)
+    if options.module:
+        if importlib.util.find_spec("torch") is None:
+            raise Fp8UnsupportedError(
+                "--module needs torch, which is not installed. Run: pip install 'fp8-common[torch]'"
+            )
+        from fp8_common.torch._model_shape import shape_of_import
+
+        return shape_of_import(options.module, options.active)
     return SHAPES.get(options.model) or ModelShape.from_config(Path(options.model))
 
 

@@ -1,14 +1,15 @@
 """`GradientCompression`: how gradients are rounded before ranks exchange them, and the sum that ranks then hold."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format, get_format
+from fp8_common._philox import random_bits
 from fp8_common._policy import POWER_OF_2
-from fp8_common._quantize import dequantize_blockwise, quantize_blockwise
+from fp8_common._quantize import dequantize_blockwise, quantize_blockwise, quantize_stochastic
 from fp8_common._records import Record
 
 
@@ -49,6 +50,106 @@ class GradientCompression(Record):
         return get_format(self.format)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MessageRows:
+    """Where things lie in a row of the bytes that ranks exchange: codes, their scales, elements that stay wide.
+
+    Every section and every row begin at a multiple of 16 bytes; what lies between them is zero.
+
+    Attributes:
+        compressed: Codes of a row.
+        wide_bytes: Bytes of the elements that stay wide.
+        block: Codes with one float32 scale.
+    """
+
+    compressed: int
+    wide_bytes: int
+    block: int
+
+    @property
+    def scales(self) -> int:
+        """Number of scales."""
+        return -(-self.compressed // self.block)
+
+    @property
+    def scales_at(self) -> int:
+        """First byte of the scales."""
+        return _rounded_up(self.compressed)
+
+    @property
+    def wide_at(self) -> int:
+        """First byte of the wide elements."""
+        return self.scales_at + _rounded_up(4 * self.scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of a row."""
+        return self.wide_at + _rounded_up(self.wide_bytes)
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """First byte and end of what lies between sections and is nothing."""
+        ends = (self.compressed, self.scales_at), (self.scales_at + 4 * self.scales, self.wide_at)
+        return tuple((a, b) for a, b in (*ends, (self.wide_at + self.wide_bytes, self.nbytes)) if a < b)
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+class Rounded(NamedTuple):
+    """What `round_gradients` returns.
+
+    Attributes:
+        codes: uint8 [n, m].
+        scales: float32 [n, ceil(m / block)], powers of two into FP8.
+        lost: float32 [n, m]: what rounding took, 0 where that is not finite.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    lost: np.ndarray
+
+
+def round_gradients(
+    rows: np.ndarray,
+    config: GradientCompression,
+    *,
+    residual: np.ndarray | None = None,
+    random: tuple[int, int] | None = None,
+) -> Rounded:
+    """Return what a rank sends for `rows` [n, m], one row to each rank, and what rounding took from it.
+
+    Args:
+        rows: float16, bfloat16 or float32.
+        config: How they are rounded.
+        residual: bfloat16 [n, m]: what earlier roundings took; it is added.
+        random: Key and offset of the bits of stochastic rounding; each row begins with a new block of counters.
+    """
+    with np.errstate(all="ignore"):
+        values = rows.astype(np.float32)
+        if residual is not None:
+            values = values + residual.astype(np.float32)
+        block, columns = (1, config.block), values.shape[1]
+        codes, scales = quantize_blockwise(values, config.format, block, POWER_OF_2)
+        if random is not None:
+            wide = np.repeat(scales, config.block, axis=1)
+            bits = random_bits(random[0], wide.shape, random[1])[:, :columns]
+            codes = quantize_stochastic(values, wide[:, :columns], config.format, bits)
+        lost = values - dequantize_blockwise(codes, scales, config.format, block)
+    return Rounded(codes, scales, np.where(np.isfinite(lost), lost, np.float32(0)))
+
+
+def sum_rounded(codes: np.ndarray, scales: np.ndarray, config: GradientCompression, divisor: float = 1.0) -> np.ndarray:
+    """Return the float32 sum [m] of codes [n, m] over ranks, first to last, divided by `divisor`."""
+    parts = dequantize_blockwise(codes, scales, config.format, (1, config.block))
+    total = parts[0].copy()
+    with np.errstate(all="ignore"):
+        for part in parts[1:]:
+            total += part
+        return total / np.float32(divisor)
+
+
 def sum_of_compressed(rows: np.ndarray, config: GradientCompression) -> np.ndarray:
     """Return the float32 sum [m] of what each of n ranks sends, `rows` [n, m], rounded to nearest; ranks in order.
 
@@ -57,10 +158,5 @@ def sum_of_compressed(rows: np.ndarray, config: GradientCompression) -> np.ndarr
     """
     if config.rounding != "nearest" or config.error_feedback:
         raise Fp8Error("sum_of_compressed defines rounding to nearest without error feedback.")
-    block = (1, config.block)
-    codes, scales = quantize_blockwise(rows, config.format, block, POWER_OF_2)
-    parts = dequantize_blockwise(codes, scales, config.format, block)
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
-    return total
+    codes, scales, _ = round_gradients(rows, config)
+    return sum_rounded(codes, scales, config)

@@ -52,6 +52,7 @@ class LaunchPlan:
         num_warps: Warps per program.
         outputs: Pointer arguments that the kernel writes.
         zeroed: Outputs that must hold zeros before.
+        updated: Outputs that are read before.
     """
 
     kernel: str
@@ -62,6 +63,7 @@ class LaunchPlan:
     num_warps: int
     outputs: tuple[str, ...]
     zeroed: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
         # DeepGEMM's formula covers zero, infinity and NaN by itself, whatever the policy's fields say.
         zero, nonfinite = "eps", "propagate"
     # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
-    keys = (_key(policy.eps), _key(policy.lower), _key(policy.upper))
+    keys = (key_of(policy.eps), key_of(policy.lower), key_of(policy.upper))
     return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
 
 
@@ -117,8 +119,8 @@ def amax_plan(n: int, dtype: str) -> LaunchPlan:
     block, iters = 4096, 4 if n >= 1 << 22 else 1
     return LaunchPlan(
         kernel="amax",
-        grid=_tiles(n, block * iters),
-        pointers={"x_ptr": _input(dtype), "amax_ptr": "i32"},
+        grid=tile_count(n, block * iters),
+        pointers={"x_ptr": input_type(dtype), "amax_ptr": "i32"},
         scalars={"n": ("i64", n)},
         constexprs={"BLOCK": block, "ITERS": iters},
         num_warps=8,
@@ -138,10 +140,10 @@ def cast_plan(
     # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
     return LaunchPlan(
         kernel="cast",
-        grid=_tiles(n, 4096),
+        grid=tile_count(n, 4096),
         pointers=_cast_pointers(dtype, fmt, policy, with_amax, transpose=False),
         scalars={"n": ("i64", n)},
-        constexprs=_scale_constexprs(fmt, policy) | {"BLOCK": 4096},
+        constexprs=scale_constexprs(fmt, policy) | {"BLOCK": 4096},
         num_warps=8,
         outputs=_cast_outputs(policy, with_amax, transpose=False),
         zeroed=("amax_ptr",) if with_amax else (),
@@ -158,10 +160,10 @@ def cast_transpose_plan(
     bm, bn = (128, 64) if packed else (64, 64)
     return LaunchPlan(
         kernel="cast_transpose",
-        grid=_tiles(m, bm) * _tiles(n, bn),
+        grid=tile_count(m, bm) * tile_count(n, bn),
         pointers=_cast_pointers(dtype, fmt, policy, with_amax, transpose=True),
         scalars=_matrix(m, n),
-        constexprs=_scale_constexprs(fmt, policy)
+        constexprs=scale_constexprs(fmt, policy)
         | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
         num_warps=4,
         outputs=_cast_outputs(policy, with_amax, transpose=True),
@@ -173,7 +175,7 @@ def rowwise_plan(
     m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, fold: bool = False
 ) -> LaunchPlan:
     """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first."""
-    constexprs = _scale_constexprs(fmt, policy) | {"ALIGNED": n % 16 == 0}
+    constexprs = scale_constexprs(fmt, policy) | {"ALIGNED": n % 16 == 0}
     # Triton tiles have sides that are powers of two; what is beyond the row is masked.
     bn = max(16, _next_power_of_2(n))
     if n > LONGEST_ROW:
@@ -182,14 +184,14 @@ def rowwise_plan(
     else:
         # Short rows share a program. A warp holds 1024 elements, 32 a thread, so that the longest row needs 16 warps.
         bm = max(1, 4096 // bn)
-        kernel, grid, tile, warps = "rowwise", _tiles(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
+        kernel, grid, tile, warps = "rowwise", tile_count(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
     return LaunchPlan(
         kernel=kernel,
         grid=grid if n else 0,
         pointers={
-            "x_ptr": _input(dtype),
+            "x_ptr": input_type(dtype),
             "fold_ptr": "fp32" if fold else None,
-            "y_ptr": _fp8(fmt),
+            "y_ptr": fp8_type(fmt),
             "scale_ptr": "fp32",
         },
         scalars=_matrix(m, n),
@@ -219,8 +221,8 @@ def block_plan(
             f"There are kernels for 1x128 and 128x128 blocks, and for the transpose of 128x128 ones if rows % 4 == 0; "
             f"got {rows}x128 of {m} rows with transpose={transpose}. Use the reference."
         )
-    constexprs = _scale_constexprs(fmt, policy)
-    pointers: dict[str, str | None] = {"x_ptr": _input(dtype), "y_ptr": _fp8(fmt)}
+    constexprs = scale_constexprs(fmt, policy)
+    pointers: dict[str, str | None] = {"x_ptr": input_type(dtype), "y_ptr": fp8_type(fmt)}
     outputs: tuple[str, ...] = ("y_ptr", "scale_ptr")
     if rows == 1:
         # 64 elements a thread: with fewer, computing the row's scale in every thread is too large a share of the work.
@@ -228,11 +230,11 @@ def block_plan(
     else:
         # Rows of the transpose start at multiples of m, so both sides must be multiples of 16.
         tile, aligned, bm, warps = {}, m % 16 == n % 16 == 0, 128, 8
-        pointers["yt_ptr"] = _fp8(fmt) if transpose else None
+        pointers["yt_ptr"] = fp8_type(fmt) if transpose else None
         outputs = ("y_ptr", "yt_ptr", "scale_ptr") if transpose else outputs
     return LaunchPlan(
         kernel=f"block_{rows}x128",
-        grid=_tiles(m, bm) * _tiles(n, 128),
+        grid=tile_count(m, bm) * tile_count(n, 128),
         pointers=pointers | {"scale_ptr": "fp32"},
         scalars=_matrix(m, n),
         constexprs=constexprs | {"ALIGNED": aligned} | tile,
@@ -243,15 +245,15 @@ def block_plan(
 
 def mx_plan(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil") -> LaunchPlan:
     """Plan OCP MX data and uint8 E8M0 codes [m, ceil(n / 32)] for x [m, n]."""
-    form = _kernel_format(fmt)
+    form = kernel_format(fmt)
     return LaunchPlan(
         kernel="mx",
-        grid=_tiles(m, 32) * _tiles(n, 128),
-        pointers={"x_ptr": _input(dtype), "y_ptr": _fp8(fmt), "code_ptr": "u8"},
+        grid=tile_count(m, 32) * tile_count(n, 128),
+        pointers={"x_ptr": input_type(dtype), "y_ptr": fp8_type(fmt), "code_ptr": "u8"},
         scalars=_matrix(m, n),
         constexprs={
             "MODE": mode,
-            "MAX_KEY": _key(form.max),
+            "MAX_KEY": key_of(form.max),
             "MANTISSA_BITS": form.mantissa_bits,
             "ALIGNED": n % 16 == 0,
             "BM": 32,
@@ -269,7 +271,7 @@ def delayed_update_plan(tensors: int, length: int, policy: ScalePolicy) -> Launc
     columns = max(1, min(32, 4096 // rows))
     return LaunchPlan(
         kernel="delayed_update",
-        grid=_tiles(tensors, columns),
+        grid=tile_count(tensors, columns),
         pointers=dict.fromkeys(
             ("history_ptr", "amax_ptr", "scale_ptr", "fmax_ptr", "new_history_ptr", "new_scale_ptr", "scale_inv_ptr"),
             "fp32",
@@ -295,8 +297,8 @@ def dequantize_plan(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[
         raise Fp8Error(f"dequantize needs scales for whole rows or for 128 columns, got {block}. Use the reference.")
     return LaunchPlan(
         kernel="dequantize",
-        grid=_tiles(m, 32) * _tiles(n, 128),
-        pointers={"q_ptr": _fp8(fmt), "scale_ptr": "fp32", "y_ptr": _input(dtype)},
+        grid=tile_count(m, 32) * tile_count(n, 128),
+        pointers={"q_ptr": fp8_type(fmt), "scale_ptr": "fp32", "y_ptr": input_type(dtype)},
         scalars=_matrix(m, n),
         constexprs={"ROWS": rows, "COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 32, "BN": 128},
         num_warps=4,
@@ -308,8 +310,8 @@ def dequantize_mx_plan(m: int, n: int, fmt: str | Format, dtype: str) -> LaunchP
     """Plan the way back from MX data and its E8M0 codes."""
     return LaunchPlan(
         kernel="dequantize_mx",
-        grid=_tiles(m, 16) * _tiles(n, 128),
-        pointers={"q_ptr": _fp8(fmt), "code_ptr": "u8", "y_ptr": _input(dtype)},
+        grid=tile_count(m, 16) * tile_count(n, 128),
+        pointers={"q_ptr": fp8_type(fmt), "code_ptr": "u8", "y_ptr": input_type(dtype)},
         scalars=_matrix(m, n),
         constexprs={"ALIGNED": n % 16 == 0, "BM": 16, "BN": 128},
         num_warps=4,
@@ -319,14 +321,14 @@ def dequantize_mx_plan(m: int, n: int, fmt: str | Format, dtype: str) -> LaunchP
 
 def stochastic_plan(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset: int = 0) -> LaunchPlan:
     """Plan stochastic rounding of x * scale for `n` elements; bits as in `fp8_common._philox`."""
-    form = _kernel_format(fmt)
+    form = kernel_format(fmt)
     return LaunchPlan(
         kernel="stochastic",
-        grid=_tiles(n, 2048),
-        pointers={"x_ptr": _input(dtype), "scale_ptr": "fp32", "y_ptr": _fp8(fmt)},
+        grid=tile_count(n, 2048),
+        pointers={"x_ptr": input_type(dtype), "scale_ptr": "fp32", "y_ptr": fp8_type(fmt)},
         scalars={"n": ("i64", n), "seed": ("i64", seed), "offset": ("i64", offset)},
         constexprs={
-            "MAX_KEY": _key(form.max),
+            "MAX_KEY": key_of(form.max),
             "MIN_EXPONENT": form.min_exponent,
             "MANTISSA_BITS": form.mantissa_bits,
             "BLOCK": 2048,
@@ -345,7 +347,7 @@ _TABLE = {"numel_ptr": "i64", "tensor_ptr": "i32", "chunk_ptr": "i32"}
 def foreach_chunks(sizes: list[int]) -> tuple[list[int], list[int]]:
     """Return, for every program of a foreach kernel, its tensor and its chunk of that tensor."""
     # A tensor without elements has no chunk, hence no program.
-    pairs = [(t, c) for t, size in enumerate(sizes) for c in range(_tiles(size, FOREACH_CHUNK))]
+    pairs = [(t, c) for t, size in enumerate(sizes) for c in range(tile_count(size, FOREACH_CHUNK))]
     return [t for t, _ in pairs], [c for _, c in pairs]
 
 
@@ -356,7 +358,7 @@ def foreach_amax_plan(programs: int, dtype: str, *, aligned: bool) -> LaunchPlan
         grid=programs,
         pointers={"ptrs_ptr": "i64", **_TABLE, "amax_ptr": "i32"},
         scalars={},
-        constexprs={"DTYPE": _input(dtype)} | _foreach_tile(aligned),
+        constexprs={"DTYPE": input_type(dtype)} | _foreach_tile(aligned),
         num_warps=8,
         outputs=("amax_ptr",),
         zeroed=("amax_ptr",),
@@ -370,7 +372,7 @@ def foreach_cast_plan(programs: int, dtype: str, fmt: str | Format, *, aligned: 
         grid=programs,
         pointers={"ptrs_ptr": "i64", "out_ptrs_ptr": "i64", **_TABLE, "scale_ptr": "fp32"},
         scalars={},
-        constexprs={"DTYPE": _input(dtype), "F8": _fp8(fmt)} | _foreach_tile(aligned),
+        constexprs={"DTYPE": input_type(dtype), "F8": fp8_type(fmt)} | _foreach_tile(aligned),
         num_warps=8,
         outputs=(),  # written through the addresses of a table, not through a pointer argument
     )
@@ -383,9 +385,9 @@ def _foreach_tile(aligned: bool) -> dict[str, object]:
 def _cast_pointers(
     dtype: str, fmt: str | Format, policy: ScalePolicy | None, with_amax: bool, *, transpose: bool
 ) -> dict[str, str | None]:
-    y = _fp8(fmt)
+    y = fp8_type(fmt)
     return {
-        "x_ptr": _input(dtype),
+        "x_ptr": input_type(dtype),
         "scale_ptr": "i32" if policy else "fp32",
         "y_ptr": y,
         **({"yt_ptr": y} if transpose else {}),
@@ -399,8 +401,9 @@ def _cast_outputs(policy: ScalePolicy | None, with_amax: bool, *, transpose: boo
     return tuple(name for name, want in wanted.items() if want)
 
 
-def _scale_constexprs(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:
-    form = _kernel_format(fmt)
+def scale_constexprs(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:
+    """Return what is compiled into a kernel that makes scales, or casts with a given one."""
+    form = kernel_format(fmt)
     fmax, rule = (form.max, None) if policy is None else scale_rule(form, policy)
     return {"FMAX": fmax, "RULE": rule}
 
@@ -412,30 +415,33 @@ def _matrix(m: int, n: int) -> dict[str, tuple[str, int]]:
     return {"M": ("i32", m), "N": ("i32", n)}
 
 
-def _input(dtype: str) -> str:
+def input_type(dtype: str) -> str:
+    """Return Triton's name of a dtype that kernels read and write."""
     if dtype not in INPUTS:
         raise Fp8Error(f"Kernels read and write {', '.join(INPUTS)}, got {dtype}. Convert it to float32 first.")
     return TYPES[dtype]
 
 
-def _fp8(fmt: str | Format) -> str:
-    return TYPES[_kernel_format(fmt).dtype_name]
+def fp8_type(fmt: str | Format) -> str:
+    """Return Triton's name of a format."""
+    return TYPES[kernel_format(fmt).dtype_name]
 
 
-def _kernel_format(fmt: str | Format) -> Format:
+def kernel_format(fmt: str | Format) -> Format:
+    """Return a format that kernels write, or refuse it."""
     form = get_data_format(fmt)
     if form not in FORMATS:
         raise Fp8Error(f"Kernels write e4m3 and e5m2, got {form.name}. Use the reference.")
     return form
 
 
-def _key(value: float) -> int:
-    """The bits of a non-negative float32, ordered as its values are."""
+def key_of(value: float) -> int:
+    """Return the bits of a non-negative float32, ordered as its values are."""
     return int(np.float32(value).view(np.int32))
 
 
-def _tiles(n: int, side: int) -> int:
-    """The number of tiles of `side` that cover `n`."""
+def tile_count(n: int, side: int) -> int:
+    """Return the number of tiles of `side` that cover `n`."""
     return -(-n // side)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from fp8_common import CANONICAL, POWER_OF_2
 from fp8_common import _launch as launch
+from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import aot
 
@@ -32,6 +33,11 @@ VARIANTS = {
     "dequantize, row": lambda x, f: launch.dequantize_plan(*ODD, f, x, (1, ODD[1])),
     "dequantize, 128x128": lambda x, f: launch.dequantize_plan(*ODD, f, x, (128, 128)),
     "dequantize, MX": lambda x, f: launch.dequantize_mx_plan(*ODD, f, x),
+    "pack gradients": lambda x, f: pack_gradients_plan(3, 517, (1034, 576), x, f),
+    "pack gradients, stochastic, feedback": lambda x, f: pack_gradients_plan(
+        3, 517, (517, 576), x, f, random=(7, 9), residual=True
+    ),
+    "sum gradients": lambda x, f: sum_gradients_plan(3, 517, 576, f, x, 3),
     "foreach amax": lambda x, f: launch.foreach_amax_plan(9, x, aligned=False),
     "foreach cast": lambda x, f: launch.foreach_cast_plan(9, x, f, aligned=False),
 }

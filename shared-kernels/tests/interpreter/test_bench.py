@@ -40,7 +40,8 @@ def test_every_task_runs_and_is_checked(monkeypatch):
     result = json.loads(render(document(measured, device="a test", ceiling=100.0)))
     ours = [row for row in result["rows"] if row["implementation"] == "ours"]
     assert {row["kernel"] for row in ours} == {
-        "amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx", bench.FOREACH,
+        "amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx",
+        "pack gradients", "sum gradients", bench.FOREACH,
     }  # fmt: skip
     assert all(row["equal"] and row["of_ceiling"] > 0 for row in ours)
     assert {row["implementation"] for row in result["rows"]} == {

@@ -3,11 +3,24 @@
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 
 from fp8_common import Fp8Error, _cli
-from fp8_common.advise import ACCELERATORS, CHOICES, LINKS, SHAPES, Choice, Job, ModelShape, advise, estimate
+from fp8_common.advise import (
+    ACCELERATORS,
+    CHOICES,
+    LINKS,
+    SHAPES,
+    WORLD_SIZES,
+    Choice,
+    Job,
+    ModelShape,
+    advise,
+    estimate,
+    speed_ups,
+)
 
 LLAMA = SHAPES["llama3-8b"]
 BF16 = CHOICES[0]
@@ -83,19 +96,32 @@ def test_better_machines_are_never_slower(choice):
 # ---------------------------------------------------------------- against others
 
 
-def test_the_volumes_of_zero_plus_plus_come_out_but_for_its_second_shards():
-    """In units of the model's size in 16 bits: 3 for ZeRO-3, 2.5 with 8-bit forward gathers, and so on (table 1)."""
+@pytest.mark.parametrize(
+    ("weights", "gradients", "secondary", "volume"), [(2, 2, False, 3), (1, 0.5, False, 1.25), (1, 0.5, True, 0.75)]
+)
+def test_the_volumes_of_zero_plus_plus_come_out(weights, gradients, secondary, volume):
+    """Between nodes, in units of the model in 16 bits: ZeRO-3; 8-bit gathers, 4-bit gradients; second shards too."""
     shape = dataclasses.replace(LLAMA, vocabulary=0)
-    unit = 2 * shape.parameters * 63 / 64
+    unit = 2 * shape.parameters * 7 / 8 / 8  # of one of the eight devices of a node, from seven other nodes
+    choice = Choice(name="", products="bf16", weight_bytes=weights, gradient_bytes=gradients, secondary=secondary)
+    assert estimate(job(shape=shape, ranks=64), choice).between_bytes / unit == pytest.approx(volume)
 
-    def volume(weights, gradients):
-        choice = Choice(name="", products="bf16", weight_bytes=weights, gradient_bytes=gradients)
-        found = estimate(job(shape=shape, ranks=64), choice)
-        return found.gather_bytes / unit, found.reduce_bytes / unit
 
-    assert volume(2, 2) == pytest.approx((2, 1))
-    # theirs keeps the backward's gathers inside a node (hpZ), which is not modelled: of the gathers half is left there
-    assert volume(1, 0.5) == pytest.approx((1, 0.25))
+def test_second_shards_cross_nodes_once_for_all_micro_batches():
+    shape = dataclasses.replace(LLAMA, vocabulary=0)
+    plain, kept = (
+        Choice(name="", products="bf16", weight_bytes=1.0, gradient_bytes=0.0, secondary=s) for s in (False, True)
+    )
+    four = job(shape=shape, ranks=16, micro_batches=4)
+    assert estimate(four, plain).between_bytes == 8 * estimate(four, kept).between_bytes
+    assert estimate(four, plain).gather_bytes == estimate(four, kept).gather_bytes
+    memory = estimate(four, kept).state_memory - estimate(four, plain).state_memory
+    assert memory == pytest.approx(shape.parameters / 8)
+    slow = dataclasses.replace(four, links=LINKS["ethernet-100"])
+    assert estimate(slow, kept).exposed < estimate(slow, plain).exposed
+    inside = job(shape=shape, micro_batches=4)
+    assert estimate(inside, plain).seconds == estimate(inside, kept).seconds
+    assert estimate(inside, plain).state_memory == estimate(inside, kept).state_memory
 
 
 # ---------------------------------------------------------------- shapes
@@ -116,6 +142,45 @@ def test_a_configuration_gives_the_shape_of_the_model(tmp_path):
     assert SHAPES["llama3-70b"].parameters == pytest.approx(70.6e9, rel=0.001)
 
 
+MIXTRAL = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN3_30B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "vocab_size": 129280, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "whole", "active", "rel"),
+    [
+        (MIXTRAL, 46.7e9, 12.9e9, 0.01),
+        (QWEN3_30B, 30.5e9, 3.3e9, 0.02),
+        # three of its 61 blocks are dense, and count like the others
+        (DEEPSEEK_V3, 671e9, 37e9, 0.06),
+    ],
+    ids=["Mixtral 8x7B", "Qwen3-30B-A3B", "DeepSeek-V3"],
+)
+def test_experts_are_gathered_whole_and_multiply_the_tokens_that_they_see(tmp_path, config, whole, active, rel):
+    """Whole and active parameters as the makers of the models give them."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = ModelShape.from_config(tmp_path / "config.json")
+    assert shape.parameters == pytest.approx(whole, rel=rel)
+    assert shape.blocks * shape.active_weights + shape.other_weights == pytest.approx(active, rel=rel)
+    dense = dataclasses.replace(shape, active=shape.experts)
+    few, all_of_them = (estimate(job(shape=one), BF16) for one in (shape, dense))
+    assert few.gather_bytes == all_of_them.gather_bytes
+    assert few.products < all_of_them.products
+
+
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -124,14 +189,20 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
     [
         ("{", "cannot be read"),
         ("[]", "JSON object"),
-        ('{"hidden_size": 8}', "has no intermediate_size"),
-        (json.dumps(dict.fromkeys([*SIZES, "num_experts"], 8)), "mixture of experts"),
+        ('{"hidden_size": 8}', "has no .*intermediate_size"),
+        (json.dumps(dict.fromkeys([*SIZES, "num_experts"], 8)), "has no num_experts_per_tok"),
     ],
 )
 def test_a_configuration_that_is_none_is_refused(tmp_path, text, part):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(Fp8Error, match=part):
         ModelShape.from_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("sizes", [{"experts": 4}, {"expert": ((8, 8),), "experts": 4, "active": 5}])
+def test_experts_that_do_not_fit_are_refused(sizes):
+    with pytest.raises(Fp8Error, match="Experts need"):
+        dataclasses.replace(LLAMA, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +265,42 @@ def test_the_command_writes_json(capsys):
     assert all(math.isfinite(one["seconds"]) for one in facts["estimates"])
 
 
+def test_rates_of_ones_own_replace_those_of_the_preset(capsys):
+    assert _cli.main(["advise", "--rates", "bf16=5e14,node=4,inside=1e11", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    machine, links = facts["job"]["accelerator"], facts["job"]["links"]
+    assert (machine["bf16"], machine["fp8"], machine["source"]) == (
+        5e14,
+        ACCELERATORS["h100"].fp8,
+        "given with --rates",
+    )
+    assert (links["node"], links["inside"], links["latency"]) == (4, 1e11, LINKS["infiniband-400"].latency)
+
+
+def test_the_plot_shows_every_way_from_8_to_4096_devices(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plot is drawn with matplotlib")
+    assert _cli.main(["advise", "--plot", str(tmp_path / "advice.svg")]) == 0
+    assert "take: " in capsys.readouterr().out
+    drawn = (tmp_path / "advice.svg").read_text()
+    assert drawn.lstrip().startswith("<?xml")
+    lines = speed_ups(job())
+    assert list(lines) == [choice.name for choice in CHOICES]
+    assert WORLD_SIZES[0] == 8
+    assert WORLD_SIZES[-1] == 4096
+    assert set(lines["bf16"]) == {1.0}
+    assert _cli.main(["advise", "--plot", str(tmp_path / "no" / "advice.svg")]) == 2
+    assert "cannot be written as a picture" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_one_sentence(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert _cli.main(["advise", "--plot", str(tmp_path / "advice.svg")]) == 1
+    told = capsys.readouterr()
+    assert told.err.endswith("Run: pip install 'fp8-common[plot]'\n")
+    assert (told.out, told.err.count("\n")) == ("", 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -201,6 +308,10 @@ def test_the_command_writes_json(capsys):
         (["--linear", "4096"], "out x in"),
         (["--model", "no/such/file"], "cannot be read"),
         (["--device", "v100"], "invalid choice"),
+        *(
+            (["--rates", text], "positive numbers like")
+            for text in ("bf16", "tf32=1", "fp8=-1", "inside=inf", "node=x")
+        ),
     ],
 )
 def test_the_command_refuses_in_one_sentence(capsys, arguments, part):

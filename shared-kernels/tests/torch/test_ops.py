@@ -18,6 +18,7 @@ from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _fused_ops as fused_ops
+from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _grouped_products as grouped_products
 from fp8_common.torch import _ops as ops
 
@@ -56,6 +57,8 @@ OPERATORS = {
     "quantize_transposed": (X, ONE, "e4m3"),
     "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "quantize_philox": (X, ONE, 5, 0, "e4m3"),
+    "pack_gradients": (X, X[:, :3], "e4m3", 32),
+    "sum_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32, 4.0),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),

@@ -1,14 +1,17 @@
-"""`float8_all_gather_report`: for each weight of a model, what travels in the all-gather and why."""
+"""`float8_all_gather_report`: for each weight of a model, what travels in the all-gather and why, and its gradient."""
 
 import dataclasses
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from fp8_common.torch.plugin import GatheredFloat8Weight
+from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp
+from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
+from fp8_torch_fsdp._traceable.compression import gradient_dtypes
 from fp8_torch_fsdp._traceable.wires import Float8Wire
 
 
@@ -23,6 +26,8 @@ class WeightReport:
         wire_bytes: Bytes of one gather of the whole parameter, scales included.
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
         why: How the weight is scaled, or why it does not travel in FP8.
+        gradient: What FSDP2 reduces for it: "float8_e4m3fn" or "float8_e5m2" as codes of `compress_gradients`, the name
+            of a high-precision dtype, or "" where it is frozen or not sharded.
     """
 
     name: str
@@ -31,6 +36,7 @@ class WeightReport:
     wire_bytes: int
     saved_bytes: int
     why: str
+    gradient: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +58,16 @@ class AllGatherReport:
     def __str__(self) -> str:
         """Return a table with one line for each weight and the sums."""
         width = max([len(weight.name) for weight in self.weights], default=4)
-        lines = [f"{'name':{width}}  {'wire':14}  {'bytes':>12}  {'saved':>12}  why"]
+        lines = [f"{'name':{width}}  {'wire':14}  {'bytes':>12}  {'saved':>12}  {'gradient':14}  why"]
         lines += [
-            f"{w.name:{width}}  {w.wire:14}  {w.wire_bytes:>12,}  {w.saved_bytes:>12,}  {w.why}" for w in self.weights
+            f"{w.name:{width}}  {w.wire:14}  {w.wire_bytes:>12,}  {w.saved_bytes:>12,}  {w.gradient:14}  {w.why}"
+            for w in self.weights
         ]
         return "\n".join([*lines, f"{'sum':{width}}  {'':14}  {self.wire_bytes:>12,}  {self.saved_bytes:>12,}"])
 
 
 def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> AllGatherReport:
-    """Report what FSDP2 gathers for each parameter of `model`.
+    """Report what FSDP2 gathers for each parameter of `model`, and how it reduces its gradient.
 
     Args:
         model: A converted model, sharded or not; call it while its weights are sharded (`model.reshard()`).
@@ -72,15 +79,38 @@ def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype =
     """
     # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
     owners = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
+    gradients = _gradients(model)
     entries = [
-        _entry(name, parameter, owners.get(id(parameter)), reference_dtype)
+        dataclasses.replace(
+            _entry(name, parameter, owners.get(id(parameter)), reference_dtype),
+            gradient=gradients.get(id(_local(parameter)), ""),
+        )
         for name, parameter in model.named_parameters()
     ]
     return AllGatherReport(weights=tuple(entries))
 
 
+def _gradients(model: nn.Module) -> dict[int, str]:
+    """Return, by the identity of its shard, how FSDP2 reduces the gradient of each parameter that is trained."""
+    found = {}
+    for module in model.modules():
+        params = list(fsdp.params_of_module(module)) if isinstance(module, FSDPModule) else []
+        found |= {
+            id(param.local): str(param.reduce_dtype).removeprefix("torch.") for param in params if param.is_trained
+        }
+        reduction = fsdp.reductions_of(module)[0] if params else None
+        if isinstance(reduction, CompressedReduceScatter):
+            codes = reduction.codes_dtype
+            found |= {id(local): codes for local, chosen in reduction.travels() if chosen and id(local) in found}
+    return found | {id(_local(parameter)): dtype for parameter, dtype in gradient_dtypes(model)}
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return getattr(parameter, "_local_tensor", parameter)
+
+
 def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, reference: torch.dtype) -> WeightReport:
-    local = getattr(parameter, "_local_tensor", parameter)
+    local = _local(parameter)
     plain_bytes = parameter.numel() * reference.itemsize
     strategy = _strategy_of(local, owner)
     if strategy is not None:

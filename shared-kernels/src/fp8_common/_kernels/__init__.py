@@ -31,6 +31,8 @@ KERNELS: dict[str, str] = {
     "dequantize": "dequantize",
     "dequantize_mx": "dequantize",
     "stochastic": "stochastic",
+    "pack_gradients": "gradients",
+    "sum_gradients": "gradients",
 }
 """Module of each kernel; the function there is called `<name>_kernel`."""
 

@@ -14,6 +14,8 @@ from fp8_common._kernels.ptx import (
     PACK_ROWS_CONSTRAINTS,
     PACK_ROWS_E4M3,
     PACK_ROWS_E5M2,
+    PRODUCT,
+    PRODUCT_CONSTRAINTS,
 )
 
 INF_KEY = tl.constexpr(0x7F800000)
@@ -119,6 +121,14 @@ def reciprocal(scale):
     """RN32(1 / scale), IEEE division."""
     # Not 1.0 / scale, which Triton compiles to the approximate div.full.f32.
     return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def product(a, b):
+    """RN32(a * b), never joined with a sum that follows into one rounding."""
+    # As bits, because results of inline assembly are integers here.
+    bits = tl.inline_asm_elementwise(PRODUCT, PRODUCT_CONSTRAINTS, [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    return as_float(bits)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ worth" of the documents lists them and compares it with published runs.
 from fp8_common.advise._choices import CHOICES, Choice
 from fp8_common.advise._estimate import Estimate, Job, estimate
 from fp8_common.advise._machine import ACCELERATORS, LINKS, Accelerator, Links
+from fp8_common.advise._plot import WORLD_SIZES, plot, speed_ups
 from fp8_common.advise._recommend import Advice, advise
 from fp8_common.advise._shape import SHAPES, ModelShape
 
@@ -15,6 +16,7 @@ __all__ = [
     "CHOICES",
     "LINKS",
     "SHAPES",
+    "WORLD_SIZES",
     "Accelerator",
     "Advice",
     "Choice",
@@ -24,4 +26,6 @@ __all__ = [
     "ModelShape",
     "advise",
     "estimate",
+    "plot",
+    "speed_ups",
 ]

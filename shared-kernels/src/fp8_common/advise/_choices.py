@@ -15,6 +15,8 @@ class Choice:
             a Llama block (see `COUNTED_WITH`), beyond those that bf16 moves.
         weight_bytes: Bytes of one gathered element of a block's linear layers.
         gradient_bytes: Bytes of one element of a reduced gradient.
+        secondary: Whether each node keeps the codes of a block's linear layers, so that they cross nodes once for each
+            optimizer step (`keep_secondary_shards` of fp8-torch-fsdp, part of hpZ in ZeRO++).
     """
 
     name: str
@@ -23,6 +25,7 @@ class Choice:
     cast_bytes: float = 0.0
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
+    secondary: bool = False
 
 
 COUNTED_WITH = (4096, 8192)
@@ -66,6 +69,20 @@ CHOICES: tuple[Choice, ...] = (
         )
         for name, rate, casts, wire in _WAYS
         for weights, gradients in (("bf16", "float32"), ("FP8", "float32"), ("FP8", "FP8"))
+    ),
+    # row-wise scaled weights have no secondary shards: their ranks agree on nothing
+    *(
+        Choice(
+            name=f"{name}, weights FP8 once per step between nodes, gradients FP8",
+            products=name,
+            rate=rate,
+            cast_bytes=casts,
+            weight_bytes=wire,
+            gradient_bytes=REDUCED_FP8,
+            secondary=True,
+        )
+        for name, rate, casts, wire in _WAYS
+        if name != "rowwise"
     ),
 )
 """Every way that is compared; the first is what speed-ups are measured against."""

@@ -4,6 +4,7 @@ It is a model. Its assumptions are the fields of `Choice`, `Accelerator` and `Li
 
 - FSDP gathers each block before its forward and again before its backward, and reduces its gradients after it;
   embedding and head are gathered once, in bf16; their gradients travel like the others.
+- With secondary shards the first gather of a block in an optimizer step crosses nodes, later ones stay inside a node.
 - A collective over all ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes
   on, (M - 1) / M of them divided over the devices of a node between nodes; it takes the longer of both and the latency.
 - A block's gather runs beside the products of the block before it, a reduction beside those of the block after it; what
@@ -77,7 +78,7 @@ class Estimate:
         other: Seconds of elementwise operations and the optimizer.
         exposed: Seconds of communication that nothing hides.
         unexplained: Seconds by which a measured step in bf16 was longer than the model's.
-        state_memory: Bytes of weights, gradients and optimizer state, without activations.
+        state_memory: Bytes of weights, gradients, optimizer state and secondary shards, without activations.
         gathered_memory: Bytes of two gathered blocks, as they travel.
     """
 
@@ -127,7 +128,10 @@ def _modelled(job: Job, choice: Choice) -> Estimate:
     elementwise = job.shape.blocks * BF16_BYTES * job.tokens * job.shape.width / job.accelerator.bandwidth
     exposed, gathers, reduces = _communication(job, choice, forward + (casts + elementwise) / 3, backward)
     optimizer = OPTIMIZER_BYTES * job.shape.parameters / job.ranks / job.accelerator.bandwidth
-    moved = gathers + reduces
+    kept = choice.secondary and _nodes(job) > 1
+    # of the gathers of linear layers, two for each micro-batch, one crosses
+    inside = (2 * job.micro_batches - 1) * choice.weight_bytes * job.shape.blocks * job.shape.block_weights * kept
+    moved = gathers - inside + reduces
     return Estimate(
         choice=choice,
         gather_bytes=gathers * _others(job.ranks),
@@ -138,7 +142,8 @@ def _modelled(job: Job, choice: Choice) -> Estimate:
         other=job.micro_batches * elementwise + optimizer,
         exposed=exposed,
         unexplained=0.0,
-        state_memory=STATE_BYTES * job.shape.parameters / job.ranks,
+        state_memory=STATE_BYTES * job.shape.parameters / job.ranks
+        + kept * choice.weight_bytes * job.shape.blocks * job.shape.block_weights / job.links.node,
         gathered_memory=2 * choice.weight_bytes * job.shape.block_weights,
     )
 
@@ -146,7 +151,7 @@ def _modelled(job: Job, choice: Choice) -> Estimate:
 def _products(job: Job, choice: Choice) -> tuple[float, float]:
     """Return the seconds of products in the forward and in the backward of one micro-batch."""
     rate = (job.accelerator.bf16 if choice.products == "bf16" else job.accelerator.fp8) * choice.rate
-    linear = 2 * job.shape.blocks * job.shape.block_weights * job.tokens / rate
+    linear = 2 * job.shape.blocks * job.shape.active_weights * job.tokens / rate
     head = 2 * job.shape.vocabulary * job.shape.width * job.tokens / job.accelerator.bf16
     # causal: half of 4 * sequence * width for each token
     attention = 2 * job.shape.blocks * job.sequence * job.shape.width * job.tokens / job.accelerator.attention
@@ -157,21 +162,25 @@ def _communication(job: Job, choice: Choice, forward: float, backward: float) ->
     """Return exposed seconds, and the bytes of whole gathers and reductions, of one optimizer step."""
     block, other = job.shape.block_weights, job.shape.other_weights
     gather = _seconds(job, choice.weight_bytes * block)
+    again = _seconds(job, choice.weight_bytes * block, within_node=choice.secondary)
     reduce = _seconds(job, choice.gradient_bytes * block)
     blocks = job.shape.blocks
     exposed = job.micro_batches * _seconds(job, 2.0 * other) if other else 0.0
     for micro in range(job.micro_batches):
         reduced = reduce if micro == job.micro_batches - 1 else 0.0
-        exposed += 2 * gather + reduced
-        exposed += (blocks - 1) * max(0.0, gather - forward / blocks)
-        exposed += (blocks - 1) * max(0.0, gather + reduced - backward / blocks)
+        first = again if micro else gather
+        exposed += first + again + reduced
+        exposed += (blocks - 1) * max(0.0, first - forward / blocks)
+        exposed += (blocks - 1) * max(0.0, again + reduced - backward / blocks)
     exposed += _seconds(job, choice.gradient_bytes * other) if other else 0.0
     gathered = job.micro_batches * (2 * choice.weight_bytes * blocks * block + 2.0 * other)
     return exposed, gathered, choice.gradient_bytes * (blocks * block + other)
 
 
-def _seconds(job: Job, nbytes: float) -> float:
+def _seconds(job: Job, nbytes: float, *, within_node: bool = False) -> float:
     """Return how long a collective of `nbytes`, all ranks' parts together, takes."""
+    if within_node and _nodes(job) > 1:
+        job = dataclasses.replace(job, ranks=job.links.node)
     if job.ranks == 1:
         return 0.0
     inside = nbytes * _others(min(job.ranks, job.links.node)) / job.links.inside

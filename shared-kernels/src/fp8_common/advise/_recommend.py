@@ -52,7 +52,7 @@ def advise(job: Job, choices: Sequence[Choice] = CHOICES) -> Advice:
         f"{base.seconds / best.seconds:.2f}x: products {_milliseconds(base.products, best.products)}, exposed "
         f"communication {_milliseconds(base.exposed, best.exposed)}, casts {1e3 * best.casts:.0f} ms more."
     )
-    if best is not fastest:
+    if best.seconds > 1.0005 * fastest.seconds:
         reason += f" {fastest.choice.name} would be {100 * (best.seconds / fastest.seconds - 1):.1f} % faster."
     return Advice(estimates=estimates, best=best, reason=reason)
 

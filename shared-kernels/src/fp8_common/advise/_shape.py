@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from fp8_common._errors import Fp8Error
+from fp8_common.advise._config import decoder_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +16,12 @@ class ModelShape:
     Attributes:
         blocks: Number of blocks.
         width: Width of the hidden states.
-        linear: Weights of the linear layers of one block, as (out_features, in_features).
+        linear: Weights of the linear layers of one block that see every token, as (out_features, in_features).
         vocabulary: Rows of the embedding; 0 leaves embedding and head out.
         tied: Whether the head is the embedding.
+        expert: Weights of the linear layers of one expert, as (out_features, in_features).
+        experts: Experts of one block, all of which are sharded and gathered.
+        active: Experts that see a token.
     """
 
     blocks: int
@@ -26,17 +29,34 @@ class ModelShape:
     linear: tuple[tuple[int, int], ...]
     vocabulary: int = 0
     tied: bool = False
+    expert: tuple[tuple[int, int], ...] = ()
+    experts: int = 0
+    active: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that are no sizes."""
-        sizes = (self.blocks, self.width, *(side for weight in self.linear for side in weight))
-        if not self.linear or any(type(size) is not int or size < 1 for size in sizes) or self.vocabulary < 0:
+        sizes = (self.blocks, self.width, *(side for weight in (*self.linear, *self.expert) for side in weight))
+        if (
+            not (self.linear or self.expert)
+            or any(type(size) is not int or size < 1 for size in sizes)
+            or self.vocabulary < 0
+        ):
             raise Fp8Error(f"A model needs positive whole sizes and at least one linear layer, got {self}.")
+        if not (0 <= self.active <= self.experts and bool(self.expert) == bool(self.experts) == bool(self.active)):
+            raise Fp8Error(
+                f"Experts need their layers, their number and how many see a token, at most all: got {self.experts} of "
+                f"{list(self.expert)}, {self.active} active."
+            )
 
     @property
     def block_weights(self) -> int:
-        """Elements of the linear weights of one block."""
-        return sum(out * features for out, features in self.linear)
+        """Elements of the linear weights of one block, all experts included."""
+        return _elements(self.linear) + self.experts * _elements(self.expert)
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of one block that a token is multiplied with."""
+        return _elements(self.linear) + self.active * _elements(self.expert)
 
     @property
     def other_weights(self) -> int:
@@ -50,10 +70,13 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, path: Path) -> Self:
-        """Read the `config.json` of a Hugging Face model with gated linear units and grouped queries (Llama, Qwen3).
+        """Read the `config.json` of a Hugging Face decoder with gated linear units, of experts or not.
+
+        Grouped queries (Llama, Qwen3, Mixtral, Qwen3-MoE, GPT-OSS) and DeepSeek's latent attention are known. All
+        blocks count alike: those few that are dense in a model of experts count like the others.
 
         Raises:
-            Fp8Error: The file cannot be read, or describes experts or lacks a size.
+            Fp8Error: The file cannot be read, or lacks a size.
         """
         try:
             config = json.loads(path.read_text())
@@ -61,34 +84,7 @@ class ModelShape:
             raise Fp8Error(f"{str(path)!r} cannot be read as a model's configuration: {error}.") from error
         if not isinstance(config, dict):
             raise Fp8Error(f"{str(path)!r} must hold a JSON object, got {type(config).__name__}.")
-        return cls._of_decoder(config.get("text_config", config), str(path))
-
-    @classmethod
-    def _of_decoder(cls, config: Mapping[str, Any], where: str) -> Self:
-        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if missing := [name for name in needed if name not in config]:
-            raise Fp8Error(f"{where} has no {', '.join(missing)}. Write the shapes out with --linear and --blocks.")
-        if any("expert" in name for name in config):
-            raise Fp8Error(f"{where} describes a mixture of experts, which is not modelled. Take a dense model.")
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        head = config.get("head_dim") or width // heads
-        keys = head * (config.get("num_key_value_heads") or heads)
-        wide = config["intermediate_size"]
-        return cls(
-            blocks=config["num_hidden_layers"],
-            width=width,
-            linear=(
-                (head * heads, width),
-                (keys, width),
-                (keys, width),
-                (width, head * heads),
-                (wide, width),
-                (wide, width),
-                (width, wide),
-            ),
-            vocabulary=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
+        return cls(**decoder_sizes(config.get("text_config", config), str(path)))
 
     @classmethod
     def parse(cls, linear: str, blocks: int, vocabulary: int) -> Self:
@@ -103,6 +99,10 @@ class ModelShape:
         except ValueError as error:
             raise Fp8Error(f"Shapes are written like 4096x4096,14336x4096 (out x in), got {linear!r}.") from error
         return cls(blocks=blocks, width=weights[0][1], linear=weights, vocabulary=vocabulary)
+
+
+def _elements(weights: tuple[tuple[int, int], ...]) -> int:
+    return sum(out * features for out, features in weights)
 
 
 LLAMA_3_8B = ModelShape(

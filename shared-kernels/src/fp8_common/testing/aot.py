@@ -11,7 +11,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fp8_common import _launch as launch
+from fp8_common._gradient_compression import MessageRows
 from fp8_common._launch import LaunchPlan
+from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import CANONICAL
 from fp8_common.testing.sass import Sass, disassemble
 
@@ -85,7 +87,7 @@ class Figures:
 
 def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
     """Return every kernel in its usual variants for one input dtype and one format."""
-    families = (_flat_cases, _transposed_cases, _scaled_cases, _mx_cases, _dequantize_cases)
+    families = (_flat_cases, _transposed_cases, _scaled_cases, _mx_cases, _dequantize_cases, _gradient_cases)
     return [case for family in families for case in family(dtype, fmt)]
 
 
@@ -255,6 +257,28 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
             memory_bound=False,
         ),
     ]
+
+
+def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
+    """Gradients into a message for eight ranks, and the sum of such messages: its text adds one rank."""
+    b, rows, columns = INPUT_BYTES[dtype], 8, SIZE * SIZE // 8
+    pitches = columns, MessageRows(compressed=columns, wide_bytes=0, block=128).nbytes
+    ways = (("", {}, 64, 0), (", stochastic", {"random": (0, 0)}, 16, 0), (", feedback", {"residual": True}, 32, 2))
+    out = [
+        Case(
+            name=f"pack gradients{name}",
+            plan=pack_gradients_plan(rows, columns, pitches, dtype, fmt, **settings),
+            elements=128 * blocks,
+            read=b + kept,
+            written=1 + kept,
+            narrow=1,
+            memory_bound="random" not in settings,
+        )
+        for name, settings, blocks, kept in ways
+    ]
+    # whatever the gradients were, their sum is written in float32
+    total = sum_gradients_plan(rows, columns, pitches[1], fmt, "float32", rows)
+    return [*out, Case(name="sum gradients", plan=total, elements=2048, read=1, written=4, narrow=8)]
 
 
 def measure(case: Case, capability: int, **changes: Any) -> Figures:

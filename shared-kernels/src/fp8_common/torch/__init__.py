@@ -26,6 +26,7 @@ from fp8_common.torch import _ops as ops
 from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
 from fp8_common.torch._linear_config import GemmConfig
+from fp8_common.torch._model_shape import model_shape
 from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
@@ -47,6 +48,7 @@ __all__ = [
     "encode",
     "encode_stochastic",
     "fake_quantize",
+    "model_shape",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",

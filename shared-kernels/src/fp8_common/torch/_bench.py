@@ -18,12 +18,14 @@ import torch
 import fp8_common as f8
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import Format, get_format
-from fp8_common._policy import CANONICAL
+from fp8_common._gradient_compression import round_gradients, sum_rounded
+from fp8_common._policy import CANONICAL, POWER_OF_2
 from fp8_common.bench.peers import NONE, Peers
 from fp8_common.bench.record import COPY, Log, Measurement
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
 from fp8_common.torch import _foreach as foreach
+from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all
 from fp8_common.torch._quantize import quantize, quantize_blockwise, quantize_mx, quantize_rowwise
@@ -35,8 +37,10 @@ WARM_UP = 5
 COLUMNS = 8192
 FLUSH_BYTES, FLUSHES = 512 << 20, 4
 """Longer than it takes to empty the cache: meanwhile Python enqueues what is timed, so that no gap is timed."""
-KERNELS = ("amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx")
+CASTS = ("amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx")
+KERNELS = (*CASTS, "pack gradients", "sum gradients")
 FOREACH_SHARDS = 200
+GRADIENT_RANKS = 8
 FOREACH = f"foreach amax, {FOREACH_SHARDS} shards"
 
 Run = Callable[[], object]
@@ -165,7 +169,50 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
             runs | offered.get(name, {}),
             _checker(name, x, fmt, run),
         )
-    return result
+    return result | gradient_tasks(x, fmt)
+
+
+def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
+    """Return the tasks of `tasks` for gradients: x as one row for each of eight ranks, into a message and summed."""
+    rows, config = x.view(GRADIENT_RANKS, -1), f8.GradientCompression(format=fmt.name)  # pyrefly: ignore[bad-argument-type]
+    columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // config.block)
+    sizes = columns, 0, x.dtype, fmt, config.block
+    message, first = gradients.pack_gradients(rows, rows[:, :0], fmt, config.block), slice(0, 32 * config.block)
+    want = round_gradients(as_numpy(rows[:, first]), config)
+
+    def pack() -> torch.Tensor:
+        return gradients.pack_gradients(rows, rows[:, :0], fmt, config.block)
+
+    def total() -> torch.Tensor:
+        return gradients.sum_gradients(message, *sizes)[0]
+
+    def added() -> torch.Tensor:
+        return gradients.unpack_gradients(message, *sizes)[0].view(rows.shape).sum(0)
+
+    def check_pack() -> bool:
+        assert_same_bits(pack()[:, :columns][:, first].contiguous(), want.codes, fmt=fmt, name="pack gradients")
+        return True
+
+    def check_sum() -> bool:
+        assert_same_bits(total()[first], sum_rounded(want.codes, want.scales, config), name="sum gradients")
+        return True
+
+    eager: dict[str, Run] = {
+        "pack gradients": lambda: quantize_blockwise(rows, fmt, (1, config.block), POWER_OF_2),
+        "sum gradients": added,
+    }
+    ways = (
+        ("pack gradients", pack, x.nbytes + sent, check_pack),
+        ("sum gradients", total, sent + 4 * columns, check_sum),
+    )
+    return {
+        name: (
+            moved,
+            {"ours": run, "torch eager": eager[name], "torch.compile": torch.compile(eager[name], dynamic=False)},
+            check,
+        )
+        for name, run, moved, check in ways
+    }
 
 
 def compare(

@@ -11,6 +11,7 @@ from fp8_common._blocks import Block
 from fp8_common._formats import Format
 from fp8_common._policy import ScalePolicy
 from fp8_common.torch import _fused_ops as fused_ops
+from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _ops as ops
 from fp8_common.torch import _remainder as remainder
 from fp8_common.torch import _triton_backend as triton_backend
@@ -108,3 +109,33 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
     if torch.compiler.is_compiling():
         return ops.values(codes, fmt.name, dtype)
     return _values(codes, fmt, dtype)
+
+
+def pack_gradients(
+    values: torch.Tensor,
+    wide: torch.Tensor,
+    fmt: Format,
+    block: int,
+    residual: torch.Tensor | None = None,
+    random: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Return rows of codes, scales and wide elements for an all-to-all; see `fp8_common.torch._gradients`."""
+    if torch.compiler.is_compiling() and residual is None and random is None:
+        return gradients.pack_gradients_op(values, wide, fmt.name, block)
+    return gradients.pack_gradients(values, wide, fmt, block, residual, random)
+
+
+def sum_gradients(
+    message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, block: int, divisor: float = 1
+) -> Pair:
+    """Return the float32 sums of such rows, of sizes (compressed, wide), first to last, divided by `divisor`."""
+    if torch.compiler.is_compiling():
+        return gradients.sum_gradients_op(message, *sizes, wide_dtype, fmt.name, block, float(divisor))
+    return gradients.sum_gradients(message, *sizes, wide_dtype, fmt, block, divisor)
+
+
+def unpack_gradients(
+    message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, block: int
+) -> Pair:
+    """Return the float32 values of such rows, one after another."""
+    return gradients.unpack_gradients(message, *sizes, wide_dtype, fmt, block)

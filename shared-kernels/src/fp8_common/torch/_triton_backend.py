@@ -19,6 +19,7 @@ from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import Format, get_data_format
 from fp8_common._launch import LaunchPlan
+from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _quantize
@@ -252,6 +253,35 @@ def delayed_update(
         scale_inv_ptr=scale_inv,
     )
     return new_history, new_scale, scale_inv
+
+
+def pack_gradients(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    fmt: Format,
+    random: tuple[int, int] | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Write codes [n, c] and scales [n, blocks] of x [n, c] into a message; see `fp8_common.torch._gradients`."""
+    plan = pack_gradients_plan(
+        *x.shape,
+        (x.stride(0), codes.stride(0)),
+        _name(x.dtype),
+        fmt,
+        random=random,
+        residual=residual is not None,
+    )
+    kept = {} if residual is None else {"residual_ptr": residual}
+    run(plan, x.device, x_ptr=x, y_ptr=codes, scale_ptr=scales, **kept)
+
+
+def sum_gradients(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, divisor: float) -> torch.Tensor:
+    """Return the float32 sum [c] over ranks of codes [n, c] with scales [n, blocks] in a message, divided."""
+    total = torch.empty(codes.shape[1], dtype=torch.float32, device=codes.device)
+    plan = sum_gradients_plan(*codes.shape, codes.stride(0), fmt, "float32", divisor)
+    run(plan, codes.device, q_ptr=codes, scale_ptr=scales, y_ptr=total)
+    return total
 
 
 def module_for(x: torch.Tensor, fmt: str | Format, policy: ScalePolicy | None = None) -> ModuleType:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_common import GradientCompression
+from fp8_common.torch.plugin import dispatch
 from fp8_torch_fsdp import _compat as compat
-from fp8_torch_fsdp._gradients.payload import dequantize, pack, quantize, unpack
 from fp8_torch_fsdp._gradients.random_rounding import RandomBits
 from fp8_torch_fsdp._nodes import node_groups
 
@@ -41,16 +41,20 @@ class GradientExchange:
         self._groups = None if nodes is None else node_groups(nodes)
         self.bits = RandomBits(config.seed, dist.get_rank()) if config.rounding == "stochastic" else None
 
-    def reduce_scatter(self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None = None) -> Parts:
-        """Return the float32 sums [c] and [w] over ranks of this rank's row.
+    def reduce_scatter(
+        self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None = None, divisor: float = 1.0
+    ) -> Parts:
+        """Return the float32 sums [c] and [w] over ranks of this rank's row, divided by `divisor`.
 
         Args:
             rows: Values [n, c] and [n, w] for each of the n ranks of `group`.
             group: The ranks, which all call this with equal shapes.
-            residual: What earlier roundings took, [n, c]; it is added, and overwritten with what this one takes.
+            residual: What earlier roundings took, bfloat16 [n, c]; it is added, and overwritten with what this one
+                takes.
+            divisor: The sums are divided by it.
         """
         if self._groups is None:
-            return self._reduce(rows, group, residual)
+            return self._reduce(rows, group, residual, divisor)
         between, within = self._groups
         wide = rows[1].dtype
         first = tuple(_by_rank_of_node(part, between.size()) for part in rows)
@@ -58,15 +62,15 @@ class GradientExchange:
             residual = residual.view(first[0].shape)
         sums = self._reduce(first, within, residual)  # pyrefly: ignore[bad-argument-type]
         values, rest = (part.view(between.size(), -1) for part in sums)
-        return self._reduce((values, rest.to(wide)), between, None)
+        return self._reduce((values, rest.to(wide)), between, None, divisor)
 
-    def _reduce(self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None) -> Parts:
+    def _reduce(self, rows: Parts, group: dist.ProcessGroup, residual: Tensor | None, divisor: float = 1.0) -> Parts:
         values, wide = rows
-        payload = pack(*self._rounded(values.float(), residual), wide)
-        received = torch.empty_like(payload)
-        dist.all_to_all_single(received, payload, group=group)
-        parts = unpack(received, (values.shape[1], wide.shape[1]), wide.dtype, self.config)
-        return sum_in_order(parts[0]), sum_in_order(parts[1])
+        message = self._packed(values, wide, residual)
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=group)
+        sizes, config = (values.shape[1], wide.shape[1]), self.config
+        return dispatch.sum_gradients(received, sizes, wide.dtype, config.fp8_format, config.block, divisor)
 
     def all_reduce(self, flat: Parts, group: dist.ProcessGroup, divisor: float = 1.0) -> Parts:
         """Return the sums over ranks of `flat`, [c] and [w], divided by `divisor`; the same bits on every rank.
@@ -76,33 +80,21 @@ class GradientExchange:
         ranks = group.size()
         sizes = tuple(part.numel() for part in flat)
         compressed, wide = (F.pad(part, (0, -part.numel() % ranks)).view(ranks, -1) for part in flat)
-        own, own_wide = (part.div_(divisor)[None] for part in self._reduce((compressed, wide), group, None))
-        payload = pack(*self._rounded(own, None), own_wide.to(wide.dtype))
-        gathered = payload.new_empty((ranks, payload.shape[1]))
-        compat.all_gather_tensor(gathered, payload, group=group)
-        parts = unpack(gathered, (own.shape[1], own_wide.shape[1]), wide.dtype, self.config)
-        return parts[0].flatten()[: sizes[0]], parts[1].flatten()[: sizes[1]]
+        own, own_wide = (part[None] for part in self._reduce((compressed, wide), group, None, divisor))
+        message = self._packed(own, own_wide.to(wide.dtype), None)
+        gathered = message.new_empty((ranks, message.shape[1]))
+        compat.all_gather_tensor(gathered, message, group=group)
+        shape, config = (own.shape[1], own_wide.shape[1]), self.config
+        parts = dispatch.unpack_gradients(gathered, shape, wide.dtype, config.fp8_format, config.block)
+        return parts[0][: sizes[0]], parts[1][: sizes[1]]
 
-    def _rounded(self, values: Tensor, residual: Tensor | None) -> Parts:
-        if residual is None:
-            return quantize(values, self.config, self.bits)
-        values = values + residual
-        codes, scales = quantize(values, self.config, self.bits)
-        lost = values - dequantize(codes, scales, self.config)
-        # a step with infinity or NaN is skipped or ends the run; what it lost must not reach the next one
-        residual.copy_(torch.where(lost.isfinite(), lost, 0.0))
-        return codes, scales
+    def _packed(self, values: Tensor, wide: Tensor, residual: Tensor | None) -> Tensor:
+        config = self.config
+        random = None if self.bits is None else self.bits.draw(*values.shape, config.block)
+        return dispatch.pack_gradients(values, wide, config.fp8_format, config.block, residual, random)
 
 
 def _by_rank_of_node(rows: Tensor, nodes: int) -> Tensor:
     """Return rows [nodes * ranks, c] as [ranks, nodes * c]: what each rank of a node is to add, for all nodes."""
     ranks, columns = rows.shape[0] // nodes, rows.shape[1]
     return rows.view(nodes, ranks, columns).transpose(0, 1).reshape(ranks, nodes * columns)
-
-
-def sum_in_order(parts: Tensor) -> Tensor:
-    """Return the float32 sum of [n, m] over its first dimension, first to last."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total

@@ -17,6 +17,7 @@ from fp8_torch_fsdp._gradients.collectives import GradientExchange
 from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
 from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
 from fp8_torch_fsdp._nodes import check_nodes
+from fp8_torch_fsdp._traceable.compression import compress, is_traceable
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
 """Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
@@ -37,7 +38,8 @@ def compress_gradients(
     reduction, in the same message. A gradient element that is infinite or NaN arrives as NaN.
 
     Args:
-        model: The outermost FSDP module, whose groups all take part, or a `DistributedDataParallel`.
+        model: The outermost FSDP module, whose groups all take part, a model under `fully_shard_traceable`, whose
+            graphs then hold the reductions, or a `DistributedDataParallel`.
         config: How gradients are rounded.
         parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
         replicas: Ranks that hold copies of the same shards, for a model that is sharded over a mesh of one dimension:
@@ -52,7 +54,8 @@ def compress_gradients(
     Raises:
         Fp8Error: Nothing of `model` is sharded, gradients are compressed already, a rule decides nothing, or `nodes`
             has other ranks than a parameter's shards.
-        Fp8UnsupportedError: Error feedback or `nodes` with DDP, or `replicas` for a model that FSDP2 replicates itself.
+        Fp8UnsupportedError: Error feedback or `nodes` with DDP, either of them or stochastic rounding in the traceable
+            mode, or `replicas` for a model that FSDP2 replicates itself.
     """
     return CompressedGradients(model, config or GradientCompression(), parameters, replicas, nodes)
 
@@ -75,23 +78,24 @@ class CompressedGradients:
         self._exchange = GradientExchange(config, nodes)
         self._replicas, self._nodes = replicas, nodes
         self._scatters: list[CompressedReduceScatter] = []
-        self._before: list[tuple[Any, Any, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         if isinstance(model, DistributedDataParallel):
             self._register(model, parameters)
+        elif is_traceable(model):
+            self._trace(model, parameters)
         else:
             self._install(model, parameters)
 
     def remove(self) -> None:
-        """Let FSDP2 reduce as before. The hook of a DDP model cannot be taken back.
+        """Let gradients be reduced as before. The hook of a DDP model cannot be taken back.
 
         Raises:
             Fp8UnsupportedError: The model is a `DistributedDataParallel`.
         """
-        if not self._before:
+        if not self._undo:
             raise Fp8UnsupportedError("DDP keeps a communication hook for good. Wrap the model anew without it.")
-        for module, reduce_scatter, all_reduce in self._before:
-            module.set_custom_reduce_scatter(reduce_scatter)
-            module.set_all_reduce_hook(all_reduce)
+        for undo in self._undo:
+            undo()
 
     def reset(self) -> None:
         """Forget what roundings took so far, for example after the gradients' scale has changed."""
@@ -152,7 +156,7 @@ class CompressedGradients:
                     check_nodes(self._nodes, param.process_group, name or "the model")
             scatter = CompressedReduceScatter(name, params, [id(p.local) in chosen for p in params], self._exchange)
             self._scatters.append(scatter)
-            self._before.append((module, *before))
+            self._undo.append(functools.partial(_restore, module, *before))
             module.set_custom_reduce_scatter(scatter)
             if self._replicas is not None:
                 module.set_all_reduce_hook(functools.partial(self._average_over_replicas, scatter))
@@ -165,6 +169,13 @@ class CompressedGradients:
     def _all_reduce(self, flat: Tensor, spans: Sequence[Span], group: dist.ProcessGroup) -> None:
         compressed, wide = (part[0] for part in split(flat[None], spans))
         flat.copy_(join(*self._exchange.all_reduce((compressed, wide), group, group.size()), spans))
+
+    # ---------------------------------------------------------------- the traceable mode
+
+    def _trace(self, model: nn.Module, selection: ParameterSelection) -> None:
+        if self._replicas is not None or self._nodes is not None:
+            raise Fp8UnsupportedError("replicas= and nodes= are for models of fully_shard, not of its traceable twin.")
+        self._undo = compress(model, self._exchange.config, _chosen(dict(model.named_parameters()), selection))
 
     # ---------------------------------------------------------------- DDP
 
@@ -186,6 +197,11 @@ class CompressedGradients:
             return done
 
         model.register_comm_hook(None, reduce)
+
+
+def _restore(module: Any, reduce_scatter: Any, all_reduce: Any) -> None:
+    module.set_custom_reduce_scatter(reduce_scatter)
+    module.set_all_reduce_hook(all_reduce)
 
 
 def _chosen(parameters: dict[str, Tensor], selection: ParameterSelection) -> set[int]:

@@ -1,9 +1,4 @@
-"""`RandomBits`: stochastic rounding whose bits follow from a seed, the rank and how much was rounded before."""
-
-import torch
-from torch import Tensor
-
-from fp8_common import Format
+"""`RandomBits`: where the bits of stochastic rounding come from: a seed, the rank and how much was rounded before."""
 
 
 class RandomBits:
@@ -21,9 +16,8 @@ class RandomBits:
         self._key = seed | rank << 32
         self.drawn = 0
 
-    def round(self, x: Tensor, fmt: Format) -> Tensor:
-        """Return `x`, float32, rounded up or down at random to `fmt`, in its dtype."""
-        one = torch.ones((), device=x.device)
-        codes = torch.ops.fp8_common.quantize_philox(x, one, self._key, self.drawn, fmt.name)
-        self.drawn += -(-x.numel() // 4)
-        return codes
+    def draw(self, rows: int, columns: int, block: int) -> tuple[int, int]:
+        """Return key and offset of the bits of `rows` rows; each row begins with a new block of counters."""
+        offset = self.drawn
+        self.drawn += -(-rows * -(-columns // block) * block // 4)
+        return self._key, offset

@@ -1,6 +1,6 @@
 """`CompressedReduceScatter`: the reduce-scatter that FSDP2 calls for the gradients of one of its groups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,16 @@ class CompressedReduceScatter:
         self._exchange = exchange
         self.residual = self._new_residual() if exchange.config.error_feedback else None
 
+    def travels(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the shard of each parameter, and whether its gradient travels as FP8."""
+        for param, chosen in self._params:
+            yield param.local, chosen
+
+    @property
+    def codes_dtype(self) -> str:
+        """The name of the dtype of codes."""
+        return self._exchange.config.fp8_format.dtype_name
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised buffer."""
         return torch.empty(size, dtype=dtype, device=device)
@@ -58,9 +68,9 @@ class CompressedReduceScatter:
             )
         rows = input_tensor.view(group.size(), -1)
         spans = self.spans(rows.shape[1])
-        total = join(*self._exchange.reduce_scatter(split(rows, spans), group, self._residual_of(spans)), spans)
-        if op == dist.ReduceOp.AVG:
-            total /= group.size()
+        divisor = group.size() if op == dist.ReduceOp.AVG else 1
+        sums = self._exchange.reduce_scatter(split(rows, spans), group, self._residual_of(spans), divisor)
+        total = join(*sums, spans)
         output_tensor.copy_(total.view_as(output_tensor))
 
     def spans(self, length: int) -> tuple[Span, ...]:

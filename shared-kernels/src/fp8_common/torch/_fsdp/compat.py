@@ -173,6 +173,11 @@ class ShardedParam:
         return self.fsdp_param.param_dtype or self.local.dtype
 
     @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 reduces its gradient."""
+        return self.group.mp_policy.reduce_dtype or self.gather_dtype
+
+    @property
     def is_trained(self) -> bool:
         """Whether it gets gradients."""
         return self.fsdp_param.sharded_param.requires_grad

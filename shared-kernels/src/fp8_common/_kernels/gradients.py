@@ -1,0 +1,119 @@
+"""Kernels of gradients that travel as codes: rounding into the message of an all-to-all, and the sum of what arrives.
+
+Row r of a message is what goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
+`fp8_common._gradient_compression.MessageRows`). Element j of row r takes its random bits from word j % 4 of counter
+`offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.device import (
+    INF_KEY,
+    KEY_MASK,
+    as_bits,
+    as_float,
+    multiple_of_16,
+    narrow_key,
+    product,
+    reciprocal,
+    scale_of_key,
+    scaled,
+    to_fp8,
+    widen_key,
+)
+from fp8_common._kernels.stochastic import random_words, round_at_random
+
+
+@triton.jit
+def to_codes(v, bits, F8: tl.constexpr, RANDOM: tl.constexpr):
+    """Round float32 v [BLOCKS, 128] to F8, at random where RANDOM says how the format is made."""
+    if RANDOM is None:
+        return to_fp8(v, F8)
+    else:
+        return to_fp8(round_at_random(v, bits, RANDOM[0], RANDOM[1], RANDOM[2]), F8)
+
+
+@triton.jit(do_not_specialize=["C", "X_PITCH", "PITCH", "seed", "offset"])
+def pack_gradients_kernel(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    scale_ptr,
+    C: tl.int32,
+    X_PITCH: tl.int64,
+    PITCH: tl.int64,
+    seed: tl.int64,
+    offset: tl.int64,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    RANDOM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write codes and scales of x [rows, C], whose rows begin X_PITCH elements apart; a program has BLOCKS blocks.
+
+    With a residual [rows, C] the sum of both is rounded, and the residual becomes what rounding took from it, 0 where
+    that is not finite. PITCH is the length of a row of the message in bytes, a multiple of 16.
+    """
+    F8: tl.constexpr = y_ptr.dtype.element_ty
+    PITCH = multiple_of_16(PITCH)
+    if ALIGNED:
+        C, X_PITCH = multiple_of_16(C), multiple_of_16(X_PITCH)
+    tiles = tl.cdiv(C, BLOCKS * 128)
+    row, block = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles) * BLOCKS
+    b = block + tl.arange(0, BLOCKS)
+    c = b[:, None] * 128 + tl.arange(0, 128)[None, :]
+    # Zeros beyond the edge do not change an amax.
+    x = tl.load(x_ptr + row * X_PITCH + c, mask=c < C, other=0.0)
+    if residual_ptr is not None:
+        x = x.to(tl.float32) + tl.load(residual_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+    key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)
+    scale = scale_of_key(key, 1.0, FMAX, RULE)
+    bits = 0
+    if RANDOM is not None:
+        counter = offset + 32 * (row * tl.cdiv(C, 128) + block)
+        words = random_words(seed, counter + tl.arange(0, BLOCKS * 32), BLOCKS * 128)
+        bits = tl.reshape(words, (BLOCKS, 128))
+    codes = to_codes(scaled(x, scale[:, None]), bits, F8, RANDOM)
+    tl.store(y_ptr + row * PITCH + c, codes, mask=c < C)
+    tl.store(scale_ptr + row * (PITCH // 4) + b, scale, mask=b * 128 < C)
+    if residual_ptr is not None:
+        # Scales are powers of two, so this product is exact unless it is infinite: nothing depends on whether the
+        # compiler joins it with the difference.
+        back = codes.to(tl.float32) * reciprocal(scale)[:, None]
+        lost = tl.where((as_bits(back) & KEY_MASK) < INF_KEY, x - back, 0.0)
+        tl.store(residual_ptr + row * C + c, lost.to(residual_ptr.dtype.element_ty), mask=c < C)
+
+
+@triton.jit(do_not_specialize=["RANKS", "C", "PITCH"])
+def sum_gradients_kernel(
+    q_ptr,
+    scale_ptr,
+    y_ptr,
+    RANKS: tl.int32,
+    C: tl.int32,
+    PITCH: tl.int64,
+    DIVISOR: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the sum over ranks, first to last, of codes [RANKS, C] times their scales back, divided by DIVISOR.
+
+    INVERSE is 1 / DIVISOR where that is exact, else None.
+    """
+    PITCH = multiple_of_16(PITCH)
+    if ALIGNED:
+        C = multiple_of_16(C)
+    b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    c = b[:, None] * 128 + tl.arange(0, 128)[None, :]
+    # -0, because -0 + x is x whatever the sign of x; from its bits, because Triton makes +0 of -0.0.
+    total = as_float(tl.full((BLOCKS, 128), -0x80000000, tl.int32))
+    for rank in range(RANKS):
+        q = tl.load(q_ptr + rank * PITCH + c, mask=c < C, other=0.0)
+        scale = tl.load(scale_ptr + rank * (PITCH // 4) + b, mask=b * 128 < C, other=1.0)
+        total += product(q.to(tl.float32), reciprocal(scale)[:, None])
+    divisor = tl.full((BLOCKS, 128), DIVISOR, tl.float32)
+    total = tl.div_rn(total, divisor) if INVERSE is None else total * INVERSE
+    tl.store(y_ptr + c, total.to(y_ptr.dtype.element_ty), mask=c < C)
