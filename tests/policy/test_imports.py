@@ -18,6 +18,7 @@ ALLOWED = {
     "fp8_common/torch": {"numpy", "ml_dtypes", "torch"},
     "fp8_common/jax": {"numpy", "ml_dtypes", "jax"},
     "fp8_common/_kernels": {"triton"},
+    "fp8_common/advise": {"numpy", "matplotlib"},
     "fp8_common/testing": {"numpy", "ml_dtypes", "hypothesis", "pytest"},
     "fp8_torch_fsdp": {"numpy", "torch", "fp8_common"},
     "fp8_torch_fsdp/integrations": {"torch", "fp8_common", "torchtitan", "lightning"},

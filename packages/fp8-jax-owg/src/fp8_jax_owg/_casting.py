@@ -11,12 +11,7 @@ from jax import lax
 
 from fp8_common import Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax.plugin import (
-    divide_nearest,
-    quantize_slices_to_codes,
-    quantize_to_codes,
-    quantize_to_codes_with_amax,
-)
+from fp8_common.jax.plugin import dispatch
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
@@ -86,7 +81,7 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
 def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> Operand:
     scale, scale_inv, factor = _delayed_scales(meta, fmt=fmt, policy=policy)
     # The amax of this step takes no part in it: it is observed for later steps.
-    codes, greatest = quantize_to_codes_with_amax(x, scale, fmt)
+    codes, greatest = dispatch.quantize_to_codes_with_amax(x, scale, fmt)
     return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
 
 
@@ -111,7 +106,7 @@ def _cast_channels(
     scale, scale_inv = computed_once(used.reshape(shape), used_inv.reshape(shape))
     factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
     seen = Seen(like(greatest, meta.history), scale_inv.reshape(-1))
-    return Operand(quantize_to_codes(x, scale, fmt), factor, seen)
+    return Operand(dispatch.quantize_to_codes(x, scale, fmt), factor, seen)
 
 
 def cast_whole(x: jax.Array, meta: TensorMeta, scaling: DelayedScaling) -> Operand:
@@ -129,11 +124,11 @@ def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, po
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
     # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
     if axes is not None:
-        codes, scale = quantize_slices_to_codes(x, fmt, axes, policy)
-        return Operand(codes, divide_nearest(1.0, scale), None)
+        codes, scale = dispatch.quantize_slices_to_codes(x, fmt, axes, policy)
+        return Operand(codes, dispatch.divide_nearest(1.0, scale), None)
     scale = amax_to_scale(amax(x), fmt, policy)
-    scale, scale_inv = computed_once(scale, divide_nearest(1.0, scale))
-    return Operand(quantize_to_codes(x, scale, fmt), scale_inv, None)
+    scale, scale_inv = computed_once(scale, dispatch.divide_nearest(1.0, scale))
+    return Operand(dispatch.quantize_to_codes(x, scale, fmt), scale_inv, None)
 
 
 def nan_unless(sound: jax.Array, scale_inv: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from fp8_common import Fp8Error, GradientCompression
 from fp8_common.jax import amax, amax_to_scale, reciprocal
-from fp8_common.jax.plugin import float_key, quantize_to_codes
+from fp8_common.jax.plugin import dispatch, float_key
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits
 from fp8_jax_owg._casting import Seen, State, computed_once, nan_unless, next_state
@@ -178,7 +178,7 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
         scale = amax_to_scale(greatest, fmt, how.scaling.policy)
         scale_inv = reciprocal(scale)
     scale, scale_inv = computed_once(scale, scale_inv)
-    codes = how.all_gather(quantize_to_codes(x, scale, fmt))
+    codes = how.all_gather(dispatch.quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
     factor = nan_unless(cotangents.is_state(state["kernel"].history), scale_inv) if state else scale_inv
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.

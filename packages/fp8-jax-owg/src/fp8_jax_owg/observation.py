@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
-from fp8_common.jax.plugin import divide_nearest
+from fp8_common.jax.plugin import dispatch
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
@@ -57,11 +57,15 @@ def used_scale(
     bits = to_bits(history[:1] if policy.algo == "most_recent" else history)
     # the bits of what is not negative sort as the values do, subnormals and NaN included
     key = jnp.max(bits, initial=0)
-    into = amax_to_scale(jnp.broadcast_to(from_bits(key), scale.shape), fmt, policy, prev=divide_nearest(1.0, stored))
+    into = amax_to_scale(
+        jnp.broadcast_to(from_bits(key), scale.shape), fmt, policy, prev=dispatch.divide_nearest(1.0, stored)
+    )
     is_finite = key < cotangents.INFINITY_KEY
     keeps = ((key == 0) & (policy.zero == "previous")) | (~is_finite & (policy.nonfinite == "previous"))
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
-    return into, jnp.where(keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else divide_nearest(1.0, into))
+    return into, jnp.where(
+        keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else dispatch.divide_nearest(1.0, into)
+    )
 
 
 def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """The functions of `fp8_common.jax` that have kernels: operations with kernels on a GPU, jnp code elsewhere.
 
-The choice is made while a function is traced. Both give the same bits; the jnp code compiles for any device.
+The choice is made while a function is traced. Both give the same bits; the jnp code compiles for any device. Division,
+which chooses when it is lowered, is here for plugins.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,21 @@ from fp8_common.jax import _block_scaled as block_references
 from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import _quantize as references
 from fp8_common.jax._arrays import as_float32, broadcast_scale
+from fp8_common.jax._division import divide_nearest
 from fp8_common.jax._scaling import amax_to_scale
 from fp8_common.jax._triton_bridge import selects_kernels
+
+__all__ = [
+    "amax",
+    "divide_nearest",
+    "quantize",
+    "quantize_blockwise",
+    "quantize_mx",
+    "quantize_rowwise",
+    "quantize_slices_to_codes",
+    "quantize_to_codes",
+    "quantize_to_codes_with_amax",
+]
 
 BLOCKS_WITH_KERNELS = ((1, 128), (128, 128))
 
