@@ -51,6 +51,7 @@ PRIVATE_NAMES = {
         "is_dtensor",
         "device",
         "param_dtype",
+        "orig_dtype",
         "offload_to_cpu",
     ),
     "FSDPParamGroup": (
@@ -166,6 +167,11 @@ class ShardedParam:
     def gather_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 gathers it, unless its tensor subclass brings buffers of its own."""
         return self.fsdp_param.param_dtype or self.local.dtype
+
+    @property
+    def first_dtype(self) -> torch.dtype:
+        """The dtype of the shard when FSDP2 made its buffers, before the first forward; its own before that."""
+        return getattr(self.fsdp_param, "orig_dtype", self.local.dtype)
 
     @property
     def is_trained(self) -> bool:
