@@ -394,8 +394,11 @@ MANY = """
 import gc, json, torch
 from torch import nn
 import fp8_te_init as fti
-from fp8_te_init._host_memory import mapped_empty
-from fp8_te_init._report import host_rss
+
+
+def resident():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * 4096
 
 
 def mappings():
@@ -406,12 +409,13 @@ def mappings():
 torch.set_num_threads(1)
 with fti.primary_weights(release="manual"):
     net = nn.ModuleList(nn.Linear(80, 100, bias=False) for _ in range(500))  # 32 kB each: in the heap
-built = host_rss()
+built = resident()
 for layer in net:
     layer.weight.clear_high_precision_init_val()
 gc.collect()
-freed, before = built - host_rss(), mappings()
-many = [mapped_empty(torch.Size((70, 1024)), torch.uint8) for _ in range(20_000)]  # nothing touches their pages
+freed, before = built - resident(), mappings()
+with fti.primary_weights(release="manual"):
+    many = nn.ModuleList(nn.Linear(128, 256, bias=False, dtype=torch.bfloat16) for _ in range(300))  # 64 KiB each
 print(json.dumps({"freed": freed, "mappings": mappings() - before, "many": len(many)}))
 """
 

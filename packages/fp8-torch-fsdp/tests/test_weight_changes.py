@@ -48,7 +48,7 @@ def member(name, *, stale=False, edit=False, trains=True):
     changes.cover(shard)
     if stale:
         changes.mark(edit=edit)
-    param, state = SimpleNamespace(name=name, trains=trains), SimpleNamespace(changes=changes)
+    param, state = SimpleNamespace(name=name, is_trained=trains), SimpleNamespace(changes=changes)
     return SimpleNamespace(param=param, state=state, shard=shard, stale=stale, unsure=False)
 
 

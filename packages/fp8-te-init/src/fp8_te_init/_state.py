@@ -5,6 +5,7 @@ All tensors that alias the storage share one `PrimaryState`. Scales are replaced
 
 import copy
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import torch
 from fp8_common import CastRecipe
 from fp8_common.torch import torch_dtype, update_history
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
+from fp8_te_init._compat import version_of
 from fp8_te_init._config import GatherFormat
 from fp8_te_init._part_layout import Part, PartLayout
 from fp8_te_init._rows import Rows
@@ -21,6 +23,9 @@ from fp8_te_init._stacked_layout import layout_of
 
 if TYPE_CHECKING:
     from fp8_te_init._kept_values import KeptValues
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
@@ -42,10 +47,11 @@ class PrimaryState:
         unagreed: Whether values were written here whose scale the ranks have not agreed on yet.
         held: The values of such a write, [rows, columns], where nothing else keeps them.
         kept: What keeps the high-precision values.
-        travels: Whether it was found that FSDP2 can gather it.
+        travels: The dtype that it stood for when it was found that FSDP2 can gather it; None before that.
         writes: How often an operator wrote to it, through any alias: torch counts no writes through `.data`.
         told: Whether a warning said that a change was rounded.
         unscaled: Whether codes were put in place whose scales have not come yet.
+        lent: The copy of the codes that the last state dict got.
         dependent: What has to know before codes or scales change: a master that is kept beside them in three bytes.
     """
 
@@ -61,10 +67,11 @@ class PrimaryState:
     unagreed: bool = False
     held: torch.Tensor | None = None
     kept: "KeptValues | None" = None
-    travels: bool = False
+    travels: torch.dtype | None = None
     writes: int = 0
     told: bool = False
     unscaled: bool = False
+    lent: "weakref.ref[torch.Tensor] | None" = None
     dependent: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
@@ -97,8 +104,9 @@ class PrimaryState:
             unagreed=False,
             held=None,
             kept=None,
-            travels=False,
+            travels=None,
             unscaled=False,
+            lent=None,
             dependent=None,
         )
 
@@ -108,6 +116,26 @@ class PrimaryState:
         twin.scale, twin.unagreed, twin.held = self.scale.clone(), self.unagreed, copy.deepcopy(self.held, memo)
         memo[id(self)] = twin
         return twin
+
+    def lend(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return a copy of codes for a state dict."""
+        copied = codes.clone()
+        self.lent = None if copied.is_inference() else weakref.ref(copied)  # those count no writes
+        return copied
+
+    def tell_of_unloaded(self) -> None:
+        """Warn if a state dict was written to and not loaded: plain weights would have changed with it."""
+        if self.lent is None:
+            return
+        lent = self.lent()
+        if lent is None or version_of(lent):
+            self.lent = None
+        if lent is not None and version_of(lent):
+            logger.warning(
+                "A state dict with the FP8 codes of a weight %s was written to (dcp.load), and not loaded: the model "
+                "has the weights of before. Call model.load_state_dict(state_dict) once all of it is read.",
+                tuple(self.full_shape),
+            )
 
     def about_to_change(self) -> None:
         """Tell what depends on the codes and scales as they are, before other ones take their place."""

@@ -61,11 +61,12 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
     state, key = primary.state, f"{prefix}{name}"
     # a checkpoint of codes with this rank's guess of a scale could be read by nobody
     agree_on_waiting(state_dict[key])
-    state_dict[key] = _codes_in(state_dict[key], primary.codes)
+    # Copies: `dcp.load` writes to what is here, one tensor after the other, and may fail between codes and scales.
+    state_dict[key] = _codes_in(state_dict[key], state.lend(primary.codes))
     # Not a buffer: the state has another scale tensor after every write.
-    state_dict[f"{key}{SCALE}"] = state.scale
+    state_dict[f"{key}{SCALE}"] = state.scale.clone()
     if state.history is not None:
-        state_dict[f"{key}{HISTORY}"] = state.history
+        state_dict[f"{key}{HISTORY}"] = state.history.clone()
 
 
 def _take_back(
@@ -97,7 +98,9 @@ def _take_back(
         error_msgs.append(problem)
         state_dict[key] = getattr(module, name)  # the weight stays as it was
         return
-    if is_codes and loaded.shape == primary.shape and primary.state.kept is not None:
+    primary.state.lent = None
+    # the whole shapes: parts of one rank can be equal where torch is about to refuse the weight on all ranks
+    if is_codes and state_dict[key].shape == getattr(module, name).shape and primary.state.kept is not None:
         # what was kept belongs to other values, and the loaded ones are known in FP8 alone
         primary.state.kept.forget("a loaded checkpoint of FP8 codes")
     if is_there:

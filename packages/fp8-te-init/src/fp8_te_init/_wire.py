@@ -23,8 +23,9 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
     Raises:
         Fp8Error: The weight is sharded in a way that codes cannot travel.
     """
-    if not state.travels:
+    if state.travels != weight.dtype:
         _check(weight)
+    state.tell_of_unloaded()
     # All ranks have to come here together: a sharded weight is expected to be written to on every rank.
     if state.unagreed:
         _agree_under_root(weight)
@@ -59,9 +60,16 @@ def _check(weight: torch.Tensor) -> None:
                 f"{param.name} cannot travel as FP8 codes: reshard_after_forward with an integer is not supported. "
                 "Use True or False, or shard over a two-dimensional mesh (HSDP)."
             )
+        if param.local.dtype != param.first_dtype:
+            # FSDP2 would copy biases, beside codes, as bytes into buffers of the old dtype, without a check.
+            raise Fp8Error(
+                f"{param.name} became {param.local.dtype} after it was gathered as {param.first_dtype}: FSDP2 keeps "
+                "buffers of the first dtype. Call model.to(dtype) before the first forward, or build the model anew "
+                "and load its state dict."
+            )
         # Remembered in the state: the check walks over all parameters of the root, and gathers are frequent.
         local: Any = param.local  # the check of its type above says more than the checker of types can follow
-        local._state.travels = True
+        local._state.travels = local.dtype
 
 
 def _agree_under_root(weight: torch.Tensor) -> None:

@@ -292,7 +292,7 @@ class SyncPlan(ScalePlan):
         stale = [member.stale for member in members]
         # Reading the flags would let the host wait for the GPU, in every forward. No need where a step was made, in
         # which frozen weights have no part, or where none is due.
-        known = all(member.stale or not member.param.trains for member in members) or (quiet and not any(stale))
+        known = all(member.stale or not member.param.is_trained for member in members) or (quiet and not any(stale))
         host = flags.to("cpu", non_blocking=known)
         arrived = torch.cuda.Event()
         arrived.record()

@@ -51,6 +51,7 @@ PRIVATE_NAMES = {
         "is_dtensor",
         "device",
         "param_dtype",
+        "orig_dtype",
         "offload_to_cpu",
     ),
     "FSDPParamGroup": (
@@ -101,11 +102,6 @@ class ShardedParam:
     def name(self) -> str:
         """Fully qualified name from the FSDP root."""
         return self.fsdp_param._param_fqn or "<unnamed>"
-
-    @property
-    def trains(self) -> bool:
-        """Whether it takes a gradient; an optimizer leaves the others as they are."""
-        return self.fsdp_param.sharded_param.requires_grad
 
     @property
     def full_shape(self) -> torch.Size:
@@ -176,6 +172,11 @@ class ShardedParam:
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 reduces its gradient."""
         return self.group.mp_policy.reduce_dtype or self.gather_dtype
+
+    @property
+    def first_dtype(self) -> torch.dtype:
+        """The dtype of the shard when FSDP2 made its buffers, before the first forward; its own before that."""
+        return getattr(self.fsdp_param, "orig_dtype", self.local.dtype)
 
     @property
     def is_trained(self) -> bool:
