@@ -4,8 +4,8 @@
 
 A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows. Programs take turns, and
 each round gives one ratio of times; its median is kept. Beside it stand the ratios of the bytes that XLA allocates for
-temporaries and of the times to lower and to compile, and the numbers of traced equations.
-Writes benchmarks/results/jax-layers.json.
+temporaries and of the processor times to lower and to compile (once), and the numbers of traced equations.
+Writes benchmarks/results/jax-layers.json and the table of docs/guides/jax-owg.md that `tools.pages` makes of it.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from flax.linen import fp8_ops
 from fp8_common._machine import processor_name, usable_cores
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.linen import Fp8DotGeneralOp, LayerwiseShardablePipelined
+from tools import pages
 
 RESULT = Path(__file__).parent / "results" / "jax-layers.json"
 ROWS, WIDTH = 128, 256
@@ -187,11 +188,12 @@ def build(case: Case, operation: str) -> tuple[Callable[[], None], dict[str, flo
     x, gradient = example(case), jax.grad(loss)
     equations = count_equations(jax.make_jaxpr(gradient)(variables, x).jaxpr)
     jax.clear_caches()
-    start = time.perf_counter()
+    # of the processor, which others on the machine change less than those of the clock
+    start = time.process_time()
     lowered = jax.jit(gradient).lower(variables, x)
-    middle = time.perf_counter()
+    middle = time.process_time()
     compiled = lowered.compile()
-    end = time.perf_counter()
+    end = time.process_time()
     facts = {
         "equations": equations,
         "lower": middle - start,
@@ -269,6 +271,7 @@ def main() -> None:
     report = {"schema": 1, **machine, "rounds": options.rounds, "rows": rows}
     if options.cases is None:
         RESULT.write_text(json.dumps(report, indent=1) + "\n")
+        pages.main()
     print(table(report))
 
 

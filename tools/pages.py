@@ -2,8 +2,8 @@
 
 A part stands between two comments that name it, `<!-- status: begin -->` and `<!-- status: end -->`, or in TOML and
 YAML `# urls: begin` and `# urls: end`. Sources: `fp8_common/status.json` (what was run where),
-`benchmarks/results/demo.json` (the report of a whole demo), and the addresses in `[tool.fp8-plugins]` of the root's
-pyproject.toml.
+`benchmarks/results/demo.json` (the report of a whole demo), `benchmarks/results/jax-layers.json` (stacked JAX layers),
+and the addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
 """
 
 import json
@@ -19,6 +19,7 @@ from tools.packages import PACKAGES
 ROOT = Path(__file__).resolve().parents[1]
 STATUS = Path("shared-kernels/src/fp8_common/status.json")
 DEMO = Path("benchmarks/results/demo.json")
+JAX_LAYERS = Path("benchmarks/results/jax-layers.json")
 PART = re.compile(r"^( *)(<!--|#) ([a-z][\w -]*): begin( -->|)\n(.*?)^\1\2 \3: end\4$", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/**/*.md", "mkdocs.yml", "CITATION.cff", "shared-kernels/*.toml", "packages/*/*.toml")
 
@@ -137,6 +138,26 @@ def megabytes(run: Mapping[str, Any]) -> str:
     return f"{run['fp8_weight_bytes_per_step'] / 1e6:.2f} MB"
 
 
+# ---------------------------------------------------------------- stacked JAX layers
+
+
+GOALS = {"time / flax direct": 0.7, "temporaries / flax direct": 1.0, "compile / flax direct": 1.2}
+"""The greatest figures with which a column reaches its goal."""
+
+
+def jax_layers() -> str:
+    """Return the table of `benchmarks.bench_jax_layers`; what misses its goal is bold."""
+    rows = json.loads((ROOT / JAX_LAYERS).read_text())["rows"]
+    heads = ["case", *GOALS, "unquantized / flax direct", "equations", "of flax direct"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in rows:
+        cells = [f"**{row[name]}**" if row[name] > goal else str(row[name]) for name, goal in GOALS.items()]
+        bound = f"{row['time / flax direct'] / row['time / unquantized']:.2f}"
+        counts = f"{row['equations']:,}", f"{row['equations, flax direct']:,}"
+        lines.append(f"| {' | '.join([row['case'], *cells, bound, *counts])} |")
+    return "\n".join(lines)
+
+
 # ---------------------------------------------------------------- addresses
 
 
@@ -171,6 +192,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "install one": lambda: install(PLUGINS[:1]),
     "install each": lambda: install(PLUGINS),
     "demo": demo,
+    "jax layers": jax_layers,
     "urls": urls,
     "site": site,
     "citation": citation,
