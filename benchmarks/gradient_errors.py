@@ -64,7 +64,7 @@ def reduced(values: Tensor, config: GradientCompression | None, state: "RankStat
 
 def _sent(row: Tensor, config: GradientCompression, bits: RandomBits | None) -> Tensor:
     form = config.fp8_format, config.block
-    random = None if bits is None else bits.draw(*row.shape, config.block)
+    random = None if bits is None else bits.draw(1, row.shape[1], config.block)
     message = dispatch.pack_gradients(row, row[:, :0], *form, None, random)
     return dispatch.unpack_gradients(message, (row.shape[1], 0), row.dtype, *form)[0][None]
 

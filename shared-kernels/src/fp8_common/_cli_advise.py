@@ -75,7 +75,8 @@ def _rates(given: str | None, accelerator: Accelerator, links: Links) -> tuple[A
             names = ", ".join((*RATES, *NETWORK))
             raise Fp8Error(f"--rates takes positive numbers like bf16=6e14,inside=3e11 for {names}; got {pair!r}.")
         if owner is accelerator:
-            accelerator = dataclasses.replace(accelerator, **{name: value, "source": "given with --rates"})
+            changed: dict[str, Any] = {name: value, "source": "given with --rates"}
+            accelerator = dataclasses.replace(accelerator, **changed)
         else:
             links = dataclasses.replace(links, **{name: value})
     return accelerator, links

@@ -136,7 +136,7 @@ def round_gradients(
             wide = np.repeat(scales, config.block, axis=1)
             bits = random_bits(random[0], wide.shape, random[1])[:, :columns]
             codes = quantize_stochastic(values, wide[:, :columns], config.format, bits)
-        lost = values - dequantize_blockwise(codes, scales, config.format, block)
+        lost = values - dequantize_blockwise(codes, scales, config.format, block).astype(np.float32)
     return Rounded(codes, scales, np.where(np.isfinite(lost), lost, np.float32(0)))
 
 

@@ -263,7 +263,11 @@ def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
     """Gradients into a message for eight ranks, and the sum of such messages: its text adds one rank."""
     b, rows, columns = INPUT_BYTES[dtype], 8, SIZE * SIZE // 8
     pitches = columns, MessageRows(compressed=columns, wide_bytes=0, block=128).nbytes
-    ways = (("", {}, 64, 0), (", stochastic", {"random": (0, 0)}, 16, 0), (", feedback", {"residual": True}, 32, 2))
+    ways: tuple[tuple[str, dict[str, Any], int, int], ...] = (
+        ("", {}, 64, 0),
+        (", stochastic", {"random": (0, 0)}, 16, 0),
+        (", feedback", {"residual": True}, 32, 2),
+    )
     out = [
         Case(
             name=f"pack gradients{name}",

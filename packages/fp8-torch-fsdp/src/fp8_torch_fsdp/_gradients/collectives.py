@@ -90,7 +90,8 @@ class GradientExchange:
 
     def _packed(self, values: Tensor, wide: Tensor, residual: Tensor | None) -> Tensor:
         config = self.config
-        random = None if self.bits is None else self.bits.draw(*values.shape, config.block)
+        rows, columns = values.shape
+        random = None if self.bits is None else self.bits.draw(rows, columns, config.block)
         return dispatch.pack_gradients(values, wide, config.fp8_format, config.block, residual, random)
 
 

@@ -47,11 +47,11 @@ def compress(model: nn.Module, config: GradientCompression, chosen: set[int]) ->
 def gradient_dtypes(model: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield every trained parameter of a traceable model, and the name of the dtype in which its gradient travels."""
     for _, module, place in _places(model):
+        codes = None if place.compression is None else place.compression.fp8_format.dtype_name
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
-                codes = place.compression is not None and parameter.ndim >= 2
                 wide = str(parameter.dtype).removeprefix("torch.")
-                yield parameter, place.compression.fp8_format.dtype_name if codes else wide
+                yield parameter, codes if codes and parameter.ndim >= 2 else wide
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Any, Placement]]:
