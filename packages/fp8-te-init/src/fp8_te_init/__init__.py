@@ -9,7 +9,7 @@ masters and are dropped then.
 """
 
 from fp8_common.plugin import check_version
-from fp8_common.torch import GemmConfig
+from fp8_common.torch import GemmConfig, load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._context import fp8_model_init, primary_weights
 from fp8_te_init._convert import convert_linear
@@ -46,11 +46,14 @@ __all__ = [
     "convert_linear",
     "export_fp32_state_dict",
     "fp8_model_init",
+    "load_checkpoint",
     "memory_report",
     "philox_init_",
     "philox_init_model_",
     "primary_weights",
     "quantize_master_weights",
     "rescale_",
+    "save_checkpoint",
     "seed_masters",
+    "verify_checkpoint",
 ]

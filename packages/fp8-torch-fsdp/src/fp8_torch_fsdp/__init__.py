@@ -8,9 +8,8 @@ Nothing else changes in a training loop: scales are synchronized with one all-re
 
 from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
-from fp8_common.torch import GemmConfig
+from fp8_common.torch import GemmConfig, load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_common.torch.plugin import GatheredFloat8Weight
-from fp8_torch_fsdp._checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_torch_fsdp._communication import enable_float8_all_gather
 from fp8_torch_fsdp._config import (
     AllGatherConfig,

@@ -25,6 +25,7 @@ from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
 from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch._checkpoint_folder import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_common.torch._linear_config import GemmConfig
 from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
 from fp8_common.torch._rounding import encode as _encode
@@ -47,6 +48,7 @@ __all__ = [
     "encode",
     "encode_stochastic",
     "fake_quantize",
+    "load_checkpoint",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",
@@ -54,8 +56,10 @@ __all__ = [
     "quantize_stochastic",
     "read_metadata",
     "reciprocal",
+    "save_checkpoint",
     "torch_dtype",
     "update_history",
+    "verify_checkpoint",
 ]
 
 
