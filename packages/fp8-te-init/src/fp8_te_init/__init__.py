@@ -23,6 +23,7 @@ from fp8_te_init._philox_init import philox_init_, philox_init_model_
 from fp8_te_init._report import MemoryReport, memory_report
 from fp8_te_init._rescale import rescale_
 from fp8_te_init._seed import SeedReport, seed_masters
+from fp8_te_init._serving import export_for_serving, weights_to_stream
 from fp8_te_init._sources.philox import Normal, TruncatedNormal, Uniform
 from fp8_te_init._weight import PrimaryFloat8Weight
 
@@ -44,6 +45,7 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "convert_linear",
+    "export_for_serving",
     "export_fp32_state_dict",
     "fp8_model_init",
     "load_checkpoint",
@@ -56,4 +58,5 @@ __all__ = [
     "save_checkpoint",
     "seed_masters",
     "verify_checkpoint",
+    "weights_to_stream",
 ]

@@ -29,6 +29,7 @@ from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
 from fp8_torch_fsdp._report import AllGatherReport, WeightReport, float8_all_gather_report
 from fp8_torch_fsdp._secondary_shards import SecondaryShards, keep_secondary_shards
+from fp8_torch_fsdp._serving import export_for_serving
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._synchronize import (
     Float8Controller,
@@ -75,6 +76,7 @@ __all__ = [
     "compress_gradients",
     "convert_to_float8_training",
     "enable_float8_all_gather",
+    "export_for_serving",
     "float8_all_gather_report",
     "float8_conversion_report",
     "fully_shard_traceable",

@@ -23,6 +23,7 @@ from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
+from fp8_common.torch import _serving as serving
 from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
 from fp8_common.torch._checkpoint_folder import load_checkpoint, save_checkpoint, verify_checkpoint
@@ -57,6 +58,7 @@ __all__ = [
     "read_metadata",
     "reciprocal",
     "save_checkpoint",
+    "serving",
     "torch_dtype",
     "update_history",
     "verify_checkpoint",
