@@ -261,7 +261,8 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def ecosystem(session: nox.Session) -> None:
     """Test the adapters with the real torchtitan, Accelerate, Transformers and Lightning, and run every example."""
-    install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test", "ecosystem"], extras=False)
+    packages = ("fp8-common[torch,triton]", "fp8-torch-fsdp", "fp8-te-init")
+    install(session, *packages, groups=["test", "ecosystem"], extras=False)
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
 
 

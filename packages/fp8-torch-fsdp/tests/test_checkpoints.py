@@ -2,6 +2,7 @@
 
 import fractions
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
+from fp8_common.torch import read_metadata
 from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.distributed
@@ -374,6 +376,53 @@ def test_metadata_cut_off_at_any_byte_is_refused(run_ranks, tmp_path):
             f8.verify_checkpoint(checkpoint)
     (checkpoint / ".metadata").write_bytes(content)
     f8.verify_checkpoint(checkpoint)
+
+
+def flip(file, place):
+    """Change one bit in the middle of what lies there."""
+    content = bytearray(file.read_bytes())
+    content[place.offset + place.length // 2] ^= 16
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_is_noticed_and_named_wherever_it_is(run_ranks, tmp_path):
+    whole_one = tmp_path / "whole"
+    run_ranks(2, save_some, "tensorwise_delayed", str(whole_one), str(tmp_path / "reference.pt"))
+    pieces = read_metadata(whole_one).storage_data
+    assert len({place.relative_path for place in pieces.values()}) == 2, "each rank has a file"
+    folders = {}
+    for number, (index, place) in enumerate(pieces.items()):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(whole_one, folder)
+        flip(folder / place.relative_path, place)
+        with pytest.raises(Fp8Error, match=f"{re.escape(place.relative_path)} has changed .* {re.escape(index.fqn)} "):
+            f8.verify_checkpoint(folder)
+        folders[str(folder)] = index.fqn
+    some = dict(list(folders.items())[::9])
+    for errors, changed in run_ranks(2, load_damaged, list(some)):
+        assert [kind for _, kind, _ in errors] == ["Fp8Error"] * len(some)
+        assert all(some[folder] in message for folder, _, message in errors)
+        assert not changed
+
+
+def test_a_changed_index_is_damaged(run_ranks, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    run_ranks(1, save_some, "rowwise", str(checkpoint), str(tmp_path / "reference.pt"))
+    content = (checkpoint / ".metadata").read_bytes()
+    for place in range(0, len(content), 11):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        (checkpoint / ".metadata").write_bytes(changed)
+        with pytest.raises(Fp8Error, match="damaged"):
+            f8.verify_checkpoint(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_without_checksums_loads(tmp_path):
+    dcp.save({"weight": torch.arange(300.0)}, checkpoint_id=tmp_path, no_dist=True)
+    f8.verify_checkpoint(tmp_path)
+    f8.load_checkpoint(loaded := {"weight": torch.zeros(300)}, tmp_path, no_dist=True)
+    assert torch.equal(loaded["weight"], torch.arange(300.0))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

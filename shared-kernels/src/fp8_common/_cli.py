@@ -1,7 +1,7 @@
 """The `fp8` command: its arguments, its output and its exit codes.
 
-0: done. 1: `fp8 doctor` found a broken plugin. 2: bad input, or an output that cannot be written, explained in one
-sentence.
+0: done. 1: `fp8 doctor` found a broken plugin, `fp8 compare` a difference. 2: bad input, or an output that
+cannot be written, explained in one sentence.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8_common import __version__
 from fp8_common import _cli_advise as cli_advise
+from fp8_common import _cli_compare as cli_compare
 from fp8_common import _cli_doctor as cli_doctor
 from fp8_common import _cli_explain as cli_explain
 from fp8_common import _cli_formats as cli_formats
@@ -24,7 +25,7 @@ from fp8_common._machine import detect
 from fp8_common._plugins import discover
 from fp8_common.advise import plot
 
-COMMANDS = ("doctor", "formats", "explain", "advise")
+COMMANDS = ("doctor", "formats", "explain", "advise", "compare")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     summary = "what FP8 would be worth for a model on a machine, by a model of its step"
     advise = _add(commands, "advise", _advise, summary)
     cli_advise.add_arguments(advise)
+    summary = "where two FP8 checkpoints for serving engines decode differently; exit code 1 if they do"
+    compare = _add(commands, "compare", _compare, summary)
+    compare.add_argument("first", metavar="A", help="a folder, or a file in the safetensors format")
+    compare.add_argument("second", metavar="B", help="another one")
     return parser
 
 
@@ -125,6 +130,15 @@ def _advise(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join(cli_advise.text(job) for job in found))
     return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = cli_compare.facts(options.first, options.second)
+    if options.json:
+        _print_json(found)
+    else:
+        print(cli_compare.text(found))
+    return int(bool(found["different"]))
 
 
 def _print_json(facts: Any) -> None:

@@ -36,7 +36,7 @@ def export_fp32_state_dict(
     exported: dict[str, Any] = {}
     values: dict[int, Any] = {}
     for _, _, _, parameter in named_parameters(model):
-        weight, master = requantizable(parameter), _master(optimizer, parameter)
+        weight, master = requantizable(parameter), master_of(optimizer, parameter)
         if master is not None:
             values[id(parameter)] = master.detach().clone()
         elif weight is not None:
@@ -70,7 +70,8 @@ def _saved_name(name: str) -> str:
     return name.replace(CHECKPOINT_PREFIX, "")
 
 
-def _master(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
+def master_of(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the float32 master of a parameter in any optimizer; None if it has none."""
     if isinstance(optimizer, MasterOptimizer):
         return optimizer.master_of(parameter)
     # `optimizer.state` is a defaultdict: looking up a parameter that is not there would add it.

@@ -8,9 +8,8 @@ Nothing else changes in a training loop: scales are synchronized with one all-re
 
 from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
-from fp8_common.torch import GemmConfig
+from fp8_common.torch import GemmConfig, load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_common.torch.plugin import GatheredFloat8Weight
-from fp8_torch_fsdp._checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_torch_fsdp._communication import enable_float8_all_gather
 from fp8_torch_fsdp._config import (
     AllGatherConfig,
@@ -30,6 +29,7 @@ from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
 from fp8_torch_fsdp._report import AllGatherReport, WeightReport, float8_all_gather_report
 from fp8_torch_fsdp._secondary_shards import SecondaryShards, keep_secondary_shards
+from fp8_torch_fsdp._serving import export_for_serving
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._synchronize import (
     Float8Controller,
@@ -76,6 +76,7 @@ __all__ = [
     "compress_gradients",
     "convert_to_float8_training",
     "enable_float8_all_gather",
+    "export_for_serving",
     "float8_all_gather_report",
     "float8_conversion_report",
     "fully_shard_traceable",

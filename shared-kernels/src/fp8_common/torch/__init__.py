@@ -23,8 +23,10 @@ from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
+from fp8_common.torch import _serving as serving
 from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch._checkpoint_folder import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_common.torch._linear_config import GemmConfig
 from fp8_common.torch._model_shape import model_shape
 from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
@@ -49,6 +51,7 @@ __all__ = [
     "encode_stochastic",
     "fake_quantize",
     "model_shape",
+    "load_checkpoint",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",
@@ -56,8 +59,11 @@ __all__ = [
     "quantize_stochastic",
     "read_metadata",
     "reciprocal",
+    "save_checkpoint",
+    "serving",
     "torch_dtype",
     "update_history",
+    "verify_checkpoint",
 ]
 
 

@@ -4,6 +4,7 @@ The index (`.metadata`) is a pickle. Unpickling may call any function that the f
 exception; here only the classes of an index are found, and every failure is an `Fp8Error`.
 """
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fp8_common._errors import Fp8Error
+from fp8_common.torch._checksums import check_index
 
 _METADATA = Metadata.__module__
 # What an index holds besides the classes of `_METADATA` and torch's dtypes, over the supported torch versions.
@@ -58,14 +60,15 @@ def read_metadata(folder: str | Path) -> Metadata:
     if not file.is_file():
         raise Fp8Error(f"{folder} holds no whole checkpoint: .metadata is missing. Was saving interrupted?")
     try:
-        with file.open("rb") as stream:
-            metadata = _IndexUnpickler(stream).load()
+        content = io.BytesIO(file.read_bytes())
+        metadata = _IndexUnpickler(content).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
             raise TypeError(f"it holds a {type(metadata).__name__}")
         # Checked here because reading would use these as a file name and a range of bytes.
         for place in (metadata.storage_data or {}).values():
             if not (isinstance(place.relative_path, str) and type(place.offset) is type(place.length) is int):
                 raise TypeError("an entry names no file and range of bytes")
+        check_index(content.getvalue(), content.tell(), metadata)
     # Every exception: which one a damaged pickle raises depends on the byte that is wrong.
     except Exception as error:
         raise Fp8Error(f"{file} is damaged ({type(error).__name__}: {error}). Use another checkpoint.") from error

@@ -1,11 +1,13 @@
 """Checkpoints that are looked at before anything is loaded from them: whole, or refused.
 
 `torch.distributed.checkpoint` reads tensor by tensor, straight into the model: a missing or short file is noticed when
-half of the weights are already overwritten. These functions look first, and write so that a cut is visible.
+half of the weights are already overwritten, and a changed byte never. These functions look first, and write so that a
+cut or a change is visible: checksums of all tensors stand in the index (`_checksums`).
 """
 
 import io
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fp8_common import Fp8Error
-from fp8_common.torch import read_metadata
+from fp8_common._errors import Fp8Error
+from fp8_common.torch._checkpoint import read_metadata
+from fp8_common.torch._checksums import check_pieces, checksums_of, write_index
+from fp8_common.torch._together import do_together, is_first_rank, my_turn
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
@@ -37,9 +41,12 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
     Args:
         state: What `torch.distributed.checkpoint.save` takes.
         path: A folder on a file system that all ranks share; an older checkpoint there is replaced.
+
+    Raises:
+        Fp8Error: What was written could not be read back for its checksums, on any rank.
     """
     target, partial = Path(path), Path(f"{path}.partial")
-    if _is_first_rank():
+    if is_first_rank():
         # left there by a save that was interrupted
         shutil.rmtree(partial, ignore_errors=True)
     _barrier()
@@ -47,7 +54,10 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
     # the next one, since the name may only change when every rank has written.
     dcp.save(state, checkpoint_id=partial)
     _barrier()
-    if _is_first_rank():
+    # Read back: torch says nothing of the bytes that it writes. The ranks divide the work.
+    parts = do_together(lambda: checksums_of(partial, read_metadata(partial), my_turn()))
+    do_together(lambda: write_index(partial, read_metadata(partial), parts) if is_first_rank() else None)
+    if is_first_rank():
         # a folder cannot be renamed to one that exists and is not empty
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -64,22 +74,36 @@ def load_checkpoint(state: dict[str, Any], path: str | Path, **options: Any) -> 
             tensors must be plain: a pickled object of another kind is refused.
 
     Raises:
-        Fp8Error: The checkpoint is missing, cut off or damaged; nothing was loaded. Every rank sees the same files.
+        Fp8Error: The checkpoint is missing, cut off or damaged; nothing was loaded. All ranks raise.
     """
-    verify_checkpoint(path)
+    alone = bool(options.get("no_dist"))
+    group = options.get("process_group")
+    # The ranks divide the work, and all of them raise.
+    do_together(lambda: _verify(Path(path), my_turn(group, alone=alone)), group, alone=alone)
     dcp.load(state, checkpoint_id=path, **({"planner": PlainLoadPlanner()} | options))
 
 
-def verify_checkpoint(path: str | Path) -> None:
-    """Check that every tensor that a checkpoint's metadata names lies whole in a file.
+def verify_checkpoint(path: str | Path, *, names: Collection[str] | None = None) -> None:
+    """Check that every tensor that a checkpoint's metadata names lies in a file, whole and as it was saved.
+
+    Checkpoints that something else than `save_checkpoint` wrote have no checksums: of those the sizes are checked.
+    This process reads all files; `load_checkpoint` divides them among the ranks.
+
+    Args:
+        path: The folder of a checkpoint.
+        names: Compare the checksums of these tensors alone; None compares all.
 
     Raises:
-        Fp8Error: Saying what is missing.
+        Fp8Error: Saying what is missing, or which tensor has changed.
     """
-    folder = Path(path)
+    _verify(Path(path), names=names)
+
+
+def _verify(folder: Path, share: tuple[int, int] = (0, 1), names: Collection[str] | None = None) -> None:
+    metadata = read_metadata(folder)
     # One file holds many tensors, one after the other: it is whole if the one that ends last is.
     needed: dict[str, int] = {}
-    for place in (read_metadata(folder).storage_data or {}).values():
+    for place in (metadata.storage_data or {}).values():
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
     for name, size in sorted(needed.items()):
         file = folder / name
@@ -88,10 +112,7 @@ def verify_checkpoint(path: str | Path) -> None:
             raise Fp8Error(
                 f"{file} is cut off: {present} of {size} bytes are there. Nothing was loaded; use another checkpoint."
             )
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    check_pieces(folder, metadata, share, names)
 
 
 def _barrier() -> None:
