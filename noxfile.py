@@ -261,8 +261,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def ecosystem(session: nox.Session) -> None:
     """Test the adapters with the real torchtitan, Accelerate, Transformers and Lightning, and run every example."""
-    packages = ("fp8-common[torch,triton]", "fp8-torch-fsdp", "fp8-te-init")
-    install(session, *packages, groups=["test", "ecosystem"], extras=False)
+    install(session, *EVERYTHING, groups=["test", "ecosystem"])
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
 
 

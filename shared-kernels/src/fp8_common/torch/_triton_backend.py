@@ -264,8 +264,10 @@ def pack_gradients(
     scales: torch.Tensor,
 ) -> None:
     """Write codes [n, c] and scales [n, blocks] of x [n, c] into a message; see `fp8_common.torch._gradients`."""
+    rows, columns = x.shape
     plan = pack_gradients_plan(
-        *x.shape,
+        rows,
+        columns,
         (x.stride(0), codes.stride(0)),
         _name(x.dtype),
         fmt,
@@ -278,8 +280,9 @@ def pack_gradients(
 
 def sum_gradients(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, divisor: float) -> torch.Tensor:
     """Return the float32 sum [c] over ranks of codes [n, c] with scales [n, blocks] in a message, divided."""
-    total = torch.empty(codes.shape[1], dtype=torch.float32, device=codes.device)
-    plan = sum_gradients_plan(*codes.shape, codes.stride(0), fmt, "float32", divisor)
+    ranks, columns = codes.shape
+    total = torch.empty(columns, dtype=torch.float32, device=codes.device)
+    plan = sum_gradients_plan(ranks, columns, codes.stride(0), fmt, "float32", divisor)
     run(plan, codes.device, q_ptr=codes, scale_ptr=scales, y_ptr=total)
     return total
 
