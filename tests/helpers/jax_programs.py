@@ -209,10 +209,11 @@ class Unrolled:
     def one(self, own, i):
         if self.how == "split":
             return jax.tree.map(lambda leaves: leaves[i][0], own, is_leaf=lambda x: isinstance(x, list))
-        if owg.get_mode() == "fan_out":
-            # which refuses indices that the program computes, as those of `dynamic_index_in_dim`
-            return jax.tree.map(lambda leaf: leaf[i], own)
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), own)
+        # Only of shared state an index may be computed, as that of `dynamic_index_in_dim` is.
+        return jax.tree.map(
+            lambda leaf: leaf[i] if leaf.dtype == jnp.float32 else lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False),
+            own,
+        )
 
     def follow(self, h, seen, index):
         for i in range(self.count):
