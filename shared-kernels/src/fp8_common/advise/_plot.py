@@ -21,9 +21,9 @@ def speed_ups(
     Raises:
         Fp8Error: A number of ranks does not fill the nodes, or bf16 was measured to be faster than the model says.
     """
-    advices = [advise(dataclasses.replace(job, ranks=number), choices) for number in ranks]
+    advised = [advise(dataclasses.replace(job, ranks=number), choices) for number in ranks]
     return {
-        choice.name: tuple(advice.speed_up(advice.estimates[number]) for advice in advices)
+        choice.name: tuple(advice.speed_up(advice.estimates[number]) for advice in advised)
         for number, choice in enumerate(choices)
     }
 

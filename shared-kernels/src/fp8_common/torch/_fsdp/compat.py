@@ -50,7 +50,6 @@ PRIVATE_NAMES = {
         "fsdp_placement",
         "is_dtensor",
         "device",
-        "param_dtype",
         "orig_dtype",
         "offload_to_cpu",
     ),
@@ -166,7 +165,8 @@ class ShardedParam:
     @property
     def gather_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 gathers it, unless its tensor subclass brings buffers of its own."""
-        return self.fsdp_param.param_dtype or self.local.dtype
+        # Asked of the policy: FSDP2's own object knows it from the first forward on.
+        return self.group.mp_policy.param_dtype or self.local.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
