@@ -104,6 +104,8 @@ def refused(rank, world_size):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     with pytest.raises(RuntimeError, match="codes mean nothing without their scales"):
         set_model_state_dict(model, reference if rank == 0 else {}, options=options)
+    with pytest.raises(Fp8Error, match="the scales that belong to them did not come"):
+        model(torch.ones(2, WIDTHS[0]))
 
 
 def test_broadcast_codes_without_scales_are_refused_on_all_ranks(run_ranks):
@@ -114,6 +116,17 @@ def test_codes_of_another_format_are_not_copied():
     layer = fti.convert_linear(nn.Linear(4, 4))
     with torch.no_grad(), pytest.raises(Fp8Error, match="float8_e5m2"):
         layer.weight.copy_(torch.zeros(4, 4, dtype=torch.float8_e5m2))
+
+
+def test_codes_whose_scales_never_came_are_not_used():
+    layer = fti.convert_linear(nn.Linear(4, 4))
+    state = layer.state_dict()
+    with torch.no_grad():
+        layer.weight.copy_(state["weight"])
+    with pytest.raises(Fp8Error, match="the scales that belong to them did not come"):
+        layer(torch.ones(2, 4))
+    layer.load_state_dict(state)
+    layer(torch.ones(2, 4))
 
 
 def replicated_and_cut(rank, world_size):

@@ -137,7 +137,7 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
             return Operand.of(weight)
         layout = ScaleLayout.of(self.config.weight)
         if isinstance(weight, PrimaryFloat8Weight):
-            weight.state.tell_of_unloaded()
+            weight.state.check_loaded()
             codes, scale = weight.codes, weight.state.scale_of_all_rows(weight.scale)
         else:
             codes, scale = layout.cast_whole(weight)

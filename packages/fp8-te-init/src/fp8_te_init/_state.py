@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp8_common import CastRecipe
+from fp8_common import CastRecipe, Fp8Error
 from fp8_common.torch import torch_dtype, update_history
 from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, delayed_ops, dispatch
 from fp8_te_init._compat import version_of
@@ -123,8 +123,13 @@ class PrimaryState:
         self.lent = None if copied.is_inference() else weakref.ref(copied)  # those count no writes
         return copied
 
-    def tell_of_unloaded(self) -> None:
-        """Warn if a state dict was written to and not loaded: plain weights would have changed with it."""
+    def check_loaded(self) -> None:
+        """Refuse codes without scales, and warn if a state dict was written to and not loaded."""
+        if self.unscaled:
+            raise Fp8Error(
+                f"Codes were put in an FP8 weight {tuple(self.full_shape)}, and the scales that belong to them did not "
+                "come: a load was refused or has failed. Load a whole state dict first."
+            )
         if self.lent is None:
             return
         lent = self.lent()

@@ -25,7 +25,7 @@ def send(weight: torch.Tensor, state: PrimaryState, mesh: DeviceMesh) -> tuple[t
     """
     if state.travels != weight.dtype:
         _check(weight)
-    state.tell_of_unloaded()
+    state.check_loaded()
     # All ranks have to come here together: a sharded weight is expected to be written to on every rank.
     if state.unagreed:
         _agree_under_root(weight)
