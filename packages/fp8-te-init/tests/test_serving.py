@@ -97,6 +97,24 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_no_folder_is_replaced_but_an_older_export(tmp_path):
+    model, optimizer = built()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    fti.export_for_serving(model, optimizer, mine, layout="compressed-tensors")  # empty
+    fti.export_for_serving(model, optimizer, mine, layout="compressed-tensors")  # an older export
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "thesis.txt").write_text("years")
+    (tmp_path / "file").write_text("bytes")
+    for path in ("kept", "file"):
+        with pytest.raises(Fp8Error, match="is no export for serving"):
+            fti.export_for_serving(model, optimizer, tmp_path / path, layout="compressed-tensors")
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file() and path.parent != mine) == [
+        "file",
+        "thesis.txt",
+    ]
+
+
 def test_a_flipped_bit_and_a_missing_file_are_named(tmp_path):
     model, optimizer = built()
     fti.export_for_serving(model, optimizer, tmp_path, layout="compressed-tensors", max_file_bytes=9000)

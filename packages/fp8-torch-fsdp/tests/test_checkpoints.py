@@ -405,6 +405,23 @@ def test_a_flipped_bit_is_noticed_and_named_wherever_it_is(run_ranks, tmp_path):
         assert not changed
 
 
+def save_over(rank, world_size, path):
+    try:
+        f8.save_checkpoint({"x": torch.ones(2)}, path)
+    except Fp8Error as error:
+        return str(error)
+
+
+def test_only_an_older_checkpoint_is_replaced(run_ranks, tmp_path):
+    """On all ranks, though the first alone looks."""
+    (tmp_path / "thesis.txt").write_text("years")
+    for message in run_ranks(2, save_over, str(tmp_path)):
+        assert "is no checkpoint, so it is not replaced" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    for _ in range(2):
+        assert run_ranks(2, save_over, str(tmp_path / "own")) == [None, None]
+
+
 def test_a_changed_index_is_damaged(run_ranks, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     run_ranks(1, save_some, "rowwise", str(checkpoint), str(tmp_path / "reference.pt"))

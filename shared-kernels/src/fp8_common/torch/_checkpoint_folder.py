@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fp8_common._errors import Fp8Error
 from fp8_common.torch._checkpoint import read_metadata
 from fp8_common.torch._checksums import check_pieces, checksums_of, write_index
+from fp8_common.torch._replaced_folder import check_replaceable
 from fp8_common.torch._together import do_together, is_first_rank, my_turn
 
 
@@ -40,12 +41,15 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
 
     Args:
         state: What `torch.distributed.checkpoint.save` takes.
-        path: A folder on a file system that all ranks share; an older checkpoint there is replaced.
+        path: A folder on a file system that all ranks share; an older checkpoint there is replaced,
+            nothing else is.
 
     Raises:
-        Fp8Error: What was written could not be read back for its checksums, on any rank.
+        Fp8Error: Something else than a checkpoint is at `path`, or what was written could not be read back for its
+            checksums, on any rank.
     """
     target, partial = Path(path), Path(f"{path}.partial")
+    do_together(lambda: check_replaceable(target, ".metadata", "checkpoint") if is_first_rank() else None)
     if is_first_rank():
         # left there by a save that was interrupted
         shutil.rmtree(partial, ignore_errors=True)

@@ -24,6 +24,7 @@ from fp8_common._served import NOTES
 from fp8_common._serving_layouts import MX, ServingLayout, serving_layout
 from fp8_common.torch._amax import max_over_ranks
 from fp8_common.torch._ops import quantize_mx
+from fp8_common.torch._replaced_folder import check_replaceable
 from fp8_common.torch._scale_layout import ScaleLayout, ShardGeometry
 from fp8_common.torch._together import do_together, is_first_rank, my_turn
 
@@ -85,7 +86,7 @@ def write_for_serving(
 
     Args:
         parts: Returns what this rank holds of each tensor, for a layout; the same names in the same order on all ranks.
-        path: A folder on a file system that all ranks share; an older export there is replaced.
+        path: A folder on a file system that all ranks share; an older export there is replaced, nothing else is.
         layout: "compressed-tensors", "deepseek" or "mx".
         codes: Where codes and scales come from; written to the metadata.
         ignored: Names of linear layers that stay in high precision.
@@ -102,7 +103,7 @@ def write_for_serving(
     do_together(lambda: planned.append(_Plan.of(parts, layout, codes, ignored, config or {}, max_file_bytes)))
     (own,) = planned
     try:
-        do_together(lambda: own.lay_out(partial) if is_first_rank() else None)
+        do_together(lambda: own.lay_out(partial, target) if is_first_rank() else None)
         do_together(lambda: own.write(partial))
         found = do_together(lambda: own.checksums(partial, my_turn()))
         together = {name: crc for part in found for name, crc in part.items()}
@@ -154,7 +155,8 @@ class _Plan:
         whole = {**config, "quantization_config": layout.config(groups, ignored)}
         return cls(parts=parts, layout=layout, files=listed, places=places, notes=notes, config=whole)
 
-    def lay_out(self, folder: Path) -> None:
+    def lay_out(self, folder: Path, target: Path) -> None:
+        check_replaceable(target, NOTES, "export for serving")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file in self.files:
