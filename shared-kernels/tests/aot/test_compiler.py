@@ -87,7 +87,7 @@ def test_packing_by_shifts_either_compiles_or_says_that_it_cannot():
     source = ASTSource(packed_by_shifts_kernel, signature=signature, constexprs={"N": 64})
     message, built = "", None
     try:
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     except Exception as error:
         message = str(error)
     assert built is not None or "ptxas" in message.lower() or "PassManager" in message

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 import fp8_common._kernels
 from fp8_common.testing import aot
@@ -91,6 +92,8 @@ def test_a_spill_is_found():
 
 @pytest.mark.parametrize("change", MUTATIONS)
 def test_a_worse_kernel_is_found(tmp_path, change):
+    if change == "double-rounding" and triton.__version__ >= "3.9":
+        pytest.skip("from Triton 3.9 on casts to FP8 no longer round to float16 on the way")
     kernel, name, old, new, message, capability = MUTATIONS[change]
     worse = mutant(tmp_path, f"mutant_{change.replace('-', '_')}", kernel, old, new)
     found = aot.failures(aot.measure(case(name), capability, kernel=worse))

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8_common.jax
@@ -29,7 +29,8 @@ AXES = ("data", "model")
 
 def sharded(function, given):
     """Return `function` on shards, of which only types are made: no devices are needed."""
-    return jax.shard_map(function, mesh=AbstractMesh((2, 2), AXES), in_specs=given, out_specs=P())
+    mesh = AbstractMesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+    return jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=P())
 
 
 def test_this_jax_has_what_is_needed():

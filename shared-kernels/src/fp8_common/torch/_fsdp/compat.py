@@ -45,6 +45,7 @@ PRIVATE_NAMES = {
         "_param_fqn",
         "shard_mesh",
         "_module_info",
+        "mp_policy",
         "_spmd_mesh",
         "_spmd_placements",
         "fsdp_placement",
@@ -166,12 +167,12 @@ class ShardedParam:
     def gather_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 gathers it, unless its tensor subclass brings buffers of its own."""
         # Asked of the policy: FSDP2's own object knows it from the first forward on.
-        return self.group.mp_policy.param_dtype or self.local.dtype
+        return self.fsdp_param.mp_policy.param_dtype or self.local.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 reduces its gradient."""
-        return self.group.mp_policy.reduce_dtype or self.gather_dtype
+        return self.fsdp_param.mp_policy.reduce_dtype or self.gather_dtype
 
     @property
     def first_dtype(self) -> torch.dtype:
