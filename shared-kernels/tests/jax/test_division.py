@@ -13,27 +13,21 @@ SIGNIFICANDS = np.arange(2**23, dtype=np.int32) | np.int32(_division.ONE_BITS)
 """The bits of every float32 in [1, 2)."""
 
 
-@pytest.mark.parametrize("numerator", sorted({float(np.frexp(fmt.max)[0] * 2) for fmt in FORMATS.values()} | {1.0}))
-def test_every_significand_is_mended_from_every_estimate(numerator):
-    """The numerators are those of scales and reciprocals; a GPU's quotient is up to two units off."""
-    denominator = SIGNIFICANDS.view(np.float32)
-    above = np.full_like(denominator, numerator)
-    expected = above / denominator
+TOPS = sorted({float(np.frexp(fmt.max)[0] * 2) for fmt in FORMATS.values()} | {1.0})
+"""The significands of the greatest values, and of one."""
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["below", "above"])
+@pytest.mark.parametrize("top", TOPS)
+def test_every_significand_is_mended_from_every_estimate(top, above):
+    """Scales and reciprocals divide `top`, DeepGEMM's rule divides by it; a GPU's quotient is up to two units off."""
+    every = SIGNIFICANDS.view(np.float32)
+    numerator, denominator = (every, np.full_like(every, top)) if above else (np.full_like(every, top), every)
+    expected = numerator / denominator
     for units in range(-2, 3):
         estimate = (expected.view(np.int32) + np.int32(units)).view(np.float32)
-        got = np.asarray(jax.jit(nearest_quotient)(estimate, above, denominator))
+        got = np.asarray(jax.jit(nearest_quotient)(estimate, numerator, denominator))
         np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
-
-
-def test_every_quotient_by_the_greatest_values():
-    above = SIGNIFICANDS.view(np.float32)
-    for greatest in (1.75, 1.875):  # 448, 57344 and 240, 30720
-        denominator = np.full_like(above, greatest)
-        expected = above / denominator
-        for units in range(-2, 3):
-            estimate = (expected.view(np.int32) + np.int32(units)).view(np.float32)
-            got = np.asarray(jax.jit(nearest_quotient)(estimate, above, denominator))
-            np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
 
 
 def gpu_quotient(numerator, denominator):
