@@ -181,6 +181,8 @@ def sharded_start(rank, world_size, recipe, form):
     net, place = build("fsdp", world_size, recipe=recipe), source_of().state_dict()
     if form == "sharded":
         place = shard(source_of(), world_size).state_dict()
+    if form == "sharded codes":
+        place = shard(fti.convert_linear(source_of(), recipe=recipe), world_size).state_dict()
     optimizer = optimizer_of(net)
     fti.seed_masters(optimizer, net, checkpoint=place)
     codes = [layer.weight.to_local().quantized_rows for layer in net]
@@ -194,12 +196,15 @@ def sharded_start(rank, world_size, recipe, form):
 
 
 @pytest.mark.distributed
-@pytest.mark.matrix(recipe=RECIPES, form=["whole", "sharded"], world_size=[2, 3])
+@pytest.mark.matrix(recipe=RECIPES, form=["whole", "sharded", "sharded codes"], world_size=[2, 3])
 def test_sharded_models_take_their_rows_of_masters_and_codes(run_ranks, recipe, form, world_size):
     for masters, rounded in run_ranks(world_size, sharded_start, recipe, form):
         assert all(rounded)
-        for master, exact in zip(masters, source_of(), strict=True):
-            assert torch.equal(master, exact.weight)
+        exact = source_of()
+        if form == "sharded codes":
+            exact = fti.convert_linear(exact, recipe=recipe)
+        for master, layer in zip(masters, exact, strict=True):
+            assert torch.equal(master, layer.weight.dequantize() if form == "sharded codes" else layer.weight)
 
 
 def fails_on_one(rank, world_size, kind, fault, folder):

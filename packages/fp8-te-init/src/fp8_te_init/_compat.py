@@ -3,16 +3,21 @@
 Written for torch 2.11 to 2.15. FSDP2's private parts are read by `fp8_common.torch._fsdp.compat` alone.
 """
 
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.utils
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+_Hook = TypeVar("_Hook", bound=Callable)
 
 PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
 """Private attributes that this file reads; a test looks for each."""
@@ -78,18 +83,66 @@ def is_distributing(frame: FrameType) -> bool:
     return frame.f_code is getattr(distribute_tensor, "__wrapped__", distribute_tensor).__code__
 
 
-def state_dict_being_loaded(frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the state dict that `set_model_state_dict` has got, if a frame was called by it; else None.
+class Loading(NamedTuple):
+    """A `set_model_state_dict` that is going on.
+
+    Attributes:
+        model: What is loaded into.
+        state_dict: What it has got; empty on most ranks if one rank sends.
+        full: Whether its tensors are whole.
+        broadcast: Whether rank 0 sends it to the others.
+    """
+
+    model: nn.Module
+    state_dict: dict[str, Any]
+    full: bool
+    broadcast: bool
+
+    def keys_of(self, parameter: torch.Tensor) -> list[str]:
+        """Return the keys of a parameter in the state dict, several if it is tied."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return [key for name, other in named if other is parameter for key in _get_fqns(self.model, name)]
+
+
+def set_model_state_dict_around(frame: FrameType | None) -> Loading | None:
+    """Return the `set_model_state_dict` that called a frame; None if there is none.
 
     It distributes or broadcasts the tensors before any hook of a module sees them.
     """
     function = getattr(torch.distributed.checkpoint.state_dict, LOADING[0], None)
     # its generator, which recurses once for each level of modules, stands between
-    while frame is not None and function is not None:
-        if frame.f_code is getattr(function, "__wrapped__", function).__code__:
-            return frame.f_locals["state_dict"]
+    found = None if function is None else _caller(frame, getattr(function, "__wrapped__", function))
+    if found is None:
+        return None
+    model, state_dict, info = (found.f_locals[name] for name in LOADING[1])
+    return Loading(model, state_dict, info.full_state_dict, info.broadcast_from_rank0)
+
+
+def load_state_dict_around(frame: FrameType | None) -> tuple[nn.Module, bool] | None:
+    """Return the module whose `load_state_dict` called a frame, and whether it is strict; None if there is none."""
+    found = _caller(frame, nn.Module.load_state_dict)
+    return None if found is None else (found.f_locals["self"], found.f_locals["strict"])
+
+
+def _caller(frame: FrameType | None, function: Callable) -> FrameType | None:
+    while frame is not None and frame.f_code is not function.__code__:  # pyrefly: ignore[missing-attribute]
         frame = frame.f_back
-    return None
+    return frame
+
+
+def last_post_hook(
+    root: nn.Module, kind: type[_Hook], is_it: Callable[[_Hook], bool], make: Callable[[], _Hook]
+) -> _Hook:
+    """Return a module's hook of a kind that is called after a load; one that `is_it` not makes room for a new one."""
+    for number, hook in list(root._load_state_dict_post_hooks.items()):
+        if isinstance(hook, kind):
+            if is_it(hook):
+                return hook
+            # removed here and not when it has run: torch is then in the middle of these
+            del root._load_state_dict_post_hooks[number]
+    fresh = make()
+    root.register_load_state_dict_post_hook(fresh)
+    return fresh
 
 
 def unboxed_group(boxed: Any) -> dist.ProcessGroup:

@@ -1,6 +1,7 @@
-"""`GatherableCodes`: the float8 local tensor of a DTensor in a state dict, gathered as uint8.
+"""`GatherableCodes`: the float8 tensors of a state dict, gathered as uint8, which take codes of one format alone.
 
-gloo's collectives know no float8, so that `full_tensor()` and `full_state_dict=True` would fail on a CPU.
+gloo's collectives know no float8, so that `full_tensor()` and `full_state_dict=True` would fail on a CPU. And
+`dcp.load` copies what it reads: from one float8 format to another, `copy_` would round codes as if they were values.
 """
 
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fp8_common import Fp8Error
+from fp8_common.torch import FLOAT8_DTYPES
 from fp8_common.torch.plugin import tensor_subclass
 
 aten = torch.ops.aten
@@ -27,7 +30,8 @@ class GatherableCodes(torch.Tensor):
 
     Args:
         codes: float8, any shape; it is aliased.
-        gathers: Over how many dimensions of its mesh the tensor is sharded: so many gathers make it whole.
+        gathers: Over how many dimensions of its mesh the tensor is sharded: so many gathers make it whole. Of a whole
+            one views keep the class, so that they refuse what it refuses; everything else is a plain tensor.
     """
 
     _codes: torch.Tensor
@@ -64,15 +68,18 @@ class GatherableCodes(torch.Tensor):
         source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if func._schema.name == _WAITS_LATER:
             return source  # every collective here has ended already
-        moves = func in _MOVES or (tensor_subclass.is_view(func) and func is not aten.view.dtype)
-        if not moves:
+        if func is aten.copy_.default and isinstance(args[0], cls):
+            _refuse_other_codes(*args[:2])
+        is_view = tensor_subclass.is_view(func) and func is not aten.view.dtype
+        if not (is_view or (func in _MOVES and source._gathers)):
             return func(*pytree.tree_map_only(cls, lambda c: c._codes, args), **_plain(kwargs))
         result = func(*pytree.tree_map_only(torch.Tensor, _bytes, args), **_plain(kwargs))
         left = source._gathers - (func is collectives.all_gather_into_tensor.default)
         if left < source._gathers:
             # The collective has to end here: a plain tensor may be read by whoever gets it.
             result = collectives.wait_tensor(result)
-        return pytree.tree_map_only(torch.Tensor, lambda t: _codes_like(source, t, left), result)
+        keeps = left > 0 or is_view
+        return pytree.tree_map_only(torch.Tensor, lambda t: _codes_like(source, t, left, keeps=keeps), result)
 
 
 def _plain(kwargs: dict) -> dict:
@@ -84,6 +91,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.uint8) if codes.itemsize == 1 else codes  # indices stay numbers
 
 
-def _codes_like(source: GatherableCodes, result: torch.Tensor, gathers: int) -> torch.Tensor:
+def _codes_like(source: GatherableCodes, result: torch.Tensor, gathers: int, *, keeps: bool) -> torch.Tensor:
     codes = result.view(source._codes.dtype)
-    return GatherableCodes(codes, gathers) if gathers > 0 else codes
+    return GatherableCodes(codes, gathers) if keeps else codes
+
+
+def _refuse_other_codes(target: torch.Tensor, values: torch.Tensor) -> None:
+    if values.dtype in FLOAT8_DTYPES and values.dtype != target.dtype:
+        raise Fp8Error(
+            f"{values.dtype} codes were copied to {target.dtype} ones of a state dict (dcp.load), and would be rounded: they "
+            "were saved under another recipe. Convert the model with that one."
+        )

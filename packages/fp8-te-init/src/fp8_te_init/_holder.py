@@ -8,15 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8_common.torch import torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight
-from fp8_te_init._compat import dtensor_like, local_of, state_dict_being_loaded
+from fp8_te_init._compat import dtensor_like, local_of, set_model_state_dict_around
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_in_module import reconcile
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._rows import Rows
-from fp8_te_init._state_dict import make_codes_travel, receivers
+from fp8_te_init._state_dict import before_whole_load, receivers
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
 aten = torch.ops.aten
@@ -60,8 +59,9 @@ class PrimaryWeightHolder(nn.Module):
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
         if recurse:
             return
-        loading = state_dict_being_loaded(sys._getframe(1))
-        make_codes_travel(loading or {}, torch_dtype(self.config.weight.format))
+        loading = set_model_state_dict_around(sys._getframe(1))
+        if loading is not None:
+            before_whole_load(self, loading)
         for name, tensor in receivers(self).items():
             yield f"{prefix}.{name}".lstrip("."), tensor
 

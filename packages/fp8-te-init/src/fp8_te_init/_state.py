@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,6 +52,7 @@ class PrimaryState:
         told: Whether a warning said that a change was rounded.
         unscaled: Whether codes were put in place whose scales have not come yet.
         lent: The copy of the codes that the last state dict got.
+        before_load: What the weight was before a state dict that is being loaded was copied to it.
         dependent: What has to know before codes or scales change: a master that is kept beside them in three bytes.
     """
 
@@ -72,6 +73,7 @@ class PrimaryState:
     told: bool = False
     unscaled: bool = False
     lent: "weakref.ref[torch.Tensor] | None" = None
+    before_load: Any = None
     dependent: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
@@ -107,6 +109,7 @@ class PrimaryState:
             travels=None,
             unscaled=False,
             lent=None,
+            before_load=None,
             dependent=None,
         )
 

@@ -4,18 +4,22 @@ Both can be loaded with `weights_only=True` and without this package. Kept high-
 A checkpoint of the unconverted model can be loaded too: its values are quantized, and kept as the new start.
 """
 
+import sys
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fp8_common import Fp8Error
 from fp8_common.torch import FLOAT8_DTYPES
 from fp8_te_init._checkpoint_names import HISTORY, SCALE
-from fp8_te_init._compat import dtensor_like
+from fp8_te_init._compat import Loading, dtensor_like, load_state_dict_around
 from fp8_te_init._gatherable_codes import GatherableCodes
 from fp8_te_init._kept_values import keeper
+from fp8_te_init._undone_loads import Before, undo_if_refused
 from fp8_te_init._waiting import agree_on_waiting
 from fp8_te_init._weight import PrimaryFloat8Weight, primary_of
 
@@ -34,14 +38,42 @@ def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
     module._register_load_state_dict_pre_hook(partial(_take_back, name), with_module=True)
 
 
-def make_codes_travel(state_dict: dict[str, Any], dtype: torch.dtype) -> None:
-    """Turn codes of one format, in a full state dict that is about to be sent to other ranks, into bytes, in place.
+def before_whole_load(module: nn.Module, loading: Loading, name: str = "weight") -> None:
+    """Check and prepare what a `set_model_state_dict` of whole tensors is about to send or to cut, for one parameter.
 
-    gloo sends no float8, and loading takes bytes too. Codes of another format stay: they are refused by their dtype.
+    gloo sends no float8, so codes become bytes, in place: loading takes bytes too.
+
+    Raises:
+        Fp8Error: The weight cannot take it; on all ranks, and before any weight has changed.
     """
-    for key, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and value.dtype == dtype and not isinstance(value, DTensor):
-            state_dict[key] = value.view(torch.uint8)
+    parameter = getattr(module, name)
+    primary = primary_of(parameter)
+    if primary is None or not (loading.full or loading.broadcast):
+        return
+    keys = [key for key in loading.keys_of(parameter) if key in loading.state_dict]
+    problem = next((told for key in keys if (told := _problem_of_whole(key, parameter, loading.state_dict))), None)
+    if loading.broadcast:
+        told = [problem]
+        dist.broadcast_object_list(told, src=0)  # the one that has the tensors
+        problem = told[0]
+        # torch copies codes to the weights before it calls any hook
+        primary.state.before_load = None if primary.is_meta else Before.of(primary.state)
+    if problem is not None:
+        raise Fp8Error(problem)
+    for key in keys:
+        value = loading.state_dict[key]
+        if value.dtype in FLOAT8_DTYPES and not isinstance(value, DTensor):
+            loading.state_dict[key] = value.view(torch.uint8)
+
+
+def _problem_of_whole(key: str, parameter: torch.Tensor, state_dict: dict[str, Any]) -> str | None:
+    value, primary = state_dict[key], primary_of(parameter)
+    if primary is None or not isinstance(value, torch.Tensor):
+        return None
+    if value.shape != parameter.shape:
+        return f"{key} has shape {tuple(value.shape)}, and this weight {tuple(parameter.shape)}: it is another model's."
+    codes = value.dtype in _CODES
+    return _problem(key, primary, value, state_dict.get(f"{key}{SCALE}"), is_codes=codes)
 
 
 class _Unreceived(torch.Tensor):
@@ -93,6 +125,9 @@ def _take_back(
     scale, history = (None if isinstance(one, _Unreceived) else one for one in (scale, history))
     # A module that is tied to a layer's weight gets no scales there: the layer brings them.
     elsewhere = is_there and scale is None and not hasattr(module, f"{name}{SCALE}")
+    around = load_state_dict_around(sys._getframe(1))
+    if around is not None:
+        undo_if_refused(*around, error_msgs, module, name, primary.state)
     problem = None if elsewhere else _problem(key, primary, loaded, scale, is_codes=is_codes)
     if problem is not None:
         error_msgs.append(problem)
@@ -153,11 +188,11 @@ def _assigned(
 
 
 def _codes_in(tensor: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return what a state dict holds: plain codes, or a DTensor whose gathers work with every backend."""
+    """Return what a state dict holds: codes, or a DTensor of them; both take codes of this format alone."""
     if not isinstance(tensor, DTensor):
-        return codes
+        return GatherableCodes(codes, 0)
     gathers = sum(not placement.is_replicate() for placement in tensor.placements)
-    return dtensor_like(tensor, GatherableCodes(codes, gathers) if gathers else codes)
+    return dtensor_like(tensor, GatherableCodes(codes, gathers))
 
 
 def _with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,23 @@ _OVERWRITES = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._fo
 _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default}
 
 
+class _Traced:
+    """A state as compilers see it. Their guards keep copies, which hold what code depends on and no codes.
+
+    Args:
+        state: The state of a weight; None in copies.
+    """
+
+    def __init__(self, state: PrimaryState) -> None:
+        self.state: Any = state
+        self.kind = state.cast, state.full_shape, state.part
+
+    def __deepcopy__(self, memo: dict) -> "_Traced":
+        twin = copy.copy(self)
+        twin.state = None
+        return twin
+
+
 class PrimaryFloat8Weight(torch.Tensor):
     """A weight [rows, columns], or this rank's rows of it, as FP8 codes; reports the dtype it stands for.
 
@@ -196,15 +213,21 @@ class PrimaryFloat8Weight(torch.Tensor):
         return twin
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        """Expose the codes to the compiler; the state is identity-compared metadata."""
-        return ["_codes"], (self._state, self.dtype)
+        """Expose the codes to the compiler."""
+        return ["_codes"], (_Traced(self._state), self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
     ) -> "PrimaryFloat8Weight":
         """Rebuild from `__tensor_flatten__`."""
-        return PrimaryFloat8Weight(inner["_codes"], *context)
+        traced, dtype = context
+        return PrimaryFloat8Weight(inner["_codes"], traced.state, dtype)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: tuple, present: tuple) -> bool:
+        """Tell the compiler that code which reads shapes and dtypes depends on these, not on codes and scales."""
+        return (traced[0].kind, traced[1]) == (present[0].kind, present[1])
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl

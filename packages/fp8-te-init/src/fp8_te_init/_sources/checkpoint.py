@@ -178,8 +178,9 @@ def _told(path: Path, read: Callable[[], Any]) -> Any:
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """Return plain values of a tensor that may be an FP8 weight."""
-    # Exactly these: torch.Tensor has a `dequantize` too, for its own quantized dtypes, which raises for others.
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    # Exactly these: torch.Tensor has a `dequantize` too, for its own quantized dtypes, which raises for others. Codes
+    # need their scales.
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.dtype in FLOAT8_DTYPES:
         return tensor
     read: Any = getattr(tensor, "dequantize", None)
     return tensor if read is None else read()
