@@ -1,29 +1,85 @@
-"""Collectives that write to FP8 weights: a broadcast sends codes, scales and kept values; every other one is refused.
+"""Collectives on FP8 weights: reading gives values, a broadcast of whole weights sends codes, scales and kept values.
 
-torch's collectives carry no mark of what they write to, so that an operator on dequantized values would write to a
-temporary and change nothing. `DistributedDataParallel` broadcasts flattened copies of values, which cannot carry
-scales; the weights are broadcast exactly before it reads them, and what it writes then is what is there already.
+Every other one that would write to a weight is refused, and every one that is not known here. torch's collectives carry
+no mark of what they write to: run on dequantized values they would write to a temporary and change nothing.
+`DistributedDataParallel` broadcasts flattened copies of values, which cannot carry scales; the weights are broadcast
+exactly before it reads them, and what it writes then is what is there already.
 """
 
 import sys
 import zlib
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error, Fp8StaleError
-from fp8_common.torch.plugin import max_over_ranks, tensor_subclass
-from fp8_te_init._compat import ddp_synchronization, unboxed_group, unboxed_work
+from fp8_common.torch.plugin import max_over_ranks
+from fp8_te_init._compat import collective_that_checks, ddp_synchronization, unboxed_group, unboxed_work
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._state import PrimaryState
 
 _VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NAMESPACES = ("c10d", "_c10d_functional", "symm_mem")
+# What reads all of its tensors: the functional collectives return new ones.
+_READERS = {
+    *(f"c10d::{name}" for name in ("send", "barrier", "monitored_barrier_", "check_for_nan")),
+    *(
+        f"_c10d_functional::{name}"
+        for name in (
+            *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"),
+            *("all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+            *("isend", "wait_tensor"),
+        )
+    ),
+}
+# What writes to its first argument and reads the second.
+_WRITES_FIRST = {
+    f"c10d::{name}"
+    for name in (
+        *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_"),
+        *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "scatter_"),
+        *("alltoall_", "alltoall_base_"),
+    )
+}
+_WRITES_OUT = {f"_c10d_functional::{name}_out" for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
+# Functions of torch.distributed with a list that the operator gets as a list of lists: no subclass is asked then, and
+# its elements would be read by address.
+_LISTS = {"scatter": "scatter_list", "reduce_scatter": "input_list"}
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
     """Return whether an operator is a collective of torch.distributed, functional or not."""
-    return func.namespace in ("c10d", "_c10d_functional")
+    return func.namespace in _NAMESPACES
+
+
+def _targets(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Return what a collective may write to: all of its arguments, if it is not known."""
+    name = func._schema.name
+    if name in _READERS:
+        return ()
+    if name in _WRITES_FIRST:
+        return args[:1]
+    return kwargs.get("out") if name in _WRITES_OUT else (args, kwargs)
+
+
+def refuse_in_lists(weight: Any, frame: FrameType) -> None:
+    """Refuse a weight in a list that torch.distributed is about to read by address; the frame has asked for its dtype.
+
+    Raises:
+        Fp8Error: On the ranks that have such a list: all of `reduce_scatter`, the sender of `scatter`.
+    """
+    called = collective_that_checks(frame)
+    if called is None or called.f_code.co_name not in _LISTS:
+        return
+    name = called.f_code.co_name
+    if any(one is weight for one in called.f_locals.get(_LISTS[name]) or ()):
+        raise Fp8Error(
+            f"{name} would read FP8 weights of {_LISTS[name]} by their addresses, which they do not have. Pass "
+            "weight.dequantize() for each of them."
+        )
 
 
 def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, kind: type) -> Any:
@@ -42,7 +98,7 @@ def refuse_or_broadcast(func: torch._ops.OpOverload, args: tuple, kwargs: dict, 
         Fp8Error: It is no broadcast of a whole weight; on every rank that calls it.
     """
     name = func._schema.name.split("::")[1]
-    written = [tensor for tensor in tensor_subclass.written_tensors(func, args, kwargs) if isinstance(tensor, kind)]
+    written = [leaf for leaf in pytree.tree_leaves(_targets(func, args, kwargs)) if isinstance(leaf, kind)]
     # One that only reads a weight (an all-gather of values, a send) goes on in the caller with dequantized values.
     if not written:
         return None

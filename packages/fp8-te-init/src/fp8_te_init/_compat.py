@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
+import torch.distributed.distributed_c10d
 import torch.distributed.utils
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
@@ -27,6 +28,9 @@ CHECKPOINT_PREFIX = _CHECKPOINT_PREFIX
 
 SYNCHRONIZATION = ("_sync_module_states", ("module", "process_group", "src"))
 """The function of torch.distributed.utils with which DDP makes parameters equal, and its arguments; a test looks."""
+
+CHECK = "_ensure_all_tensors_same_dtype"
+"""The function of torch.distributed.distributed_c10d that looks at all tensors of a collective; a test looks."""
 
 LOADING = ("_load_model_state_dict", ("model", "state_dict", "info"))
 """The function of torch.distributed.checkpoint.state_dict that loads into models, and its arguments; a test looks."""
@@ -76,6 +80,12 @@ def ddp_synchronization(frame: FrameType) -> tuple[dist.ProcessGroup, int] | Non
     if function is None or frame.f_code is not function.__code__:
         return None
     return frame.f_locals["process_group"], frame.f_locals["src"]
+
+
+def collective_that_checks(frame: FrameType) -> FrameType | None:
+    """Return the frame of the collective whose check of dtypes a frame is; None if it is no such check."""
+    check = getattr(torch.distributed.distributed_c10d, CHECK, None)
+    return frame.f_back if check is not None and frame.f_code is check.__code__ else None
 
 
 def is_distributing(frame: FrameType) -> bool:

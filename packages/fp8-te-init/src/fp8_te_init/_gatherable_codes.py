@@ -99,6 +99,6 @@ def _codes_like(source: GatherableCodes, result: torch.Tensor, gathers: int, *, 
 def _refuse_other_codes(target: torch.Tensor, values: torch.Tensor) -> None:
     if values.dtype in FLOAT8_DTYPES and values.dtype != target.dtype:
         raise Fp8Error(
-            f"{values.dtype} codes were copied to {target.dtype} ones of a state dict (dcp.load), and would be rounded: they "
-            "were saved under another recipe. Convert the model with that one."
+            f"{values.dtype} codes were copied to {target.dtype} ones of a state dict, and would be rounded: "
+            "they were saved under another recipe. Convert the model with that one."
         )

@@ -5,7 +5,8 @@ What fails is found out on all ranks before anyone goes on, and nothing is dropp
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -113,8 +114,7 @@ def seed_masters(
                 run.seed_plain(name, parameter)
     # All names, failed or not: the flags of all ranks have to have one length.
     raise_together([name for name, *_ in named_parameters(model)], run.problems, groups, device)
-    # only now: a rank that had failed would have left the others waiting in this reduction
-    agree_on(run.agreements, step=False)
+    run.finish()
     released = release_under(model, "seed_masters")
     run.keep_again(weights)
     for one in run.optimizers:
@@ -139,6 +139,7 @@ class _Seeding:
         self.problems: dict[str, Exception] = {}
         self.sources: dict[str, MasterSource] = {}
         self.agreements: list[Agreement] = []
+        self._later: list[Callable[[], object]] = []
         self.optimizers, self._order, self._strict, self._seed = optimizers, order, strict, seed
         self._reader: CheckpointReader | None = None
         self._aliases: dict[int, list[str]] = {}
@@ -169,12 +170,15 @@ class _Seeding:
         if not masters and (source is None or "checkpoint" not in self._order):
             return
         values, chosen = self._values(named, source)
-        for master in masters:
-            master.set(values)
+        if masters:
             self.sources[named.name] = chosen
-        if chosen == "checkpoint":
-            values = values.to(named.weight.device)
-            self.agreements.append(Agreement(weight=named.weight, values=values, group=group_of(named.parameter)))
+        if chosen != "checkpoint":
+            _set(masters, values)
+            return
+        # only when all of the checkpoint was found to be right
+        values = values.to(named.weight.device)
+        self._later.append(functools.partial(_set, masters, values))
+        self.agreements.append(Agreement(weight=named.weight, values=values, group=group_of(named.parameter)))
 
     def seed_plain(self, name: str, parameter: nn.Parameter) -> None:
         """Set the master of a parameter that is not FP8, and the parameter, if the checkpoint has it."""
@@ -185,10 +189,16 @@ class _Seeding:
         if source is None:
             return
         values = source.values()
-        for master in masters:
-            master.set(values)
-        local_of(parameter).copy_(values)
+        self._later.append(functools.partial(_set, masters, values))
+        self._later.append(functools.partial(local_of(parameter).copy_, values))
         self.sources[name] = "checkpoint"
+
+    def finish(self) -> None:
+        """Set what comes from the checkpoint."""
+        for write in self._later:
+            write()
+        # only after everything that can fail on one rank alone: the others would wait in this reduction
+        agree_on(self.agreements, step=False)
 
     def keep_again(self, weights: Sequence[NamedWeight]) -> None:
         """Keep the checkpoint's values where values are kept on: those of before belong to other codes."""
@@ -250,6 +260,11 @@ def _refuse_dequantized(model: nn.Module) -> None:
     for name, module, attribute, kept in named_kept(model):
         if kept.lost is not None and requantizable(module._parameters.get(attribute)) is None:
             raise StaleInitError(f"{name}: {kept.lost}")
+
+
+def _set(masters: Sequence[Master], values: torch.Tensor) -> None:
+    for master in masters:
+        master.set(values)
 
 
 def _master_for(optimizer: Optimizer, named: NamedWeight, strict: bool) -> Master | None:

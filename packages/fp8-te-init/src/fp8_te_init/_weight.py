@@ -22,7 +22,7 @@ from fp8_common import CastRecipe, Fp8Error, Fp8StaleError
 from fp8_common.torch import FLOAT8_DTYPES, torch_dtype
 from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp, tensor_subclass
 from fp8_te_init import _wire as wire
-from fp8_te_init._collectives import broadcast_for_ddp, is_collective, refuse_or_broadcast
+from fp8_te_init._collectives import broadcast_for_ddp, is_collective, refuse_in_lists, refuse_or_broadcast
 from fp8_te_init._compat import is_distributing
 from fp8_te_init._config import GatherFormat
 from fp8_te_init._init_replay import InitReplay
@@ -113,6 +113,12 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Return a whole weight of zeros."""
         state = PrimaryState.empty(shape, cast, gather, device)
         return cls(state.codes, state, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyrefly: ignore[bad-override]
+        """The dtype of its values and its gradient."""
+        refuse_in_lists(self, sys._getframe(1))
+        return super().dtype
 
     @property
     def data(self) -> torch.Tensor:  # pyrefly: ignore[bad-override]
