@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class PrimaryState:
         told: Whether a warning said that a change was rounded.
         unscaled: Whether codes were put in place whose scales have not come yet.
         lent: The copy of the codes that the last state dict got.
+        borrower: That state dict.
         before_load: What the weight was before a state dict that is being loaded was copied to it.
         dependent: What has to know before codes or scales change: a master that is kept beside them in three bytes.
     """
@@ -73,6 +75,7 @@ class PrimaryState:
     told: bool = False
     unscaled: bool = False
     lent: "weakref.ref[torch.Tensor] | None" = None
+    borrower: "weakref.ref[OrderedDict] | None" = None
     before_load: Any = None
     dependent: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
@@ -109,6 +112,7 @@ class PrimaryState:
             travels=None,
             unscaled=False,
             lent=None,
+            borrower=None,
             before_load=None,
             dependent=None,
         )
@@ -120,10 +124,15 @@ class PrimaryState:
         memo[id(self)] = twin
         return twin
 
-    def lend(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return a copy of codes for a state dict."""
+    def lend(self, codes: torch.Tensor, borrower: object) -> torch.Tensor:
+        """Return a copy of codes for a state dict: the same one under each name of a tied weight."""
+        known = None if self.lent is None else self.lent()
+        if known is not None and self.borrower is not None and self.borrower() is borrower:
+            return known
         copied = codes.clone()
         self.lent = None if copied.is_inference() else weakref.ref(copied)  # those count no writes
+        # a plain dict that somebody collects in cannot be referred to
+        self.borrower = weakref.ref(borrower) if isinstance(borrower, OrderedDict) else None
         return copied
 
     def check_loaded(self) -> None:

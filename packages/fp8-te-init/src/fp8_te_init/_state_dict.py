@@ -94,7 +94,7 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
     # a checkpoint of codes with this rank's guess of a scale could be read by nobody
     agree_on_waiting(state_dict[key])
     # Copies: `dcp.load` writes to what is here, one tensor after the other, and may fail between codes and scales.
-    state_dict[key] = _codes_in(state_dict[key], state.lend(primary.codes))
+    state_dict[key] = _codes_in(state_dict[key], state.lend(primary.codes, state_dict))
     # Not a buffer: the state has another scale tensor after every write.
     state_dict[f"{key}{SCALE}"] = state.scale.clone()
     if state.history is not None:
