@@ -17,7 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
@@ -25,11 +28,15 @@ from fp8_common.torch.plugin import LinearOperands
 from fp8_te_init._choices import resolve_config
 from fp8_te_init._compat import local_of
 from fp8_te_init._linear import PrimaryFloat8Linear
+from tests.helpers.parallel_twins import ParallelTwin, distribute_like
 from tests.helpers.sharded_models import shard
 
 WIDTHS = (24, 40, 136, 16)
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
-MODES = ["single", "single", "single", "ddp", "fsdp"]
+MODES = [*["single"] * 5, "ddp", "fsdp", "fsdp", "tp", "tp_fsdp"]
+TENSOR_RANKS = 2
+SHARDED = ("fsdp", "tp", "tp_fsdp")
+PARALLEL = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(output_layouts=Replicate())}
 
 
 def plain(seed: int, dtype=torch.float32) -> nn.Sequential:
@@ -53,13 +60,15 @@ class Program:
     Args:
         seed: What everything is drawn from, the same on all ranks.
         rank: Batches differ between ranks.
-        world_size: Ranks, for "ddp" and "fsdp".
-        mode: "single", "ddp" or "fsdp".
+        world_size: Ranks, for all but "single".
+        mode: One of MODES.
+        recipes: What to choose from.
     """
 
-    def __init__(self, seed, mode="single", rank=0, world_size=1):
+    def __init__(self, seed, mode="single", rank=0, world_size=1, recipes=RECIPES):
         self.choose, self.mode, self.rank, self.world_size = random.Random(seed), mode, rank, world_size
-        self.recipe = self.choose.choice(RECIPES)
+        self.sharded = mode in SHARDED
+        self.recipe = self.choose.choice(recipes)
         self.dtype = self.choose.choice([torch.float32, torch.float32, torch.bfloat16])
         self.preserve = self.choose.choice(["cpu", "residual", "replay", "none"])
         self.config = resolve_config(self.recipe)
@@ -91,6 +100,8 @@ class Program:
         twin = plain(seed, self.dtype)
         for layer in twin:
             layer.__class__, layer.config = TwinLinear, self.config
+            if self.mode in ("tp", "tp_fsdp"):
+                layer.__class__, layer.recipe = ParallelTwin, self.recipe
         return twin
 
     def rounded(self, values):
@@ -109,6 +120,9 @@ class Program:
         elif self.mode == "fsdp":
             shard(self.net, self.world_size)
             shard(self.twin, self.world_size)
+        elif self.mode in ("tp", "tp_fsdp"):
+            parallel(self.net, self.world_size, cut_again=self.mode == "tp_fsdp")
+            parallel(self.twin, self.world_size, cut_again=self.mode == "tp_fsdp")
 
     def optimize(self):
         cls, options = self.rule
@@ -137,7 +151,9 @@ class Program:
         self.restarts = False
 
     def step(self, skip=False):
-        generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
+        # ranks that hold parts of the same weights get the same batch
+        data_rank = self.rank // TENSOR_RANKS if self.mode in ("tp", "tp_fsdp") else self.rank
+        generator = torch.Generator().manual_seed(1000 * self.batches + data_rank)
         self.batches += 1
         x = torch.randn(8, WIDTHS[0], generator=generator).to(self.dtype)
         losses = [(net(x).float() - 1).square().mean() for net in (self.wrapped, self.wrapped_twin)]
@@ -163,7 +179,7 @@ class Program:
         """Load a plain checkpoint of float32 values."""
         source = plain(self.choose.randrange(100))
         state = {name: value.to(self.dtype) for name, value in source.state_dict().items()}
-        if self.mode == "fsdp":
+        if self.sharded:
             own = self.net.state_dict()
             state = {name: dist_like(value, own[name]) for name, value in state.items()}
         self.net.load_state_dict(state)
@@ -194,7 +210,7 @@ class Program:
         ]
         for layer, delta in zip(self.net, deltas, strict=True):
             with torch.no_grad():
-                layer.weight.add_(dist_like(delta, layer.weight) if self.mode == "fsdp" else delta)
+                layer.weight.add_(dist_like(delta, layer.weight) if self.sharded else delta)
         self.change(lambda w, delta: w + delta, deltas, ours=False)
 
     def change(self, edit, given=None, *, ours=None, reads=False):
@@ -208,7 +224,7 @@ class Program:
                     ours(own.weight)
                 set_to(layer.weight, values)
         self.restarts = not self.exact
-        self.held = self.mode == "fsdp"
+        self.held = self.sharded
 
     def broadcast(self):
         for module in (self.net, self.twin) if self.mode == "ddp" else ():
@@ -225,7 +241,7 @@ class Program:
     def save_and_resume(self):
         """Save both models, build others with other values, and go on with these."""
         self.step()  # takes up edits, which checkpoints of masters do not know
-        saved = self.states() if self.mode == "fsdp" else copy.deepcopy(self.plain_states())
+        saved = self.states() if self.sharded else copy.deepcopy(self.plain_states())
         preserve, (cls, options) = self.preserve, self.rule
         self.preserve, self.rule = "none", (cls, {"lr": 0.5})
         self.build(77)
@@ -233,7 +249,7 @@ class Program:
         self.wrap()
         self.optimize()
         self.rule = cls, options
-        if self.mode == "fsdp":
+        if self.sharded:
             self.take(saved)
         else:
             for each, state in zip(self.all_four(), saved, strict=True):
@@ -273,7 +289,7 @@ class Program:
 
     def run(self, length=10):
         self.build(self.choose.randrange(100))
-        early = ["load", "edit", "merge", "put"] if self.mode != "fsdp" else []
+        early = ["load", "edit", "merge", "put"] if not self.sharded else []
         for name in self.choose.sample(early, k=self.choose.randrange(len(early) + 1)):
             self.do(name)
         self.wrap()
@@ -304,7 +320,15 @@ def full(parameter):
 
 
 def dist_like(value, like):
-    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+    return distribute_like(value, like) if isinstance(like, DTensor) else value
+
+
+def parallel(model, world_size, *, cut_again):
+    """Make layers tensor-parallel over TENSOR_RANKS, and shard their parts over the others."""
+    mesh = init_device_mesh("cpu", (world_size // TENSOR_RANKS, TENSOR_RANKS), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], PARALLEL)
+    for module in [*model, model] if cut_again else ():
+        fully_shard(module, mesh=mesh["dp"])
 
 
 def set_to(parameter, values):
@@ -312,16 +336,21 @@ def set_to(parameter, values):
 
 
 def on_ranks(rank, world_size, seed, mode, folder):
-    program = Program(seed, mode, rank, world_size)
+    program = Program(seed, mode, rank, world_size, recipes_of(mode))
     program.run(length=6)
-    if mode == "fsdp":
+    if program.sharded:
         dcp.save(program.states(), checkpoint_id=folder)
     return True
 
 
-def resumed(rank, world_size, seed, folder):
-    """Go on with what another number of ranks has saved."""
-    program = Program(seed, "fsdp", rank, world_size)
+def recipes_of(mode):
+    # blocks of 128x128 cannot be cut inside
+    return [recipe for recipe in RECIPES if recipe != "blockwise"] if mode.startswith("tp") else RECIPES
+
+
+def resumed(rank, world_size, seed, mode, folder):
+    """Go on with what another number of ranks has saved, under FSDP2 or tensor parallelism."""
+    program = Program(seed, "fsdp", rank, world_size, recipes_of(mode))
     program.build(77)
     program.exact = program.restarts = False
     program.wrap()
@@ -347,10 +376,11 @@ def test_programs_of_one_process_follow_their_twins(full):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", *SHARDED])
 def test_programs_of_several_ranks_follow_their_twins(run_ranks, full, mode, tmp_path):
     for seed in programs_of(mode, full):
         folder = str(tmp_path / str(seed))
-        assert all(run_ranks(2 + seed % 2, on_ranks, seed, mode, folder))
-        if mode == "fsdp":
-            assert all(run_ranks(3 - seed % 2, resumed, seed, folder))
+        ranks = {"tp": TENSOR_RANKS, "tp_fsdp": 2 * TENSOR_RANKS}.get(mode, 2 + seed % 2)
+        assert all(run_ranks(ranks, on_ranks, seed, mode, folder))
+        if mode in SHARDED:
+            assert all(run_ranks(3 - seed % 2, resumed, seed, mode, folder))

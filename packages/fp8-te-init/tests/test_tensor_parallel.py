@@ -24,9 +24,8 @@ import fp8_te_init as fti
 from fp8_common import Fp8Error
 from fp8_te_init._compat import local_of
 from fp8_te_init._kept_in_module import named_kept
-from fp8_te_init._shards import place_of
-from fp8_te_init._tensor_parallel import cut, parallel_linear
 from fp8_te_init._waiting import agree_on_waiting
+from tests.helpers.parallel_twins import ParallelTwin, distribute_like, slice_of, whole_of
 
 pytestmark = pytest.mark.distributed
 
@@ -92,10 +91,6 @@ def has_slices_of(model, whole):
     return unlike
 
 
-def slice_of(whole, like):
-    return whole[place_of(like).inside()]
-
-
 # ---------------------------------------------------------------- codes, masters, steps
 
 
@@ -125,16 +120,6 @@ def cut_and_stepped(rank, world_size, ranks, recipe, dtype):
         for mine, theirs in both_layers(model, whole)
     )
     return unlike, masters, set(report.sources.values()), exact, optimizer.reductions
-
-
-def distribute_like(value, like):
-    """Return a DTensor of any placements, FSDP2's on top of tensor parallelism too, from a whole tensor."""
-    whole = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(slice_of(value, like).clone(), like.device_mesh, like.placements, **whole)
-
-
-def whole_of(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.matrix("each", recipe=[*RECIPES, *RECIPES[:2]], ranks=MESHES, dtype=[torch.float32, torch.bfloat16])
@@ -246,36 +231,11 @@ def trains(optimizer, parameter):
     return optimizer.master_of(parameter) if isinstance(optimizer, fti.MasterOptimizer) else parameter
 
 
-class TwinLinear(nn.Linear):
-    """Plain weights; each forward casts the whole weight and multiplies this rank's part of the codes."""
-
-    recipe: str
-
-    def forward(self, x):
-        whole = nn.Linear(self.in_features, self.out_features, bias=False, dtype=self.weight.dtype)
-        with torch.no_grad():
-            whole.weight.copy_(whole_of(self.weight))
-        layer = fti.convert_linear(whole, recipe=self.recipe)
-        return parallel_linear(layer._local_product, x, Cast.apply(self.weight, layer.weight), self.bias)
-
-
-class Cast(torch.autograd.Function):
-    """This rank's part of a whole FP8 weight in the place of a plain part, which gets its gradient."""
-
-    @staticmethod
-    def forward(ctx, plain, whole):
-        return cut(whole, plain.detach(), None)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 def twin_of(model, recipe, dtype):
     torch.manual_seed(0)
     twin = Net(widths(recipe), dtype)
     for layer in layers(twin).values():
-        layer.__class__, layer.recipe = TwinLinear, recipe
+        layer.__class__, layer.recipe = ParallelTwin, recipe
     return twin
 
 
