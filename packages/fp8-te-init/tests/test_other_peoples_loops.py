@@ -119,6 +119,36 @@ def test_copies_that_the_system_has_no_mapping_for_come_from_the_heap(monkeypatc
     assert torch.equal(_host_memory.mapped_copy(values), values)
 
 
+@pytest.mark.parametrize("read", [lambda w: w.dtype, lambda w: w.device], ids=["dtype", "device"])
+def test_compiled_code_reads_the_dtype_and_the_device_of_a_weight(read):
+    """As models of Transformers do; a guard of the compiler compared what every step changes, and failed at once."""
+    net = layer()
+    optimizer = optimizer_of(net)
+    traced = []
+
+    def backend(graph, _):
+        traced.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: x.to(read(net.weight)) + 1, fullgraph=True, backend=backend)
+    for _ in range(3):
+        assert compiled(torch.ones(2)).dtype == torch.float32
+        net(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+    assert len(traced) == 1, "steps are no reason to compile again"
+
+
+def test_state_dicts_are_taken_and_loaded_in_inference_mode():
+    net, other = layer(), layer()
+    with torch.no_grad():
+        other.weight.mul_(3.0)
+    with torch.inference_mode():
+        state = other.state_dict()
+        net.load_state_dict(state)
+    assert torch.equal(net.weight.dequantize(), other.weight.dequantize())
+    net.load_state_dict(state)
+
+
 class CastAtEachForward(nn.Linear, LinearOperands):
     """TransformerEngine's way without FP8 primary weights: bfloat16 weights that each forward casts."""
 

@@ -129,8 +129,9 @@ class PrimaryState:
         known = None if self.lent is None else self.lent()
         if known is not None and self.borrower is not None and self.borrower() is borrower:
             return known
-        copied = codes.clone()
-        self.lent = None if copied.is_inference() else weakref.ref(copied)  # those count no writes
+        with torch.inference_mode(False):  # inference tensors count no writes
+            copied = codes.clone()
+        self.lent = weakref.ref(copied)
         # a plain dict that somebody collects in cannot be referred to
         self.borrower = weakref.ref(borrower) if isinstance(borrower, OrderedDict) else None
         return copied

@@ -266,7 +266,9 @@ class PrimaryFloat8Weight(torch.Tensor):
             # The codes have one byte for each element, so that a view by shape and strides is the same view of them.
             if tensor_subclass.is_view(func):
                 result = func(first._codes, *args[1:], **kwargs)
-                return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state, first.dtype), result)
+                # a view of a normal tensor is one, in inference mode too: torch gives it the version of the weight
+                with torch.inference_mode(first.is_inference()):
+                    return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state, first.dtype), result)
             copied = _copied(first, func, args[1:], kwargs)
             if copied is not None:
                 return copied
