@@ -130,12 +130,12 @@ CASES = [("values", fault) for fault in FAULTS if fault not in OF_CODES] + [("co
 ALONE = [
     (way, *case) for way in ("load", "assign", "folder") for case in CASES if (way, case[1]) != ("folder", "unexpected")
 ]
-# What torch itself refuses of plain parameters and of keys it refuses on the rank that has them.
+# torch takes keys that are missing from the model itself where each rank has the whole
 TOGETHER = [
-    (way, form, fault)
+    (way, *case)
     for way in ("each", "broadcast", "folder")
-    for form, fault in CASES
-    if fault in (*OF_CODES, "shape") or (way == "folder" and fault == "missing")
+    for case in CASES
+    if (way, case[1]) not in (("folder", "unexpected"), ("each", "missing"))
 ]
 
 

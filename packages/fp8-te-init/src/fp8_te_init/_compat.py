@@ -101,12 +101,32 @@ class Loading(NamedTuple):
         state_dict: What it has got; empty on most ranks if one rank sends.
         full: Whether its tensors are whole.
         broadcast: Whether rank 0 sends it to the others.
+        strict: Whether keys have to match.
     """
 
     model: nn.Module
     state_dict: dict[str, Any]
     full: bool
     broadcast: bool
+    strict: bool
+
+    def of_another_model(self, besides: tuple[str, ...]) -> str | None:
+        """Return in what the state dict is not one of the model, keys that end like `besides` left out; None if it is.
+
+        torch finds the same after it has changed parameters, some of it on the rank alone that has the tensors.
+        """
+        model, given = self.model, self.state_dict
+        named = dict(model.named_parameters(remove_duplicate=False))
+        wanted = {key for name in named for key in _get_fqns(model, name)}
+        named |= dict(model.named_buffers(remove_duplicate=False))
+        known = {key: tensor for name, tensor in named.items() for key in _get_fqns(model, name)}
+        for key, value in given.items():
+            if key in known and isinstance(value, torch.Tensor) and value.shape != known[key].shape:
+                return f"{key} has shape {tuple(value.shape)}, and the model's {tuple(known[key].shape)}"
+            if self.strict and key not in known and isinstance(value, torch.Tensor) and not key.endswith(besides):
+                return f"The model has no {key}"
+        missing = sorted(wanted - given.keys()) if self.strict and self.broadcast else []
+        return f"{missing[0]} is missing" if missing else None
 
     def keys_of(self, parameter: torch.Tensor) -> list[str]:
         """Return the keys of a parameter in the state dict, several if it is tied."""
@@ -125,7 +145,7 @@ def set_model_state_dict_around(frame: FrameType | None) -> Loading | None:
     if found is None:
         return None
     model, state_dict, info = (found.f_locals[name] for name in LOADING[1])
-    return Loading(model, state_dict, info.full_state_dict, info.broadcast_from_rank0)
+    return Loading(model, state_dict, info.full_state_dict, info.broadcast_from_rank0, info.strict)
 
 
 def load_state_dict_around(frame: FrameType | None) -> tuple[nn.Module, bool] | None:

@@ -61,7 +61,8 @@ class PrimaryWeightHolder(nn.Module):
             return
         loading = set_model_state_dict_around(sys._getframe(1))
         if loading is not None:
-            before_whole_load(self, loading)
+            first = next(module for module in loading.model.modules() if isinstance(module, PrimaryWeightHolder))
+            before_whole_load(self, loading, check_others=first is self)
         for name, tensor in receivers(self).items():
             yield f"{prefix}.{name}".lstrip("."), tensor
 

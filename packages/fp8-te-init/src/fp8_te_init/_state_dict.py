@@ -38,7 +38,7 @@ def keep_scales_in_state_dicts(module: nn.Module, name: str = "weight") -> None:
     module._register_load_state_dict_pre_hook(partial(_take_back, name), with_module=True)
 
 
-def before_whole_load(module: nn.Module, loading: Loading, name: str = "weight") -> None:
+def before_whole_load(module: nn.Module, loading: Loading, name: str = "weight", *, check_others: bool) -> None:
     """Check and prepare what a `set_model_state_dict` of whole tensors is about to send or to cut, for one parameter.
 
     gloo sends no float8, so codes become bytes, in place: loading takes bytes too.
@@ -52,6 +52,10 @@ def before_whole_load(module: nn.Module, loading: Loading, name: str = "weight")
         return
     keys = [key for key in loading.keys_of(parameter) if key in loading.state_dict]
     problem = next((told for key in keys if (told := _problem_of_whole(key, parameter, loading.state_dict))), None)
+    has_tensors = not loading.broadcast or dist.get_rank() == 0
+    if check_others and has_tensors and problem is None:
+        problem = loading.of_another_model((SCALE, HISTORY, "_extra_state"))
+        problem = None if problem is None else f"{problem}: the state dict is another model's, and nothing was loaded."
     if loading.broadcast:
         told = [problem]
         dist.broadcast_object_list(told, src=0)  # the one that has the tensors
