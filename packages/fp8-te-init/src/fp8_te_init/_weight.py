@@ -28,6 +28,7 @@ from fp8_te_init._config import GatherFormat
 from fp8_te_init._init_replay import InitReplay
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._native_rows import NativeRows
+from fp8_te_init._replacement import check_replacement
 from fp8_te_init._state import PrimaryState
 
 aten = torch.ops.aten
@@ -39,11 +40,7 @@ _COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default
 
 
 class _Traced:
-    """A state as compilers see it. Their guards keep copies, which hold what code depends on and no codes.
-
-    Args:
-        state: The state of a weight; None in copies.
-    """
+    """A state as compilers see it. Their guards keep copies, which hold what code depends on and no state."""
 
     def __init__(self, state: PrimaryState) -> None:
         self.state: Any = state
@@ -132,7 +129,7 @@ class PrimaryFloat8Weight(torch.Tensor):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         # torch would change shape and dtype of the wrapper, and leave the codes as they are
-        _check_replacement(self, values)
+        check_replacement(self, values)
         if isinstance(values, PrimaryFloat8Weight) and values.state is self.state:
             return
         with torch.no_grad():
@@ -307,23 +304,6 @@ class PrimaryFloat8Weight(torch.Tensor):
         # The second part is what FSDP2 frees on reshard, and allocates again, besides the gathered buffers. Codes in
         # FP8 are such a buffer already; codes that were made from gathered values have memory of their own.
         return gathered, () if state.gather == "fp8" else (codes,)
-
-
-def _check_replacement(weight: PrimaryFloat8Weight, values: torch.Tensor) -> None:
-    """Refuse what `weight.data = values` cannot mean for a weight that has no such storage."""
-    wanted, got = ((t.shape, t.dtype, t.device) for t in (weight, values))
-    if wanted != got:
-        raise Fp8Error(
-            f"weight.data = ... of an FP8 weight takes values of {tuple(weight.shape)}, {weight.dtype} on "
-            f"{weight.device}, got {tuple(values.shape)}, {values.dtype} on {values.device}. Use module.to(), "
-            "load_state_dict(assign=True), or build the layer anew."
-        )
-    if type(values) is torch.Tensor and values.untyped_storage().nbytes() > values.nbytes:
-        raise Fp8Error(
-            "weight.data = ... of an FP8 weight got a part of a larger buffer. Its codes cannot live there: what is "
-            "written to the buffer later would not reach the weight. Keep flat buffers for gradients or for masters, "
-            "or set a copy (.clone())."
-        )
 
 
 def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
