@@ -20,7 +20,6 @@ from maxtext.configs import pyconfig
 from maxtext.layers import linears, pipeline, quantizations
 
 import fp8_jax_owg as owg
-from fp8_common import Fp8Error
 from fp8_jax_owg.linen import Fp8DirectDotGeneralOp, Fp8Einsum
 from fp8_jax_owg.nnx import OverwriteWithGradient
 
@@ -96,9 +95,9 @@ def leaf(state, name):
     return next(np.asarray(variable[...]) for path, variable in nnx.to_flat_state(state) if path[-1] == name)
 
 
-def after_six_steps(quant, grad):
+def after_six_steps(quant, grad, repeats=1):
     """Return the state when parameters stay and the state is replaced six times."""
-    loss, (params, state), x = pipeline_of(quant, 1)
+    loss, (params, state), x = pipeline_of(quant, repeats)
     step = jax.jit(grad(loss))
     for _ in range(6):
         _, state = step((params, state), x)
@@ -112,23 +111,28 @@ def test_a_plain_pipeline_keeps_scales_where_flax_sums_them():
     assert (ours < 0.02).all()
 
 
-def test_a_plain_pipeline_sees_what_its_stages_see_in_turn():
-    loss, (params, state), x = pipeline_of(OurQuantization(), 1)
+@pytest.mark.parametrize("repeats", [1, 2], ids=["plain", "circular"])
+def test_a_pipeline_sees_what_its_stages_see_in_turn(repeats):
+    loss, (params, state), x = pipeline_of(OurQuantization(), repeats)
     _, after = jax.jit(owg.grad(loss))((params, state), x)
-    kernels, seen = leaf(params, "kernel"), []
+    kernels = leaf(params, "kernel").reshape(-1, WIDTH, WIDTH)
+    seen = []
     for kernel in kernels:
         seen.append(np.abs(x).max())
         # scales are 1 in the first step
         y = owg.fp8_einsum("...i,io->...o", x, kernel, meta=owg.init_meta(SCALING), scaling=SCALING)
         x = jnp.tanh(y) * 2 + x
-    np.testing.assert_allclose(leaf(after, "input_amax_history")[:, 0], seen, rtol=1e-6)
-    np.testing.assert_array_equal(leaf(after, "kernel_amax_history")[:, 0], np.abs(kernels).max((1, 2)))
+    if repeats > 1:
+        # Behind the last round MaxText's first stage runs on, on what the last stage made, and nobody takes its result.
+        first_of_last_round = len(kernels) - STAGES
+        seen[first_of_last_round] = max(seen[first_of_last_round], np.abs(x).max())
+    newest = [leaf(after, f"{name}_amax_history")[..., 0].reshape(-1) for name in ("input", "kernel")]
+    np.testing.assert_allclose(newest[0], seen, rtol=1e-6)
+    np.testing.assert_array_equal(newest[1], np.abs(kernels).max((1, 2)))
 
 
-def test_a_circular_pipeline_is_refused_where_flax_sums():
-    loss, both, x = pipeline_of(FlaxQuantization(), 2)
-    _, after = jax.jit(jax.grad(loss))(both, x)
-    assert (leaf(after, "kernel_scale") > 1).any()  # no step of one use makes a scale of 1 greater here
-    loss, both, x = pipeline_of(OurQuantization(), 2)
-    with pytest.raises(Fp8Error, match="is used more than once"):
-        jax.jit(owg.grad(loss))(both, x)
+def test_a_circular_pipeline_keeps_scales_where_flax_sums_them():
+    flax = leaf(after_six_steps(FlaxQuantization(), jax.grad, 2), "kernel_scale")
+    ours = leaf(after_six_steps(OurQuantization(), owg.grad, 2), "kernel_scale")
+    assert (flax > 1).any()  # no step of one use makes a scale of 1 greater here
+    assert (ours < 0.02).all()

@@ -11,6 +11,7 @@ from jax import lax
 import fp8_common
 import fp8_common.jax as f8
 from fp8_common import DATA_FORMATS, E8M0, FORMATS, Fp8Error
+from fp8_common.jax.plugin import dispatch
 from fp8_common.testing import adversarial, all_bfloat16, all_codes, all_float16, assert_same_bits
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
@@ -38,6 +39,14 @@ def test_encode_equals_the_clipped_cast_of_xla(fmt):
         return lax.bitcast_convert_type(jnp.clip(x, -fmt.max, fmt.max).astype(fmt.numpy_dtype), jnp.uint8)
 
     assert_same_bits(f8.encode(x, fmt), library(x), fmt=fmt, source=x, seed=SEED)
+
+
+@formats
+def test_the_nan_of_an_infinity_has_its_sign(fmt):
+    x = np.float32([np.inf, -np.inf])
+    np.testing.assert_array_equal(f8.encode(x, fmt), fp8_common.encode(x, fmt))
+    codes = dispatch.quantize_to_codes(jnp.asarray(x), jnp.float32(2), fmt)
+    np.testing.assert_array_equal(codes, fp8_common.encode(x, fmt))
 
 
 @formats

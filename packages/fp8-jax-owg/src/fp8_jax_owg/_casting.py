@@ -17,7 +17,7 @@ from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, by_channel, format_of
 from fp8_jax_owg._sharing import like
-from fp8_jax_owg.observation import observe, used_scale
+from fp8_jax_owg.observation import checked_scale, observe
 
 NAN_BITS = np.int32(0x7FC00000)
 """Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that was not there."""
@@ -69,11 +69,14 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
         axes: Dimensions that the product sums over, for scales per row and per output feature.
     """
     fmt = format_of(tensor, scaling)
-    if isinstance(scaling, DelayedScaling) and by_channel(tensor, scaling):
-        return _cast_channels(x, state[tensor], axes=axes, fmt=fmt, policy=scaling.policy)
-    if isinstance(scaling, DelayedScaling):
-        return _cast_delayed(x, state[tensor], fmt=fmt, policy=scaling.policy)
-    return _cast_current(x, axes=axes if keeps_operands(scaling) else None, fmt=fmt, policy=scaling.policy)
+    # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
+    # and lowered twice.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        if isinstance(scaling, DelayedScaling) and by_channel(tensor, scaling):
+            return _cast_channels(x, state[tensor], axes=axes, fmt=fmt, policy=scaling.policy)
+        if isinstance(scaling, DelayedScaling):
+            return _cast_delayed(x, state[tensor], fmt=fmt, policy=scaling.policy)
+        return _cast_current(x, axes=axes if keeps_operands(scaling) else None, fmt=fmt, policy=scaling.policy)
 
 
 # Functions of their own in the traced program, so that products of equal shapes are traced and lowered once.
@@ -89,10 +92,10 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
 @partial(jax.jit, static_argnames=("fmt", "policy"))
 def _delayed_scales(meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return float32 scalars: the scale into FP8, the one back, and what products are multiplied by."""
-    used, used_inv = used_scale(meta.scale, meta.history, fmt, policy)
+    used, used_inv, sound = checked_scale(meta.scale, meta.history, fmt, policy)
     scale, scale_inv = computed_once(used[0], used_inv[0])
     # a history that no step can have left is not computed with in silence
-    return scale, scale_inv, nan_unless(cotangents.is_state(meta.history), scale_inv)
+    return scale, scale_inv, nan_unless(sound, scale_inv)
 
 
 @partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
@@ -100,11 +103,11 @@ def _cast_channels(
     x: jax.Array, meta: TensorMeta, *, axes: tuple[int, ...], fmt: Format, policy: ScalePolicy
 ) -> Operand:
     """Cast a kernel with a scale for each output feature, in the order of its dimensions that are not summed over."""
-    used, used_inv = jax.vmap(partial(used_scale, fmt=fmt, policy=policy))(meta.scale, meta.history)
+    used, used_inv, sound = jax.vmap(partial(checked_scale, fmt=fmt, policy=policy))(meta.scale, meta.history)
     greatest = amax(x, axis=axes).reshape(-1)
     shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
     scale, scale_inv = computed_once(used.reshape(shape), used_inv.reshape(shape))
-    factor = nan_unless(cotangents.is_state(meta.history), scale_inv)
+    factor = nan_unless(sound.all(), scale_inv)
     seen = Seen(like(greatest, meta.history), scale_inv.reshape(-1))
     return Operand(dispatch.quantize_to_codes(x, scale, fmt), factor, seen)
 

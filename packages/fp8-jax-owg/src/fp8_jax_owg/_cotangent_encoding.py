@@ -27,6 +27,8 @@ NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
 SIGN_BIT = -(2**31)
 INFINITY_KEY = 0x7F800000
 SMALLEST_NORMAL_KEY = 0x00800000
+UNSOUND_BITS = 0x7FFFFFFF
+"""The greatest integer, the bits of a NaN that no operation makes."""
 
 
 def encode(value: jax.Array) -> jax.Array:
@@ -56,15 +58,18 @@ def is_observed(value: jax.Array) -> jax.Array:
     return to_bits(value) != NOT_OBSERVED_BITS
 
 
-def is_state(history: jax.Array) -> jax.Array:
-    """Return whether all of a history can be what steps have stored, bool [].
+def greatest_bits(history: jax.Array) -> jax.Array:
+    """Return the bits of the greatest amax of a history, int32 []; `UNSOUND_BITS` if steps cannot have left all of it.
 
-    Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf. An optimizer
-    that subtracts the gradient makes amax negative; a SUM of encoded zeros is below each of them.
+    Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf: as integers
+    they are below zero, and zero is the least result. An optimizer that subtracts the gradient makes amax negative; a
+    SUM of encoded zeros is below each of them.
     """
     bits = to_bits(history)
     # below zero, from the binade above that of encoded zeros to the greatest finite number
-    return ~jnp.any((bits >= SIGN_BIT + 2 * SMALLEST_NORMAL_KEY) & (bits < SIGN_BIT + INFINITY_KEY))
+    unsound = (bits >= SIGN_BIT + 2 * SMALLEST_NORMAL_KEY) & (bits < SIGN_BIT + INFINITY_KEY)
+    # One reduction for both: XLA on CPUs compiles several loops for each.
+    return jnp.max(jnp.where(unsound, jnp.int32(UNSOUND_BITS), bits), initial=0)
 
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from jax.typing import ArrayLike
 from fp8_common import Fp8Error, GradientCompression
 from fp8_common.jax import amax, amax_to_scale, reciprocal
 from fp8_common.jax.plugin import dispatch, float_key
-from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits
 from fp8_jax_owg._casting import Seen, State, computed_once, nan_unless, next_state
 from fp8_jax_owg._dot import as_operand
@@ -28,7 +27,7 @@ from fp8_jax_owg._meta import read_tensor_meta
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, format_of, refuse_channels
-from fp8_jax_owg.observation import used_scale
+from fp8_jax_owg.observation import checked_scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,15 +171,14 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
     # share.
     greatest = how.maximum(amax(x))
     if state:
-        scale, scale_inv = used_scale(*state["kernel"], fmt, how.scaling.policy)
-        scale, scale_inv = scale[0], scale_inv[0]
+        (scale,), (scale_inv,), sound = checked_scale(*state["kernel"], fmt, how.scaling.policy)
     else:
         scale = amax_to_scale(greatest, fmt, how.scaling.policy)
-        scale_inv = reciprocal(scale)
+        scale_inv, sound = reciprocal(scale), True
     scale, scale_inv = computed_once(scale, scale_inv)
     codes = how.all_gather(dispatch.quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
-    factor = nan_unless(cotangents.is_state(state["kernel"].history), scale_inv) if state else scale_inv
+    factor = nan_unless(sound, scale_inv) if state else scale_inv
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
     made = Fp8Param(data, factor, data.astype(x.dtype))
     return made, _Residuals(Seen(greatest, scale_inv), state)

@@ -5,6 +5,7 @@ combines what it observes by MAX. What was not observed keeps its value, element
 """
 
 import functools
+import itertools
 import logging
 import typing
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves, owg_flags
 from fp8_jax_owg._mode import get_mode, use_mode
+from fp8_jax_owg._moves import CannotCombineError, combining
 from fp8_jax_owg._reads import watch_reads
 from fp8_jax_owg._sharing import adopt_mapping, check_float32, share
 from fp8_jax_owg._uses import check_single_reads, check_single_uses
@@ -40,9 +42,10 @@ def value_and_grad(
 
     Args:
         fun: The loss, as for `jax.value_and_grad`. In mode "fan_out" it is traced once more, to see that no leaf is
-            used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`. A
-            loss that slices, repeats or converts shared leaves in ways that mode "extended" has no gradient for is
-            differentiated in mode "fan_out".
+            used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`. In
+            mode "extended" a loss that JAX cannot differentiate because of how it slices, gathers or repeats shared
+            leaves is traced and run equation by equation (`fp8_jax_owg._moves`), which combines its uses as well;
+            where such a leaf enters a `shard_map` or a `while_loop`, uses are counted as in mode "fan_out".
         argnums: Which arguments to differentiate.
         has_aux: Whether `fun` returns (loss, anything).
         unobserved: What the gradient holds where nothing was observed: the old value ("old"), which any optimizer
@@ -64,6 +67,14 @@ def value_and_grad(
         return fun(*converted, **kwargs)
 
     differentiate = jax.value_and_grad(shared_fun, argnums, has_aux)
+
+    def state_flags(args: tuple[Any, ...]) -> list[bool]:
+        numbers = _counted_from_front(asked, len(args))
+        flags = [owg_flags(arg) if n in numbers else [False] * _leaves(arg) for n, arg in enumerate(args)]
+        return list(itertools.chain.from_iterable(flags))
+
+    combined = combining(fun, state_flags)
+    differentiate_combined = jax.value_and_grad(combined, argnums, has_aux)
     finish = resolve if unobserved == "old" else lambda _, gradient: cotangents.decode(gradient)
 
     @functools.wraps(fun)
@@ -76,22 +87,27 @@ def value_and_grad(
             except Exception as error:
                 if isinstance(error, Fp8Error) or not compat.blames_dtype(error):
                     raise
+                _log.info("moves of shared state are combined: %s", error)
+            try:
+                return run_in_mode(*args, moves=True, **kwargs)
+            except CannotCombineError as error:
                 _log.info("the loss takes mode fan_out: %s", error)
-        # Where the loss slices or repeats shared values, uses can be counted instead of combined.
+        # Where the loss moves shared values in ways that are not combined, uses can be counted instead.
         with use_mode("fan_out"):
             return run_in_mode(*args, **kwargs)
 
-    def run_in_mode(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def run_in_mode(*args: Any, moves: bool = False, **kwargs: Any) -> tuple[Any, Any]:
         numbers = _counted_from_front(asked, len(args))
         if get_mode() == "fan_out":
             _check(check_single_uses, lambda *args: fun(*args, **kwargs), args, numbers)
         numbered = [_own_state(arg, (args, kwargs)) if number in numbers else arg for number, arg in enumerate(args)]
         with watch_reads() as reads:
-            value, gradients = differentiate(*numbered, **kwargs)
+            value, gradients = (differentiate_combined if moves else differentiate)(*numbered, **kwargs)
         # After the gradient, because only then it is known whether `read` was called; layers alone need no second
         # trace.
-        if reads and get_mode() == "extended":
-            _check(check_single_reads, lambda *args: shared_fun(*args, **kwargs), args, numbers)
+        if (reads or moves) and get_mode() == "extended":
+            shared = combined if moves else shared_fun
+            _check(check_single_reads, lambda *args: shared(*args, **kwargs), args, numbers)
         trees = [args[number] for number in numbers]
         found = [gradients] if isinstance(argnums, int) else list(gradients)
         finished = [
@@ -127,6 +143,10 @@ def _counted_from_front(argnums: Sequence[int], count: int) -> tuple[int, ...]:
     """Return argument numbers of which negative ones, as JAX has them, count from the last of `count` arguments."""
     # what is out of range stays: JAX says so
     return tuple(number + count if -count <= number < 0 else number for number in argnums)
+
+
+def _leaves(tree: Any) -> int:
+    return len(jax.tree.leaves(tree))
 
 
 def _own_state(tree: Any, arguments: Any) -> Any:

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
-from fp8_common.jax import amax, amax_to_scale, reciprocal, update_history
-from fp8_common.jax.plugin import dispatch
+from fp8_common.jax import amax, amax_to_scale, reciprocal
+from fp8_common.jax.plugin import dispatch, float_key
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
@@ -50,22 +50,27 @@ def used_scale(
     Raises:
         Fp8Error: The state is not float32 or its shapes do not fit.
     """
+    return checked_scale(scale, history, fmt, policy)[:2]
+
+
+def checked_scale(
+    scale: jax.Array, history: jax.Array, fmt: str | Format, policy: ScalePolicy = CANONICAL
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return what `used_scale` returns, and whether steps can have left this history, bool []; else it says nothing."""
     check_float32(scale), check_float32(history)
     # A checkpoint may hold a scale that is zero or infinite: both directions stay normal numbers.
     stored = lax.clamp(SMALLEST_SCALE_INV, scale, GREATEST_SCALE_INV)
-    # plain `jax.grad` leaves zeros as they travel, slightly below zero: as integers they are less than zero, too
-    bits = to_bits(history[:1] if policy.algo == "most_recent" else history)
-    # the bits of what is not negative sort as the values do, subnormals and NaN included
-    key = jnp.max(bits, initial=0)
+    # The bits of what is not negative sort as the values do, subnormals and NaN included.
+    greatest = cotangents.greatest_bits(history)
+    key = jnp.maximum(to_bits(history[0]), 0) if policy.algo == "most_recent" else greatest
     into = amax_to_scale(
         jnp.broadcast_to(from_bits(key), scale.shape), fmt, policy, prev=dispatch.divide_nearest(1.0, stored)
     )
     is_finite = key < cotangents.INFINITY_KEY
     keeps = ((key == 0) & (policy.zero == "previous")) | (~is_finite & (policy.nonfinite == "previous"))
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
-    return into, jnp.where(
-        keeps, stored, reciprocal(into) if policy.upper > MAX_SCALE else dispatch.divide_nearest(1.0, into)
-    )
+    back = reciprocal(into) if policy.upper > MAX_SCALE else dispatch.divide_nearest(1.0, into)
+    return into, jnp.where(keeps, stored, back), greatest != cotangents.UNSOUND_BITS
 
 
 def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:
@@ -92,10 +97,15 @@ def observe(amax: jax.Array, scale_inv: jax.Array, history: jax.Array) -> tuple[
     Returns:
         (gradient of scale [1], gradient of history [L]), float32, encoded for autodiff.
     """
-    rolled, _ = update_history(history, amax)
-    kept = (jnp.where(jnp.isfinite(amax), new, cotangents.NOT_OBSERVED) for new in (scale_inv, rolled))
-    gradient_of_scale, gradient_of_history = map(cotangents.encode, kept)
-    return gradient_of_scale, gradient_of_history
+    is_finite = float_key(amax) < cotangents.INFINITY_KEY
+
+    def encoded(x: jax.Array) -> jax.Array:
+        return jnp.where(is_finite, cotangents.encode(x), cotangents.NOT_OBSERVED)
+
+    # As `fp8_common.jax.update_history` rolls. Parts are encoded, and not the whole: XLA on CPUs puts what comes after
+    # a concatenation into loops of their own.
+    kept = (history[2:], history[:-1][:1])
+    return encoded(scale_inv), jnp.concatenate([encoded(amax)[None], *map(encoded, kept)])
 
 
 def not_observed(tree: jax.Array) -> jax.Array:

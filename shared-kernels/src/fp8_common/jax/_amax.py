@@ -52,7 +52,8 @@ def _keys(x: jax.Array) -> jax.Array:
     """
     if x.dtype.itemsize == 4:
         return float_key(x)
-    return (lax.bitcast_convert_type(x, jnp.int16) & jnp.int16(0x7FFF)).astype(jnp.float32)
+    keys = lax.bitwise_and(lax.bitcast_convert_type(x, np.int16), np.int16(0x7FFF))
+    return lax.convert_element_type(keys, np.float32)
 
 
 def _value(keys: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -90,7 +90,7 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 def float_key(x: jax.Array) -> jax.Array:
     """Return float32 bits with the sign cleared, as int32: an order-preserving key of |x|."""
-    return to_bits(x) & jnp.int32(KEY_MASK)
+    return lax.bitwise_and(to_bits(x), np.int32(KEY_MASK))
 
 
 def _dtype(x: ArrayLike) -> np.dtype:

@@ -23,10 +23,15 @@ def divide_nearest(numerator: float | jax.Array, denominator: jax.Array) -> jax.
         denominator: float32, any shape, not negative; zero, infinity and NaN give what IEEE division gives. Subnormals
             count as zero.
     """
-    dividend = jnp.broadcast_to(jnp.asarray(numerator, jnp.float32), denominator.shape)
+    return _quotient(jnp.broadcast_to(jnp.asarray(numerator, jnp.float32), denominator.shape), denominator)
+
+
+# A function of its own in the traced program, so that divisions of equal shapes are traced and lowered once.
+@jax.jit
+def _quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     # Behind a barrier, and of equal shapes: XLA turns a division by a constant or a broadcast into a product with the
-    # reciprocal, which rounds twice.
-    return lax.platform_dependent(dividend, lax.optimization_barrier(denominator), cpu=lax.div, default=_mended)
+    # reciprocal, which rounds twice. Both are, or loops would compute what depends on a constant numerator outside.
+    return lax.platform_dependent(*lax.optimization_barrier((numerator, denominator)), cpu=lax.div, default=_mended)
 
 
 def divide(numerator: float, denominator: jax.Array) -> jax.Array:

@@ -17,6 +17,9 @@ from fp8_common._errors import Fp8Error
 from fp8_common._formats import E8M0, Format, get_data_format, get_format
 from fp8_common.jax._arrays import EXPONENT_MASK, NAN_KEY, as_codes, as_float32, float_key, from_bits, to_bits
 
+QUIET_BIT = np.int32(1 << 22)
+"""What makes a quiet NaN of an infinity."""
+
 
 def encode(x: ArrayLike, fmt: str | Format) -> jax.Array:
     """Round every element to the nearest value of `fmt` (ties to even, saturating) and return its code.
@@ -90,20 +93,22 @@ def nan_where_infinite(x: jax.Array) -> jax.Array:
 
     Casts do so before they multiply by a scale: a finite number whose product overflows saturates.
     """
-    return from_bits(jnp.where(float_key(x) == jnp.int32(INF_KEY), jnp.int32(NAN_KEY), to_bits(x)))
+    is_infinite = lax.convert_element_type(lax.eq(float_key(x), np.int32(INF_KEY)), np.int32)
+    return from_bits(lax.bitwise_or(to_bits(x), lax.mul(is_infinite, QUIET_BIT)))
 
 
-def round_to_codes(x: jax.Array, fmt: Format) -> jax.Array:
+def round_to_codes(x: jax.Array, fmt: Format, invalid: jax.Array | None = None) -> jax.Array:
     """Return the uint8 codes of float32 `x`, rounded to nearest even and saturated, infinity too.
 
+    The NaN code stands where `invalid` is true, or where `x` is NaN if that is None; no other element may be NaN.
     Adding 2^(e+23-m) to a value of binade e leaves m mantissa bits, rounded by the hardware's own rule.
     """
     bits = to_bits(lax.stop_gradient(x))
     magnitude, base = _magnitude_and_binade(bits, fmt)
     # XLA flushes a subnormal x in this sum; it rounds to 0 in every format anyway.
-    magic = base + jnp.int32((23 - fmt.mantissa_bits) << 23)
-    steps = to_bits(from_bits(magnitude) + from_bits(magic)) - magic
-    return _assemble(bits, base, steps, fmt)
+    magic = lax.add(base, np.int32((23 - fmt.mantissa_bits) << 23))
+    steps = lax.sub(to_bits(lax.add(from_bits(magnitude), from_bits(magic))), magic)
+    return _assemble(bits, base, steps, fmt, invalid)
 
 
 def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) -> jax.Array:
@@ -124,24 +129,31 @@ def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) 
     return _assemble(bits, base, steps, fmt)
 
 
+# Primitives from here on, where `jnp` would trace a function for each operator: casts are traced for every shape.
 def _magnitude_and_binade(bits: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """Return the bits of min(|x|, max) and of its power of two, which is at least the smallest normal's."""
-    limit = int(np.float32(fmt.max).view(np.int32))
-    magnitude = jnp.minimum(bits & jnp.int32(KEY_MASK), jnp.int32(limit))
-    smallest = (fmt.min_exponent + 127) << 23
-    return magnitude, jnp.maximum(magnitude & jnp.int32(EXPONENT_MASK), jnp.int32(smallest))
+    limit = np.float32(fmt.max).view(np.int32)
+    magnitude = lax.min(lax.bitwise_and(bits, np.int32(KEY_MASK)), limit)
+    smallest = np.int32((fmt.min_exponent + 127) << 23)
+    return magnitude, lax.max(lax.bitwise_and(magnitude, np.int32(EXPONENT_MASK)), smallest)
 
 
-def _assemble(bits: jax.Array, base: jax.Array, steps: jax.Array, fmt: Format) -> jax.Array:
+def _assemble(
+    bits: jax.Array, base: jax.Array, steps: jax.Array, fmt: Format, invalid: jax.Array | None = None
+) -> jax.Array:
     """Put binade, rounded mantissa, sign and NaN together; a carry flows into the exponent."""
-    offset = (fmt.min_exponent + 127) << fmt.mantissa_bits
-    code = (base >> (23 - fmt.mantissa_bits)) - jnp.int32(offset) + steps
-    sign = (bits >> 24) & jnp.int32(0x80)
-    is_nan = (bits & jnp.int32(KEY_MASK)) > jnp.int32(INF_KEY)
+    offset = np.int32((fmt.min_exponent + 127) << fmt.mantissa_bits)
+    field = lax.shift_right_arithmetic(base, np.int32(23 - fmt.mantissa_bits))
+    code = lax.sub(lax.add(field, steps), offset)
+    sign = lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(24)), np.int32(0x80))
+    is_nan = lax.gt(lax.bitwise_and(bits, np.int32(KEY_MASK)), np.int32(INF_KEY)) if invalid is None else invalid
     if fmt.fnuz:
         signed = jnp.where(code == 0, 0, code | sign)
         return jnp.where(is_nan, jnp.int32(fmt.nan_code), signed).astype(jnp.uint8)
-    return (jnp.where(is_nan, jnp.int32(fmt.nan_code), code) | sign).astype(jnp.uint8)
+    # A NaN has been limited to the greatest magnitude by now. A constant to select would be an array of the shape of
+    # `x`, and loops hand it in.
+    to_nan = lax.mul(lax.convert_element_type(is_nan, np.int32), np.int32(fmt.nan_code - fmt.max_code))
+    return lax.convert_element_type(lax.bitwise_or(lax.add(code, to_nan), sign), np.uint8)
 
 
 def decode_codes(codes: jax.Array, fmt: Format) -> jax.Array:
