@@ -14,7 +14,7 @@ THIN, SQUARE = (1, 128), (128, 128)
 
 def operand(rows, columns, block):
     x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
-    codes, scale = dispatch.quantize_blockwise(x, get_format("e4m3"), block, CANONICAL)
+    codes, scale = dispatch.cast_blockwise(x, get_format("e4m3"), block, CANONICAL)[:2]
     return Operand(codes, dispatch.reciprocal(scale), get_format("e4m3"), block)
 
 
@@ -81,7 +81,7 @@ class Layer(LinearOperands):
 
     def weight_operand(self, weight, *, record):
         layout = ScaleLayout.of(self.config.weight)
-        codes, scale = layout.cast_whole(weight)
+        codes, scale = layout.cast_whole(weight)[:2]
         return Operand(codes, dispatch.reciprocal(scale), layout.fmt, layout.block)
 
 

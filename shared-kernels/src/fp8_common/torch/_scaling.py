@@ -47,14 +47,25 @@ def scale_inv_from_amax(
     if policy.formula != "descale":
         return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
     value = _at_least_eps(as_float32(amax, "amax").abs(), policy)
-    descale = torch.div(value, torch.full_like(value, fmt.max))
+    descale = divide(value, torch.full_like(value, fmt.max))
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 
 
-def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
-    """Return RN32(numerator / x), IEEE division of float32 tensors."""
+def divide(numerator: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return RN32(numerator / x), IEEE division of float32 tensors; a number must be one of float32."""
+    if torch.compiler.is_compiling():
+        # Compiled code divides float32 approximately on GPUs. A quotient of float32 that was rounded to float64 rounds
+        # to the float32 that the exact one rounds to: it cannot come as near to a tie.
+        x = x.double()
+        return torch.div(_tensor_like(x, numerator), x).float()
     # `reciprocal` is one IEEE division, and one launch; `numerator / x` would multiply by it, see above.
-    return torch.reciprocal(x) if numerator == 1 else torch.div(torch.full_like(x, numerator), x)
+    if isinstance(numerator, float) and numerator == 1:
+        return torch.reciprocal(x)
+    return torch.div(_tensor_like(x, numerator), x)
+
+
+def _tensor_like(x: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
+    return value.to(x.dtype) if isinstance(value, torch.Tensor) else torch.full_like(x, value)
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
