@@ -57,6 +57,8 @@ OPERATORS = {
     "quantize_transposed": (X, ONE, "e4m3"),
     "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "quantize_philox": (X, ONE, 5, 0, "e4m3"),
+    "scales_of_amax": (X.abs(), "e4m3", POLICY),
+    "cast_by_amax": (X, X.abs().max(), "e4m3", POLICY),
     "pack_gradients": (X, X[:, :3], "e4m3", 32),
     "sum_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32, 4.0),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -98,7 +99,8 @@ def cast_with_amax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return `quantize(x, scale, fmt)`, max |x|, and with `both` the codes of a matrix turned, all from one pass."""
     key = torch.zeros(1, dtype=torch.int32, device=x.device)
-    y, turned = _cast(x, fmt, scale_ptr=_scale(scale), both=both, with_amax=True, amax_ptr=key)
+    turned = _room_for_turned(x, fmt) if both else None
+    y = _cast(x, fmt, turned, scale_ptr=_scale(scale), with_amax=True, amax_ptr=key)
     return y, key.view(torch.float32).view(()), turned
 
 
@@ -109,55 +111,66 @@ def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tu
 
 def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:
     """Return data and scales from the tensor's own amax, and with `both` the codes of a matrix turned: two launches."""
-    # Written by the first program; an empty tensor, for which nothing is launched, has the scale 1.
-    make = torch.empty if x.numel() else torch.ones
-    scale, scale_inv = (make(1, dtype=torch.float32, device=x.device) for _ in range(2))
-    dense = _dense(x)
-    places = {"scale_ptr": amax_key(dense), "scale_out_ptr": scale, "scale_inv_ptr": scale_inv}
-    y, turned = _cast(x, fmt, both=both, policy=policy, inverse=True, dense=dense, **places)
-    return Cast(y, scale.view(()), scale_inv.view(()), turned)
+    dense, turned = _dense(x), _room_for_turned(x, fmt) if both else None
+    return _cast_by_key(x, dense, amax_key(dense), fmt, policy, turned)
 
 
 def cast_by_amax(
     x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return data and transposed data of a matrix, and both scalar scales, which follow from its float32 amax.
+    """Return data of a matrix, its transpose, and the scales into and back from FP8 that follow from its float32 amax.
 
     The amax is that of `amax`, without a sign.
     """
     x = x.contiguous()
-    # nothing is launched for an empty matrix
+    turned = torch.empty((x.shape[1], x.shape[0]), dtype=torch_dtype(fmt), device=x.device)
+    # an amax has no sign, so its bits are its key
+    made = _cast_by_key(x, x, amax.view(torch.int32).reshape(1), fmt, policy, turned)
+    return made.codes, turned, made.scale, made.scale_inv
+
+
+def _cast_by_key(
+    x: torch.Tensor,
+    dense: torch.Tensor,
+    key: torch.Tensor,
+    fmt: Format,
+    policy: ScalePolicy,
+    turned: torch.Tensor | None,
+) -> Cast:
+    # Written by the first program; an empty tensor, for which nothing is launched, has the scale 1.
     make = torch.empty if x.numel() else torch.ones
     scale, scale_inv = (make(1, dtype=torch.float32, device=x.device) for _ in range(2))
-    # an amax has no sign, so its bits are its key
-    key = amax.view(torch.int32).reshape(1)
     places = {"scale_ptr": key, "scale_out_ptr": scale, "scale_inv_ptr": scale_inv}
-    y, turned = _cast(x, fmt, both=True, policy=policy, inverse=True, dense=x, **places)
-    assert turned is not None
-    return y, turned, scale.view(()), scale_inv.view(())
+    y = _cast(x, fmt, turned, policy=policy, inverse=True, dense=dense, **places)
+    return Cast(y, scale.view(()), scale_inv.view(()), turned)
 
 
 def _cast(
     x: torch.Tensor,
     fmt: Format,
+    turned: torch.Tensor | None,
     *,
-    both: bool,
     policy: ScalePolicy | None = None,
     with_amax: bool = False,
     inverse: bool = False,
     dense: torch.Tensor | None = None,
     **places: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch a cast with one scale; return the codes, and with `both` those of a contiguous matrix turned."""
+) -> torch.Tensor:
+    """Launch a cast with one scale; return the codes, and write those of a contiguous matrix to `turned`, too."""
     dense, y = _dense(x) if dense is None else dense, torch.empty_like(x, dtype=torch_dtype(fmt))
-    wanted = {"policy": policy, "with_amax": with_amax, "inverse": inverse}
-    if both and x.ndim == 2 and x.is_contiguous():
-        turned = torch.empty((x.shape[1], x.shape[0]), dtype=y.dtype, device=x.device)
-        plan = launch.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted)
-        run(plan, x.device, x_ptr=dense, y_ptr=y, yt_ptr=turned, **places)
-        return y, turned
-    run(launch.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted), x.device, x_ptr=dense, y_ptr=y, **places)
-    return y, None
+    wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax, "inverse": inverse}
+    if turned is None:
+        plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted)
+    else:
+        plan, places["yt_ptr"] = launch.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted), turned
+    run(plan, x.device, x_ptr=dense, y_ptr=y, **places)
+    return y
+
+
+def _room_for_turned(x: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    if x.ndim != 2 or not x.is_contiguous():
+        return None
+    return torch.empty((x.shape[1], x.shape[0]), dtype=torch_dtype(fmt), device=x.device)
 
 
 def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
