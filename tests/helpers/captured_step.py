@@ -1,11 +1,11 @@
 """`Capture`: what a CUDA graph would refuse in a training step, without a GPU; a program that checks every recipe.
 
-Steps run eagerly on fake tensors of a GPU that is pretended. The first ones are noted; a later one is taken as
-captured, and in it these count as violations: a kernel, or an operator on some dtypes, that no earlier step launched
-(its module would be loaded); a copy between host and device; a wait of the host; and whatever the packages refuse to
-make in a capture, such as tables of addresses that changed.
+Steps run eagerly on fake tensors of a GPU that is pretended. The first one is noted; the second is taken as captured,
+and in it these are violations: a kernel, or an operator on some dtypes, that the first did not launch (its module would
+be loaded); a copy between host and device; a wait of the host; and whatever the packages refuse to make in a capture,
+such as tables of addresses that changed.
 
-    python -m tests.helpers.captured_step      prints JSON: for each case, sentences about its captured step
+    python -m tests.helpers.captured_step      prints JSON: of each case, the violations of its captured step
 """
 
 import contextlib
@@ -19,14 +19,17 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import fp8_common as common
+import fp8_te_init as te
 import fp8_torch_fsdp as f8
 from benchmarks.modelled import record
 from benchmarks.modelled.pretended_gpu import pretend_gpu
 from fp8_common._launch import LaunchPlan
+from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _triton_backend as triton_backend
 
@@ -52,17 +55,16 @@ class Capture(record.Recorder):
     @contextlib.contextmanager
     def watching(self) -> Iterator["Capture"]:
         """Record steps; a captured one goes into `captured`."""
-        answers = {
-            "synchronize": lambda *_: self._host_waits("torch.cuda.synchronize"),
-            "is_current_stream_capturing": lambda: self._capturing,
+        replaced = {
+            "torch.cuda.synchronize": lambda *_: self._host_waits("torch.cuda.synchronize"),
+            "torch.cuda.Event.synchronize": lambda *_: self._host_waits("an event"),
+            "torch.cuda.is_current_stream_capturing": lambda: self._capturing,
+            "torch.Tensor.data_ptr": lambda tensor: self._address(tensor),
         }
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(record, "Recorder", lambda step: self))
-            stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
-            stack.enter_context(
-                mock.patch.object(torch.cuda.Event, "synchronize", lambda _: self._host_waits("an event"))
-            )
-            stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: self._address(tensor)))
+            for name, function in replaced.items():
+                stack.enter_context(mock.patch(name, function))
+            stack.enter_context(mock.patch.object(record, "Recorder", return_value=self))
             stack.enter_context(record.recording(self.step))
             yield self
 
@@ -83,6 +85,9 @@ class Capture(record.Recorder):
             self._host_waits(str(func))
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype.is_floating_point and 0.0  # there is no value
+        if opaque := OPDEFS.get(func._schema.name):
+            with self:  # fake tensors would go to its stand-in, and not to what it launches
+                return opaque._init_fn(*args, **kwargs or {})
         out = super().__torch_dispatch__(func, kinds, args, kwargs)
         if out is NotImplemented or func.namespace == "prim":
             return out
@@ -150,9 +155,26 @@ def foreach_steps() -> Callable[[], None]:
     return step
 
 
+def primary_steps() -> Callable[[], None]:
+    """Return a training step of two layers whose weights are codes, written back by a `MasterOptimizer`."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    te.convert_linear(model, preserve="none")
+    optimizer = te.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    x = torch.randn(4, 128, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return step
+
+
 CASES: dict[str, Callable[[], Callable[[], None]]] = {
     **{recipe: lambda recipe=recipe: linear_steps(recipe) for recipe in RECIPES},
     "lists of shards": foreach_steps,
+    "te-init": primary_steps,
 }
 
 
@@ -167,7 +189,9 @@ def planted(name: str) -> Callable[[], None]:
         "list": lambda: x[0].tolist(),
         "wait": lambda: torch.cuda.synchronize(),
         "operator": lambda: x.to([torch.half, torch.double, torch.bfloat16][next(sizes) % 3]),
-        "kernel": lambda: triton_backend.quantize_rowwise(x[:, : 32 << next(sizes)].contiguous(), common.E4M3, -1, common.CANONICAL),
+        "kernel": lambda: triton_backend.quantize_folded(
+            x[:, : 32 << next(sizes)], None, common.E4M3, common.CANONICAL
+        ),
         "address": lambda: foreach.amax_keys([x.clone(), x]),
     }
     return plain[name]
@@ -176,29 +200,30 @@ def planted(name: str) -> Callable[[], None]:
 PLANTED = ("upload", "index", "download", "item", "list", "wait", "operator", "kernel", "address")
 
 
-def check(build: Callable[[], Callable[[], None]], plain_steps: int = 1) -> list[str]:
-    """Return what a capture after `plain_steps` refuses in the step that `build` makes."""
+def check(build: Callable[[], Callable[[], None]]) -> dict[str, list[str]]:
+    """Return what a capture of the second step that `build` makes would refuse, and the kernels in it."""
+    for cached in (foreach._cached, foreach._kept_for_graphs, delayed_ops._numerators):
+        cached.cache_clear()  # they hold fake tensors of the case before
     capture = Capture()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_multithreading_enabled(False):
         with torch.device("cuda"):
             step = build()
         with capture.watching():
-            for _ in range(plain_steps):
-                step()
+            step()
+            before = len(capture.step.kernels)
             with capture.captured():
                 step()
-    return list(dict.fromkeys(capture.violations))
+    ours = [kernel.name.split() for kernel in capture.step.kernels[before:]]
+    kernels = sorted({words[1] for words in ours if words[0] == "fp8_common"})
+    return {"violations": list(dict.fromkeys(capture.violations)), "kernels": kernels}
 
 
 def main() -> int:
     """Print what was found in every case and in every planted one."""
     pretend_gpu()
-    found = {"cases": {}, "planted": {}}
-    for name, build in CASES.items():
-        found["cases"][name] = check(build)
-    for name in PLANTED:
-        found["planted"][name] = check(lambda name=name: planted(name))
-    print(json.dumps(found, indent=1))
+    cases = {name: check(build) for name, build in CASES.items()}
+    faults = {name: check(lambda name=name: planted(name)) for name in PLANTED}
+    print(json.dumps({"cases": cases, "planted": faults}, indent=1))
     return 0
 
 
