@@ -1,8 +1,8 @@
 """Launch plans of the Triton kernels: kernel, tile, programs, warps and arguments. Pure Python.
 
-A plan follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX launch the same code,
-results do not depend on what ran before, and CUDA graphs can capture the first call. Plans neither import triton nor
-hold data; `fp8_common._kernels` compiles them.
+A plan follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX launch the same code, and
+results do not depend on what ran before. Plans neither import triton nor hold data: `fp8_common._kernels` compiles
+them.
 """
 
 import dataclasses
@@ -408,15 +408,18 @@ def foreach_amax_plan(programs: int, dtype: str, *, aligned: bool) -> LaunchPlan
 
 
 def foreach_cast_plan(programs: int, dtype: str, fmt: str | Format, *, aligned: bool) -> LaunchPlan:
-    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; the addresses of y_t are in a table too."""
+    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; all y_t lie in one buffer, each at its offset.
+
+    `aligned`: the addresses of all x_t are multiples of 16. Offsets are multiples of 16 elements.
+    """
     return LaunchPlan(
         kernel="foreach_cast",
         grid=programs,
-        pointers={"ptrs_ptr": "i64", "out_ptrs_ptr": "i64", **_TABLE, "scale_ptr": "fp32"},
+        pointers={"ptrs_ptr": "i64", "offset_ptr": "i64", **_TABLE, "scale_ptr": "fp32", "y_ptr": fp8_type(fmt)},
         scalars={},
-        constexprs={"DTYPE": input_type(dtype), "F8": fp8_type(fmt)} | _foreach_tile(aligned),
+        constexprs={"DTYPE": input_type(dtype)} | _foreach_tile(aligned),
         num_warps=8,
-        outputs=(),  # written through the addresses of a table, not through a pointer argument
+        outputs=("y_ptr",),
     )
 
 

@@ -311,6 +311,20 @@ def test_foreach_takes_unaligned_tensors():
     assert [key.view(torch.float32).item() for key in keys] == [part.abs().max().item() for part in parts]
 
 
+def test_a_new_output_needs_no_new_table(monkeypatch):
+    tensors = [tensor(calm((size,), dtype)) for size, dtype in ((33, "bfloat16"), (70, "float32"), (5, "bfloat16"))]
+    scales, sent = tensor(np.array([1, 2, 4], np.float32)), []
+    made = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: (sent.append(a), made(*a, **k))[1])
+    outputs = [foreach.cast(tensors, scales, f8.E4M3) for _ in range(3)]
+    assert len({parts[0].data_ptr() for parts in outputs}) == 3
+    assert len(sent) == 4, "two transfers for each dtype, once"
+    for i, x in enumerate(tensors):
+        want = f8.quantize(x.float().cpu().numpy(), 2.0**i, "e4m3")
+        for parts in outputs:
+            assert_same_bits(parts[i], want, fmt="e4m3")
+
+
 GRADIENT_ROWS = [(1, 1), (2, 7), (3, 128), (2, 8192), (3, 8192 + 517), (2, 2048 + 144)]
 WAYS = {
     "nearest": (False, None),

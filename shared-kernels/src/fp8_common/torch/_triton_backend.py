@@ -23,6 +23,7 @@ from fp8_common._launch import LaunchPlan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
+from fp8_common.torch import _capture as capture
 from fp8_common.torch import _quantize
 from fp8_common.torch._compat import FakeTensor
 from fp8_common.torch._quantize import Cast
@@ -61,7 +62,8 @@ def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None
         return
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device(device):
-        run_plan(plan, tensors)
+        refusal = capture.refusal(f"the kernel {plan.kernel}") if capture.is_capturing(device) else None
+        run_plan(plan, tensors, refusal=refusal)
 
 
 def amax_all(x: torch.Tensor) -> torch.Tensor:
