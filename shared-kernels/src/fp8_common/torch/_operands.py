@@ -92,7 +92,8 @@ def cast_operand(
     """
     fmt, block = FORMATS[cast.format], None
     if cast.granularity == "rowwise":
-        made = dispatch.cast_rowwise(_readable_by_rows(x), fmt, cast.policy)
+        # compiled, columns are read as they lie
+        made = dispatch.cast_rowwise(x if dispatch.fused(x) else _readable_by_rows(x), fmt, cast.policy)
     elif cast.granularity == "blockwise_1x128":
         block = BLOCK_1X128
         made = dispatch.cast_blockwise(_readable_by_rows(x), fmt, block, cast.policy)
@@ -149,8 +150,8 @@ def _cast_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Cast:
 
 
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x as the kernels read it; the references on CPU read columns as fast, and so does compiled code."""
-    return x.contiguous() if x.is_cuda and not dispatch.fused(x) else x
+    """Return x as the kernels read it; the references on CPU read columns as fast."""
+    return x.contiguous() if x.is_cuda else x
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
