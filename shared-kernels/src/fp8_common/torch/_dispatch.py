@@ -52,7 +52,9 @@ def scale_from_amax(
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return RN32(1 / scale), IEEE division, of the shape of float32 `scale`."""
-    return ops.reciprocal(scale) if torch.compiler.is_compiling() else divide(1.0, scale)
+    # `divide` is exact in compiled code, too; the operator keeps graphs for a CPU short
+    opaque = torch.compiler.is_compiling() and not fused(scale)
+    return ops.reciprocal(scale) if opaque else divide(1.0, scale)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -114,7 +116,7 @@ def fused(x: torch.Tensor) -> bool:
 
 def _with_reciprocal(pair: Pair) -> Cast:
     codes, scale = pair
-    return Cast(codes, scale, ops.reciprocal(scale))
+    return Cast(codes, scale, reciprocal(scale))
 
 
 def dequantize(

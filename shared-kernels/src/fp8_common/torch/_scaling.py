@@ -9,7 +9,7 @@ import torch
 from fp8_common._amax import INF_KEY
 from fp8_common._formats import E8M0, Format
 from fp8_common._policy import ScalePolicy
-from fp8_common.torch._amax import as_float32, float_key
+from fp8_common.torch._amax import as_float32, float_key, key_to_float
 
 EXPONENT_MASK = 0x7F800000
 MANTISSA_MASK = 0x007FFFFF
@@ -19,12 +19,13 @@ def scale_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale into FP8 for float32 `amax`; see `fp8_common.amax_to_scale`."""
-    value = as_float32(amax, "amax").abs()
+    # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
+    key = float_key(as_float32(amax, "amax"))
+    value = key_to_float(key)
     if policy.formula == "e8m0":
         return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
     if policy.formula == "descale":
         return divide(1.0, scale_inv_from_amax(value, fmt, policy))
-    key = float_key(value)
     if policy.formula == "divide_then_margin":
         # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
         scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
@@ -46,7 +47,7 @@ def scale_inv_from_amax(
     """Return the float32 scale back from FP8; see `fp8_common.amax_to_scale_inv`."""
     if policy.formula != "descale":
         return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
-    value = _at_least_eps(as_float32(amax, "amax").abs(), policy)
+    value = _at_least_eps(key_to_float(float_key(as_float32(amax, "amax"))), policy)
     descale = divide(value, torch.full_like(value, fmt.max))
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 

@@ -1,18 +1,20 @@
 """Casts as operators that a compiler fuses with their neighbours, with the bits of the opaque ones.
 
-A compiler keeps more digits of a 16-bit value that it has just computed, contracts products and sums, and divides
-approximately on a GPU. Here values are read as their bits, which rounds them; nothing is added to a product; and scales
-come from one opaque launch of `scales_of_amax`.
+A compiler keeps more digits of a 16-bit value that it has just computed, contracts products and sums, and on a GPU
+divides approximately and takes absolute values that flush subnormals. Here values are read as their bits, which rounds
+them; signs are cleared in bits; nothing is added to a product; and scales divide in float64, or come from one opaque
+launch.
 """
 
 import torch
 
+from fp8_common._amax import INF_KEY
 from fp8_common._env import compiled_casts
 from fp8_common._formats import Format, get_data_format
 from fp8_common._policy import ScalePolicy
 from fp8_common.torch import _quantize as reference
 from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._amax import amax_over, check_input_dtype
+from fp8_common.torch._amax import amax_over, check_input_dtype, float_key
 from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch._ops import NAMESPACE, policy_key, policy_of_key
 from fp8_common.torch._quantize import Cast
@@ -37,9 +39,8 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`."""
     value = _rounded(x)
     # An infinity is NaN, as everywhere: a finite value whose product overflows saturates.
-    product = torch.where(value.isinf(), torch.nan, value) * scale
-    largest = _largest(fmt.name)
-    return product.clamp(-largest, largest).to(torch_dtype(fmt))
+    product = torch.where(float_key(value) == INF_KEY, torch.nan, value) * scale
+    return product.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -73,12 +74,6 @@ def cast_rowwise(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy
     else:
         scale, scale_inv = scales_of_amax(largest, fmt.name, policy_key(policy))
     return Cast(quantize(x, scale, fmt), scale, scale_inv)
-
-
-@assume_constant_result
-def _largest(fmt: str) -> float:
-    # a constant to compilers, which cannot look into a cached property
-    return get_data_format(fmt).max
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
