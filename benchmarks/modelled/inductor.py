@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.modelled.record import Kernel, Step, Traffic, recording
 
-
 KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(?P<source>.*?)'''", re.DOTALL)
 """A Triton kernel in the code that Inductor writes."""
 

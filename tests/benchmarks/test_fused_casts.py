@@ -1,6 +1,6 @@
 """The kernels that Inductor writes for fused casts on an H100 keep the bits: they round, divide and convert exactly.
 
-The model of a GPU of `benchmarks.modelled` gives their source; here Triton compiles it, and the PTX is read. Nothing runs.
+The model of a GPU of `benchmarks.modelled` gives their source. Triton compiles it, and the PTX is read; nothing runs.
 """
 
 import ast

@@ -48,25 +48,24 @@ def scale_inv_from_amax(
     if policy.formula != "descale":
         return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
     value = _at_least_eps(key_to_float(float_key(as_float32(amax, "amax"))), policy)
-    descale = divide(value, torch.full_like(value, fmt.max))
+    largest = torch.full_like(value, fmt.max)
+    descale = (_wide_quotient if torch.compiler.is_compiling() else torch.div)(value, largest)
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 
 
-def divide(numerator: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return RN32(numerator / x), IEEE division of float32 tensors; a number must be one of float32."""
+def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
+    """Return RN32(numerator / x), IEEE division of float32 tensors."""
     if torch.compiler.is_compiling():
-        # Compiled code divides float32 approximately on GPUs. A quotient of float32 that was rounded to float64 rounds
-        # to the float32 that the exact one rounds to: it cannot come as near to a tie.
-        x = x.double()
-        return torch.div(_tensor_like(x, numerator), x).float()
+        return _wide_quotient(torch.full_like(x, numerator), x)
     # `reciprocal` is one IEEE division, and one launch; `numerator / x` would multiply by it, see above.
-    if isinstance(numerator, float) and numerator == 1:
-        return torch.reciprocal(x)
-    return torch.div(_tensor_like(x, numerator), x)
+    return torch.reciprocal(x) if numerator == 1 else torch.div(torch.full_like(x, numerator), x)
 
 
-def _tensor_like(x: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
-    return value.to(x.dtype) if isinstance(value, torch.Tensor) else torch.full_like(x, value)
+def _wide_quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return RN32(a / b) in code that a compiler may divide approximately in float32, as on GPUs."""
+    # A quotient of float32 that was rounded to float64 rounds to the float32 that the exact one rounds to: it cannot
+    # come as near to a tie.
+    return torch.div(a.double(), b.double()).float()
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
