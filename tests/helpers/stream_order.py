@@ -125,8 +125,13 @@ class StreamOrder(TorchDispatchMode):
             for one, other in itertools.permutations(self._streams, 2):
                 one.wait_stream(other)
 
-        stand_ins = {"Stream": make, "Event": Event, "stream": use, "current_stream": current}
-        stand_ins["synchronize"] = synchronize
+        stand_ins: dict[str, Any] = {
+            "Stream": make,
+            "Event": Event,
+            "stream": use,
+            "current_stream": current,
+            "synchronize": synchronize,
+        }
         with contextlib.ExitStack() as stack:
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(torch.cpu, name, stand_in, create=True))
