@@ -118,11 +118,12 @@ class Stack(nn.Module):
 
     def __init__(self, size: Size, blocks: int, model: str = "block") -> None:
         super().__init__()
+        self.size = size
         self.blocks = nn.ModuleList(MODELS[model](size) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [1, tokens, width]."""
-        half = self.blocks[0].size.width // self.blocks[0].size.heads // 2
+        half = self.size.width // self.size.heads // 2
         rates = 500_000.0 ** (-torch.arange(half, device=x.device) / half)
         angles = torch.arange(x.shape[1], device=x.device)[:, None] * rates
         for block in self.blocks:
