@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks import render_kernels
+from tools.machine import gpu_tests
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -123,14 +124,9 @@ def run(command: list[str], seconds: float) -> int:
         return 124
 
 
-TESTS = (ROOT / "shared-kernels/tests/gpu", *sorted((ROOT / "packages").glob("*/tests/test_*_on_gpu.py")))
-"""Those of the kernels first, then those of layers."""
-
-
 def tests(record: Path, *, full: bool) -> list[str]:
     """Return the command of the GPU tests; warnings of other versions of the frameworks are no failures."""
-    places = [str(path.relative_to(ROOT)) for path in TESTS]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *places, "-q", "--durations=10"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *gpu_tests(), "-q", "--durations=10"]
     command += ["-o", "filterwarnings=default", "-o", "timeout=300", "-p", "no:cacheprovider"]
     command += ["--record", str(record.absolute())]
     command += ["-n", PROCESSES] if importlib.util.find_spec("xdist") else []

@@ -1,6 +1,7 @@
 """This machine: its interpreters, whether it has a GPU that a Python can use, its files as hashes."""
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -36,6 +37,21 @@ def why_no_gpu() -> str | None:
     torch = complaint("import torch; torch.cuda.init()")
     jax = complaint("import jax; jax.devices('gpu')")
     return f"torch says {torch!r}, jax says {jax!r}" if torch and jax else None
+
+
+def gpu_tests() -> list[str]:
+    """Return where the GPU tests are whose frameworks this Python has; other files may need more to be collected."""
+    return [place for place, needed in GPU_TESTS.items() if all(map(importlib.util.find_spec, needed))]
+
+
+GPU_TESTS = {
+    "shared-kernels/tests/gpu": (),
+    "packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py": ("torch",),
+    "packages/fp8-te-init/tests/test_native_on_gpu.py": ("torch",),
+    "packages/fp8-te-init/tests/test_te_real.py": ("torch", "transformer_engine"),
+    "packages/fp8-jax-owg/tests/test_dots_on_gpu.py": ("jax",),
+}
+"""The tests that need a GPU, those of the kernels first, and what each imports beside pytest and NumPy."""
 
 
 def complaint(code: str) -> str:
