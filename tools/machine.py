@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from tools.arguments import named_or
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,9 +42,10 @@ def why_no_gpu() -> str | None:
     return f"torch says {torch!r}, jax says {jax!r}" if torch and jax else None
 
 
-def gpu_tests() -> list[str]:
-    """Return where the GPU tests are whose frameworks this Python has; other files may need more to be collected."""
-    return [place for place, needed in GPU_TESTS.items() if all(map(importlib.util.find_spec, needed))]
+def gpu_tests(arguments: Sequence[str] = ()) -> list[str]:
+    """Return where the GPU tests are whose frameworks this Python has, or what is named, and all other arguments."""
+    found = [place for place, needed in GPU_TESTS.items() if all(map(importlib.util.find_spec, needed))]
+    return named_or(found, arguments)
 
 
 GPU_TESTS = {
