@@ -21,6 +21,7 @@ KERNELS = {
     "rowwise": {"rowwise"},
     "rowwise_with_gw_hp": {"rowwise"},
     "blockwise": {"block_1x128", "block_128x128"},
+    "several policies": {"cast", "delayed_update"},
     "lists of shards": {"foreach_amax", "foreach_cast"},
     "te-init": {"amax", "cast"},
 }

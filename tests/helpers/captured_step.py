@@ -125,11 +125,14 @@ class Capture(record.Recorder):
         return self._addresses[storage._cdata] + tensor.storage_offset() * tensor.element_size()
 
 
-def linear_steps(recipe: str) -> Callable[[], None]:
-    """Return a training step of two layers under `recipe`."""
-    # an odd number of tokens is padded
+def linear_steps(recipe: str, *, several: bool = False) -> Callable[[], None]:
+    """Return a training step of two layers under `recipe`, with a policy of delayed scaling each if `several`."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     plain = f8.AllGatherConfig(enabled=False)
+    if several:
+        longer = f8.DelayedScalingConfig(history_len=4)
+        config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain, delayed=longer)
+        f8.convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name == "0")
     f8.convert_to_float8_training(model, config=f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, 128, WIDTH, requires_grad=True)
@@ -173,6 +176,7 @@ def primary_steps() -> Callable[[], None]:
 
 CASES: dict[str, Callable[[], Callable[[], None]]] = {
     **{recipe: lambda recipe=recipe: linear_steps(recipe) for recipe in RECIPES},
+    "several policies": lambda: linear_steps("tensorwise_delayed", several=True),
     "lists of shards": foreach_steps,
     "te-init": primary_steps,
 }

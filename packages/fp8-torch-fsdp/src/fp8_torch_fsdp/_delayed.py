@@ -323,11 +323,11 @@ def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[li
     for index, module in enumerate(modules):
         # a policy is frozen and hashes by value
         groups.setdefault(module.cast.policy, []).append(index)
-    # A list as index is copied to the device; usually all share one policy, and there is none.
-    return [
-        ([modules[i] for i in indices], keys if len(indices) == len(modules) else keys[indices])
-        for indices in groups.values()
-    ]
+    if len(groups) == 1:
+        return [(list(modules), keys)]
+    # no list as index: it would be copied to the device, for which the host waits and which no CUDA graph can capture
+    single = keys.split(1)
+    return [([modules[i] for i in indices], torch.cat([single[i] for i in indices])) for indices in groups.values()]
 
 
 def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.Tensor | bool:
