@@ -14,7 +14,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever folder
 
-from tools.machine import digest, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
+from tools.machine import digest, gpu_tests, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
 from tools.maxtext import maxtext  # noqa: E402
 from tools.package_index import package_sources  # noqa: E402
 from tools.packages import ISOLATED, PACKAGES, editable, folders  # noqa: E402
@@ -246,7 +246,7 @@ def gpu(session: nox.Session) -> None:
         session.error(f"There is nothing to run on: {reason}.")
     sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
     session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
-    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *gpu_tests(session.posargs))
     session.run(sys.executable, "-m", "benchmarks.gpu_proof", "--only", "speed", external=True)
     run_benchmarks(session, sys.executable)
 

@@ -1,10 +1,12 @@
 """Times of a training step of a Llama-like stack of blocks in bfloat16, with torchao and with this package.
 
     python -m benchmarks.bench_llama [--size tiny|1b|8b] [--blocks 4] [--tokens 4096] [--rounds 10] [--only NAME ...]
+                                     [--model block|layer] [--modes eager compiled]
 
 Writes benchmarks/results/llama-<device>.json after each implementation, so that an interrupted run loses nothing: every
 recipe eager and compiled block by block, in one process, and the ratio to bfloat16 in the same run. The blocks have
-RMSNorm, rotary attention with grouped keys, and SwiGLU; all their linear layers are converted. Without a GPU the
+RMSNorm, rotary attention with grouped keys, and SwiGLU; all their linear layers are converted. `--model layer` takes
+linear layers of the hidden width alone in their place, two for each. Without a GPU the
 default is a tiny stack, whose times say nothing about FP8 hardware.
 """
 
@@ -87,6 +89,23 @@ class Block(nn.Module):
         return x.unflatten(-1, (-1, self.size.width // self.size.heads)).transpose(1, 2)
 
 
+class Layers(nn.Module):
+    """The two widest linear layers of a block, one after the other; input and output [1, tokens, width]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Multiply twice; there is nothing to rotate."""
+        return self.down(self.up(x))
+
+
+MODELS = {"block": Block, "layer": Layers}
+
+
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Rotate the halves of [1, heads, tokens, n] by float32 `angles` [tokens, n / 2]."""
     a, b = x.float().chunk(2, dim=-1)
@@ -97,13 +116,14 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 class Stack(nn.Module):
     """Blocks one after the other."""
 
-    def __init__(self, size: Size, blocks: int) -> None:
+    def __init__(self, size: Size, blocks: int, model: str = "block") -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(size) for _ in range(blocks))
+        self.size = size
+        self.blocks = nn.ModuleList(MODELS[model](size) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [1, tokens, width]."""
-        half = self.blocks[0].size.width // self.blocks[0].size.heads // 2
+        half = self.size.width // self.size.heads // 2
         rates = 500_000.0 ** (-torch.arange(half, device=x.device) / half)
         angles = torch.arange(x.shape[1], device=x.device)[:, None] * rates
         for block in self.blocks:
@@ -130,7 +150,7 @@ def contestants() -> dict[str, Callable[[nn.Module], object]]:
 def step_seconds(convert: Callable[[nn.Module], object], options: argparse.Namespace, *, compiled: bool) -> float:
     """Return the median time of a forward, a backward and an optimizer step."""
     torch.manual_seed(0)
-    model = Stack(SIZES[options.size], options.blocks).to(options.device, torch.bfloat16)
+    model = Stack(SIZES[options.size], options.blocks, options.model).to(options.device, torch.bfloat16)
     convert(model)
     if compiled:
         for block in model.blocks:
@@ -158,12 +178,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "versions": {**versions(), "torchao": installed("torchao")},
         "size": {"name": options.size, **dataclasses.asdict(SIZES[options.size]), "blocks": options.blocks},
+        "model": options.model,
         "tokens": options.tokens,
         "load_average": os.getloadavg()[0],
         "steps": [],
     }
     seconds: dict[tuple[str, bool], float] = {}
-    for compiled in (False, True):
+    for compiled in (mode == "compiled" for mode in options.modes):
         for name, convert in contestants().items():
             if options.only and name not in (*options.only, "bf16"):
                 continue
@@ -204,6 +225,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default=device)
     parser.add_argument("--size", choices=SIZES, default="8b" if device == "cuda" else "tiny")
     parser.add_argument("--blocks", type=int, default=4 if device == "cuda" else 2)
+    parser.add_argument("--model", choices=MODELS, default="block")
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"))
     parser.add_argument("--tokens", type=int, default=8192 if device == "cuda" else 128)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")

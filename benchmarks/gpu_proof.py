@@ -1,11 +1,13 @@
-"""The proof of the kernels on a GPU in one command, `python -m benchmarks.gpu_proof`: bits, then speed.
+"""The proof on a GPU in one command, `python -m benchmarks.gpu_proof`: what matters most comes first.
 
-    python -m benchmarks.gpu_proof [--plan] [--only bits|speed] [--full] [--minutes 8.5] [--results FOLDER] [...]
+    python -m benchmarks.gpu_proof [--plan] [--only speed|layers|bits] [--full] [--minutes 8.5] [--results FOLDER] [...]
 
-It needs torch, triton and pytest, and JAX for the launches from there; the packages need not be installed. `--plan`
-says what would run and what is missing, and runs nothing. Other arguments are those of fp8-bench. Every GPU test writes
-a line, `fp8-bench` saves after each task, and both stop before the time limit, so an interrupted run loses nothing, and
-the result names what was left out. It is gpu-<name>.json in benchmarks/results; the figures go into
+The bandwidth of the kernels; then every recipe against bfloat16 and torchao, linear layers alone and a Llama block that
+is compiled; by default all that in the first five minutes. Then the tests of the bits, with the time that is left. It
+needs torch, triton and pytest, and JAX for what runs there; the packages need not be installed. `--plan` says what
+would run and what is missing, and runs nothing. Other arguments are those of fp8-bench. Every GPU test writes a line,
+timings are saved after each task, and all stop before the time limit, so an interrupted run loses nothing, and the
+result names what was left out. It is gpu-<name>.json in benchmarks/results; the figures go into
 docs/numerics/kernels.md, and the output says which documented claims hold.
 """
 
@@ -23,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks import render_kernels
+from tools.machine import gpu_tests
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,8 +34,13 @@ WELCOME = ("jax", "matplotlib", "xdist", "pytest_timeout", "torchao", "transform
 BANDWIDTH_KERNELS = ("amax", "cast", "cast + transpose", "row-wise", "mx")
 SHARE_OF_COPY, SHARE_OF_BEST_PEER, FOREACH_SPEEDUP = 0.90, 0.95, 3.0
 PROMISED_FROM_BYTES = 64 << 20
-SHARE_OF_TESTS = 0.55
-"""Of the time for both halves."""
+SHARES = {"speed": 0.25, "layer": 0.1, "block": 0.22}
+"""Of the time, in this order; the tests have what is left."""
+LAYERS = {
+    "layer": ("--model", "layer", "--blocks", "1", "--modes", "eager"),
+    "block": ("--model", "block", "--blocks", "1", "--modes", "compiled"),
+}
+"""What `benchmarks.bench_llama` times."""
 PROCESSES = "4"
 """The tests compile kernels and compute definitions on the CPU most of the time."""
 
@@ -42,32 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser().parse_known_args(arguments)
     folder, end = options.results, time.monotonic() + 60 * options.minutes
     record, raw = folder / "gpu-tests.jsonl", folder / "gpu.json"
+    timed = {name: folder / f"gpu-{name}.json" for name in LAYERS}
     if options.plan:
-        return plan(tests(record, full=options.full), bench(raw, options.minutes, rest))
+        timings = [layers(name, path) for name, path in timed.items()]
+        return plan(bench(raw, options.minutes, rest), *timings, tests(record, full=options.full))
     folder.mkdir(parents=True, exist_ok=True)
-    wrong = 0
-    if options.only != "speed":
-        record.unlink(missing_ok=True)
-        share = 1 if options.only else SHARE_OF_TESTS
-        wrong = run(tests(record, full=options.full), 60 * options.minutes * share)
+    for path in (record, raw, *timed.values()):
+        path.unlink(missing_ok=True)
+    failed = 0
+    if options.only in (None, "speed"):
+        seconds = 60 * options.minutes * (1 if options.only else SHARES["speed"])
+        failed += run(bench(raw, seconds / 60, rest), seconds)
+        if not raw.exists():
+            print("The benchmark measured nothing.")
+    for name, path in timed.items() if options.only in (None, "layers") else ():
+        failed += run(layers(name, path), 60 * options.minutes * (0.5 if options.only else SHARES[name]))
+        print(f"{name}: {times(path)}")
+    if options.only in (None, "bits"):
+        failed += run(tests(record, full=options.full), end - time.monotonic())
         print(f"GPU tests: {outcomes(record)}")
-    if options.only == "bits":
-        return 1 if wrong else 0
-    raw.unlink(missing_ok=True)
-    left = end - time.monotonic()
-    failed = run(bench(raw, left / 60, rest), left)
+    if options.only in ("bits", "layers"):
+        return 1 if failed else 0
     if not raw.exists():
-        print("The benchmark measured nothing.")
         return 1
-    result = json.loads(raw.read_text()) | {"tests": outcomes(record)}
-    broken = finish(result, raw)
-    return 1 if wrong or failed or broken else 0
+    steps = {name: json.loads(path.read_text()) for name, path in timed.items() if path.exists()}
+    broken = finish(json.loads(raw.read_text()) | {"tests": outcomes(record), "models": steps}, raw)
+    return 1 if failed or broken else 0
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command; arguments that it does not know are those of fp8-bench."""
     found = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    found.add_argument("--only", choices=["bits", "speed"], help="run one half")
+    found.add_argument("--only", choices=["speed", "layers", "bits"], help="run one part")
     found.add_argument("--full", action="store_true", help="every case of the tests, not a pairwise subset")
     found.add_argument("--minutes", type=float, default=8.5, help="how long all of it may take")
     found.add_argument("--results", type=Path, default=RESULTS, help="where the results go")
@@ -112,7 +126,7 @@ def run(command: list[str], seconds: float) -> int:
 
 def tests(record: Path, *, full: bool) -> list[str]:
     """Return the command of the GPU tests; warnings of other versions of the frameworks are no failures."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "shared-kernels/tests/gpu", "-q", "--durations=10"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *gpu_tests(), "-q", "--durations=10"]
     command += ["-o", "filterwarnings=default", "-o", "timeout=300", "-p", "no:cacheprovider"]
     command += ["--record", str(record.absolute())]
     command += ["-n", PROCESSES] if importlib.util.find_spec("xdist") else []
@@ -124,6 +138,17 @@ def bench(output: Path, minutes: float, rest: Sequence[str]) -> list[str]:
     chosen = [] if "--dtype" in rest else ["--dtype", "bfloat16", "--dtype", "float32"]
     saved = ["--output", str(output.absolute()), "--minutes", f"{minutes - LAST_TASK_MINUTES:.2f}"]
     return [sys.executable, "-m", "benchmarks.kernel_peers", *saved, *chosen, *rest]
+
+
+def layers(name: str, output: Path) -> list[str]:
+    """Return the command that times one of `LAYERS`; it writes after every recipe."""
+    return [sys.executable, "-m", "benchmarks.bench_llama", *LAYERS[name], "--output", str(output.absolute())]
+
+
+def times(path: Path) -> str:
+    """Return the time of each recipe as a multiple of that of bfloat16, as far as it was measured."""
+    steps = json.loads(path.read_text())["steps"] if path.exists() else []
+    return ", ".join(f"{step['implementation']} {step['times_bf16']:.2f}" for step in steps) or "nothing was measured"
 
 
 LAST_TASK_MINUTES = 0.5

@@ -93,8 +93,24 @@ def section(result: dict, name: str) -> str:
         shape = " x ".join(map(str, row["shape"]))
         bandwidth = f"{row['gigabytes_per_second']:.0f} | {row['of_ceiling']:.0%}"
         lines.append(f"| {row['kernel']} | {row['dtype']} {shape} | {bandwidth} | {' | '.join(ratios)} |")
+    lines += ["", "Ratios of times: above 1 ours is faster.", *models(result)]
     picture = f"![Bandwidth of every kernel and its peers](../assets/numerics/{PICTURE.name})"
-    return "\n".join([*lines, "", "Ratios of times: above 1 ours is faster.", "", picture])
+    return "\n".join([*lines, "", picture])
+
+
+def models(result: dict) -> list[str]:
+    """Return the lines of a table of training steps, as multiples of bfloat16's time; none if none were measured."""
+    found = result.get("models", {})
+    if not found:
+        return []
+    times = {name: {step["implementation"]: step for step in one["steps"]} for name, one in found.items()}
+    titles = {name: f"{name}, {'compiled' if one['steps'][0]['compiled'] else 'eager'}" for name, one in found.items()}
+    lines = ["", f"| training step | {' | '.join(titles.values())} |", "|---" * (1 + len(found)) + "|"]
+    for implementation in dict.fromkeys(name for steps in times.values() for name in steps):
+        steps = (steps.get(implementation) for steps in times.values())
+        cells = (f"{s['milliseconds']:.2f} ms, {s['times_bf16']:.2f}x" if s else "not measured" for s in steps)
+        lines.append(f"| {implementation} | {' | '.join(cells)} |")
+    return [*lines, "", "Multiples are of the time of bfloat16: below 1 is faster. Widths are those of Llama 3.1 8B."]
 
 
 def task(row: dict) -> tuple:

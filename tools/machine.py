@@ -1,11 +1,15 @@
 """This machine: its interpreters, whether it has a GPU that a Python can use, its files as hashes."""
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from tools.arguments import named_or
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +40,22 @@ def why_no_gpu() -> str | None:
     torch = complaint("import torch; torch.cuda.init()")
     jax = complaint("import jax; jax.devices('gpu')")
     return f"torch says {torch!r}, jax says {jax!r}" if torch and jax else None
+
+
+def gpu_tests(arguments: Sequence[str] = ()) -> list[str]:
+    """Return where the GPU tests are whose frameworks this Python has, or what is named, and all other arguments."""
+    found = [place for place, needed in GPU_TESTS.items() if all(map(importlib.util.find_spec, needed))]
+    return named_or(found, arguments)
+
+
+GPU_TESTS = {
+    "shared-kernels/tests/gpu": (),
+    "packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py": ("torch",),
+    "packages/fp8-te-init/tests/test_native_on_gpu.py": ("torch",),
+    "packages/fp8-te-init/tests/test_te_real.py": ("torch", "transformer_engine"),
+    "packages/fp8-jax-owg/tests/test_dots_on_gpu.py": ("jax",),
+}
+"""The tests that need a GPU, those of the kernels first, and what each imports beside pytest and NumPy."""
 
 
 def complaint(code: str) -> str:

@@ -16,6 +16,9 @@ import torch
 
 from benchmarks.modelled.record import Kernel, Step, Traffic, recording
 
+KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(?P<source>.*?)'''", re.DOTALL)
+"""A Triton kernel in the code that Inductor writes."""
+
 
 @contextlib.contextmanager
 def recording_compiled(step: Step) -> Iterator[None]:
@@ -42,6 +45,7 @@ def _made(out: Any) -> torch.Tensor:
 
 def _collect(graph: Any, code: str, step: Step) -> None:
     """Add what a lowered graph launches."""
+    step.sources += [found["source"] for found in KERNEL.finditer(code)]
     step.read_again += _read_again(graph, code)
     for node in graph.scheduler.nodes:
         if type(node.node).__name__ == "MultiOutput" or "Nop" in type(node).__name__:

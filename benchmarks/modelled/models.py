@@ -71,7 +71,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 MODELS = {"block": Block, "linear": Layer}
 
 
-def convert(model: nn.Module, contender: str) -> None:
+def convert(model: nn.Module, contender: str, mode: str) -> None:
     """Convert the linear layers in place; no weight is gathered."""
     family, _, recipe = contender.partition("-")
     if family == "torchao":
@@ -79,8 +79,12 @@ def convert(model: nn.Module, contender: str) -> None:
 
         torchao.convert_to_float8_training(model, config=torchao.Float8LinearConfig.from_recipe_name(recipe))
     elif family == "ours":
-        plain = ours.AllGatherConfig(enabled=False)
-        config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain)
+        # Compilers copy what they guard: the state of weights that can be gathered in FP8, and copies of its buffers
+        # cannot be made on a GPU that is not there.
+        gather = ours.AllGatherConfig(enabled=mode == "eager")
+        # scales that are there before the operands are, as `settle_delayed_scales` finds them in the third step
+        delayed = ours.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
+        config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather, delayed=delayed)
         ours.convert_to_float8_training(model, config=config)
 
 
@@ -111,7 +115,7 @@ def measure(contender: str, mode: str, *, model: str, width: int, tokens: int) -
             network = MODELS[model](width)
             x = torch.randn(1, tokens, width, requires_grad=True)
             cos, sin = (torch.randn(tokens, HEAD // 2, dtype=torch.float32) for _ in range(2))
-        convert(network, contender)
+        convert(network, contender, mode)
         # not __call__: what hooks of the root do once per step is not part of a block
         forward = network.forward
         if mode == "compiled":

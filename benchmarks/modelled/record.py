@@ -64,6 +64,7 @@ class Step:
         host_operators: Operators and launches that Python issues.
         waits: Operators for which the host waits for the device.
         products: FP8 FLOPs by granularity of the scales and accumulation.
+        sources: The Triton kernels that a compiler wrote.
     """
 
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
@@ -71,6 +72,7 @@ class Step:
     host_operators: int = 0
     waits: int = 0
     products: Counter[str] = dataclasses.field(default_factory=Counter)
+    sources: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, operator: Any, args: tuple, kwargs: dict, out: Any, moved: Traffic) -> None:
         """Add the launch of an ATen operator."""

@@ -27,6 +27,15 @@ PEERS = {"ours": 1.0, "copy": 0.95, "torch eager": 8.0, "torch.compile": 1.1}
 MOVED = {"amax": 2, "cast": 3, "tensorwise": 5, "cast + transpose": 4, "row-wise": 3, "1x128": 3, "128x128": 3, "mx": 3}
 
 
+STEPS = {
+    "steps": [
+        {"implementation": "bf16", "compiled": False, "milliseconds": 2.0, "times_bf16": 1.0},
+        {"implementation": "ours, tensorwise", "compiled": False, "milliseconds": 1.5, "times_bf16": 0.75},
+    ]
+}
+"""Times of a model; made up."""
+
+
 def measurement(kernel, implementation, seconds, moved, dtype="bfloat16", shape=(8192, 8192)):
     return Measurement(
         kernel=kernel,
@@ -123,6 +132,9 @@ def commands(monkeypatch, tmp_path):
             line = {"test": "test_mx", "outcome": "failed", "seconds": 1.0}
             (tmp_path / "gpu-tests.jsonl").write_text(json.dumps(line) + "\n")
             return 1
+        if "benchmarks.bench_llama" in command:
+            (tmp_path / f"gpu-{command[command.index('--model') + 1]}.json").write_text(json.dumps(STEPS))
+            return 0
         (tmp_path / "gpu.json").write_text(json.dumps(synthetic()))
         return 0
 
@@ -134,13 +146,51 @@ def commands(monkeypatch, tmp_path):
 
 def test_wrong_bits_fail_the_proof_and_are_named_beside_the_timing(commands, tmp_path, capsys):
     assert gpu_proof.main(["--full", "--minutes", "6", "--results", str(tmp_path)]) == 1
-    (tests, first), (_, second) = commands
+    *timings, (tests, last) = commands
+    assert [command[2] for command, _ in timings] == ["benchmarks.kernel_peers", *["benchmarks.bench_llama"] * 2]
+    assert sum(seconds for _, seconds in timings) < 0.6 * 360, "of 8.5 minutes, the first five"
     assert {"pytest", "--full", str(tmp_path / "gpu-tests.jsonl")} <= set(tests)
-    assert first < 300
-    assert second <= 360
+    assert {"packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py", "shared-kernels/tests/gpu"} <= set(tests)
+    assert 0 < last <= 360
     assert "test_mx" in capsys.readouterr().out
     result = json.loads((tmp_path / "gpu-a-gpu-that-does-not-exist.json").read_text())
     assert result["tests"] == {"failed": 1, "not passed": ["test_mx"]}
+    assert result["models"] == {"layer": STEPS, "block": STEPS}
+
+
+def test_layers_alone_are_timed_and_leave_their_results(commands, tmp_path, capsys):
+    assert gpu_proof.main(["--only", "layers", "--results", str(tmp_path)]) == 0
+    assert [command[command.index("--model") + 1] for command, _ in commands] == ["layer", "block"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-block.json", "gpu-layer.json"]
+    assert "bf16 1.00, ours, tensorwise 0.75" in capsys.readouterr().out
+
+
+def test_steps_of_models_enter_the_page(tmp_path):
+    page, result = copied_documents(tmp_path)
+    result.write_text(json.dumps(synthetic() | {"models": {"layer": STEPS}}))
+    render_kernels.render(result, tmp_path)
+    assert "| ours, tensorwise | 1.50 ms, 0.75x |" in page.read_text()
+
+
+def test_what_times_layers_runs(tmp_path):
+    for name in gpu_proof.LAYERS:
+        output = tmp_path / f"{name}.json"
+        small = [
+            "--device=cpu",
+            "--size=tiny",
+            "--tokens=16",
+            "--rounds=1",
+            "--backend=eager",
+            "--only",
+            "ours, rowwise",
+        ]
+        command = [*gpu_proof.layers(name, output), *small, "--only", "ours, rowwise"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        steps = json.loads(output.read_text())["steps"]
+        assert [(step["implementation"], step["compiled"]) for step in steps] == [
+            (implementation, name == "block") for implementation in ("bf16", "ours, rowwise")
+        ]
 
 
 def test_the_timing_alone_writes_the_named_result_and_renders_it(commands, tmp_path):
@@ -174,6 +224,8 @@ def test_the_plan_names_the_commands_and_what_is_missing(monkeypatch, commands, 
     out = capsys.readouterr().out
     assert f"torch {torch.__version__.partition('+')[0]}" in out
     assert "benchmarks.kernel_peers --output" in out
+    assert out.index("benchmarks.kernel_peers") < out.index("--model layer") < out.index("--model block")
+    assert out.index("--model block") < out.index("pytest -m gpu")
     assert out.endswith("Nothing that is needed is missing.\n")
     monkeypatch.setattr(gpu_proof, "NEEDED", ("torch", "no_such_module"))
     assert gpu_proof.main(["--plan"]) == 1

@@ -7,6 +7,7 @@ Only operators that go through torch's dispatcher are seen; the views they are g
 """
 
 import contextlib
+import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -94,6 +95,7 @@ class StreamOrder(TorchDispatchMode):
         self.compute = Stream(name="compute")
         self._parts = parts
         self._current = self.compute
+        self._streams = [self.compute]
         self._writes: dict[int, Access] = {}
         self._reads: dict[int, dict[Stream, Access]] = defaultdict(dict)
         self._allocated: dict[int, Stream] = {}
@@ -114,7 +116,22 @@ class StreamOrder(TorchDispatchMode):
         def current(device: object = None) -> Stream:
             return self._current
 
-        stand_ins = {"Stream": Stream, "Event": Event, "stream": use, "current_stream": current}
+        def make(*args: Any, **kwargs: Any) -> Stream:
+            self._streams.append(Stream(*args, **kwargs))
+            return self._streams[-1]
+
+        def synchronize(device: object = None) -> None:
+            """Let the host wait for all streams: what it issues later, on any of them, comes after."""
+            for one, other in itertools.permutations(self._streams, 2):
+                one.wait_stream(other)
+
+        stand_ins: dict[str, Any] = {
+            "Stream": make,
+            "Event": Event,
+            "stream": use,
+            "current_stream": current,
+            "synchronize": synchronize,
+        }
         with contextlib.ExitStack() as stack:
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(torch.cpu, name, stand_in, create=True))

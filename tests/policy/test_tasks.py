@@ -1,6 +1,7 @@
 """The noxfile and its tools, the README and CI: each session is documented, and each command exists."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers.repository import ROOT, packages, tracked_files
 from tools import machine, package_index
 from tools.arguments import named_or
+from tools.machine import GPU_TESTS
 from tools.packages import ISOLATED, PACKAGES
 
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text())
@@ -201,3 +203,28 @@ def test_a_release_is_checked_against_its_tag_and_published_without_a_secret():
 def test_workflows_may_only_read_unless_a_job_says_otherwise(name):
     assert "\npermissions:\n  contents: read\n\n" in WORKFLOWS[name]
     assert WORKFLOWS[name].count("uses: actions/checkout@") == WORKFLOWS[name].count("persist-credentials: false")
+
+
+def test_every_test_that_needs_a_gpu_is_run_on_one():
+    marked = {path for place in ("packages", "shared-kernels") for path in (ROOT / place).rglob("test_*.py")}
+    marked = {path.relative_to(ROOT) for path in marked if "mark.gpu" in path.read_text()}
+    places = [ROOT.joinpath(place).relative_to(ROOT) for place in GPU_TESTS]
+    assert all(any(path.is_relative_to(place) for place in places) for path in marked)
+
+
+BLOCK = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
+OPTIONAL = ["torchao", "transformers", "lightning", "sybil", "matplotlib", "equinox", "optax", "orbax", "flax"]
+
+
+@pytest.mark.parametrize(("present", "absent"), [("torch", "jax"), ("jax", "torch")])
+def test_gpu_tests_are_found_where_one_framework_is_there(present, absent, tmp_path):
+    pytest.importorskip(present, reason="the environment has another framework")
+    (tmp_path / "without.py").write_text(BLOCK.format(names=[absent, *OPTIONAL]))
+    places = [place for place, needed in GPU_TESTS.items() if not {absent, "transformer_engine"} & set(needed)]
+    command = [sys.executable, "-m", "pytest", "-p", "without", "-p", "no:cacheprovider", "-m", "gpu", "--collect-only"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "-q", *places], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "_on_gpu.py::" in done.stdout

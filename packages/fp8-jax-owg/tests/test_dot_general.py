@@ -1,5 +1,6 @@
 """FP8 products: equal to the product of what the NumPy definition casts, forward and backward, in every dtype."""
 
+import dataclasses
 import re
 
 import jax
@@ -225,3 +226,34 @@ def test_a_contraction_names_what_is_summed():
     assert (how.lhs, how.rhs, how.out, how.summed) == ("ba", "ac", "bc", "a")
     assert how.for_lhs == Contraction("bc", "ac", "ba")
     assert how.for_lhs.summed == "c"
+
+
+@pytest.mark.parametrize("scaling", [DelayedScaling(), CurrentScaling(), CurrentScaling(granularity="row")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_gradient_of_a_kernel_can_be_summed_in_its_own_dtype(scaling, dtype):
+    x, kernel = some((64, 32), dtype), some((32, 16), dtype, 1)
+    weights = some((64, 16), dtype, 2)
+    meta = init_meta(scaling) if isinstance(scaling, DelayedScaling) else None
+
+    def gradients(how):
+        def loss(x, kernel):
+            return (fp8_dot_general(x, kernel, MATMUL, meta=meta, scaling=how) * weights).astype(jnp.float32).sum()
+
+        step = jax.value_and_grad(loss, argnums=(0, 1))
+        dots = [line for line in str(jax.make_jaxpr(step)(x, kernel)).splitlines() if "dot_general[" in line]
+        return step(x, kernel), [line.split(":")[1].partition("[")[0] for line in dots]
+
+    (y, (d_x, d_kernel)), plain = gradients(scaling)
+    (y_own, (d_x_own, d_kernel_own)), own = gradients(dataclasses.replace(scaling, kernel_gradient="kernel"))
+    assert plain == ["f32"] * 3
+    # sums of codes overflow float16
+    assert own == ["f32", "f32", "bf16" if dtype == "bfloat16" else "f32"]
+    assert (y_own, d_kernel_own.dtype) == (y, d_kernel.dtype)
+    assert jnp.array_equal(d_x_own, d_x)
+    if dtype == "bfloat16":
+        error = jnp.abs(d_kernel_own.astype(jnp.float32) - d_kernel.astype(jnp.float32))
+        assert (error <= 2 * 2.0**-8 * jnp.abs(d_kernel.astype(jnp.float32))).all(), "two roundings in place of one"
+        # the scales of the first delayed step are 1, and nothing is rounded by them
+        assert bool(error.any()) is not isinstance(scaling, DelayedScaling)
+    else:
+        assert jnp.array_equal(d_kernel_own, d_kernel)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_common
 import fp8_torch_fsdp as f8
+from fp8_common.torch.plugin import dispatch
 
 
 def layer(**delayed):
@@ -300,3 +301,50 @@ def test_synchronization_in_a_compiled_step_breaks_the_graph_once():
         after_step(torch.ones(4))
         assert model[0].fp8_input.history[0] == step + 1
     assert counter.frame_count == 2, "what is before and what is after"
+
+
+def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_step():
+    def trained(*, settle):
+        model, losses = layer(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            x = torch.linspace(-1, 1, 8 * 32).reshape(8, 32) * 2.0 ** (step % 3)
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            # the scales of the first step are known from the second forward on
+            if settle and step < 2:
+                assert f8.settle_delayed_scales(model) == (3 if step == 0 else 0)
+        assert model.fp8_input.always_ready == settle
+        return model, torch.stack(losses)
+
+    (settled, got), (looked_at, want) = trained(settle=True), trained(settle=False)
+    assert torch.equal(got, want)
+    assert all(
+        torch.equal(a, b) for a, b in zip(settled.state_dict().values(), looked_at.state_dict().values(), strict=True)
+    )
+    assert copy.deepcopy(settled).fp8_input.settled
+    # a checkpoint may be of a model that was not trained
+    settled.load_state_dict(layer().state_dict())
+    assert not settled.fp8_input.always_ready
+    assert torch.equal(settled(torch.ones(8, 32)), layer()(torch.ones(8, 32)))
+
+
+def test_settled_scales_are_observed_in_one_pass(monkeypatch):
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train_step(model, torch.ones(8, 32), optimizer)
+    f8.settle_delayed_scales(model)
+    passes = []
+    cast = dispatch.cast_with_amax
+    monkeypatch.setattr(dispatch, "cast_with_amax", lambda *x, **y: (passes.append(1), cast(*x, **y))[1])
+    monkeypatch.setattr(dispatch, "amax", lambda x: pytest.fail("an operand was read for its amax alone"))
+    train_step(model, torch.ones(8, 32))
+    assert len(passes) == 3
+
+
+def test_settling_needs_delayed_scaling():
+    with pytest.raises(fp8_common.Fp8Error, match="no layer has a delayed scale"):
+        f8.settle_delayed_scales(f8.convert_to_float8_training(nn.Linear(32, 16)))

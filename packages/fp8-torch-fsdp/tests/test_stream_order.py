@@ -10,10 +10,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch.plugin import GatheredFloat8Weight
+from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp
 from tests.helpers.stream_order import StreamOrder
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
@@ -46,25 +47,52 @@ def ranks(world_size):
         dist.destroy_process_group()
 
 
-def build(recipe, mesh, *, checkpointed=False, reshard=True, **options):
+def build(
+    recipe, mesh, *, checkpointed=False, reshard=True, late=False, prefetch=False, gradients=None, tp=None, **options
+):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
     if checkpointed:
         model = nn.Sequential(*(checkpoint_wrapper(block) for block in model))
+    if recipe is not None and late:
+        # the first layers compute in FP8 and gather nothing in it, so the first gather of codes comes after them
+        plain = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=f8.AllGatherConfig(enabled=False))
+        f8.convert_to_float8_training(model[0], config=plain)
     if recipe is not None:
         f8.convert_to_float8_training(model, config=f8.Float8LinearConfig.from_recipe_name(recipe, **options))
+    for block in model if tp is not None else ():
+        parallelize_module(block, tp, {"up": f8.Float8ColwiseParallel(), "down": f8.Float8RowwiseParallel()})
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
+    if prefetch:
+        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+        model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+    if gradients is not None:
+        f8.compress_gradients(model, gradients)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
 
-def train(order, model, optimizer, *, event=False, accumulate=False, evaluate=False, edit=False, explicit=False):
+def train(
+    order,
+    model,
+    optimizer,
+    *,
+    event=False,
+    accumulate=False,
+    evaluate=False,
+    edit=False,
+    explicit=False,
+    part=False,
+    controller=False,
+):
     x = torch.randn(16, 32)
+    if controller:
+        f8.Float8Controller(model, optimizer)
     if event:
         optimizing = torch.cpu.Stream(name="optimizer")
     with order:
-        for _ in range(3):
+        for step in range(3):
             if accumulate:
                 model.set_requires_gradient_sync(False)
                 model(x).sum().backward()
@@ -73,6 +101,8 @@ def train(order, model, optimizer, *, event=False, accumulate=False, evaluate=Fa
                 with torch.no_grad():
                     model.eval()(x)
                     model.train()
+            if part and step:  # a root is the first module that is called
+                model[1](x).sum().backward()
             model(x).sum().backward()
             if event:
                 # the optimizer on a stream of its own, as users of the public event have it
@@ -110,6 +140,13 @@ SCENARIOS = {
     "kept gathered": {"build_options": {"reshard": False}},
     "no cache": {"build_options": {"all_gather": f8.AllGatherConfig(cache="none")}, "event": True},
     "replicas": {"world": (2, 2), "event": True},
+    "a first gather after layers that compute": {"build_options": {"late": True}},
+    "the same, prefetched": {"build_options": {"late": True, "prefetch": True}},
+    "prefetch": {"build_options": {"prefetch": True}},
+    "a part called alone": {"part": True},
+    "a controller": {"controller": True, "evaluate": True},
+    "compressed gradients": {"build_options": {"gradients": f8.GradientCompression(error_feedback=True)}},
+    "stochastic gradients": {"build_options": {"gradients": f8.GradientCompression(rounding="stochastic")}},
 }
 
 
@@ -121,6 +158,24 @@ def test_every_access_is_ordered(recipe, scenario):
 @pytest.mark.parametrize("scenario", ["plain steps", "an event of the optimizer"])
 def test_fsdp2_itself_is_ordered(scenario):
     assert races(None, **SCENARIOS[scenario]) == {}
+
+
+@pytest.mark.parametrize("scenario", ["plain steps", "an event of the optimizer", "accumulation"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_access_is_ordered_with_tensor_parallelism(recipe, scenario):
+    order = StreamOrder(parts)
+    with ranks(4), order.streams():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        model, optimizer = build(recipe, mesh["shard"], tp=mesh["tp"])
+        train(order, model, optimizer, **SCENARIOS[scenario])
+    assert order.races == {}
+
+
+@pytest.mark.parametrize("scenario", ["a first gather after layers that compute", "the same, prefetched"])
+def test_without_its_order_the_first_gather_of_delayed_scales_races(scenario, monkeypatch):
+    monkeypatch.setattr(fsdp, "alone_on_device", lambda root: contextlib.nullcontext())
+    found = races("tensorwise_delayed", **SCENARIOS[scenario])
+    assert any("compute" in sentence for sentence in found)
 
 
 def test_a_planted_race_is_found():

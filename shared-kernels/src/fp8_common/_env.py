@@ -3,6 +3,7 @@
 | variable | values | meaning |
 |---|---|---|
 | `FP8_COMMON_BACKEND` | `auto` (default), `triton`, `reference` | which implementation casts on a GPU |
+| `FP8_COMMON_COMPILED_CASTS` | `auto` (default), `fused`, `opaque` | whether torch.compile may fuse casts |
 | `FP8_JAX_OWG_MODE` | `auto` (default), `extended`, `fan_out` | how JAX combines overwrite-with-gradient values |
 """
 
@@ -20,6 +21,11 @@ BACKEND_VARIABLE = "FP8_COMMON_BACKEND"
 
 Backend = Literal["auto", "triton", "reference"]
 BACKENDS: tuple[Backend, ...] = typing.get_args(Backend)
+
+COMPILED_CASTS_VARIABLE = "FP8_COMMON_COMPILED_CASTS"
+
+CompiledCasts = Literal["auto", "fused", "opaque"]
+COMPILED_CASTS: tuple[CompiledCasts, ...] = typing.get_args(CompiledCasts)
 
 OWG_MODE_VARIABLE = "FP8_JAX_OWG_MODE"
 
@@ -39,6 +45,19 @@ def backend(environ: Mapping[str, str] | None = None) -> Backend:
     # Asked by every cast: one look-up, and what it found was checked the first time.
     value = (os.environ if environ is None else environ).get(BACKEND_VARIABLE, "")
     return _choice(BACKEND_VARIABLE, BACKENDS, value)
+
+
+def compiled_casts(environ: Mapping[str, str] | None = None) -> CompiledCasts:
+    """Return how torch.compile sees casts; "auto" if the variable is unset or empty.
+
+    Args:
+        environ: The environment to read; None reads the process's own, at every call.
+
+    Raises:
+        Fp8Error: The variable holds anything but one of `COMPILED_CASTS`.
+    """
+    value = (os.environ if environ is None else environ).get(COMPILED_CASTS_VARIABLE, "")
+    return _choice(COMPILED_CASTS_VARIABLE, COMPILED_CASTS, value)
 
 
 def owg_mode(environ: Mapping[str, str] | None = None) -> OwgMode:

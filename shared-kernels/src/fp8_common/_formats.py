@@ -28,6 +28,7 @@ class Format:
         signed: Whether bit 7 is a sign; E8M0 is unsigned.
         fnuz: Whether the format has no infinity, one NaN (0x80) and no negative zero.
         has_infinity: Whether the format has codes for infinity (E5M2 alone).
+        max: Largest finite value.
     """
 
     name: str
@@ -41,16 +42,18 @@ class Format:
     fnuz: bool = False
     has_infinity: bool = False
 
+    max: float = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Decode the largest value."""
+        # By ml_dtypes, an implementation independent of this package's own `decode`. Now: compilers that trace casts
+        # cannot look into a property that is computed when it is first read.
+        object.__setattr__(self, "max", float(np.uint8(self.max_code).view(self.numpy_dtype)))
+
     @cached_property
     def numpy_dtype(self) -> np.dtype:
         """The ml_dtypes dtype of this format."""
         return np.dtype(getattr(ml_dtypes, self.dtype_name))
-
-    @cached_property
-    def max(self) -> float:
-        """Largest finite value."""
-        # Decoded by ml_dtypes, an implementation independent of this package's own `decode`.
-        return float(np.uint8(self.max_code).view(self.numpy_dtype))
 
     @cached_property
     def min_exponent(self) -> int:

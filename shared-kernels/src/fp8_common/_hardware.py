@@ -19,6 +19,11 @@ Status = Literal["native", "reference", "emulated", "unavailable"]
 OCP = ("e4m3", "e5m2")
 FNUZ = ("e4m3fnuz", "e5m2fnuz")
 
+BLOCK_CAPABILITY = (9, 0)
+"""The one compute capability for which cuBLAS multiplies with float32 scales of blocks: later ones have MX scales."""
+BLOCK_CUDA = (12, 9)
+"""The first CUDA that does."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
@@ -30,6 +35,7 @@ class Device:
         capability: CUDA compute capability of an NVIDIA device, e.g. (9, 0).
         arch: LLVM target of an AMD device, e.g. "gfx942".
         memory_bytes: Device memory; None if unknown.
+        cuda: The CUDA version that the torch which found it was built with, e.g. (12, 9); None if it was not torch.
     """
 
     kind: Kind
@@ -37,6 +43,7 @@ class Device:
     capability: tuple[int, int] | None = None
     arch: str | None = None
     memory_bytes: int | None = None
+    cuda: tuple[int, int] | None = None
 
     @property
     def label(self) -> str:
@@ -72,6 +79,11 @@ def native_formats(device: Device) -> tuple[str, ...]:
         if device.arch == "gfx950" or device.arch.startswith("gfx12"):
             return OCP
     return ()
+
+
+def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
+    """Return whether torch, built with a CUDA version, multiplies with float32 scales of blocks on such a GPU."""
+    return capability == BLOCK_CAPABILITY and cuda is not None and cuda >= BLOCK_CUDA
 
 
 def product_path(device: Device, granularity: Granularity) -> Path:
@@ -156,8 +168,11 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
         native = device.capability is not None and device.capability >= (10, 0)
         return native, "MX scales are built in" if native else "MX block scales need sm_100 and newer"
     # What is left are the granularities with float32 block scales.
-    if device.kind == "nvidia" and device.capability is not None and device.capability[0] == 9:
-        return True, "cuBLAS applies float32 block scales on sm_90 from CUDA 12.9 on"
+    built = "another framework than torch" if device.cuda is None else f"CUDA {device.cuda[0]}.{device.cuda[1]}"
+    if multiplies_blocks(device.capability, device.cuda):
+        return True, f"cuBLAS of {built} applies float32 block scales where 512 divides the contracted size"
+    if device.capability == BLOCK_CAPABILITY:
+        return False, f"cuBLAS applies float32 block scales from torch with CUDA 12.9 on, and this is {built}"
     return False, "cuBLAS applies float32 block scales on sm_90 alone"
 
 

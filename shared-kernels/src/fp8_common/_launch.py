@@ -1,8 +1,8 @@
 """Launch plans of the Triton kernels: kernel, tile, programs, warps and arguments. Pure Python.
 
-A plan follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX launch the same code,
-results do not depend on what ran before, and CUDA graphs can capture the first call. Plans neither import triton nor
-hold data; `fp8_common._kernels` compiles them.
+A plan follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX launch the same code, and
+results do not depend on what ran before. Plans neither import triton nor hold data: `fp8_common._kernels` compiles
+them.
 """
 
 import dataclasses
@@ -130,30 +130,44 @@ def amax_plan(n: int, dtype: str) -> LaunchPlan:
 
 
 def cast_plan(
-    n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    *,
+    policy: ScalePolicy | None = None,
+    with_amax: bool = False,
+    inverse: bool = False,
 ) -> LaunchPlan:
     """Plan y = fp8(x * scale) for `n` elements.
 
     With a policy, `scale_ptr` is the int32 key from `amax_plan` and the scale is an output: dynamic scaling in two
-    launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
+    launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|, `inverse` the
+    scale back from FP8 beside the one that a policy makes.
     """
     # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
     return LaunchPlan(
         kernel="cast",
         grid=tile_count(n, 4096),
-        pointers=_cast_pointers(dtype, fmt, policy, with_amax, transpose=False),
+        pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse, transpose=False),
         scalars={"n": ("i64", n)},
         constexprs=scale_constexprs(fmt, policy) | {"BLOCK": 4096},
         num_warps=8,
-        outputs=_cast_outputs(policy, with_amax, transpose=False),
+        outputs=_cast_outputs(policy, with_amax, inverse, transpose=False),
         zeroed=("amax_ptr",) if with_amax else (),
     )
 
 
 def cast_transpose_plan(
-    m: int, n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+    m: int,
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    *,
+    policy: ScalePolicy | None = None,
+    with_amax: bool = False,
+    inverse: bool = False,
 ) -> LaunchPlan:
-    """Plan y = fp8(x * scale) and its transpose for x [m, n]; policy and `with_amax` as in `cast_plan`."""
+    """Plan y = fp8(x * scale) and its transpose for x [m, n]; the other arguments as in `cast_plan`."""
     packed = m % 4 == 0
     # Four adjacent rows are packed into words, see `fp8_common._kernels.transpose`; 128 rows are 32 words, so that
     # the transpose is written in lines of 128 bytes. Without packing a square tile keeps both directions equal.
@@ -161,20 +175,30 @@ def cast_transpose_plan(
     return LaunchPlan(
         kernel="cast_transpose",
         grid=tile_count(m, bm) * tile_count(n, bn),
-        pointers=_cast_pointers(dtype, fmt, policy, with_amax, transpose=True),
+        pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse, transpose=True),
         scalars=_matrix(m, n),
         constexprs=scale_constexprs(fmt, policy)
         | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
         num_warps=4,
-        outputs=_cast_outputs(policy, with_amax, transpose=True),
+        outputs=_cast_outputs(policy, with_amax, inverse, transpose=True),
         zeroed=("amax_ptr",) if with_amax else (),
     )
 
 
 def rowwise_plan(
-    m: int, n: int, dtype: str, fmt: str | Format, policy: ScalePolicy = CANONICAL, *, fold: bool = False
+    m: int,
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    policy: ScalePolicy = CANONICAL,
+    *,
+    fold: bool = False,
+    inverse: bool = False,
 ) -> LaunchPlan:
-    """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first."""
+    """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first.
+
+    `inverse` also returns the scales back from FP8.
+    """
     constexprs = scale_constexprs(fmt, policy) | {"ALIGNED": n % 16 == 0}
     # Triton tiles have sides that are powers of two; what is beyond the row is masked.
     bn = max(16, _next_power_of_2(n))
@@ -193,11 +217,12 @@ def rowwise_plan(
             "fold_ptr": "fp32" if fold else None,
             "y_ptr": fp8_type(fmt),
             "scale_ptr": "fp32",
+            "scale_inv_ptr": "fp32" if inverse else None,
         },
         scalars=_matrix(m, n),
         constexprs=constexprs | tile,
         num_warps=warps,
-        outputs=("y_ptr", "scale_ptr"),
+        outputs=("y_ptr", "scale_ptr", "scale_inv_ptr")[: 3 if inverse else 2],
     )
 
 
@@ -210,8 +235,11 @@ def block_plan(
     policy: ScalePolicy = CANONICAL,
     *,
     transpose: bool = False,
+    inverse: bool = False,
 ) -> LaunchPlan:
     """Plan one scale per `rows` x 128 block of x [m, n]; `transpose` (128 rows, m % 4 == 0) also writes y^T.
+
+    `inverse` also returns the scales back from FP8.
 
     Raises:
         Fp8Error: No kernel has this block, or the transpose cannot be had.
@@ -232,10 +260,11 @@ def block_plan(
         tile, aligned, bm, warps = {}, m % 16 == n % 16 == 0, 128, 8
         pointers["yt_ptr"] = fp8_type(fmt) if transpose else None
         outputs = ("y_ptr", "yt_ptr", "scale_ptr") if transpose else outputs
+    outputs += ("scale_inv_ptr",) * inverse
     return LaunchPlan(
         kernel=f"block_{rows}x128",
         grid=tile_count(m, bm) * tile_count(n, 128),
-        pointers=pointers | {"scale_ptr": "fp32"},
+        pointers=pointers | {"scale_ptr": "fp32", "scale_inv_ptr": "fp32" if inverse else None},
         scalars=_matrix(m, n),
         constexprs=constexprs | {"ALIGNED": aligned} | tile,
         num_warps=warps,
@@ -261,6 +290,19 @@ def mx_plan(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil
         },
         num_warps=4,
         outputs=("y_ptr", "code_ptr"),
+    )
+
+
+def scales_plan(n: int, fmt: str | Format, policy: ScalePolicy) -> LaunchPlan:
+    """Plan the scales into and back from FP8 of `n` float32 amax."""
+    return LaunchPlan(
+        kernel="scales",
+        grid=tile_count(n, 256),
+        pointers=dict.fromkeys(("amax_ptr", "scale_ptr", "scale_inv_ptr"), "fp32"),
+        scalars={"n": ("i64", n)},
+        constexprs=scale_constexprs(fmt, policy) | {"BLOCK": 256},
+        num_warps=4,
+        outputs=("scale_ptr", "scale_inv_ptr"),
     )
 
 
@@ -366,15 +408,18 @@ def foreach_amax_plan(programs: int, dtype: str, *, aligned: bool) -> LaunchPlan
 
 
 def foreach_cast_plan(programs: int, dtype: str, fmt: str | Format, *, aligned: bool) -> LaunchPlan:
-    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; the addresses of y_t are in a table too."""
+    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; all y_t lie in one buffer, each at its offset.
+
+    `aligned`: the addresses of all x_t are multiples of 16. Offsets are multiples of 16 elements.
+    """
     return LaunchPlan(
         kernel="foreach_cast",
         grid=programs,
-        pointers={"ptrs_ptr": "i64", "out_ptrs_ptr": "i64", **_TABLE, "scale_ptr": "fp32"},
+        pointers={"ptrs_ptr": "i64", "offset_ptr": "i64", **_TABLE, "scale_ptr": "fp32", "y_ptr": fp8_type(fmt)},
         scalars={},
-        constexprs={"DTYPE": input_type(dtype), "F8": fp8_type(fmt)} | _foreach_tile(aligned),
+        constexprs={"DTYPE": input_type(dtype)} | _foreach_tile(aligned),
         num_warps=8,
-        outputs=(),  # written through the addresses of a table, not through a pointer argument
+        outputs=("y_ptr",),
     )
 
 
@@ -383,7 +428,7 @@ def _foreach_tile(aligned: bool) -> dict[str, object]:
 
 
 def _cast_pointers(
-    dtype: str, fmt: str | Format, policy: ScalePolicy | None, with_amax: bool, *, transpose: bool
+    dtype: str, fmt: str | Format, policy: ScalePolicy | None, with_amax: bool, inverse: bool, *, transpose: bool
 ) -> dict[str, str | None]:
     y = fp8_type(fmt)
     return {
@@ -393,11 +438,13 @@ def _cast_pointers(
         **({"yt_ptr": y} if transpose else {}),
         "amax_ptr": "i32" if with_amax else None,
         "scale_out_ptr": "fp32" if policy else None,
+        "scale_inv_ptr": "fp32" if policy and inverse else None,
     }
 
 
-def _cast_outputs(policy: ScalePolicy | None, with_amax: bool, *, transpose: bool) -> tuple[str, ...]:
-    wanted = {"y_ptr": True, "yt_ptr": transpose, "amax_ptr": with_amax, "scale_out_ptr": policy is not None}
+def _cast_outputs(policy: ScalePolicy | None, with_amax: bool, inverse: bool, *, transpose: bool) -> tuple[str, ...]:
+    scales = {"scale_out_ptr": policy is not None, "scale_inv_ptr": policy is not None and inverse}
+    wanted = {"y_ptr": True, "yt_ptr": transpose, "amax_ptr": with_amax} | scales
     return tuple(name for name, want in wanted.items() if want)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common._hardware import Device, Path, gather_path, product_path
+from fp8_common._hardware import Device, Path, Status, gather_path, product_path
 from fp8_common._recipe import Granularity
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,10 @@ class Machine:
     def product_path(self, granularity: Granularity) -> Path:
         """Return how products of one granularity run on the accelerator."""
         return product_path(self.accelerator, granularity)
+
+    def own_path(self, name: str, status: Status, why: str) -> Path:
+        """Return a path that only a plugin knows of; see `fp8_common._hardware.Path` for the words."""
+        return Path(name=name, status=status, why=why)
 
     def gather_path(self) -> Path:
         """Return how FP8 data crosses between processes."""
@@ -140,6 +144,14 @@ def parse_nvidia_smi(answer: str) -> list[Device]:
     return devices
 
 
+def parse_version(version: str | None) -> tuple[int, int] | None:
+    """Return the first two numbers of a version such as "12.9"; None for None."""
+    if version is None:
+        return None
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[list[Device], str | None]:
     """Import a framework and ask it for its devices; a failure becomes a note."""
     try:
@@ -158,6 +170,7 @@ def _torch_devices(torch: Any) -> list[Device]:
     if not torch.cuda.is_available():
         return []
     devices = []
+    cuda = parse_version(torch.version.cuda)
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         if torch.version.hip:
@@ -165,8 +178,8 @@ def _torch_devices(torch: Any) -> list[Device]:
             arch = facts.gcnArchName.partition(":")[0]
             device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
         else:
-            capability = (facts.major, facts.minor)
-            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=facts.total_memory)
+            capability, memory = (facts.major, facts.minor), facts.total_memory
+            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=memory, cuda=cuda)
         devices.append(device)
     return devices
 

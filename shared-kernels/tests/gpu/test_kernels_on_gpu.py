@@ -76,6 +76,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
             results["data"], results["scale"] = triton_backend.quantize_tensorwise(x, f8.E4M3, f8.CANONICAL)
             results["mx"], results["codes"] = triton_backend.quantize_mx(x, f8.E4M3, "rceil")
             results["keys"] = foreach.amax_keys(shards)
+            results["parts"] = foreach.cast(shards, torch.ones(3, device="cuda"), f8.E4M3)
             amax = results["keys"].view(torch.float32)
             results["history"], results["next"], _ = triton_backend.delayed_update(
                 history, amax, scale, fmax, te_delayed()
@@ -93,6 +94,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
             assert_same_bits(results["mx"], f8.quantize_mx(values, "e4m3").data, fmt="e4m3")
             largest = f8.amax(shards[2].cpu().float().numpy())
             assert_same_bits(results["keys"].view(torch.float32)[2], largest)
+            assert_same_bits(results["parts"][2], f8.quantize(shards[2].cpu().float().numpy(), 1.0, "e4m3"), fmt="e4m3")
             assert_same_bits(results["next"][2], f8.amax_to_scale(largest, "e4m3", te_delayed()))
 
     def test_operators_under_torch_compile_have_the_same_bits():

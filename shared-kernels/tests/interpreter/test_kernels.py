@@ -10,9 +10,11 @@ from fp8_common import random_bits
 from fp8_common._gradient_compression import MessageRows, round_gradients, sum_rounded
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial, adversarial_amax, all_bfloat16, all_float16, assert_same_bits
+from fp8_common.testing.arrays import as_numpy
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._quantize import Cast
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMATS = ["e4m3", "e5m2"]
@@ -105,6 +107,57 @@ def test_dynamic_tensorwise_in_two_launches(dtype, fmt, shape):
         want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
         assert_same_bits(scale, want)
         assert_same_bits(got, f8.quantize(x, want, fmt), fmt=fmt, source=x)
+
+
+@every_input
+def test_dynamic_casts_that_write_both_ways_and_the_scale_back(dtype, fmt, shape):
+    form = f8.get_format(fmt)
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
+        codes = f8.quantize(x, want, fmt)
+        for made in (
+            triton_backend.cast_tensorwise(tensor(x), form, f8.CANONICAL, both=True),
+            Cast(
+                *(
+                    triton_backend.cast_by_amax(tensor(x), number(f8.amax(x)), form, f8.CANONICAL)[i]
+                    for i in (0, 2, 3, 1)
+                )
+            ),
+        ):
+            assert_same_bits(made.scale, want)
+            assert_same_bits(made.scale_inv, f8.reciprocal(want))
+            assert_same_bits(made.codes, codes, fmt=fmt, source=x)
+            assert_same_bits(made.turned, codes.T, fmt=fmt, source=x.T)
+
+
+@every_input
+def test_a_given_scale_both_ways_and_the_amax(dtype, fmt, shape):
+    x, scale = planted(shape, dtype, fmt), np.float32(0.37)
+    got, amax, turned = triton_backend.cast_with_amax(tensor(x), number(scale), f8.get_format(fmt), both=True)
+    want = f8.quantize(x, scale, fmt)
+    assert_same_bits(amax, f8.amax(x))
+    assert_same_bits(got, want, fmt=fmt, source=x)
+    assert_same_bits(turned, want.T, fmt=fmt, source=x.T)
+
+
+@pytest.mark.parametrize("block", [None, (1, 128), (128, 128)])
+@pytest.mark.parametrize("columns", [517, 17000])
+def test_scales_back_of_rows_and_blocks(block, columns):
+    x = calm((130, columns) if block else (3, columns), "bfloat16")
+    if block is None:
+        made = triton_backend.cast_rowwise(tensor(x), None, f8.E4M3, f8.CANONICAL)
+    else:
+        made = triton_backend.cast_blockwise(tensor(x), f8.E4M3, block, f8.CANONICAL)
+    assert_same_bits(made.scale_inv, f8.reciprocal(as_numpy(made.scale)))
+
+
+@pytest.mark.parametrize("policy", [f8.CANONICAL, te_delayed(), te_current(), torchao(), flax(), msamp(), deepgemm()])
+def test_scales_of_amax(policy):
+    amax = adversarial_amax()
+    scale, inverse = triton_backend.scales_of_amax(tensor(amax), f8.E4M3, policy)
+    want = f8.amax_to_scale(amax, "e4m3", policy)
+    assert_same_bits(scale, want, source=amax)
+    assert_same_bits(inverse, f8.reciprocal(want), source=amax)
 
 
 @every_input
@@ -256,6 +309,20 @@ def test_foreach_takes_unaligned_tensors():
     parts = [whole[1:100], whole[100:4001], whole[4001:]]
     keys = foreach.amax_keys(parts)
     assert [key.view(torch.float32).item() for key in keys] == [part.abs().max().item() for part in parts]
+
+
+def test_a_new_output_needs_no_new_table(monkeypatch):
+    tensors = [tensor(calm((size,), dtype)) for size, dtype in ((33, "bfloat16"), (70, "float32"), (5, "bfloat16"))]
+    scales, sent = tensor(np.array([1, 2, 4], np.float32)), []
+    made = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: (sent.append(a), made(*a, **k))[1])
+    outputs = [foreach.cast(tensors, scales, f8.E4M3) for _ in range(3)]
+    assert len({parts[0].data_ptr() for parts in outputs}) == 3
+    assert len(sent) == 4, "two transfers for each dtype, once"
+    for i, x in enumerate(tensors):
+        want = f8.quantize(x.float().cpu().numpy(), 2.0**i, "e4m3")
+        for parts in outputs:
+            assert_same_bits(parts[i], want, fmt="e4m3")
 
 
 GRADIENT_ROWS = [(1, 1), (2, 7), (3, 128), (2, 8192), (3, 8192 + 517), (2, 2048 + 144)]

@@ -23,7 +23,7 @@ MACHINE = Machine(
     cores=4,
     devices=(
         Device(kind="cpu", name="a processor"),
-        Device(kind="nvidia", name="H100", capability=(9, 0), memory_bytes=80 * 2**30),
+        Device(kind="nvidia", name="H100", capability=(9, 0), memory_bytes=80 * 2**30, cuda=(12, 9)),
     ),
     versions={"numpy": "2.1", "triton": "3.6.0"},
     notes=("Something to know.",),

@@ -19,8 +19,8 @@ CPU = Device(kind="cpu", name="a processor")
 OCP, FNUZ = ("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz")
 
 
-def nvidia(major, minor):
-    return Device(kind="nvidia", name=f"GPU {major}.{minor}", capability=(major, minor))
+def nvidia(major, minor, cuda=(13, 0)):
+    return Device(kind="nvidia", name=f"GPU {major}.{minor}", capability=(major, minor), cuda=cuda)
 
 
 def amd(arch):
@@ -53,6 +53,21 @@ def test_what_each_device_multiplies_natively(label):
     assert {path.name for path in paths if path.status == "native"} == set(granularities)
     assert {path.status for path in paths} <= {"native", "emulated"}
     assert all(label in path.why and path.why.endswith(".") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("device", "native", "why"),
+    [
+        (nvidia(9, 0, (12, 9)), True, "cuBLAS of CUDA 12.9 applies"),
+        (nvidia(9, 0, (12, 8)), False, "from torch with CUDA 12.9 on, and this is CUDA 12.8."),
+        (nvidia(9, 0, None), False, "this is another framework than torch."),
+        (nvidia(10, 0), False, "on sm_90 alone."),
+    ],
+)
+def test_products_with_scales_of_blocks_need_their_cublas(device, native, why):
+    path = product_path(device, "blockwise_1x128")
+    assert (path.status == "native") is native
+    assert why in path.why
 
 
 def test_unknown_capabilities_promise_nothing():

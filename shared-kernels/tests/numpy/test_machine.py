@@ -13,7 +13,7 @@ from fp8_common._machine import detect, parse_nvidia_smi
 from fp8_common.plugin import Machine
 
 ANSWER = "NVIDIA H100 80GB HBM3, 9.0, 81559\nNVIDIA A, B, 8.0\n\nNVIDIA L4, 8.9, [N/A]\n"
-H100 = Device(kind="nvidia", name="NVIDIA H100", capability=(9, 0), memory_bytes=2**36)
+H100 = Device(kind="nvidia", name="NVIDIA H100", capability=(9, 0), memory_bytes=2**36, cuda=(12, 9))
 
 
 def properties(**facts):
@@ -26,7 +26,7 @@ def torch_with(hip=None, **facts):
         device_count=lambda: 2,
         get_device_properties=lambda index: properties(**facts),
     )
-    return types.SimpleNamespace(cuda=cuda, version=types.SimpleNamespace(hip=hip))
+    return types.SimpleNamespace(cuda=cuda, version=types.SimpleNamespace(hip=hip, cuda=None if hip else "12.9"))
 
 
 def jax_with(*devices):

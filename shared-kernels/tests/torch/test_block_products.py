@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from fp8_common import CANONICAL, get_format
+from fp8_common._hardware import Device, product_path
+from fp8_common._machine import parse_version
 from fp8_common.torch import _block_products as block_products
 from fp8_common.torch import _linear
 from fp8_common.torch._multiply import multiply
@@ -14,7 +16,7 @@ THIN, SQUARE = (1, 128), (128, 128)
 
 def operand(rows, columns, block):
     x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
-    codes, scale = dispatch.quantize_blockwise(x, get_format("e4m3"), block, CANONICAL)
+    codes, scale = dispatch.cast_blockwise(x, get_format("e4m3"), block, CANONICAL)[:2]
     return Operand(codes, dispatch.reciprocal(scale), get_format("e4m3"), block)
 
 
@@ -81,7 +83,7 @@ class Layer(LinearOperands):
 
     def weight_operand(self, weight, *, record):
         layout = ScaleLayout.of(self.config.weight)
-        codes, scale = layout.cast_whole(weight)
+        codes, scale = layout.cast_whole(weight)[:2]
         return Operand(codes, dispatch.reciprocal(scale), layout.fmt, layout.block)
 
 
@@ -107,6 +109,8 @@ def test_hopper_with_cuda_12_9_has_these_products(monkeypatch, cuda, capability,
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert block_products._look_up.__wrapped__(torch.device("cuda", 0)) is native
+    device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
+    assert (product_path(device, "blockwise_1x128").status == "native") is native, "fp8 doctor says what is done"
     assert not block_products.device_multiplies(torch.device("cpu"))
 
 

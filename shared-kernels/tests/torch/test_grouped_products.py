@@ -84,7 +84,7 @@ class Stack(LinearOperands):
         self.emulate = emulate
 
     def weight_operand(self, weight, *, record):
-        codes, scale = self.layout.cast_whole(weight)
+        codes, scale = self.layout.cast_whole(weight)[:2]
         scale = scale.reshape(-1) if self.config.weight.granularity == "tensorwise" else scale
         return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, self.layout.block)
 

@@ -23,7 +23,7 @@ class Layer(LinearOperands):
 
     def weight_operand(self, weight, *, record):
         layout = ScaleLayout.of(self.config.weight)
-        codes, scale = layout.cast_whole(weight)
+        codes, scale = layout.cast_whole(weight)[:2]
         return Operand(codes, dispatch.reciprocal(scale), layout.fmt, layout.block)
 
 

@@ -57,6 +57,8 @@ OPERATORS = {
     "quantize_transposed": (X, ONE, "e4m3"),
     "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "quantize_philox": (X, ONE, 5, 0, "e4m3"),
+    "scales_of_amax": (X.abs(), "e4m3", POLICY),
+    "cast_by_amax": (X, X.abs().max(), "e4m3", POLICY),
     "pack_gradients": (X, X[:, :3], "e4m3", 32),
     "sum_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32, 4.0),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
@@ -159,15 +161,15 @@ def dispatched(x):
     """Everything that chooses between a function and its operator."""
     scale = dispatch.scale_from_amax(dispatch.amax(x), f8.E4M3, f8.CANONICAL)
     codes = dispatch.quantize(x, scale, f8.E4M3)
-    rows, row_scales = dispatch.quantize_rowwise(x.t(), f8.E5M2, f8.CANONICAL)
-    blocks, block_scales = dispatch.quantize_blockwise(x, f8.E4M3, (1, 128), f8.CANONICAL)
+    rows, row_scales = dispatch.cast_rowwise(x.t(), f8.E5M2, f8.CANONICAL)[:2]
+    blocks, block_scales = dispatch.cast_blockwise(x, f8.E4M3, (1, 128), f8.CANONICAL)[:2]
     wide = dispatch.values(codes, f8.E4M3), dispatch.values(rows.t(), f8.E5M2, torch.bfloat16)
     back = dispatch.dequantize(codes, scale, f8.E4M3, torch.bfloat16)
     back_blocks = dispatch.dequantize(blocks, block_scales, f8.E4M3, torch.float32, (1, 128))
     fused = (
-        *dispatch.quantize_tensorwise(x, f8.E4M3, f8.CANONICAL),
-        *dispatch.quantize_with_amax(x, scale, f8.E5M2),
-        *dispatch.quantize_folded(x, x[0], f8.E4M3, f8.CANONICAL),
+        *dispatch.cast_tensorwise(x, f8.E4M3, f8.CANONICAL)[:3],
+        *dispatch.cast_with_amax(x, scale, f8.E5M2)[:2],
+        *dispatch.cast_rowwise(x, f8.E4M3, f8.CANONICAL, x[0])[:3],
     )
     made = (scale, dispatch.reciprocal(scale), *wide, row_scales, block_scales, codes, rows, blocks)
     return *made, back, back_blocks, *fused

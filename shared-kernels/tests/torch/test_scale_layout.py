@@ -29,9 +29,9 @@ def test_parts_make_the_codes_of_the_whole(granularity, shape, ranks):
     weight = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
     layout = ScaleLayout.of(CastRecipe(granularity=granularity))
     if granularity == "blockwise_128x128":
-        codes, scales = dispatch.quantize_blockwise(weight, layout.fmt, (128, 128), layout.cast.policy)
+        codes, scales = dispatch.cast_blockwise(weight, layout.fmt, (128, 128), layout.cast.policy)[:2]
     else:
-        codes, scales = layout.cast_whole(weight)
+        codes, scales = layout.cast_whole(weight)[:2]
     for dim in range(len(shape)):
         parts = list(parts_of(weight, dim, ranks))
         keys = torch.stack([layout.keys(part, geometry) for part, geometry in parts]).amax(0)
@@ -46,7 +46,7 @@ def test_parts_make_the_codes_of_the_whole(granularity, shape, ranks):
 def test_padding_past_the_end_has_scale_one(granularity, first):
     layout = ScaleLayout.of(CastRecipe(granularity=granularity))
     weight = torch.full((200, 130), 3.0)
-    _, scales = layout.cast_whole(weight)
+    scales = layout.cast_whole(weight).scale
     geometry = ShardGeometry(full_shape=weight.shape, first_index=first)
     wide = layout.of_part(scales, torch.Size((150, 130)), geometry).broadcast_to(150, 130)
     present = max(0, min(150, 200 - first))

@@ -67,6 +67,13 @@ class Product:
         """The precision of both gradients."""
         return lax.Precision.HIGHEST if self.precision is None else self.precision
 
+    @property
+    def kernel_gradient(self) -> np.dtype:
+        """The dtype of the gradient of rhs before it is scaled, in which devices add their parts."""
+        # Of 16-bit formats bfloat16 alone: sums of codes overflow float16.
+        half = self.scaling.kernel_gradient == "kernel" and self.operand_dtypes[1] == jnp.bfloat16
+        return np.dtype(jnp.bfloat16 if half else np.float32)
+
     def multiply(
         self,
         how: Contraction,
@@ -75,12 +82,16 @@ class Product:
         dtype: np.dtype,
         precision: Precision = None,
         like: jax.Array | None = None,
+        unscaled: DTypeLike = np.float32,
     ) -> jax.Array:
-        """Return the product of two cast tensors, accumulated in float32 and scaled back, sharded like `like`."""
+        """Return the product of two cast tensors, accumulated in float32 and scaled back, sharded like `like`.
+
+        `unscaled` is the dtype between the product and its scale.
+        """
         (a, of_a), (b, of_b) = lhs, rhs
         values = a.values(format_of(of_a, self.scaling)), b.values(format_of(of_b, self.scaling))
         placed = self.out_sharding if like is None else None
-        result = how.apply(*values, jnp.float32, precision, like, placed)
+        result = how.apply(*values, unscaled, precision, like, placed).astype(jnp.float32)
         # One factor for both: a large and a small scale in turn could overflow though the product does not.
         # The barrier makes XLA on CPUs compute it once, not for every element of the result; one around factors for
         # each element would keep XLA on GPUs from multiplying in the product's own pass.
@@ -271,7 +282,9 @@ def _product_bwd(
     input_, kernel, grad = (a, "input"), (b, "kernel"), (c, "output_grad")
     # Codes have the shape and the sharding of the operands that they are of, and nothing else of `like` is read.
     d_lhs = product.multiply(how.for_lhs, grad, kernel, of_lhs, product.backward_precision, a.codes)
-    d_rhs = product.multiply(how.for_rhs, input_, grad, of_rhs, product.backward_precision, b.codes)
+    d_rhs = product.multiply(
+        how.for_rhs, input_, grad, of_rhs, product.backward_precision, b.codes, product.kernel_gradient
+    )
     observed = next_state(state, {"input": a.seen, "kernel": b.seen, "output_grad": c.seen})
     if product.kernel_is_cast:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
@@ -289,7 +302,8 @@ def _gradients_by_row(product: Product, lhs: jax.Array, rhs: jax.Array, g: jax.A
     how = product.contraction.for_rhs
     a = cast(lhs, "input", {}, scaling, how.axes_of(how.lhs))
     b = cast(g, "output_grad", {}, scaling, how.axes_of(how.rhs))
-    return d_lhs, product.multiply(how, (a, "input"), (b, "output_grad"), of_rhs, precision)
+    unscaled = product.kernel_gradient
+    return d_lhs, product.multiply(how, (a, "input"), (b, "output_grad"), of_rhs, precision, unscaled=unscaled)
 
 
 _fp8_product.defvjp(_product_fwd, _product_bwd)

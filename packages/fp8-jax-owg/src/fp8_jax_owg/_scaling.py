@@ -10,6 +10,7 @@ Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]
 HistoryAlgo = Literal["max", "most_recent"]
 Granularity = Literal["tensor", "row"]
 KernelGranularity = Literal["tensor", "channel"]
+KernelGradient = Literal["float32", "kernel"]
 Tensor = Literal["input", "kernel", "output_grad"]
 TENSORS: tuple[Tensor, ...] = ("input", "kernel", "output_grad")
 """The tensors of one product that are cast."""
@@ -29,6 +30,9 @@ class DelayedScaling(Record):
             ("channel"). Inputs and output gradients have one each. Where a gradient sums over output features, a
             scale per feature cannot be taken out of the sum: there the kernel is cast again, with one scale from the
             maximum of all histories.
+        kernel_gradient: The dtype of the product that gives a kernel's gradient, before its scale is applied: XLA adds
+            the parts of several devices in it. "float32", or "kernel" for that of the kernel, which halves the bytes on
+            the wire for a bfloat16 kernel and rounds once more. Other kernels keep "float32".
     """
 
     amax_history_length: int = 1024
@@ -36,6 +40,7 @@ class DelayedScaling(Record):
     amax_compute_algo: HistoryAlgo = "max"
     fp8_format: Fp8Format = "HYBRID"
     kernel_granularity: KernelGranularity = "tensor"
+    kernel_gradient: KernelGradient = "float32"
 
     def __post_init__(self) -> None:
         """Refuse values that no layer could honour."""
@@ -61,11 +66,15 @@ class CurrentScaling(Record):
         fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
             "E4M3_FNUZ" take the formats of AMD MI300.
         power_of_2: Round scales down to powers of two.
+        kernel_gradient: The dtype of the product that gives a kernel's gradient, before its scale is applied: XLA adds
+            the parts of several devices in it. "float32", or "kernel" for that of the kernel, which halves the bytes on
+            the wire for a bfloat16 kernel and rounds once more. Other kernels keep "float32".
     """
 
     granularity: Granularity = "tensor"
     fp8_format: Fp8Format = "HYBRID"
     power_of_2: bool = False
+    kernel_gradient: KernelGradient = "float32"
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""

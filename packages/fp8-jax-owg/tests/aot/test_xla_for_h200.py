@@ -3,6 +3,7 @@
 XLA chooses between candidates without timing them here, so on a GPU it may multiply by other calls.
 """
 
+import dataclasses
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -26,12 +27,14 @@ SCALINGS = {
     "tensor": owg.CurrentScaling(granularity="tensor"),
     "row": owg.CurrentScaling(granularity="row"),
 }
+IN_BFLOAT16 = {
+    f"{name}, bfloat16": dataclasses.replace(one, kernel_gradient="kernel") for name, one in SCALINGS.items()
+}
 
 
 def loss(x, kernel, meta=None, *, scaling):
     """Sum of squares of one FP8 product with a bfloat16 result."""
-    how = {"meta": meta} if isinstance(scaling, owg.DelayedScaling) else {"scaling": scaling}
-    y = owg.fp8_dot_general(x, kernel, MATMUL, preferred_element_type=jnp.bfloat16, **how)
+    y = owg.fp8_dot_general(x, kernel, MATMUL, preferred_element_type=jnp.bfloat16, meta=meta, scaling=scaling)
     return (y.astype(jnp.float32) ** 2).sum()
 
 
@@ -47,11 +50,11 @@ def compiled(name, devices=1, shard_kernel=False):
     def like(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
-    scaling = SCALINGS[name]
+    scaling = (SCALINGS | IN_BFLOAT16)[name]
     rows = (like((ROWS * devices, INPUTS), jnp.bfloat16, "data"),)
     kernel = (like((INPUTS, OUTPUTS), jnp.bfloat16, *(["data"] if shard_kernel else [])),)
     arguments = rows + kernel
-    if name == "delayed":
+    if isinstance(scaling, owg.DelayedScaling):
         arguments += (jax.tree.map(lambda leaf: like(leaf.shape, leaf.dtype), owg.init_meta(scaling)),)
     step = jax.value_and_grad(partial(loss, scaling=scaling), argnums=tuple(range(len(arguments))))
     with lowering_for(90):
@@ -133,7 +136,21 @@ def test_eight_devices_gather_a_sharded_kernel_in_fp8(name):
 def test_eight_devices_with_a_replicated_kernel_gather_nothing(name):
     found = owg.find_collectives(compiled(name, 8))
     assert {one.kind for one in found} == {"all-reduce"}
-    # Amax as integers, whose maximum is exact; the gradient of the kernel before it is rounded; the loss.
+    # Amax as integers, whose maximum is exact; the gradient of the kernel before it is scaled and rounded, because XLA
+    # adds the parts of a product where the product ends; the loss.
     assert {one.elements for one in found if one.dtype == "f32"} == {INPUTS * OUTPUTS, 1}
     assert max(one.elements for one in found if one.dtype == "s32") <= INPUTS + OUTPUTS
     assert {one.dtype for one in found} == {"s32", "f32"}
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_a_gradient_is_reduced_in_bfloat16_where_that_is_asked_for(name):
+    found = owg.find_collectives(compiled(name, 8))
+    assert [(one.kind, one.dtype) for one in found if one.elements == INPUTS * OUTPUTS] == [("all-reduce", "bf16")]
+    assert {one.elements for one in found if one.dtype == "f32"} <= {1}
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_a_gradient_that_is_reduced_in_bfloat16_moves_fewer_bytes(name):
+    plain = name.partition(",")[0]
+    assert bytes_moved(compiled(name, 8))[1] < bytes_moved(compiled(plain, 8))[1]

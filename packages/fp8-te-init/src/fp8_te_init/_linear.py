@@ -136,12 +136,11 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
         if isinstance(weight, GatheredFloat8Weight):
             return Operand.of(weight)
         layout = ScaleLayout.of(self.config.weight)
-        if isinstance(weight, PrimaryFloat8Weight):
-            weight.state.check_loaded()
-            codes, scale = weight.codes, weight.state.scale_of_all_rows(weight.scale)
-        else:
-            codes, scale = layout.cast_whole(weight)
-        return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, layout.block)
+        if not isinstance(weight, PrimaryFloat8Weight):
+            return Operand.of_cast(layout.cast_whole(weight), self.config.weight.fp8_format, layout.block)
+        weight.state.check_loaded()
+        scale_inv = dispatch.reciprocal(weight.state.scale_of_all_rows(weight.scale))
+        return Operand(weight.codes, scale_inv, self.config.weight.fp8_format, layout.block)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

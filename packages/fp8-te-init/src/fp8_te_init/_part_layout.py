@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, dispatch
 from fp8_te_init._stacked_layout import layout_of
 
 
@@ -56,7 +56,7 @@ class PartLayout(ScaleLayout):
         """Return scales that broadcast to rows of the part."""
         return self._inner.of_part(self.own(scales, geometry.full_shape), part_shape, geometry)
 
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> dispatch.Cast:
         """Return codes and scales of a weight of its own."""
         return self._inner.cast_whole(weight)
 

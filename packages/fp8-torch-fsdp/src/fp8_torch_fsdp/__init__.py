@@ -34,6 +34,7 @@ from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._synchronize import (
     Float8Controller,
     precompute_float8_dynamic_scale_for_fsdp,
+    settle_delayed_scales,
     sync_float8_amax_and_scale_history,
 )
 from fp8_torch_fsdp._tensor_parallel import (
@@ -85,6 +86,7 @@ __all__ = [
     "mark_weights_changed",
     "precompute_float8_dynamic_scale_for_fsdp",
     "save_checkpoint",
+    "settle_delayed_scales",
     "sync_float8_amax_and_scale_history",
     "unconvert",
     "verify_checkpoint",

@@ -38,6 +38,7 @@ class DelayedScale(nn.Module):
         late: bool scalar, whether an optimizer step came before the synchronization of what was observed.
         owner: The plan that synchronizes it; None before any has taken it.
         shared: Whether that plan combines it with other ranks.
+        settled: Whether `settle` found it ready.
     """
 
     scale: torch.Tensor
@@ -53,7 +54,7 @@ class DelayedScale(nn.Module):
         if cast.policy.history < 1:
             raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
         self.cast, self.initial = cast, initial
-        self.owner, self.shared = None, False
+        self.owner, self.shared, self.settled = None, False, False
         # The version of `scale` after the last write by delayed scaling; see `was_loaded`.
         self._written = 0
         # dtypes are given: torch.set_default_dtype must not decide about scales
@@ -71,6 +72,7 @@ class DelayedScale(nn.Module):
         twin = DelayedScale(self.cast, initial=self.initial, device=self.scale.device)
         for name, buffer in self.named_buffers():
             getattr(twin, name).copy_(buffer)
+        twin.settled = self.settled
         memo[id(self)] = twin
         return twin
 
@@ -81,6 +83,7 @@ class DelayedScale(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Forget everything."""
+        self.settled = False
         self.scale.fill_(1)
         self.history.zero_()
         self.ready.fill_(self.always_ready)
@@ -119,8 +122,8 @@ class DelayedScale(nn.Module):
 
     @property
     def always_ready(self) -> bool:
-        """Whether the scale is known before the operand is, in the first step too: cast and amax are one pass."""
-        return self.initial != "dynamic"
+        """Whether the scale is known before the operand is: cast and amax are one pass."""
+        return self.initial != "dynamic" or self.settled
 
     def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
@@ -158,6 +161,7 @@ class DelayedScale(nn.Module):
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.settled = False  # the checkpoint may be of a model that was not trained
         if f"{prefix}scale" in state_dict:
             self._written = LOADED  # an assigning load brings a tensor that counts writes of its own
         if self.own_key.is_meta and not self.key.is_meta:
@@ -182,6 +186,14 @@ class DelayedScale(nn.Module):
 def delayed_scales(model: nn.Module) -> list[DelayedScale]:
     """Return every `DelayedScale` under `model`, in module order: the same on all ranks."""
     return [module for module in model.modules() if isinstance(module, DelayedScale)]
+
+
+def settle(modules: Sequence[DelayedScale]) -> int:
+    """Mark the scales that come from an observation, waiting for their device once; return how many do not."""
+    flags = _stacked(modules, "ready").tolist() if modules else []
+    for module, ready in zip(modules, flags, strict=True):
+        module.settled = ready
+    return flags.count(False)
 
 
 def observed_keys(modules: Sequence[DelayedScale]) -> torch.Tensor:
@@ -311,11 +323,11 @@ def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[li
     for index, module in enumerate(modules):
         # a policy is frozen and hashes by value
         groups.setdefault(module.cast.policy, []).append(index)
-    # A list as index is copied to the device; usually all share one policy, and there is none.
-    return [
-        ([modules[i] for i in indices], keys if len(indices) == len(modules) else keys[indices])
-        for indices in groups.values()
-    ]
+    if len(groups) == 1:
+        return [(list(modules), keys)]
+    # no list as index: it would be copied to the device, for which the host waits and which no CUDA graph can capture
+    single = keys.split(1)
+    return [([modules[i] for i in indices], torch.cat([single[i] for i in indices])) for indices in groups.values()]
 
 
 def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.Tensor | bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess, dispatch
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
@@ -43,6 +43,13 @@ class Distribution(WeightAccess):
                 "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
             )
         return with_bias(layer.distributed_product(input, layer.weight), layer.bias)
+
+    def keeps_operand(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is one that is gathered in FP8, and at hand without a gather: nobody frees it.
+
+        Compilers choose themselves what they keep.
+        """
+        return isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
 
     def __deepcopy__(self, memo: dict) -> "Distribution":
         """A copied layer works with the same ranks."""
@@ -171,8 +178,8 @@ class Float8Linear(nn.Linear, LinearOperands):
         if isinstance(weight, GatheredFloat8Weight):
             return Operand.of(weight)
         plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-        codes, scale = self.strategy.cast_whole(plain, record=record, **self.distribution.parts)
-        return Operand(codes, dispatch.reciprocal(scale), self.config.weight.fp8_format, self.strategy.layout.block)
+        made = self.strategy.cast_whole(plain, record=record, **self.distribution.parts)
+        return Operand.of_cast(made, self.config.weight.fp8_format, self.strategy.layout.block)
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess, dispatch
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._linear import Unsharded
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
@@ -129,9 +129,8 @@ class WeightProducts(LinearOperands):
             operand = Operand.of(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
-            codes, scale = self.strategy.cast_whole(plain, record=record)
-            cast = self.config.weight
-            operand = Operand(codes, dispatch.reciprocal(scale), cast.fp8_format, self.strategy.layout.block)
+            made = self.strategy.cast_whole(plain, record=record)
+            operand = Operand.of_cast(made, self.config.weight.fp8_format, self.strategy.layout.block)
         if self.stacked and self.config.weight.granularity == "tensorwise":
             # one scale for each expert, or the constant of all
             own = operand.scale_inv.reshape(-1).expand(weight.shape[0])

@@ -2,6 +2,9 @@
 
 from fp8_common.plugin import Machine, PluginInfo
 
+GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
+"""What the recipes of this package have; blocks of 1x128 are multiplied by blocks of 128x128."""
+
 
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
@@ -9,5 +12,5 @@ def describe(machine: Machine) -> PluginInfo:
         name="fp8-torch-fsdp",
         version="0.1.0",
         summary="FP8 linear layers for PyTorch; FSDP2 all-gathers their weights as one byte per element.",
-        paths=(machine.product_path("tensorwise"), machine.gather_path()),
+        paths=(*(machine.product_path(granularity) for granularity in GRANULARITIES), machine.gather_path()),
     )

@@ -249,7 +249,7 @@ class ShardedFloat8Weight(torch.Tensor):
         plan = state.plan()
         if plan is None or plan.is_due(state):
             # The first gather on a rank is the first one on all: each makes its plan here, and the reductions meet.
-            (plan or SyncPlan(fsdp.find_root(owner), type(owner))).synchronize()
+            (plan or SyncPlan(fsdp.find_root(owner), type(owner))).synchronize_in_gather()
         elif state.changes.are_new(owner._data) and not fsdp.in_backward():
             owner._cast_again()
         if state.wire is not None:

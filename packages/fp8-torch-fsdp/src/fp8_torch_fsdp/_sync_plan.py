@@ -7,6 +7,7 @@ ranks only is found by all of them. Gathers inside of that forward and of its ba
 them did. Weights whose scales never leave their rank take no part.
 """
 
+import contextlib
 import logging
 import weakref
 from typing import NamedTuple
@@ -190,6 +191,14 @@ class SyncPlan(ScalePlan):
         self._synchronize(roll=roll)
         if self.scales and (self._trains_a_part() if record is None else record):
             self._observe_weights()
+
+    def synchronize_in_gather(self) -> None:
+        """Synchronize on the stream of a gather: the first one of the root, or of a part that is called alone."""
+        root = self._root()
+        # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
+        # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
+        with fsdp.alone_on_device(root) if self.scales and root is not None else contextlib.nullcontext():
+            self.synchronize()
 
     def _trains_a_part(self) -> bool:
         # whether gradients are enabled cannot be asked: FSDP2 disables them while it gathers

@@ -8,9 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8_common import Fp8Error
 from fp8_common.torch.plugin import hooks
 from fp8_torch_fsdp._counters import plans_of
-from fp8_torch_fsdp._delayed import delayed_scales
+from fp8_torch_fsdp._delayed import delayed_scales, settle
 from fp8_torch_fsdp._local_plan import synchronize_before_forward
 from fp8_torch_fsdp._sync_plan import SyncPlan
 
@@ -40,6 +41,30 @@ def sync_float8_amax_and_scale_history(model: nn.Module, *, group: dist.ProcessG
     """
     # disabled when called: the decorator would import the compiler with the package
     torch.compiler.disable(_synchronize_all)(model, group)
+
+
+def settle_delayed_scales(model: nn.Module) -> int:
+    """Cast in one pass from now on, where delayed scaling has a scale from an earlier step. All ranks call it.
+
+    The first scale of an operand is made from its own values, so that its amax has to be found before it is cast; in
+    later steps too, because only the device knows whether there is a scale. Call this once, after the second step: it
+    asks the device, and waits for it. A compiled model compiles once more. The numbers stay the same, unless an operand
+    is replaced by zeros alone later: its scale is 1 then, as with `initial="one"`. Loading a checkpoint and
+    `reset_parameters` undo it.
+
+    Args:
+        model: The converted model, after a forward that followed an optimizer step.
+
+    Returns:
+        The number of operands without such a scale, which go on as before: those that were not observed, or were zero.
+
+    Raises:
+        Fp8Error: The model has no delayed scaling.
+    """
+    scales = delayed_scales(model)
+    if not scales:
+        raise Fp8Error("settle_delayed_scales needs a model with delayed scaling: no layer has a delayed scale.")
+    return settle(scales)
 
 
 def _synchronize_all(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -7,14 +7,18 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from fp8_common.torch import _triton_backend as triton_backend
 
-# Kernels of one forward and backward of a layer without FSDP, and of the update before the forward. The gradient of
-# a weight contracts columns, which the references cast on CPU.
+# Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
+# gradient. The backward takes the weight's codes of the forward. The gradient of a weight contracts columns, which the
+# references cast on CPU where codes of rows do not serve.
 LAUNCHES = {
-    "tensorwise": (["amax", "cast"] * 4, {}),
-    "tensorwise_delayed": (["delayed_update", *["cast"] * 4], {"delayed": f8.DelayedScalingConfig(initial="one")}),
-    "rowwise": (["rowwise"] * 4, {}),
-    "rowwise_with_gw_hp": (["rowwise"] * 4, {}),
-    "blockwise": (["block_1x128", "block_128x128", "block_128x128", "block_1x128"], {}),
+    "tensorwise": (["amax", "cast_transpose", "amax", "cast", "amax", "cast_transpose"], {}),
+    "tensorwise_delayed": (
+        ["delayed_update", "cast_transpose", "cast", "cast_transpose"],
+        {"delayed": f8.DelayedScalingConfig(initial="one")},
+    ),
+    "rowwise": (["rowwise"] * 3, {}),
+    "rowwise_with_gw_hp": (["rowwise"] * 3, {}),
+    "blockwise": (["block_1x128", "block_128x128", "block_1x128"], {}),
 }
 
 

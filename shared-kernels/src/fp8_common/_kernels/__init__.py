@@ -27,6 +27,7 @@ KERNELS: dict[str, str] = {
     "block_1x128": "blockwise",
     "block_128x128": "blockwise",
     "mx": "mx",
+    "scales": "delayed",
     "delayed_update": "delayed",
     "dequantize": "dequantize",
     "dequantize_mx": "dequantize",

@@ -6,7 +6,15 @@ Dims: x_MN is [M, N]; scales are [M, ceil(N / 128)] or [ceil(M / 128), ceil(N / 
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, scaled, to_fp8, widen_key
+from fp8_common._kernels.device import (
+    multiple_of_16,
+    narrow_key,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    widen_key,
+)
 from fp8_common._kernels.transpose import load_rows, max_narrow_key, store_with_transpose
 
 
@@ -15,6 +23,7 @@ def block_1x128_kernel(
     x_ptr,
     y_ptr,
     scale_ptr,
+    scale_inv_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -36,7 +45,9 @@ def block_1x128_kernel(
     key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
     scale = scale_of_key(key, 1.0, FMAX, RULE)
     tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
-    tl.store(scale_ptr + r.to(tl.int64) * columns + block, scale, mask=r < M)
+    place = r.to(tl.int64) * columns + block
+    tl.store(scale_ptr + place, scale, mask=r < M)
+    store_reciprocal(scale_inv_ptr, place, scale, r < M)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -45,6 +56,7 @@ def block_128x128_kernel(
     y_ptr,
     yt_ptr,
     scale_ptr,
+    scale_inv_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -76,3 +88,4 @@ def block_128x128_kernel(
         tl.store(y_ptr + at, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask)
     # Programs are numbered like the blocks.
     tl.store(scale_ptr + tl.program_id(0), scale)
+    store_reciprocal(scale_inv_ptr, tl.program_id(0), scale, None)

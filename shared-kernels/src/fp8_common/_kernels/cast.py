@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import narrow_key, scale_of_key, scaled, to_fp8, widen_key
+from fp8_common._kernels.device import narrow_key, scale_of_key, scaled, store_reciprocal, to_fp8, widen_key
 
 
 @triton.jit
-def tensor_scale(scale_ptr, scale_out_ptr, FMAX: tl.constexpr, RULE: tl.constexpr):
+def tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX: tl.constexpr, RULE: tl.constexpr):
     """The given scale, or (with a RULE) the one made from an int32 amax key, which the first program also stores."""
     if RULE is None:
         return tl.load(scale_ptr)
@@ -16,6 +16,7 @@ def tensor_scale(scale_ptr, scale_out_ptr, FMAX: tl.constexpr, RULE: tl.constexp
         scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
         if tl.program_id(0) == 0:
             tl.store(scale_out_ptr, scale)
+            store_reciprocal(scale_inv_ptr, 0, scale, None)
         return scale
 
 
@@ -26,6 +27,7 @@ def cast_kernel(
     y_ptr,
     amax_ptr,
     scale_out_ptr,
+    scale_inv_ptr,
     n: tl.int64,
     FMAX: tl.constexpr,
     RULE: tl.constexpr,
@@ -35,7 +37,7 @@ def cast_kernel(
 
     With a RULE, `scale` holds the int32 key of the amax of x, and tiles are walked backwards.
     """
-    scale = tensor_scale(scale_ptr, scale_out_ptr, FMAX, RULE)
+    scale = tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX, RULE)
     # With a RULE the amax kernel has just read x, and its end is what the L2 cache still holds: begin there.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     base = tile.to(tl.int64) * BLOCK

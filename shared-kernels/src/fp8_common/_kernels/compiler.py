@@ -4,7 +4,8 @@ Both ways give Triton the same types, constants and alignment, so the PTX is the
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fp8_common._kernels import get_kernel
 from fp8_common._launch import LaunchPlan
 
 DTYPES = {d.name: d for d in (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)}
-DTYPE_NAMES = ("DTYPE", "F8")
+DTYPE_NAMES = ("DTYPE",)
 """The constexprs that hold a dtype, which plans give by name."""
 ALIGNMENT = 16
 """Bytes; with it Triton makes accesses of up to 16 bytes, without it one per element."""
@@ -117,14 +118,38 @@ def compile_function(
     return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=num_warps)
 
 
-def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any]) -> None:
-    """Launch a plan on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter)."""
+def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any], *, refusal: Exception | None = None) -> None:
+    """Launch a plan on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter).
+
+    Args:
+        plan: What to launch.
+        tensors: Its data.
+        refusal: Raised in place of compiling and loading a kernel that was not launched before: a CUDA graph that is
+            being captured would become invalid.
+    """
     if plan.grid == 0:  # CUDA refuses an empty grid
         return
     # By name, as Triton binds arguments; those that are left out are among the constants.
     arguments = {name: tensors[name] for name, kind in plan.pointers.items() if kind}
     arguments |= {name: value for name, (_, value) in plan.scalars.items()}
-    get_kernel(plan.kernel)[(plan.grid,)](**arguments, **constants(plan), num_warps=plan.num_warps, **OPTIONS)
+    with nullcontext() if refusal is None else _loading_refused(refusal):
+        get_kernel(plan.kernel)[(plan.grid,)](**arguments, **constants(plan), num_warps=plan.num_warps, **OPTIONS)
+
+
+@contextmanager
+def _loading_refused(refusal: Exception) -> Iterator[None]:
+    """Raise where Triton would compile a kernel, and with that load it, while the `with` block runs."""
+
+    def refuse(**_: Any) -> None:
+        raise refusal
+
+    # Before anything is compiled or remembered, so that the kernel can be launched later.
+    knobs = triton.knobs.runtime
+    hook, knobs.jit_cache_hook = knobs.jit_cache_hook, refuse
+    try:
+        yield
+    finally:
+        knobs.jit_cache_hook = hook
 
 
 def tools() -> Path:

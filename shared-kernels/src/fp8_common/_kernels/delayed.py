@@ -1,12 +1,24 @@
-"""The kernel that updates the histories and scales of delayed scaling for all tensors of a model at once.
+"""Kernels that make scales: from amax, and from the histories of delayed scaling for all tensors of a model at once.
 
-The rule is `fp8_common.update_history` followed by `amax_to_scale`. Dims: history_LT is [L, T], the rest [T].
+The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: history_LT is [L, T], the rest [T].
 """
 
 import triton
 import triton.language as tl
 
 from fp8_common._kernels.device import INF_KEY, KEY_MASK, as_bits, as_float, reciprocal, scale_of_key
+
+
+@triton.jit(do_not_specialize=["n"])
+def scales_kernel(
+    amax_ptr, scale_ptr, scale_inv_ptr, n: tl.int64, FMAX: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Make the scale into FP8 of each float32 amax [n], and its reciprocal."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = as_bits(tl.load(amax_ptr + at, mask=at < n, other=0.0)) & KEY_MASK
+    scale = scale_of_key(key, 1.0, FMAX, RULE)
+    tl.store(scale_ptr + at, scale, mask=at < n)
+    tl.store(scale_inv_ptr + at, reciprocal(scale), mask=at < n)
 
 
 @triton.jit(do_not_specialize=["T", "L"])

@@ -124,6 +124,13 @@ def reciprocal(scale):
 
 
 @triton.jit
+def store_reciprocal(scale_inv_ptr, at, scale, mask):
+    """Store the scales back from FP8, if there is a place for them."""
+    if scale_inv_ptr is not None:
+        tl.store(scale_inv_ptr + at, reciprocal(scale), mask=mask)
+
+
+@triton.jit
 def product(a, b):
     """RN32(a * b), never joined with a sum that follows into one rounding."""
     # As bits, because results of inline assembly are integers here.

@@ -1,7 +1,7 @@
 """Kernels for the amax and the cast of a list of tensors of one dtype in one launch.
 
 The list is a table on the device: the address and length of every tensor, and for every program its tensor and which
-chunk of it. No program exists for an empty tensor.
+chunk of it. No program exists for an empty tensor. Results lie in one buffer, so that a new buffer needs no new table.
 """
 
 import triton
@@ -42,23 +42,27 @@ def foreach_amax_kernel(
 @triton.jit
 def foreach_cast_kernel(
     ptrs_ptr,
-    out_ptrs_ptr,
+    offset_ptr,
     numel_ptr,
     tensor_ptr,
     chunk_ptr,
     scale_ptr,
+    y_ptr,
     DTYPE: tl.constexpr,
-    F8: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     ITERS: tl.constexpr,
 ):
-    """Compute y_t = fp8(x_t * scale[t]) for every tensor; `scale` is float32 [T]."""
+    """Write fp8(x_t * scale[t]) from y[offset[t]] on for every tensor; `scale` is float32 [T].
+
+    Offsets are int64 multiples of 16 elements.
+    """
+    F8: tl.constexpr = y_ptr.dtype.element_ty
     t = tl.load(tensor_ptr + tl.program_id(0))
     base = tl.load(chunk_ptr + tl.program_id(0)).to(tl.int64) * (BLOCK * ITERS)
     n, scale = tl.load(numel_ptr + t), tl.load(scale_ptr + t)
-    # F8 comes as an argument: addresses in a table have no element type.
-    x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), tensor_at(out_ptrs_ptr, t, F8, ALIGNED)
+    # Without the hint, which follows the load because nothing is known about what it brings, stores would be narrow.
+    x, y = tensor_at(ptrs_ptr, t, DTYPE, ALIGNED), y_ptr + tl.multiple_of(tl.load(offset_ptr + t), 16)
     o = tl.arange(0, BLOCK)
     if base + BLOCK * ITERS <= n:
         for i in tl.static_range(ITERS):

@@ -8,7 +8,15 @@ Dims: x_MN is [M, N], scale_M is [M], fold_N is [N].
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import multiple_of_16, narrow_key, scale_of_key, scaled, to_fp8, widen_key
+from fp8_common._kernels.device import (
+    multiple_of_16,
+    narrow_key,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    widen_key,
+)
 
 
 @triton.jit
@@ -27,6 +35,7 @@ def rowwise_kernel(
     fold_ptr,
     y_ptr,
     scale_ptr,
+    scale_inv_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -47,6 +56,7 @@ def rowwise_kernel(
     scale = scale_of_key(key, 1.0, FMAX, RULE)
     tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + r, scale, mask=r < M)
+    store_reciprocal(scale_inv_ptr, r, scale, r < M)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -55,6 +65,7 @@ def rowwise_long_kernel(
     fold_ptr,
     y_ptr,
     scale_ptr,
+    scale_inv_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -83,3 +94,4 @@ def rowwise_long_kernel(
         x = load_values(x_ptr, fold_ptr, row + start + c, start + c, mask, N)
         tl.store(y_ptr + row + start + c, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + tl.program_id(0), scale)
+    store_reciprocal(scale_inv_ptr, tl.program_id(0), scale, None)

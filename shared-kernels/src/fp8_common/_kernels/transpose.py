@@ -55,6 +55,7 @@ def cast_transpose_kernel(
     yt_ptr,
     amax_ptr,
     scale_out_ptr,
+    scale_inv_ptr,
     M: tl.int32,
     N: tl.int32,
     FMAX: tl.constexpr,
@@ -68,7 +69,7 @@ def cast_transpose_kernel(
     if ALIGNED:
         M, N = multiple_of_16(M), multiple_of_16(N)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    scale = tensor_scale(scale_ptr, scale_out_ptr, FMAX, RULE)
+    scale = tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX, RULE)
     # Backwards after a pass for the amax, as in `cast_kernel`.
     tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)

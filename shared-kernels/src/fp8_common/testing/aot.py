@@ -109,11 +109,11 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="cast, dynamic scale",
-            plan=launch.cast_plan(n, **x, policy=CANONICAL),
+            plan=launch.cast_plan(n, **x, policy=CANONICAL, inverse=True),
             elements=4096,
             read=b,
             written=1,
-            narrow=2,
+            narrow=3,
             tail=True,
         ),
         Case(
@@ -156,7 +156,7 @@ def _transposed_cases(dtype: str, fmt: str) -> list[Case]:
         for name, plan, narrow in (
             ("cast + transpose", launch.cast_transpose_plan(*square, **x), 1),
             ("cast + transpose + amax", launch.cast_transpose_plan(*square, **x, with_amax=True), 1),
-            ("cast + transpose, dynamic", launch.cast_transpose_plan(*square, **x, policy=CANONICAL), 2),
+            ("cast + transpose, dynamic", launch.cast_transpose_plan(*square, **x, policy=CANONICAL, inverse=True), 3),
         )
     ]
 
@@ -228,7 +228,7 @@ def _mx_cases(dtype: str, fmt: str) -> list[Case]:
 
 
 def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
-    """Dequantization, and the update of delayed scaling, too small for its speed to matter."""
+    """Dequantization, and scales from amax and histories, too small for their speed to matter."""
     b = INPUT_BYTES[dtype]
     blocks = {"tensor": (SIZE, SIZE), "row": (1, SIZE), "1x128": (1, 128), "128x128": (128, 128)}
     back = [
@@ -245,8 +245,10 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
     mx_plan = launch.dequantize_mx_plan(SIZE, SIZE, fmt, dtype)
     back.append(Case(name="dequantize, MX", plan=mx_plan, elements=2048, read=1, written=b, narrow=8))
     update = launch.delayed_update_plan(400, 16, CANONICAL)
+    scales = launch.scales_plan(SIZE, fmt, CANONICAL)
     return [
         *back,
+        Case(name="scales", plan=scales, elements=256, read=0, written=0, narrow=99, memory_bound=False),
         Case(
             name="delayed update",
             plan=update,

@@ -174,7 +174,7 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
 
 def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
     """Return the tasks of `tasks` for gradients: x as one row for each of eight ranks, into a message and summed."""
-    rows, config = x.view(GRADIENT_RANKS, -1), f8.GradientCompression(format=fmt.name)  # pyrefly: ignore[bad-argument-type]
+    rows, config = x.reshape(GRADIENT_RANKS, -1), f8.GradientCompression(format=fmt.name)  # pyrefly: ignore[bad-argument-type]
     columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // config.block)
     sizes = columns, 0, x.dtype, fmt, config.block
     message, first = gradients.pack_gradients(rows, rows[:, :0], fmt, config.block), slice(0, 32 * config.block)

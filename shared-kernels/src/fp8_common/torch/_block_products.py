@@ -8,14 +8,12 @@ from functools import cache
 
 import torch
 
+from fp8_common._hardware import multiplies_blocks
+from fp8_common._machine import parse_version
 from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch._operands import BLOCK_1X128, Operand
 
 BLOCK_128X128 = (128, 128)
-CAPABILITY = (9, 0)
-"""The one compute capability for which cuBLAS has these products: later ones have MX scales instead."""
-CUDA_VERSION = (12, 9)
-"""The first CUDA that has them."""
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 _PAIRS = [(BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128), (BLOCK_1X128, BLOCK_1X128)]
 
@@ -51,7 +49,6 @@ def device_multiplies(device: torch.device) -> bool:
 
 @cache
 def _look_up(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.hip:
         return False
-    version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    return version >= CUDA_VERSION and torch.cuda.get_device_capability(device) == CAPABILITY
+    return multiplies_blocks(torch.cuda.get_device_capability(device), parse_version(torch.version.cuda))

@@ -4,7 +4,7 @@ On a GPU `roll_histories` is one launch for all tensors that share a rule.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -13,6 +13,7 @@ from fp8_common._formats import get_data_format
 from fp8_common._launch import scale_rule
 from fp8_common._policy import ScalePolicy
 from fp8_common._recipe import CastRecipe
+from fp8_common.torch import _capture as capture
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import float_key, key_to_float
 from fp8_common.torch._history import reduce_history, update_history
@@ -99,14 +100,17 @@ def _scales_by_format(
     return result
 
 
-@lru_cache(maxsize=64)
+@cache
 def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
     """Return the float32 [T] numerators of the scales; sent to the device once."""
-    # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph.
+    # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph. Without a limit: a
+    # graph points to it, and there is one for each list of formats, which is a few bytes for each operand of a model.
+    capture.refuse(device, "a list of formats")
     return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
     """Return bool [T]: whether each of `names` is `name`; sent to the device once."""
+    capture.refuse(device, "a list of formats")
     return torch.tensor([other == name for other in names], device=device)

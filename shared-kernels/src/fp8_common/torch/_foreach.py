@@ -1,27 +1,61 @@
 """The amax and the cast of a list of tensors: one kernel launch for each dtype on a GPU.
 
-FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them. It is sent once and cached
-while the same tensors come again, which is every step of training, so that CUDA graphs can capture the launches. Both
+FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them by address. It is sent once
+and cached while the same tensors come again, which is every step of training; where results go is no part of it. A
+CUDA graph can therefore capture the launches after a step with the same tensors, and its tables are kept for good. Both
 are operators. Elsewhere than on a GPU they call the references for one tensor after the other.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from fp8_common import _launch as launch
 from fp8_common._formats import Format, get_data_format
+from fp8_common.torch import _capture as capture
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_each, float_key
 from fp8_common.torch._ops import NAMESPACE
 from fp8_common.torch._quantize import quantize
 from fp8_common.torch._rounding import torch_dtype
 
-Row = tuple[int, int]
-"""(address, elements) of a tensor."""
 TABLES_KEPT = 64
-"""Size of the cache of tables."""
+"""Size of the cache of tables that no CUDA graph uses."""
+
+
+class Rows(NamedTuple):
+    """What a table is made from, for tensors of one dtype.
+
+    Attributes:
+        addresses: Of the tensors.
+        sizes: Their elements.
+        offsets: Where their results begin in the buffer of all; none for an amax.
+        places: Their positions in the whole list; none if they are the whole list.
+    """
+
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+class Table(NamedTuple):
+    """A table on the device.
+
+    Attributes:
+        tensors: What the kernels read, by the names of their arguments.
+        places: int64, the positions in the whole list; None if it holds all.
+        programs: How many programs the list takes.
+        aligned: Whether all addresses are multiples of 16.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    places: torch.Tensor | None
+    programs: int
+    aligned: bool
 
 
 def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -60,28 +94,26 @@ def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for dtype, places in _by_dtype(tensors).items():
         # Kept in a list until after the launch: the table holds addresses, which keep no tensor alive.
         dense = [tensors[i].contiguous() for i in places]
-        table = _table(tuple((x.data_ptr(), x.numel()) for x in dense), (), tensors[0].device)
-        plan = launch.foreach_amax_plan(table["programs"], _name(dtype), aligned=table["aligned"])
+        table = _table(_rows(dense, (), places, len(tensors)), keys.device)
+        plan = launch.foreach_amax_plan(table.programs, _name(dtype), aligned=table.aligned)
         # The usual list has one dtype; then the kernel writes the result itself.
-        whole = len(places) == len(tensors)
-        found = keys if whole else keys.new_zeros(len(places))
-        triton_backend.run(plan, keys.device, amax_ptr=found, **table["tensors"])
-        if not whole:
-            keys[places] = found
+        found = keys if table.places is None else keys.new_zeros(len(places))
+        triton_backend.run(plan, keys.device, amax_ptr=found, **table.tensors)
+        if table.places is not None:
+            keys.index_copy_(0, table.places, found)
     return keys
 
 
 def _launched(tensors: Sequence[torch.Tensor], scales: torch.Tensor, form: Format) -> torch.Tensor:
     """Return FP8 data of all tensors one after the other, made by the kernels."""
-    buffer = tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(form))
-    outputs = _parts(buffer, tensors)
+    *offsets, total = accumulate(_padded_sizes(tensors), initial=0)
+    buffer = tensors[0].new_empty(total, dtype=torch_dtype(form))
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
-        rows = tuple((x.data_ptr(), x.numel()) for x in dense)
-        table = _table(rows, tuple(outputs[i].data_ptr() for i in places), scales.device)
-        plan = launch.foreach_cast_plan(table["programs"], _name(dtype), form, aligned=table["aligned"])
-        chosen = scales if len(places) == len(tensors) else scales[places]
-        triton_backend.run(plan, scales.device, scale_ptr=chosen.contiguous(), **table["tensors"])
+        table = _table(_rows(dense, [offsets[i] for i in places], places, len(tensors)), buffer.device)
+        plan = launch.foreach_cast_plan(table.programs, _name(dtype), form, aligned=table.aligned)
+        chosen = scales if table.places is None else scales.index_select(0, table.places)
+        triton_backend.run(plan, buffer.device, scale_ptr=chosen.contiguous(), y_ptr=buffer, **table.tensors)
     return buffer
 
 
@@ -134,28 +166,42 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
     return places
 
 
+def _rows(dense: Sequence[torch.Tensor], offsets: Sequence[int], places: Sequence[int], whole: int) -> Rows:
+    addresses, sizes = tuple(x.data_ptr() for x in dense), tuple(x.numel() for x in dense)
+    return Rows(addresses, sizes, tuple(offsets), () if len(places) == whole else tuple(places))
+
+
+def _table(rows: Rows, device: torch.device) -> Table:
+    # A graph points to its tables for as long as it lives, which nobody here knows.
+    return _kept_for_graphs(rows, device) if capture.is_capturing(device) else _cached(rows, device)
+
+
+@cache
+def _kept_for_graphs(rows: Rows, device: torch.device) -> Table:
+    return _cached(rows, device)
+
+
 @lru_cache(maxsize=TABLES_KEPT)
-def _table(rows: tuple[Row, ...], outputs: tuple[int, ...], device: torch.device) -> dict:
+def _cached(rows: Rows, device: torch.device) -> Table:
     """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
     # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
-    tensor, chunk = launch.foreach_chunks([size for _, size in rows])
-    columns = {
-        "ptrs_ptr": [address for address, _ in rows],
-        "numel_ptr": [size for _, size in rows],
-        "out_ptrs_ptr": list(outputs),
-    }
+    capture.refuse(device, "a table of tensors that no earlier step had, or not at these addresses,")
+    tensor, chunk = launch.foreach_chunks(list(rows.sizes))
+    columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "offset_ptr": rows.offsets, "places": rows.places}
     # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
     narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
     tensors = dict(zip(columns, wide.split([len(c) for c in columns.values()]), strict=True))
     tensors["tensor_ptr"], tensors["chunk_ptr"] = narrow.split([len(tensor), len(chunk)])
+    places = tensors.pop("places")
     # An empty tensor may have the address 0; nothing is read there.
-    addresses = [address for (address, size) in rows if size] + list(outputs)
-    return {
-        "tensors": tensors,
-        "programs": len(tensor),
-        "aligned": all(address % 16 == 0 for address in addresses),
-    }
+    used = [address for address, size in zip(rows.addresses, rows.sizes, strict=True) if size]
+    return Table(
+        tensors=tensors,
+        places=places if rows.places else None,
+        programs=len(tensor),
+        aligned=all(address % 16 == 0 for address in used),
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

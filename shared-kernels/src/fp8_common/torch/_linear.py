@@ -56,13 +56,18 @@ class LinearOperands:
     def observe(self, name: str, x: torch.Tensor, operand: Operand) -> None:
         """Look at an operand that was cast, `x` [rows, columns] and its FP8 form, if `watched`."""
 
-    def cast(self, name: str, x: torch.Tensor, *, record: bool, groups: RowGroups | None = None) -> Operand:
-        """Cast a matrix [rows, contracted] as the operand `name`, "input" or "grad_output"."""
+    def cast(
+        self, name: str, x: torch.Tensor, *, record: bool, groups: RowGroups | None = None, both: bool = False
+    ) -> Operand:
+        """Cast a matrix [rows, contracted] as the operand `name`, "input" or "grad_output".
+
+        `both` says that another product contracts the rows of the same codes.
+        """
         if groups is not None:
             return groups.cast(x, getattr(self.config.recipe, name))
         if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
             return Operand.of(x)
-        operand = cast_operand(x, getattr(self.config.recipe, name), self.scale_state(name), record=record)
+        operand = cast_operand(x, getattr(self.config.recipe, name), self.scale_state(name), record=record, both=both)
         if self.watched:
             self.observe(name, x, operand)
         return operand
@@ -141,6 +146,13 @@ class WeightAccess:
         """Return the weight as an operand."""
         return layer.weight_operand(started, record=record)
 
+    def keeps_operand(self, weight: torch.Tensor) -> bool:
+        """Whether the backward takes the codes of the forward: of weights that stay in memory in any case.
+
+        A weight that FSDP2 frees between the two must not leave its codes there.
+        """
+        return False
+
     def start_gradient(self, layer: LinearOperands, grad_weight: torch.Tensor) -> Any:
         """Start to bring the gradient of the weight to the ranks that hold it."""
         return grad_weight
@@ -172,11 +184,17 @@ class _Products(torch.autograd.Function):
         started = access.start_weight(layer, sent, None)
         rows = x.reshape(-1, x.shape[-1])
         groups = None if offsets is None else RowGroups(offsets, rows.shape[0])
-        x_operand = layer.cast("input", rows, record=record, groups=groups)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        both = needs_weight and groups is None and layer.config.input_has_one_cast
+        x_operand = layer.cast("input", rows, record=record, groups=groups, both=both)
         w_operand = access.finish_weight(layer, started, record=record)
+        kept = w_operand if needs_x and groups is None and access.keeps_operand(weight) else None
+        saved = () if kept is None else (kept.codes, kept.scale_inv)
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
-        ctx.save_for_backward(offsets, *sent, *_saved_input(layer.config, rows, x_operand))
+        ctx.save_for_backward(offsets, *sent, *saved, *_saved_input(layer.config, rows, x_operand))
+        ctx.kept = None if kept is None else (kept.fmt, kept.block)
+        ctx.turned = x_operand.turned is not None
         ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
         ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
         y = _multiply(x_operand, w_operand, layer.config, "output", x.dtype, groups)
@@ -188,22 +206,26 @@ class _Products(torch.autograd.Function):
         layer: LinearOperands = ctx.layer
         access: WeightAccess = ctx.access
         offsets, *saved = ctx.saved_tensors  # once: checkpoints let it be read once only
-        sent, saved_input = tuple(saved[: ctx.sent]), tuple(saved[ctx.sent :])
+        sent, rest = tuple(saved[: ctx.sent]), tuple(saved[ctx.sent :])
+        kept = None if ctx.kept is None else Operand(*rest[:2], *ctx.kept)
+        saved_input = rest if kept is None else rest[2:]
         rows = grad.reshape(-1, grad.shape[-1])
         groups = None if offsets is None else RowGroups(offsets, rows.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         # The weight is on its way during the other product, and its gradient during this one.
-        started = access.start_weight(layer, sent, grad) if needs_x else None
+        started = access.start_weight(layer, sent, grad) if needs_x and kept is None else None
         shared = None
         if layer.config.gradient_has_one_scale:
-            shared = layer.cast("grad_output", rows, record=ctx.record, groups=groups)
+            both = needs_weight and groups is None and layer.config.gradient_has_one_cast
+            shared = layer.cast("grad_output", rows, record=ctx.record, groups=groups, both=both)
         if needs_weight:
-            product = _grad_weight(layer, rows, saved_input, shared, ctx.weight_dtype, groups)
+            x = _saved_operand(layer.config, saved_input, turned=ctx.turned)
+            product = _grad_weight(layer, rows, x, shared, ctx.weight_dtype, groups)
             grad_weight = access.start_gradient(layer, product)
         if needs_x:
             # Delayed scaling has observed the weight in the forward.
-            weight = access.finish_weight(layer, started, record=False)
+            weight = access.finish_weight(layer, started, record=False) if kept is None else kept
             grad_x = _reshaped(_grad_input(layer, rows, weight, shared, groups).to(ctx.dtype), ctx.shape)
         if needs_weight:
             grad_weight = access.finish_gradient(layer, grad_weight)
@@ -216,7 +238,18 @@ def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tup
     Codes serve where they have one scale, whatever dimension is contracted.
     """
     # Codes are a quarter of a float32 input, or half of one of 16 bits.
-    return (cast.codes, cast.scale_inv) if config.input_has_one_cast else (rows,)
+    if not config.input_has_one_cast:
+        return (rows,)
+    return cast.codes if cast.turned is None else cast.turned, cast.scale_inv
+
+
+def _saved_operand(config: LinearConfig, saved: tuple[torch.Tensor, ...], *, turned: bool) -> torch.Tensor | Operand:
+    """Return what `_saved_input` saved: the input, or its codes, contracted over rows if they were saved turned."""
+    if not config.input_has_one_cast:
+        return saved[0]
+    operand = Operand(*saved, config.input.fp8_format)
+    # the other way round, too, the turned codes are at hand
+    return Operand(operand.codes.t(), operand.scale_inv, operand.fmt, turned=operand.codes) if turned else operand
 
 
 def _grad_input(
@@ -240,7 +273,7 @@ def _grad_input(
 def _grad_weight(
     layer: LinearOperands,
     grad: torch.Tensor,
-    saved_input: tuple[torch.Tensor, ...],
+    x: torch.Tensor | Operand,
     shared: Operand | None,
     dtype: torch.dtype,
     groups: RowGroups | None,
@@ -250,13 +283,9 @@ def _grad_weight(
     grad_cast, input_cast = config.grad_weight_casts
     if not input_cast.enabled:
         # Disabled means for both operands: `Recipe` refuses a product of one.
-        x = saved_input[0].to(grad.dtype)
+        x = x.to(grad.dtype)
         return (grad.t() @ x if groups is None else multiply_wide(grad, x, groups)).to(dtype)
-    if config.input_has_one_cast:
-        codes, scale_inv = saved_input
-        x = _over_rows(Operand(codes, scale_inv, config.input.fp8_format), groups)
-    else:
-        x = _cast_over_rows(saved_input[0], input_cast, groups)
+    x = _over_rows(x, groups) if isinstance(x, Operand) else _cast_over_rows(x, input_cast, groups)
     same = shared is not None and config.gradient_has_one_cast
     g = _over_rows(shared, groups) if same else _cast_over_rows(grad, grad_cast, groups)
     options = _options(config, "grad_weight", dtype, grad.device)

@@ -15,7 +15,7 @@ from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch._amax import amax_over_ranks
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
-from fp8_common.torch._quantize import expand_blocks
+from fp8_common.torch._quantize import Cast, expand_blocks
 
 BLOCK_1X128 = (1, 128)
 
@@ -31,17 +31,24 @@ class Operand:
         scale_inv: float32 back from FP8: a scalar, [rows, 1], or one per block.
         fmt: Format of the codes.
         block: The block of each scale, where scales do not broadcast.
+        turned: The codes [contracted, rows], contiguous, where the cast wrote them too.
     """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
     fmt: Format
     block: Block | None = None
+    turned: torch.Tensor | None = None
 
     @classmethod
     def of(cls, gathered: GatheredFloat8Weight) -> "Operand":
         """Return what was cast before it was gathered."""
         return cls(gathered.codes, dispatch.reciprocal(gathered.scale), FORMATS[gathered.fmt], gathered.block)
+
+    @classmethod
+    def of_cast(cls, made: Cast, fmt: Format, block: Block | None = None) -> "Operand":
+        """Return what was cast now."""
+        return cls(made.codes, made.scale_inv, fmt, block, made.turned)
 
     @property
     def wide_scale_inv(self) -> torch.Tensor:
@@ -52,7 +59,8 @@ class Operand:
         """Return the matrix with its other dimension contracted; scales must be a scalar or square blocks."""
         block = None if self.block is None else (self.block[1], self.block[0])
         scale_inv = turned(self.scale_inv) if self.scale_inv.ndim >= 2 else self.scale_inv
-        return Operand(turned(self.codes), scale_inv, self.fmt, block)
+        codes = turned(self.codes) if self.turned is None else self.turned
+        return Operand(codes, scale_inv, self.fmt, block)
 
 
 class ScaleState(Protocol):
@@ -71,7 +79,7 @@ class ScaleState(Protocol):
 
 
 def cast_operand(
-    x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False
+    x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False, both: bool = False
 ) -> Operand:
     """Cast a matrix whose contracted dimension is the last.
 
@@ -80,24 +88,25 @@ def cast_operand(
         cast: Format, scaling, granularity and policy.
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
+        both: Whether another product contracts the rows of the same codes.
     """
     fmt, block = FORMATS[cast.format], None
     if cast.granularity == "rowwise":
-        codes, scale = dispatch.quantize_rowwise(_readable_by_rows(x), fmt, cast.policy)
+        # compiled, columns are read as they lie
+        made = dispatch.cast_rowwise(x if dispatch.fused(x) else _readable_by_rows(x), fmt, cast.policy)
     elif cast.granularity == "blockwise_1x128":
         block = BLOCK_1X128
-        codes, scale = dispatch.quantize_blockwise(_readable_by_rows(x), fmt, block, cast.policy)
+        made = dispatch.cast_blockwise(_readable_by_rows(x), fmt, block, cast.policy)
     else:
-        codes, scale = cast_tensorwise(x, cast, delayed, record=record)
-    return Operand(codes, dispatch.reciprocal(scale), fmt, block)
+        made = cast_tensorwise(x, cast, delayed, record=record, both=both)
+    return Operand.of_cast(made, fmt, block)
 
 
 def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operand:
     """Cast float32(x) * fold, where `fold` is float32 [contracted]: scales of the other operand that moved into x."""
     if cast.granularity != "rowwise":
         return cast_operand(x.float() * fold, cast)
-    codes, scale = dispatch.quantize_folded(x, fold, cast.fp8_format, cast.policy)
-    return Operand(codes, dispatch.reciprocal(scale), cast.fp8_format)
+    return Operand.of_cast(dispatch.cast_rowwise(x, cast.fp8_format, cast.policy, fold), cast.fp8_format)
 
 
 def cast_tensorwise(
@@ -107,8 +116,9 @@ def cast_tensorwise(
     *,
     record: bool,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of the shape of `x` and the float32 scalar scale of dynamic, delayed or static scaling.
+    both: bool = False,
+) -> Cast:
+    """Return codes of the shape of `x` and the float32 scalar scales of dynamic, delayed or static scaling.
 
     Args:
         x: The tensor, or this rank's part of it.
@@ -116,22 +126,27 @@ def cast_tensorwise(
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
         group: The ranks that hold the other parts and need the same scale; all of them call this.
+        both: Whether the codes are wanted turned, too.
     """
     fmt = FORMATS[cast.format]
     if cast.static_scale is not None:
         # Made on the device by a fill; `torch.tensor` would copy it from the host.
-        scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
-        return dispatch.quantize(x, scale, fmt), scale
+        return _cast_with(x, torch.full((), cast.static_scale, dtype=torch.float32, device=x.device), fmt)
     if delayed is None and group is None:
-        return dispatch.quantize_tensorwise(x, fmt, cast.policy)
+        return dispatch.cast_tensorwise(x, fmt, cast.policy, both=both)
     if delayed is not None and delayed.always_ready:
         # a scale from earlier steps is common already; only one from this step's values has to be agreed on
-        codes, amax = dispatch.quantize_with_amax(x, delayed.scale, fmt)
-        return codes, delayed.current(amax, record)
+        codes, amax, across = dispatch.cast_with_amax(x, delayed.scale, fmt, both=both)
+        scale = delayed.current(amax, record)
+        return Cast(codes, scale, dispatch.reciprocal(scale), across)
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
     amax = amax_over_ranks(dispatch.amax(x), group)
     scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)
-    return dispatch.quantize(x, scale, fmt), scale
+    return _cast_with(x, scale, fmt)
+
+
+def _cast_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Cast:
+    return Cast(dispatch.quantize(x, scale, fmt), scale, dispatch.reciprocal(scale))
 
 
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:

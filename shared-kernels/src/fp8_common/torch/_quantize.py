@@ -4,6 +4,7 @@ These are the references behind the operators of `fp8_common.torch._ops`. They e
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,22 @@ from fp8_common.torch._amax import amax_all, amax_over, as_float32
 from fp8_common.torch._compat import FakeTensor
 from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite, torch_dtype, values
 from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
+
+
+class Cast(NamedTuple):
+    """A tensor in FP8, with what a product wants to know.
+
+    Attributes:
+        codes: float8, of the shape of the tensor.
+        scale: float32 into FP8, as the function that cast it returns them.
+        scale_inv: float32 back from FP8, of the shape of `scale`.
+        turned: The codes of a matrix [columns, rows], contiguous, where the cast wrote them too.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    turned: torch.Tensor | None = None
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,6 +114,35 @@ def dequantize_blockwise(
     """Undo `quantize_blockwise`."""
     check_block(block, q.ndim)
     return dequantize(q, expand_blocks(scale, block, q.shape), fmt, dtype)
+
+
+def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:
+    """Return `quantize_tensorwise` as a `Cast`; `both` asks for the codes turned where that saves a pass."""
+    return with_reciprocal(*quantize_tensorwise(x, fmt, policy))
+
+
+def cast_rowwise(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Cast:
+    """Return `quantize_rowwise` along the last dimension of x, or of float32(x) * fold, as a `Cast`."""
+    return with_reciprocal(
+        *(quantize_rowwise(x, fmt, -1, policy) if fold is None else quantize_folded(x, fold, fmt, policy))
+    )
+
+
+def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy) -> Cast:
+    """Return `quantize_blockwise` as a `Cast`."""
+    return with_reciprocal(*quantize_blockwise(x, fmt, block, policy))
+
+
+def cast_with_amax(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Return `quantize_with_amax` and None, in the place of the codes turned."""
+    return *quantize_with_amax(x, scale, fmt), None
+
+
+def with_reciprocal(codes: torch.Tensor, scale: torch.Tensor) -> Cast:
+    """Return a `Cast` with the scale back from FP8."""
+    return Cast(codes, scale, divide(1.0, scale))
 
 
 def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, torch.Tensor]:

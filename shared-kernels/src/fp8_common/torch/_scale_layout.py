@@ -19,7 +19,7 @@ from fp8_common._errors import Fp8Error
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch._amax import amax_over, float_key, key_to_float
-from fp8_common.torch._quantize import block_amax, expand_blocks
+from fp8_common.torch._quantize import Cast, block_amax, expand_blocks
 
 BLOCK: Block = (128, 128)
 
@@ -109,7 +109,7 @@ class ScaleLayout(abc.ABC):
         """Return scales that broadcast to a part, of the float32 `scales` of the whole weight."""
 
     @abc.abstractmethod
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return float8 codes of the shape of `weight` and its scales, made from itself: amax and cast together."""
 
     def amax(self, keys: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
@@ -140,9 +140,9 @@ class TensorwiseLayout(ScaleLayout):
         """Return the scalar."""
         return scales
 
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and the scalar."""
-        return dispatch.quantize_tensorwise(weight, self.fmt, self.cast.policy)
+        return dispatch.cast_tensorwise(weight, self.fmt, self.cast.policy, both=dispatch.fused(weight))
 
 
 class RowwiseLayout(ScaleLayout):
@@ -164,9 +164,9 @@ class RowwiseLayout(ScaleLayout):
         """Return the scales of the part's rows."""
         return _rows_of(scales, part_shape, geometry)
 
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and scales [..., rows, 1]."""
-        return dispatch.quantize_rowwise(weight, self.fmt, self.cast.policy)
+        return dispatch.cast_rowwise(weight, self.fmt, self.cast.policy)
 
 
 class ExpertwiseLayout(ScaleLayout):
@@ -188,11 +188,12 @@ class ExpertwiseLayout(ScaleLayout):
         """Return the scales of the part's experts; a part that is cut elsewhere has all."""
         return geometry.part_of(scales, part_shape[0]) if geometry.dim == 0 else scales
 
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and scales [experts, 1, 1]."""
         # each expert is one row of [experts, rows * columns]
-        codes, scales = dispatch.quantize_rowwise(weight.reshape(weight.shape[0], -1), self.fmt, self.cast.policy)
-        return codes.view(weight.shape), scales.view(self.shape(weight.shape))
+        rows = dispatch.cast_rowwise(weight.reshape(weight.shape[0], -1), self.fmt, self.cast.policy)
+        shape = self.shape(weight.shape)
+        return Cast(rows.codes.view(weight.shape), rows.scale.view(shape), rows.scale_inv.view(shape))
 
 
 class ColumnwiseLayout(ScaleLayout):
@@ -214,11 +215,11 @@ class ColumnwiseLayout(ScaleLayout):
         """Return the scales of the part's columns; a part of some rows has all."""
         return scales if geometry.dim == len(part_shape) - 2 else geometry.part_of(scales, part_shape[geometry.dim])
 
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and scales [..., 1, columns]."""
         amax = amax_over(weight, (-2,), keepdim=True)
         scales = dispatch.scale_from_amax(amax, self.fmt, self.cast.policy)
-        return dispatch.quantize(weight, scales, self.fmt), scales
+        return Cast(dispatch.quantize(weight, scales, self.fmt), scales, dispatch.reciprocal(scales))
 
 
 class BlockwiseLayout(ScaleLayout):
@@ -257,9 +258,9 @@ class BlockwiseLayout(ScaleLayout):
         shape[dim] = length - present
         return torch.cat([wide, wide.new_ones(shape)], dim=dim)
 
-    def cast_whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and the scales of all blocks."""
-        return dispatch.quantize_blockwise(weight, self.fmt, BLOCK, self.cast.policy)
+        return dispatch.cast_blockwise(weight, self.fmt, BLOCK, self.cast.policy)
 
     def _first_block(self, ndim: int, geometry: ShardGeometry) -> tuple[int, int]:
         """Return the block that holds the part's first element along the cut, and that element's place in it."""

@@ -9,7 +9,7 @@ import torch
 from fp8_common._amax import INF_KEY
 from fp8_common._formats import E8M0, Format
 from fp8_common._policy import ScalePolicy
-from fp8_common.torch._amax import as_float32, float_key
+from fp8_common.torch._amax import as_float32, float_key, key_to_float
 
 EXPONENT_MASK = 0x7F800000
 MANTISSA_MASK = 0x007FFFFF
@@ -19,12 +19,13 @@ def scale_from_amax(
     amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale into FP8 for float32 `amax`; see `fp8_common.amax_to_scale`."""
-    value = as_float32(amax, "amax").abs()
+    # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
+    key = float_key(as_float32(amax, "amax"))
+    value = key_to_float(key)
     if policy.formula == "e8m0":
         return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
     if policy.formula == "descale":
         return divide(1.0, scale_inv_from_amax(value, fmt, policy))
-    key = float_key(value)
     if policy.formula == "divide_then_margin":
         # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
         scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
@@ -46,15 +47,25 @@ def scale_inv_from_amax(
     """Return the float32 scale back from FP8; see `fp8_common.amax_to_scale_inv`."""
     if policy.formula != "descale":
         return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
-    value = _at_least_eps(as_float32(amax, "amax").abs(), policy)
-    descale = torch.div(value, torch.full_like(value, fmt.max))
+    value = _at_least_eps(key_to_float(float_key(as_float32(amax, "amax"))), policy)
+    largest = torch.full_like(value, fmt.max)
+    descale = (_wide_quotient if torch.compiler.is_compiling() else torch.div)(value, largest)
     return _power_of_2_above(descale) if policy.power_of_2 else descale
 
 
 def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
     """Return RN32(numerator / x), IEEE division of float32 tensors."""
+    if torch.compiler.is_compiling():
+        return _wide_quotient(torch.full_like(x, numerator), x)
     # `reciprocal` is one IEEE division, and one launch; `numerator / x` would multiply by it, see above.
     return torch.reciprocal(x) if numerator == 1 else torch.div(torch.full_like(x, numerator), x)
+
+
+def _wide_quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return RN32(a / b) in code that a compiler may divide approximately in float32, as on GPUs."""
+    # A quotient of float32 that was rounded to float64 rounds to the float32 that the exact one rounds to: it cannot
+    # come as near to a tie.
+    return torch.div(a.double(), b.double()).float()
 
 
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,8 +23,10 @@ from fp8_common._launch import LaunchPlan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
+from fp8_common.torch import _capture as capture
 from fp8_common.torch import _quantize
 from fp8_common.torch._compat import FakeTensor
+from fp8_common.torch._quantize import Cast
 from fp8_common.torch._rounding import torch_dtype
 
 
@@ -59,7 +62,8 @@ def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None
         return
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device(device):
-        run_plan(plan, tensors)
+        refusal = capture.refusal(f"the kernel {plan.kernel}") if capture.is_capturing(device) else None
+        run_plan(plan, tensors, refusal=refusal)
 
 
 def amax_all(x: torch.Tensor) -> torch.Tensor:
@@ -89,22 +93,86 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantize(x, scale, fmt)` and max |x| (float32 scalar) from one pass: delayed scaling."""
-    dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    return cast_with_amax(x, scale, fmt)[:2]
+
+
+def cast_with_amax(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return `quantize(x, scale, fmt)`, max |x|, and with `both` the codes of a matrix turned, all from one pass."""
     key = torch.zeros(1, dtype=torch.int32, device=x.device)
-    plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, with_amax=True)
-    run(plan, x.device, x_ptr=dense, scale_ptr=_scale(scale), y_ptr=y, amax_ptr=key)
-    return y, key.view(torch.float32).view(())
+    turned = _room_for_turned(x, fmt) if both else None
+    y = _cast(x, fmt, turned, scale_ptr=_scale(scale), with_amax=True, amax_ptr=key)
+    return y, key.view(torch.float32).view(()), turned
 
 
 def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and the float32 scalar scale from the tensor's own amax: two launches."""
-    dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    return cast_tensorwise(x, fmt, policy)[:2]
+
+
+def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:
+    """Return data and scales from the tensor's own amax, and with `both` the codes of a matrix turned: two launches."""
+    dense, turned = _dense(x), _room_for_turned(x, fmt) if both else None
+    return _cast_by_key(x, dense, amax_key(dense), fmt, policy, turned)
+
+
+def cast_by_amax(
+    x: torch.Tensor, amax: torch.Tensor, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return data of a matrix, its transpose, and the scales into and back from FP8 that follow from its float32 amax.
+
+    The amax is that of `amax`, without a sign.
+    """
+    x = x.contiguous()
+    turned = torch.empty((x.shape[1], x.shape[0]), dtype=torch_dtype(fmt), device=x.device)
+    # an amax has no sign, so its bits are its key
+    made = _cast_by_key(x, x, amax.view(torch.int32).reshape(1), fmt, policy, turned)
+    return made.codes, turned, made.scale, made.scale_inv
+
+
+def _cast_by_key(
+    x: torch.Tensor,
+    dense: torch.Tensor,
+    key: torch.Tensor,
+    fmt: Format,
+    policy: ScalePolicy,
+    turned: torch.Tensor | None,
+) -> Cast:
     # Written by the first program; an empty tensor, for which nothing is launched, has the scale 1.
-    scale = (torch.empty if x.numel() else torch.ones)(1, dtype=torch.float32, device=x.device)
-    key = amax_key(dense)
-    plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, policy=policy)
-    run(plan, x.device, x_ptr=dense, scale_ptr=key, y_ptr=y, scale_out_ptr=scale)
-    return y, scale.view(())
+    make = torch.empty if x.numel() else torch.ones
+    scale, scale_inv = (make(1, dtype=torch.float32, device=x.device) for _ in range(2))
+    places = {"scale_ptr": key, "scale_out_ptr": scale, "scale_inv_ptr": scale_inv}
+    y = _cast(x, fmt, turned, policy=policy, inverse=True, dense=dense, **places)
+    return Cast(y, scale.view(()), scale_inv.view(()), turned)
+
+
+def _cast(
+    x: torch.Tensor,
+    fmt: Format,
+    turned: torch.Tensor | None,
+    *,
+    policy: ScalePolicy | None = None,
+    with_amax: bool = False,
+    inverse: bool = False,
+    dense: torch.Tensor | None = None,
+    **places: torch.Tensor,
+) -> torch.Tensor:
+    """Launch a cast with one scale; return the codes, and write those of a contiguous matrix to `turned`, too."""
+    dense, y = _dense(x) if dense is None else dense, torch.empty_like(x, dtype=torch_dtype(fmt))
+    wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax, "inverse": inverse}
+    if turned is None:
+        plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted)
+    else:
+        plan, places["yt_ptr"] = launch.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted), turned
+    run(plan, x.device, x_ptr=dense, y_ptr=y, **places)
+    return y
+
+
+def _room_for_turned(x: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    if x.ndim != 2 or not x.is_contiguous():
+        return None
+    return torch.empty((x.shape[1], x.shape[0]), dtype=torch_dtype(fmt), device=x.device)
 
 
 def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,38 +195,50 @@ def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed:
 
 def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales, one for each slice along `dim`; the last dimension has a kernel."""
-    if dim % x.ndim != x.ndim - 1 or x.numel() == 0 or not x.is_contiguous():
+    if dim % x.ndim != x.ndim - 1:
         return _quantize.quantize_rowwise(x, fmt, dim, policy)
-    return quantize_folded(x, None, fmt, policy)
+    return cast_rowwise(x, None, fmt, policy)[:2]
 
 
 def quantize_folded(
     x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N], None for ones."""
+    """Return row-wise data and scales [..., 1] of float32(x) * fold; `fold` is float32 [N]."""
+    return cast_rowwise(x.contiguous(), fold, fmt, policy)[:2]
+
+
+def cast_rowwise(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Cast:
+    """Return data and scales [..., 1] of x, or of float32(x) * fold, `fold` being float32 [N]."""
+    if fold is None and (x.numel() == 0 or not x.is_contiguous()):
+        return _quantize.cast_rowwise(x, fold, fmt, policy)
     x = x.contiguous()
     n = x.shape[-1]
     m = x.numel() // n if n else 0
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
-    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    plan = launch.rowwise_plan(m, n, _name(x.dtype), fmt, policy, fold=fold is not None)
+    scales = [torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2)]
+    plan = launch.rowwise_plan(m, n, _name(x.dtype), fmt, policy, fold=fold is not None, inverse=True)
     folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
-    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scale, **folds)
-    return y, scale
+    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1], **folds)
+    return Cast(y, *scales)
 
 
 def quantize_blockwise(
     x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return data and scales per block; 1x128 on any number of dimensions and 128x128 on matrices have kernels."""
+    return cast_blockwise(x, fmt, block, policy)[:2]
+
+
+def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy) -> Cast:
+    """Return data and the scales per block into and back from FP8; kernels as for `quantize_blockwise`."""
     rows, columns = block
     if columns != 128 or rows not in (1, 128) or (rows == 128 and x.ndim != 2) or not _regular(x):
-        return _quantize.quantize_blockwise(x, fmt, block, policy)
+        return _quantize.cast_blockwise(x, fmt, block, policy)
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
-    scale = torch.empty(block_grid(tuple(x.shape), block), dtype=torch.float32, device=x.device)
-    plan = launch.block_plan(*_matrix(x), _name(x.dtype), fmt, rows, policy)
-    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scale)
-    return y, scale
+    scales = [torch.empty(block_grid(tuple(x.shape), block), dtype=torch.float32, device=x.device) for _ in range(2)]
+    plan = launch.block_plan(*_matrix(x), _name(x.dtype), fmt, rows, policy, inverse=True)
+    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1])
+    return Cast(y, *scales)
 
 
 def quantize_block_transposed(
@@ -221,6 +301,14 @@ def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.
     plan = launch.dequantize_plan(*_matrix(q), fmt, _name(dtype), block)
     run(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale), y_ptr=y)
     return y
+
+
+def scales_of_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the float32 scales into and back from FP8, of the shape of float32 `amax`: one launch."""
+    scale, scale_inv = (torch.empty_like(amax, memory_format=torch.contiguous_format) for _ in range(2))
+    plan = launch.scales_plan(amax.numel(), fmt, policy)
+    run(plan, amax.device, amax_ptr=amax.contiguous(), scale_ptr=scale, scale_inv_ptr=scale_inv)
+    return scale, scale_inv
 
 
 def delayed_update(

@@ -64,8 +64,8 @@ class Strategy(abc.ABC):
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float8 codes and scales of a whole weight, the same numbers that a gather gives.
+    ) -> dispatch.Cast:
+        """Return the float8 codes and the scales of a whole weight, the same numbers that a gather gives.
 
         Args:
             weight: The plain weight, or this rank's tensor-parallel part of it.

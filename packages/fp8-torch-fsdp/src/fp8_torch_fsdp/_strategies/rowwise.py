@@ -28,14 +28,15 @@ class RowwiseStrategy(Strategy):
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> dispatch.Cast:
         """Return codes [..., rows, columns] and scales [..., rows, 1]."""
         if not splits_rows:
             return self.layout.cast_whole(weight)
         geometry = ShardGeometry(full_shape=weight.shape)
         (keys,), _ = max_over_ranks([self.layout.keys(weight, geometry)], group)
         scale = self.layout.scales(keys, weight.shape)
-        return dispatch.quantize(weight, scale, self.cast.fp8_format), scale
+        codes = dispatch.quantize(weight, scale, self.cast.fp8_format)
+        return dispatch.Cast(codes, scale, dispatch.reciprocal(scale))
 
     def to_wire(
         self, shard: torch.Tensor, geometry: ShardGeometry, scale: torch.Tensor | None, world_size: int
@@ -43,7 +44,7 @@ class RowwiseStrategy(Strategy):
         """Return codes and scales as two buffers; keep the scales on one rank, where FSDP2 passes on one buffer."""
         if not _scales_travel(geometry):
             return super().to_wire(shard, geometry, scale, world_size)
-        codes, own = self.layout.cast_whole(shard)
+        codes, own = self.layout.cast_whole(shard)[:2]
         padded = fsdp.pad_rows(codes, geometry.padded_shape)
         if world_size == 1:
             return (padded,), own

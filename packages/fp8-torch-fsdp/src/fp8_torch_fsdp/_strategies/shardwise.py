@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from fp8_common.torch.plugin import ShardGeometry, fsdp
+from fp8_common.torch.plugin import ShardGeometry, dispatch, fsdp
 from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers, no_keys
 
 
@@ -39,17 +39,17 @@ class ShardwiseStrategy(Strategy):
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> dispatch.Cast:
         """Return codes of the shape of `weight`, and its one scale for each row."""
-        codes, scale = self.layout.cast_whole(weight)
-        return codes, scale.expand(*weight.shape[:-1], 1)
+        made, shape = self.layout.cast_whole(weight), (*weight.shape[:-1], 1)
+        return dispatch.Cast(made.codes, made.scale.expand(shape), made.scale_inv.expand(shape))
 
     def to_wire(
         self, shard: torch.Tensor, geometry: ShardGeometry, scale: torch.Tensor | None, world_size: int
     ) -> WireBuffers:
         """Return codes and the scale's bytes as two buffers; keep the scale on one rank."""
         # The agreed `scale` is not used: there is none. The shard is a whole tensor to its layout.
-        codes, own = self.layout.cast_whole(shard)
+        codes, own = self.layout.cast_whole(shard)[:2]
         padded, own = fsdp.pad_rows(codes, geometry.padded_shape), own.reshape(1)
         return ((padded,), own) if world_size == 1 else ((padded, own.view(torch.uint8)), None)
 

@@ -21,9 +21,10 @@ class TensorwiseStrategy(Strategy):
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> dispatch.Cast:
         """Return codes of the shape of `weight` and the scalar scale."""
-        return cast_tensorwise(weight, self.cast, None, record=record, group=group)
+        # compiled, one launch writes what the output and the gradient of the input need
+        return cast_tensorwise(weight, self.cast, None, record=record, group=group, both=dispatch.fused(weight))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class DelayedStrategy(TensorwiseStrategy):
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> dispatch.Cast:
         """Return codes of the shape of `weight` and the scale in use."""
         return cast_tensorwise(weight, self.cast, self.delayed, record=record, group=group)
 
@@ -61,16 +62,17 @@ class StaticStrategy(Strategy):
 
     def cast_whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> dispatch.Cast:
         """Return codes of the shape of `weight` and the constant scale."""
         scale = self._constant(weight.device)
-        return dispatch.quantize(weight, scale, self.cast.fp8_format), scale
+        return dispatch.Cast(dispatch.quantize(weight, scale, self.cast.fp8_format), scale, dispatch.reciprocal(scale))
 
     def to_wire(
         self, shard: torch.Tensor, geometry: ShardGeometry, scale: torch.Tensor | None, world_size: int
     ) -> WireBuffers:
         """Return the codes and the constant scale."""
-        codes, constant = self.cast_whole(shard, record=False)
+        constant = self._constant(shard.device)
+        codes = dispatch.quantize(shard, constant, self.cast.fp8_format)
         return (fsdp.pad_rows(codes, geometry.padded_shape),), constant
 
     def _constant(self, device: torch.device) -> torch.Tensor:

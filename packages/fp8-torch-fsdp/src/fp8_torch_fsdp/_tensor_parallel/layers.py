@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8_common import Format
-from fp8_common.torch.plugin import Operand, cast_tensorwise, dispatch
+from fp8_common.torch.plugin import Operand, cast_tensorwise
 from fp8_torch_fsdp._linear import Distribution, Float8Linear, with_bias
 from fp8_torch_fsdp._tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput, SumGradient
 
@@ -119,10 +119,10 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
 
     def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format]:
         fmt = recipe.fp8_format
-        codes, scale = cast_tensorwise(x, recipe, layer.scale_state(name), record=record, group=group)
+        made = cast_tensorwise(x, recipe, layer.scale_state(name), record=record, group=group)
         if layer.watched:
-            layer.observe(name, x, Operand(codes, dispatch.reciprocal(scale), fmt))
-        return codes, scale, fmt
+            layer.observe(name, x, Operand.of_cast(made, fmt))
+        return made.codes, made.scale, fmt
 
     return cast
 

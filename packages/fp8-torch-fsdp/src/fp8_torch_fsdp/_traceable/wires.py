@@ -82,5 +82,5 @@ class PlainWire(Wire):
         """Return the operand, cast now."""
         # padding of all ranks is at the end
         weight = arrived[0][: self.state.geometry.full_shape[0]]
-        codes, scale = self.strategy.cast_whole(weight, record=record)
-        return Operand(codes, dispatch.reciprocal(scale), self.strategy.cast.fp8_format, self.strategy.layout.block)
+        made = self.strategy.cast_whole(weight, record=record)
+        return Operand.of_cast(made, self.strategy.cast.fp8_format, self.strategy.layout.block)

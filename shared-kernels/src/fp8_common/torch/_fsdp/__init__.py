@@ -7,6 +7,7 @@ from fp8_common.torch._fsdp.buffers import pad_rows, refill, unpad
 from fp8_common.torch._fsdp.compat import (
     ShardedParam,
     all_gather_of,
+    alone_on_device,
     at_end_of_backward,
     before_gathers,
     find_root,
@@ -30,6 +31,7 @@ from fp8_common.torch._fsdp.compat import (
 __all__ = [
     "ShardedParam",
     "all_gather_of",
+    "alone_on_device",
     "at_end_of_backward",
     "before_gathers",
     "find_root",

@@ -3,6 +3,7 @@
 Written for torch 2.11 to 2.15. `check` tells what changed when an upgrade breaks one of these names; a test calls it.
 """
 
+import contextlib
 import dataclasses
 import operator
 import weakref
@@ -384,6 +385,19 @@ def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> Non
     finally:
         module: Any = root
         module.set_post_optim_event(stream.record_event())
+
+
+@contextlib.contextmanager
+def alone_on_device(root: nn.Module) -> Iterator[None]:
+    """Do what is inside after all that was issued before, on any stream, and before all that is issued later.
+
+    The host waits for the device twice. For work inside of a gather, which is on a stream of FSDP2's own: which stream
+    computes cannot be known there.
+    """
+    handle: Any = _root_state(root)._device_handle
+    handle.synchronize()
+    yield
+    handle.synchronize()
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

@@ -1,0 +1,96 @@
+"""Streams of FSDP2 under FP8 primary weights: gathers, reads and writes are ordered, shown without a GPU."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp8_te_init as fti
+from tests.helpers.stream_order import StreamOrder
+
+RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
+SCENARIOS = {
+    "plain steps": {},
+    "an event of the optimizer": {"event": True},
+    "accumulation": {"accumulate": True},
+    "evaluation": {"evaluate": True},
+    "kept gathered": {"reshard": False},
+    "remainders": {"masters": "remainder"},
+}
+
+
+def parts(tensor):
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    inner = [getattr(tensor, name) for name in flatten()[0]]
+    return [one for one in inner if isinstance(one, torch.Tensor)]  # a DTensor names its mesh too
+
+
+@contextlib.contextmanager
+def ranks(world_size):
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(recipe, order, *, event=False, accumulate=False, evaluate=False, reshard=True, masters="float32"):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    fti.convert_linear(model, recipe=recipe)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, masters=masters, foreach=False)
+    x, optimizing = torch.randn(16, 64), torch.cpu.Stream(name="optimizer")
+    with order:
+        for _ in range(3):
+            if accumulate:
+                model.set_requires_gradient_sync(False)
+                model(x).sum().backward()
+                model.set_requires_gradient_sync(True)
+            if evaluate:
+                with torch.no_grad():
+                    model.eval()(x)
+                    model.train()
+            model(x).sum().backward()
+            if event:
+                optimizing.wait_stream(torch.cpu.current_stream())
+                with torch.cpu.stream(optimizing):
+                    optimizer.step()
+                model.set_post_optim_event(optimizing.record_event())
+                continue  # gradients stay: zeroing them would need to wait
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.matrix("each", recipe=RECIPES, scenario=SCENARIOS)
+def test_every_access_is_ordered(recipe, scenario):
+    order = StreamOrder(parts)
+    with ranks(2), order.streams():
+        train(recipe, order, **SCENARIOS[scenario])
+    assert order.races == {}
+
+
+def test_an_optimizer_that_gathers_do_not_wait_for_is_found():
+    order = StreamOrder(parts)
+    with ranks(2), order.streams():
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        fti.convert_linear(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
+        with order:
+            model(torch.randn(16, 64)).sum().backward()
+            begun = torch.cpu.current_stream().record_event()
+            optimizer.step()
+            model.set_post_optim_event(begun)  # too early
+            model(torch.randn(16, 64))
+    assert order.races

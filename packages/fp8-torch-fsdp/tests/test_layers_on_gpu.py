@@ -1,0 +1,182 @@
+"""Layers on a GPU: native products against emulated ones, FSDP2 over NCCL, Inductor, steps without waits, CUDA graphs.
+
+Each test also runs on a CPU, where it proves its own program and nothing about a GPU.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8_torch_fsdp as f8
+
+RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+SHAPES = [(16, 16, 16), (1, 256, 512), (17, 512, 256), (128, 512, 1024), (300, 1024, 512), (2, 64, 1536, 512)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def config(recipe, **options):
+    return f8.Float8LinearConfig.from_recipe_name(recipe, **options)
+
+
+def close(got, want, dtype):
+    """Compare sums of the same codes in another order; outputs may be accumulated with fewer bits."""
+    error = (got.float() - want.float()).abs().max()
+    share = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
+    assert error <= 2 * share * want.float().abs().max(), (error, want.abs().max())
+
+
+def model_on(device, recipe, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256, bias=False)).to(device, dtype)
+    return f8.convert_to_float8_training(model, config=config(recipe))
+
+
+def training_step(model, x, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step():
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.matrix(recipe=RECIPES, shape=SHAPES, dtype=DTYPES)
+def test_products_are_those_of_emulation(recipe, shape, dtype, device):
+    *rows, columns, features = shape
+    torch.manual_seed(0)
+    plain = nn.Linear(columns, features, bias=False).to(device, dtype)
+    x = torch.randn(*rows, columns, device=device, dtype=dtype)
+    weights = torch.randn(*rows, features, device=device, dtype=dtype)
+    results = []
+    for emulate in (False, True):
+        layer = f8.convert_to_float8_training(
+            copy.deepcopy(plain), config=config(recipe, emulate=emulate or device == "cpu", pad_inner_dim=True)
+        )
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        (y * weights).sum().backward()
+        results.append((y.detach(), given.grad, layer.weight.grad))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype == dtype
+        close(got, want, dtype)
+
+
+@pytest.fixture
+def process_group(request):
+    device = request.getfixturevalue("device")
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("process_group")
+def test_one_rank_under_fsdp2_trains_like_none(recipe, device):
+    alone, sharded = model_on(device, recipe), model_on(device, recipe)
+    mesh = init_device_mesh(device, (1,))
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    steps = [training_step(alone, x), training_step(sharded, x)]
+    for _ in range(4):
+        losses = [step() for step in steps]
+        close(losses[1], losses[0], torch.bfloat16)
+    assert losses[0].isfinite()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_layers_compute_what_eager_ones_do(recipe, device):
+    torch._dynamo.reset()
+    eager, twin = model_on(device, recipe), model_on(device, recipe)
+    # on a CPU the graphs are captured and not compiled
+    compiled = torch.compile(twin, fullgraph=False, backend="inductor" if device == "cuda" else "aot_eager")
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    for model, call in ((eager, eager), (twin, compiled)):
+        call(x).float().square().mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    for one, other in zip(eager.parameters(), twin.parameters(), strict=True):
+        close(other.grad, one.grad, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def no_waits(device):
+    """Let CUDA raise where the host waits for the device."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_host_does_not_wait_in_a_step(recipe, device):
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    step = training_step(model_on(device, recipe), x)
+    step()
+    with no_waits(device):
+        loss = step()
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_of_the_second_step_trains_like_eager_steps(recipe, device):
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    eager, twin = model_on(device, recipe), model_on(device, recipe)
+    plain, captured = training_step(eager, x), training_step(twin, x)
+    replay = captured if device == "cpu" else graph_of(captured)
+    if device == "cpu":
+        captured()  # the plain step before a capture
+    plain()
+    for _ in range(3):
+        plain()
+        replay()
+    for one, other in zip(eager.parameters(), twin.parameters(), strict=True):
+        close(other, one, torch.bfloat16)
+
+
+def graph_of(step):
+    """Make one plain step, capture the next one without running it, and return what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@pytest.mark.gpu
+def test_a_capture_without_a_step_before_it_is_refused():
+    from fp8_common import Fp8UnsupportedError
+
+    # a width that no other test has launched is no new kernel: the dtype is
+    x = torch.randn(128, 256, device="cuda", dtype=torch.float16)
+    model = model_on("cuda", "blockwise", torch.float16)
+    with pytest.raises(Fp8UnsupportedError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x)

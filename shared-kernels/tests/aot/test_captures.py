@@ -1,0 +1,116 @@
+"""Launches while a CUDA graph is captured, with Triton's own launcher and a driver that has no GPU."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+import fp8_common as f8
+from fp8_common import Fp8UnsupportedError
+from fp8_common._kernels import get_kernel
+from fp8_common.presets import te_delayed
+from fp8_common.torch import _capture as capture
+from fp8_common.torch import _delayed_ops as delayed_ops
+from fp8_common.torch import _foreach as foreach
+from fp8_common.torch import _triton_backend as triton_backend
+
+LAUNCHED = ("cast", "foreach_cast", "delayed_update")
+SENTENCE = "Run a training step with the same shapes and parameters before the capture."
+
+
+class Driver:
+    """A driver for an H100 that notes what is loaded and launched, and refuses to load during a capture."""
+
+    def __init__(self):
+        self.loaded, self.launched, self.capturing = [], [], False
+        limits = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warp_size": 32, "max_num_regs": 65536}
+        self.utils = SimpleNamespace(
+            load_binary=self.load, unload_module=lambda module: None, get_device_properties=lambda device: limits
+        )
+
+    def load(self, name, kernel, shared, device):
+        assert not self.capturing, "a capture forbids to load modules"
+        self.loaded.append(name)
+        return 1, 2, 32, 0, 1024
+
+    def launcher_cls(self, source, metadata):
+        return lambda *grid, **_: self.launched.append(metadata.name)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """CPU tensors are launched on as if they were on an H100, whose stream is captured while `capturing` is set."""
+    made, run, kernels = Driver(), triton_backend.run, [get_kernel(name) for name in LAUNCHED]
+    monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(triton_backend, "applies", lambda *x: True)
+    monkeypatch.setattr(triton_backend, "run", lambda plan, device, **x: run(plan, torch.device("cuda"), **x))
+    monkeypatch.setattr(capture, "is_capturing", lambda device: made.capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    yield made
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+
+def cast(x):
+    return triton_backend.quantize(x, torch.tensor(2.0), f8.E4M3)
+
+
+def refused(work):
+    with pytest.raises(Fp8UnsupportedError) as caught:
+        work()
+    assert str(caught.value).endswith(SENTENCE)
+    return str(caught.value)
+
+
+def test_a_kernel_is_loaded_before_a_capture_and_not_in_one(gpu):
+    x = torch.randn(64)
+    gpu.capturing = True
+    assert refused(lambda: cast(x)).startswith("The kernel cast cannot be made while a CUDA graph is being captured.")
+    gpu.capturing = False
+    cast(x)  # what was refused can be launched later
+    gpu.capturing = True
+    cast(torch.randn(640))
+    refused(lambda: cast(x.bfloat16()))
+    assert len(gpu.loaded) == 1
+    assert len(gpu.launched) == 2
+
+
+def test_a_capture_takes_the_tables_of_a_step_and_keeps_them(gpu):
+    shards, scales = [torch.randn(70), torch.randn(33)], torch.ones(2)
+    foreach.cast(shards, scales, f8.E4M3)
+    gpu.capturing = True
+    first = foreach.cast(shards, scales, f8.E4M3)
+    foreach._cached.cache_clear()  # as many other tables would
+    again = foreach.cast(shards, scales, f8.E4M3)
+    assert first[0].data_ptr() != again[0].data_ptr()
+    assert len(gpu.launched) == 3
+    assert "table" in refused(lambda: foreach.cast([x.clone() for x in shards], scales, f8.E4M3))
+
+
+def test_a_capture_takes_the_formats_of_a_step(gpu):
+    history, scale = torch.zeros(4, 2), torch.ones(2)
+    keys, casts = torch.ones(2, dtype=torch.int32), [f8.CastRecipe(scaling="delayed", policy=te_delayed())] * 2
+
+    def roll():
+        delayed_ops.roll_histories(history, keys, scale, casts)
+
+    roll()
+    gpu.capturing = True
+    roll()
+    delayed_ops._numerators.cache_clear()
+    assert "formats" in refused(roll)
+    assert len(gpu.launched) == 2

@@ -1,0 +1,60 @@
+"""`fp8 doctor`: what each plugin says of its products follows what its layers do, on every kind of device."""
+
+import importlib
+
+import pytest
+
+from fp8_common import RECIPES, Fp8Error
+from fp8_common._hardware import Device, product_path
+from fp8_common.plugin import Machine
+
+CPU = Device(kind="cpu", name="c")
+PLUGINS = ("fp8_torch_fsdp", "fp8_te_init", "fp8_jax_owg")
+DEVICES = {
+    "cpu": CPU,
+    "sm_80": Device(kind="nvidia", name="A100", capability=(8, 0), cuda=(13, 0)),
+    "sm_89": Device(kind="nvidia", name="L4", capability=(8, 9), cuda=(13, 0)),
+    "sm_90": Device(kind="nvidia", name="H100", capability=(9, 0), cuda=(12, 9)),
+    "sm_90, CUDA 12.8": Device(kind="nvidia", name="H100", capability=(9, 0), cuda=(12, 8)),
+    "sm_90, no torch": Device(kind="nvidia", name="H100", capability=(9, 0)),
+    "sm_100": Device(kind="nvidia", name="B200", capability=(10, 0), cuda=(13, 0)),
+    "gfx942": Device(kind="amd", name="MI300X", arch="gfx942"),
+}
+
+
+def rows(plugin, device):
+    module = pytest.importorskip(plugin)
+    machine = Machine(system="s", python="3", cores=1, devices=(CPU, device), versions={})
+    info = importlib.import_module(f"{module.__name__}._plugin").describe(machine)
+    return {path.name: path for path in info.paths}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_products_are_those_of_the_device(plugin, device):
+    said = rows(plugin, DEVICES[device])
+    for name in ("tensorwise", "rowwise"):
+        assert said[name] == product_path(DEVICES[device], name)
+    if plugin == "fp8_jax_owg":
+        assert said["blockwise_1x128"].status == "unavailable"
+    else:
+        native = device == "sm_90"
+        assert (said["blockwise_1x128"].status == "native") is native
+    assert said.get("stacked experts") is None or plugin == "fp8_te_init"
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_every_recipe_of_a_plugin_has_its_row(plugin):
+    used = {cast.granularity for name in RECIPES for cast in (RECIPES[name].input,) if name != "mx"}
+    assert used <= rows(plugin, CPU).keys()
+
+
+def test_jax_refuses_what_it_calls_unavailable():
+    owg = pytest.importorskip("fp8_jax_owg")
+    jnp = pytest.importorskip("jax.numpy")
+    x, dims = jnp.ones((128, 128)), (((1,), (0,)), ((), ()))
+    for name, recipe in RECIPES.items():
+        granularity = recipe.input.granularity
+        if granularity in rows("fp8_jax_owg", CPU) and rows("fp8_jax_owg", CPU)[granularity].status == "unavailable":
+            with pytest.raises(Fp8Error, match="Layers of fp8_jax_owg cannot honour recipe"):
+                owg.fp8_dot_general(x, x, dims, scaling=name)
