@@ -42,8 +42,9 @@ def compress_gradients(
             graphs then hold the reductions, or a `DistributedDataParallel`.
         config: How gradients are rounded.
         parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
-        replicas: Ranks that hold copies of the same shards, for a model that is sharded over a mesh of one dimension:
-            their gradients are averaged as FP8 codes as well, after the reduce-scatter.
+        replicas: Ranks that hold copies of the same shards: their gradients are averaged as FP8 codes as well, after
+            the reduce-scatter. For a model that FSDP2 shards over a mesh of one dimension, or that
+            `fully_shard_traceable` shards over one of two (copies, shards).
         nodes: For a model that is sharded over several nodes: two dimensions, nodes by ranks of a node, together row by
             row the ranks that FSDP2 shards over. Ranks of a node add their gradients first, and what crosses nodes is
             one gradient for each node, rounded once more. Without it each rank sends its own to all others.
@@ -53,9 +54,9 @@ def compress_gradients(
 
     Raises:
         Fp8Error: Nothing of `model` is sharded, gradients are compressed already, a rule decides nothing, or `nodes`
-            has other ranks than a parameter's shards.
-        Fp8UnsupportedError: Error feedback or `nodes` with DDP, either of them or stochastic rounding in the traceable
-            mode, or `replicas` for a model that FSDP2 replicates itself.
+            or `replicas` has other ranks than those that hold a parameter.
+        Fp8UnsupportedError: Error feedback, `nodes` or `replicas` with DDP, or `replicas` for a model that FSDP2
+            replicates itself.
     """
     return CompressedGradients(model, config or GradientCompression(), parameters, replicas, nodes)
 
@@ -78,7 +79,12 @@ class CompressedGradients:
         self._exchange = GradientExchange(config, nodes)
         self._replicas, self._nodes = replicas, nodes
         self._scatters: list[CompressedReduceScatter] = []
+        # what roundings keep, by name; `drawn` beside them
+        self._residuals: dict[str, Tensor] = {}
+        self._counters: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
+        if self._exchange.bits is not None and not is_traceable(model):
+            self._counters["all"] = self._exchange.bits.drawn
         if isinstance(model, DistributedDataParallel):
             self._register(model, parameters)
         elif is_traceable(model):
@@ -99,16 +105,12 @@ class CompressedGradients:
 
     def reset(self) -> None:
         """Forget what roundings took so far, for example after the gradients' scale has changed."""
-        for scatter in self._scatters:
-            if scatter.residual is not None:
-                scatter.residual.zero_()
+        for residual in self._residuals.values():
+            residual.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's random state and residuals."""
-        residuals = {scatter.name: scatter.residual for scatter in self._scatters if scatter.residual is not None}
-        bits = self._exchange.bits
-        drawn = {} if bits is None else {"drawn": torch.tensor(bits.drawn)}
-        return {self._name(): {**drawn, "residuals": residuals}}
+        return {self._name(): {"drawn": self._counters, "residuals": self._residuals}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank.
@@ -117,16 +119,14 @@ class CompressedGradients:
             Fp8Error: It is that of another number of ranks or of another model.
         """
         own, here = state_dict.get(self._name()), self.state_dict()[self._name()]
-        if own is None or _shapes(own) != _shapes(here):
+        if not isinstance(own, dict) or _shapes(own) != _shapes(here):
             raise Fp8Error(
                 f"The state of compressed gradients holds {sorted(state_dict)}, and this rank needs {self._name()!r} "
                 f"with {_shapes(here)}. Load it on as many ranks as saved it, or begin without it."
             )
-        if self._exchange.bits is not None:
-            self._exchange.bits.drawn = int(own["drawn"])
-        for scatter in self._scatters:
-            if scatter.residual is not None:
-                scatter.residual.copy_(own["residuals"][scatter.name])
+        for kind, tensors in here.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(own[kind][name])
 
     def _name(self) -> str:
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -149,13 +149,17 @@ class CompressedGradients:
                 raise Fp8Error(f"The gradients of {name or 'the model'} are compressed already. Remove that first.")
             if self._replicas is not None and params[0].is_replicated:
                 raise Fp8UnsupportedError(
-                    "replicas= is for models sharded over a mesh of one dimension; this one is replicated by FSDP2."
+                    "replicas= is for models sharded over a mesh of one dimension; this one is replicated by FSDP2, "
+                    "whose all-reduce nothing can replace. Shard it over the inner dimension alone: "
+                    'fully_shard(..., mesh=mesh["shards"]).'
                 )
             if self._nodes is not None:
                 for param in params:
                     check_nodes(self._nodes, param.process_group, name or "the model")
             scatter = CompressedReduceScatter(name, params, [id(p.local) in chosen for p in params], self._exchange)
             self._scatters.append(scatter)
+            if scatter.residual is not None:
+                self._residuals[name] = scatter.residual
             self._undo.append(functools.partial(_restore, module, *before))
             module.set_custom_reduce_scatter(scatter)
             if self._replicas is not None:
@@ -173,9 +177,14 @@ class CompressedGradients:
     # ---------------------------------------------------------------- the traceable mode
 
     def _trace(self, model: nn.Module, selection: ParameterSelection) -> None:
-        if self._replicas is not None or self._nodes is not None:
-            raise Fp8UnsupportedError("replicas= and nodes= are for models of fully_shard, not of its traceable twin.")
-        self._undo = compress(model, self._exchange.config, _chosen(dict(model.named_parameters()), selection))
+        chosen = _chosen(dict(model.named_parameters()), selection)
+        self._undo, codes = compress(model, self._exchange.config, chosen, self._replicas, self._nodes)
+        for name, one in codes.items():
+            for i, message in enumerate(one.messages):
+                if message.counter is not None:
+                    self._counters[f"{name} {i}"] = message.counter
+                if message.residual is not None:
+                    self._residuals[name] = message.residual
 
     # ---------------------------------------------------------------- DDP
 
@@ -211,5 +220,6 @@ def _chosen(parameters: dict[str, Tensor], selection: ParameterSelection) -> set
 
 
 def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    found = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
-    return found | ({"drawn": ()} if "drawn" in state else {})
+    return {
+        f"{kind} {name}": tuple(tensor.shape) for kind, tensors in state.items() for name, tensor in tensors.items()
+    }
