@@ -16,7 +16,7 @@ from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp._gradients.collectives import GradientExchange
 from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
 from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
-from fp8_torch_fsdp._nodes import check_nodes
+from fp8_torch_fsdp._nodes import check_nodes, check_replicas
 from fp8_torch_fsdp._traceable.compression import compress, is_traceable
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
@@ -40,7 +40,7 @@ def compress_gradients(
     Args:
         model: The outermost FSDP module, whose groups all take part, a model under `fully_shard_traceable`, whose
             graphs then hold the reductions, or a `DistributedDataParallel`.
-        config: How gradients are rounded.
+        config: How gradients are rounded; a `GradientCompression()` by default.
         parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
         replicas: Ranks that hold copies of the same shards: their gradients are averaged as FP8 codes as well, after
             the reduce-scatter. For a model that FSDP2 shards over a mesh of one dimension, or that
@@ -58,6 +58,13 @@ def compress_gradients(
         Fp8UnsupportedError: Error feedback, `nodes` or `replicas` with DDP, or `replicas` for a model that FSDP2
             replicates itself.
     """
+    for name, given, kind in (
+        ("config", config, GradientCompression),
+        ("replicas", replicas, dist.ProcessGroup),
+        ("nodes", nodes, DeviceMesh),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise Fp8Error(f"{name} must be a {kind.__name__}, got {given!r}.")
     return CompressedGradients(model, config or GradientCompression(), parameters, replicas, nodes)
 
 
@@ -79,7 +86,7 @@ class CompressedGradients:
         self._exchange = GradientExchange(config, nodes)
         self._replicas, self._nodes = replicas, nodes
         self._scatters: list[CompressedReduceScatter] = []
-        # what roundings keep, by name; `drawn` beside them
+        # what roundings keep, by name: of the traceable mode, whose state is fixed, and counters of all
         self._residuals: dict[str, Tensor] = {}
         self._counters: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
@@ -105,12 +112,12 @@ class CompressedGradients:
 
     def reset(self) -> None:
         """Forget what roundings took so far, for example after the gradients' scale has changed."""
-        for residual in self._residuals.values():
+        for residual in self._tensors()["residuals"].values():
             residual.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's random state and residuals."""
-        return {self._name(): {"drawn": self._counters, "residuals": self._residuals}}
+        return {self._name(): self._tensors()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank.
@@ -118,15 +125,22 @@ class CompressedGradients:
         Raises:
             Fp8Error: It is that of another number of ranks or of another model.
         """
-        own, here = state_dict.get(self._name()), self.state_dict()[self._name()]
-        if not isinstance(own, dict) or _shapes(own) != _shapes(here):
+        here = self._tensors()
+        own = state_dict.get(self._name()) if isinstance(state_dict, dict) else None
+        if own is None or _shapes(own) != _shapes(here):
+            found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
             raise Fp8Error(
-                f"The state of compressed gradients holds {sorted(state_dict)}, and this rank needs {self._name()!r} "
-                f"with {_shapes(here)}. Load it on as many ranks as saved it, or begin without it."
+                f"The state of compressed gradients holds {found}, and this rank needs {self._name()!r} with "
+                f"{_shapes(here)}. Load it on as many ranks as saved it, or begin without it."
             )
         for kind, tensors in here.items():
             for name, tensor in tensors.items():
                 tensor.copy_(own[kind][name])
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        found = ((scatter.name, scatter.residual) for scatter in self._scatters)
+        residuals = {name: residual for name, residual in found if residual is not None}
+        return {"drawn": self._counters, "residuals": self._residuals | residuals}
 
     def _name(self) -> str:
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -140,30 +154,33 @@ class CompressedGradients:
         if not groups:
             raise Fp8Error("compress_gradients needs a sharded model or a DDP one. Call fully_shard(model) first.")
         chosen = _chosen(dict(fsdp.named_shards(model)), selection)
-        for name, module in groups:
-            params = list(fsdp.params_of_module(module))
-            if not params:
-                continue
+        found = [(name, module, params) for name, module in groups if (params := list(fsdp.params_of_module(module)))]
+        # all checks first, so that a refusal leaves the model as it was
+        for name, module, params in found:
+            self._check(name or "the model", module, params)
+        if self._replicas is not None:
+            check_replicas(self._replicas, found[0][2][0].process_group, found[0][2][0].device)
+        for name, module, params in found:
             before = fsdp.reductions_of(module)
-            if isinstance(before[0], CompressedReduceScatter):
-                raise Fp8Error(f"The gradients of {name or 'the model'} are compressed already. Remove that first.")
-            if self._replicas is not None and params[0].is_replicated:
-                raise Fp8UnsupportedError(
-                    "replicas= is for models sharded over a mesh of one dimension; this one is replicated by FSDP2, "
-                    "whose all-reduce nothing can replace. Shard it over the inner dimension alone: "
-                    'fully_shard(..., mesh=mesh["shards"]).'
-                )
-            if self._nodes is not None:
-                for param in params:
-                    check_nodes(self._nodes, param.process_group, name or "the model")
             scatter = CompressedReduceScatter(name, params, [id(p.local) in chosen for p in params], self._exchange)
             self._scatters.append(scatter)
-            if scatter.residual is not None:
-                self._residuals[name] = scatter.residual
             self._undo.append(functools.partial(_restore, module, *before))
             module.set_custom_reduce_scatter(scatter)
             if self._replicas is not None:
                 module.set_all_reduce_hook(functools.partial(self._average_over_replicas, scatter))
+
+    def _check(self, name: str, module: nn.Module, params: Sequence[fsdp.ShardedParam]) -> None:
+        if isinstance(fsdp.reductions_of(module)[0], CompressedReduceScatter):
+            raise Fp8Error(f"The gradients of {name} are compressed already. Remove that first.")
+        if self._replicas is not None and params[0].is_replicated:
+            raise Fp8UnsupportedError(
+                "replicas= is for models sharded over a mesh of one dimension; this one is replicated by FSDP2, whose "
+                "all-reduce nothing can replace. Shard it over the inner dimension alone: fully_shard(..., "
+                'mesh=mesh["shards"]).'
+            )
+        if self._nodes is not None:
+            for param in params:
+                check_nodes(self._nodes, param.process_group, name)
 
     def _average_over_replicas(self, scatter: CompressedReduceScatter, reduced: Tensor) -> None:
         replicas = self._replicas
@@ -219,7 +236,8 @@ def _chosen(parameters: dict[str, Tensor], selection: ParameterSelection) -> set
     return {id(able[name]) for name, decision in select_modules(able, selection).items() if decision.include}
 
 
-def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"{kind} {name}": tuple(tensor.shape) for kind, tensors in state.items() for name, tensor in tensors.items()
-    }
+def _shapes(state: Any) -> Any:
+    """Return nested dictionaries of tensors with the shapes in their place."""
+    if isinstance(state, dict):
+        return {name: _shapes(one) for name, one in state.items()}
+    return tuple(state.shape) if isinstance(state, Tensor) else state

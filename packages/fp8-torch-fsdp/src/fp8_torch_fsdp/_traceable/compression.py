@@ -64,7 +64,7 @@ def compress(
         own = {
             name: maker.make(f"{prefix}.{name}".lstrip("."), parameter, place)
             for name, parameter in module._parameters.items()
-            if id(parameter) in chosen and maker.travels(place)
+            if id(parameter) in chosen and parameter.requires_grad and maker.travels(place)
         }
         if own:
             codes |= {f"{prefix}.{name}".lstrip("."): one for name, one in own.items()}
