@@ -1,5 +1,6 @@
 """`RandomBits`: where the bits of stochastic rounding come from: a seed, the rank and how much was rounded before."""
 
+import numpy as np
 import torch
 
 
@@ -26,10 +27,12 @@ class RandomBits:
 
     def __init__(self, seed: int, rank: int) -> None:
         self._key = key_of(seed, rank)
-        self.drawn = torch.zeros((), dtype=torch.int64, device="cpu")
+        # The same memory twice: what only the host reads and writes belongs to no stream.
+        self._drawn = np.zeros((), np.int64)
+        self.drawn = torch.from_numpy(self._drawn)
 
     def draw(self, rows: int, columns: int, block: int) -> tuple[int, int]:
         """Return key and offset of the bits of `rows` rows; each row begins with a new block of counters."""
-        offset = int(self.drawn)
-        self.drawn += counters(rows, columns, block)
+        offset = int(self._drawn)
+        self._drawn += counters(rows, columns, block)
         return self._key, offset
