@@ -207,6 +207,8 @@ def refused(rank, ranks):
     for options in (
         {"config": {"rounding": "nearest"}},
         {"nodes": "two"},
+        {"replicas_only": True},
+        {"replicas_only": True, "config": FEEDBACK, "replicas": mesh.get_group(0)},
         {"replicas": mesh["copies"]},
         {"replicas": mesh["shards"].get_group()},
         {"replicas": dist.group.WORLD},
@@ -224,7 +226,8 @@ def refused(rank, ranks):
 
 
 def test_what_is_not_a_group_a_config_or_a_state_is_one_sentence_on_all_ranks(run_ranks):
-    parts = ["must be a GradientCompression", "must be a DeviceMesh", "must be a ProcessGroup"]
+    parts = ["must be a GradientCompression", "must be a DeviceMesh"]
+    parts += ["needs replicas=", "needs replicas=", "must be a ProcessGroup"]
     parts += ["hold the same shard"] * 3 + ["as many ranks as saved it"] * 4
     for told in run_ranks(4, refused):
         assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * len(parts), told

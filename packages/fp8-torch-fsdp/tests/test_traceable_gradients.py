@@ -146,7 +146,8 @@ def both_ways(rank, ranks, settings, arrangement):
     inner = outer = mesh
     if arrangement == "nodes":
         options["nodes"] = init_device_mesh("cpu", (2, ranks // 2))
-    if arrangement == "replicas":
+    if "replicas" in arrangement:
+        options["replicas_only"] = arrangement == "between replicas alone"
         outer = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
         inner, options["replicas"] = outer["shards"], outer.get_group(0)
     eager, traceable = with_fsdp2(inner), f8.fully_shard_traceable(plain_layers(), mesh=outer)
@@ -157,8 +158,12 @@ def both_ways(rank, ranks, settings, arrangement):
 
 
 @pytest.mark.parametrize("settings", [{}, *SETTINGS], ids=str)
-@pytest.mark.parametrize(("arrangement", "ranks"), [("flat", 3), ("nodes", 4), ("replicas", 4)])
+@pytest.mark.parametrize(
+    ("arrangement", "ranks"), [("flat", 3), ("nodes", 4), ("replicas", 4), ("between replicas alone", 4)]
+)
 def test_gradients_have_the_bits_of_fsdp2(run_ranks, arrangement, ranks, settings):
+    if arrangement == "between replicas alone":
+        settings = settings | {"error_feedback": False}
     for eager, traceable in run_ranks(ranks, both_ways, settings, arrangement):
         assert same(eager, traceable)
 
@@ -197,6 +202,26 @@ def test_a_graph_goes_on_with_the_state_of_roundings_and_a_resumed_one_too(run_r
         assert not same(fresh, captured_on), "the state matters"
         assert kept.keys() == again.keys()
         assert all(torch.equal(kept[name], again[name]) and kept[name].any() for name in kept)
+
+
+def spoiled(rank, ranks, settings):
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = f8.fully_shard_traceable(plain_layers(), mesh=mesh)
+    f8.compress_gradients(model, f8.GradientCompression(**settings))
+    finite = []
+    for value in (1.0, float("inf"), float("nan"), 1.0):
+        x = torch.randn(6, SIZES[0], generator=torch.Generator().manual_seed(rank))
+        loss = model(x).square().mean()
+        (loss * value if rank == 1 else loss).backward()
+        finite.append([p.grad.to_local().isfinite().all().item() for p in model.parameters()])
+        model.zero_grad()
+    return finite
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_gradient_that_is_not_finite_is_seen_and_forgotten(run_ranks, settings):
+    for finite in run_ranks(2, spoiled, settings):
+        assert finite == [[True] * 2, [False] * 2, [False] * 2, [True] * 2]
 
 
 def refused_groups(rank, ranks):

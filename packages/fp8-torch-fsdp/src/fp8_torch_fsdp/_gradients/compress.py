@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
 from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp._gradients.collectives import GradientExchange
-from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
-from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
+from fp8_torch_fsdp._gradients.payload import Span, merged
+from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter, ReplicaAverage, average_flat
 from fp8_torch_fsdp._nodes import check_nodes, check_replicas
 from fp8_torch_fsdp._traceable.compression import compress, is_traceable
 
@@ -30,6 +30,7 @@ def compress_gradients(
     parameters: ParameterSelection = None,
     replicas: dist.ProcessGroup | None = None,
     nodes: DeviceMesh | None = None,
+    replicas_only: bool = False,
 ) -> "CompressedGradients":
     """Let the ranks of `model` reduce its gradients as FP8 codes with one scale for each block of 128.
 
@@ -48,13 +49,15 @@ def compress_gradients(
         nodes: For a model that is sharded over several nodes: two dimensions, nodes by ranks of a node, together row by
             row the ranks that FSDP2 shards over. Ranks of a node add their gradients first, and what crosses nodes is
             one gradient for each node, rounded once more. Without it each rank sends its own to all others.
+        replicas_only: Codes travel between `replicas` alone, and the reduce-scatter within one stays as it is: for
+            replicas on nodes whose own links are fast. Without error feedback and `nodes`.
 
     Returns:
         What undoes it, and holds the state to be saved with `rounding="stochastic"` or `error_feedback`.
 
     Raises:
-        Fp8Error: Nothing of `model` is sharded, gradients are compressed already, a rule decides nothing, or `nodes`
-            or `replicas` has other ranks than those that hold a parameter.
+        Fp8Error: Nothing of `model` is sharded, gradients are compressed already, a rule decides nothing, `nodes` or
+            `replicas` has other ranks than those that hold a parameter, or `replicas_only` has none or does not fit.
         Fp8UnsupportedError: Error feedback, `nodes` or `replicas` with DDP, or `replicas` for a model that FSDP2
             replicates itself.
     """
@@ -65,7 +68,13 @@ def compress_gradients(
     ):
         if given is not None and not isinstance(given, kind):
             raise Fp8Error(f"{name} must be a {kind.__name__}, got {given!r}.")
-    return CompressedGradients(model, config or GradientCompression(), parameters, replicas, nodes)
+    config = config or GradientCompression()
+    if replicas_only and (replicas is None or nodes is not None or config.error_feedback):
+        raise Fp8Error(
+            "replicas_only=True needs replicas=, and goes without nodes= and error_feedback=True: it rounds the average "
+            "between replicas alone, of which no rank keeps what was lost."
+        )
+    return CompressedGradients(model, config, parameters, replicas, nodes, replicas_only)
 
 
 class CompressedGradients:
@@ -82,9 +91,10 @@ class CompressedGradients:
         parameters: ParameterSelection,
         replicas: dist.ProcessGroup | None,
         nodes: DeviceMesh | None,
+        replicas_only: bool,
     ) -> None:
         self._exchange = GradientExchange(config, nodes)
-        self._replicas, self._nodes = replicas, nodes
+        self._replicas, self._nodes, self._replicas_only = replicas, nodes, replicas_only
         self._scatters: list[CompressedReduceScatter] = []
         # what roundings keep, by name: of the traceable mode, whose state is fixed, and counters of all
         self._residuals: dict[str, Tensor] = {}
@@ -165,12 +175,13 @@ class CompressedGradients:
             scatter = CompressedReduceScatter(name, params, [id(p.local) in chosen for p in params], self._exchange)
             self._scatters.append(scatter)
             self._undo.append(functools.partial(_restore, module, *before))
-            module.set_custom_reduce_scatter(scatter)
+            if not self._replicas_only:
+                module.set_custom_reduce_scatter(scatter)
             if self._replicas is not None:
-                module.set_all_reduce_hook(functools.partial(self._average_over_replicas, scatter))
+                module.set_all_reduce_hook(ReplicaAverage(self._exchange, scatter, self._replicas))
 
     def _check(self, name: str, module: nn.Module, params: Sequence[fsdp.ShardedParam]) -> None:
-        if isinstance(fsdp.reductions_of(module)[0], CompressedReduceScatter):
+        if any(isinstance(one, CompressedReduceScatter | ReplicaAverage) for one in fsdp.reductions_of(module)):
             raise Fp8Error(f"The gradients of {name} are compressed already. Remove that first.")
         if self._replicas is not None and params[0].is_replicated:
             raise Fp8UnsupportedError(
@@ -182,20 +193,13 @@ class CompressedGradients:
             for param in params:
                 check_nodes(self._nodes, param.process_group, name)
 
-    def _average_over_replicas(self, scatter: CompressedReduceScatter, reduced: Tensor) -> None:
-        replicas = self._replicas
-        if replicas is not None and replicas.size() > 1:
-            self._all_reduce(reduced, scatter.spans(reduced.numel()), replicas)
-
-    def _all_reduce(self, flat: Tensor, spans: Sequence[Span], group: dist.ProcessGroup) -> None:
-        compressed, wide = (part[0] for part in split(flat[None], spans))
-        flat.copy_(join(*self._exchange.all_reduce((compressed, wide), group, group.size()), spans))
-
     # ---------------------------------------------------------------- the traceable mode
 
     def _trace(self, model: nn.Module, selection: ParameterSelection) -> None:
         chosen = _chosen(dict(model.named_parameters()), selection)
-        self._undo, codes = compress(model, self._exchange.config, chosen, self._replicas, self._nodes)
+        self._undo, codes = compress(
+            model, self._exchange.config, chosen, self._replicas, self._nodes, between_shards=not self._replicas_only
+        )
         for name, one in codes.items():
             for i, message in enumerate(one.messages):
                 if message.counter is not None:
@@ -217,7 +221,7 @@ class CompressedGradients:
         def reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             flat = bucket.buffer()
             spans = merged([Span(p.numel(), id(p) in chosen) for p in bucket.parameters()])
-            self._all_reduce(flat, spans, group)
+            average_flat(self._exchange, flat, spans, group)
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(flat)
             return done

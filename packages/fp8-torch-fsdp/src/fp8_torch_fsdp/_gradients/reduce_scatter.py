@@ -1,4 +1,4 @@
-"""`CompressedReduceScatter`: the reduce-scatter that FSDP2 calls for the gradients of one of its groups."""
+"""The reduce-scatter and the all-reduce hook that FSDP2 calls for the gradients of one of its groups."""
 
 from collections.abc import Iterator, Sequence
 
@@ -104,6 +104,32 @@ class CompressedReduceScatter:
 
     def _residual_of(self, spans: Sequence[Span]) -> Tensor | None:
         return self.residual if any(span.compressed for span in spans) else None
+
+
+class ReplicaAverage:
+    """FSDP2's all-reduce hook: the average over ranks that hold copies of the same shards.
+
+    Args:
+        exchange: The model's reductions.
+        scatter: The group's reduce-scatter, which knows what travels as codes.
+        replicas: The ranks.
+    """
+
+    def __init__(
+        self, exchange: GradientExchange, scatter: CompressedReduceScatter, replicas: dist.ProcessGroup
+    ) -> None:
+        self._exchange, self._scatter, self._replicas = exchange, scatter, replicas
+
+    def __call__(self, reduced: Tensor) -> None:
+        """Average this rank's part of the gradients, [m], in place."""
+        if self._replicas.size() > 1:
+            average_flat(self._exchange, reduced, self._scatter.spans(reduced.numel()), self._replicas)
+
+
+def average_flat(exchange: GradientExchange, flat: Tensor, spans: Sequence[Span], group: dist.ProcessGroup) -> None:
+    """Replace `flat` by its average over the ranks of `group`, which all call this with equal spans."""
+    compressed, wide = (part[0] for part in split(flat[None], spans))
+    flat.copy_(join(*exchange.all_reduce((compressed, wide), group, group.size()), spans))
 
 
 def _length(param: fsdp.ShardedParam) -> int:

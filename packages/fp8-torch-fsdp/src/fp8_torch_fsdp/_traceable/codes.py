@@ -69,7 +69,8 @@ class GradientCodes:
 
     Attributes:
         ranks: Number of shards.
-        shards: Messages between the ranks that hold the other shards: one, or within a node and between nodes.
+        shards: Messages between the ranks that hold the other shards: one, or within a node and between nodes; ()
+            leaves that average wide.
         copies: Messages between ranks that hold the same shard: the parts of the sum, and the sums; () leaves that
             average wide.
     """

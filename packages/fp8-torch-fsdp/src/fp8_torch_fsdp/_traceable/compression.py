@@ -42,6 +42,8 @@ def compress(
     chosen: set[int],
     replicas: dist.ProcessGroup | None,
     nodes: DeviceMesh | None,
+    *,
+    between_shards: bool = True,
 ) -> Compressed:
     """Let gradients travel as codes.
 
@@ -51,6 +53,7 @@ def compress(
         chosen: Identities of the parameters whose gradients travel as codes.
         replicas: The ranks that hold copies, if codes travel between them too.
         nodes: Nodes by ranks of a node, for reductions in two steps.
+        between_shards: Whether codes travel between shards, and not only between copies.
 
     Raises:
         Fp8Error: They are compressed already, or `replicas` or `nodes` are not the ranks of the model's mesh.
@@ -58,7 +61,7 @@ def compress(
     places = list(_places(model))
     if any(place.codes for _, _, place in places):
         raise Fp8Error("The gradients of the model are compressed already. Remove that first.")
-    maker, undo, codes = _Maker(config, replicas, nodes), [], {}
+    maker, undo, codes = _Maker(config, replicas, nodes, between_shards=between_shards), [], {}
     # From the last to the first, the order in which a backward reduces them: random bits are those of FSDP2's.
     for prefix, module, place in reversed(places):
         own = {
@@ -78,9 +81,15 @@ class _Maker:
     """Makes the messages of parameters and gives each its share of the random bits of a step."""
 
     def __init__(
-        self, config: GradientCompression, replicas: dist.ProcessGroup | None, nodes: DeviceMesh | None
+        self,
+        config: GradientCompression,
+        replicas: dist.ProcessGroup | None,
+        nodes: DeviceMesh | None,
+        *,
+        between_shards: bool,
     ) -> None:
         self._config, self._replicas, self._nodes = config, replicas, nodes
+        self._between_shards_too = between_shards
         self._used = 0
 
     def travels(self, place: Placement) -> bool:
@@ -94,7 +103,8 @@ class _Maker:
             raise Fp8Error(f"{name} is on the meta device. Materialize the model before its gradients are compressed.")
         columns = place.padded_rows(parameter.shape[0]) * parameter.shape[1:].numel()
         # in this order: messages take their random bits one after another
-        shards, copies = self._between_shards(columns, place, parameter.device), ()
+        shards = self._between_shards(columns, place, parameter.device) if self._between_shards_too else ()
+        copies = ()
         if self._replicas is not None:
             copies = self._between_copies(-(-columns // place.copies), place, self._replicas)
         return GradientCodes(ranks=place.size, shards=shards, copies=copies)
@@ -155,7 +165,8 @@ def gradient_dtypes(model: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
             if parameter is not None and parameter.requires_grad:
                 codes = place.codes.get(name)
                 wide = str(parameter.dtype).removeprefix("torch.")
-                yield parameter, wide if codes is None else codes.shards[0].config.fp8_format.dtype_name
+                coded = () if codes is None else codes.shards
+                yield parameter, coded[0].config.fp8_format.dtype_name if coded else wide
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Any, Placement]]:

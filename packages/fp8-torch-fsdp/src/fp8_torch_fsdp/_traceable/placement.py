@@ -94,7 +94,7 @@ class Placement:
     def start_average(self, whole: torch.Tensor, name: str) -> Started | Sent:
         """Start to average the gradient [rows, ...] of parameter `name`, of which each rank gets its padded rows."""
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
-        if name in self.codes:
+        if name in self.codes and self.codes[name].shards:
             return self.codes[name].start(padded)
         return Started(
             padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group),
