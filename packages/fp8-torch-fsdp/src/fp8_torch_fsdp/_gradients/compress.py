@@ -71,8 +71,8 @@ def compress_gradients(
     config = config or GradientCompression()
     if replicas_only and (replicas is None or nodes is not None or config.error_feedback):
         raise Fp8Error(
-            "replicas_only=True needs replicas=, and goes without nodes= and error_feedback=True: it rounds the average "
-            "between replicas alone, of which no rank keeps what was lost."
+            "replicas_only=True needs replicas=, and goes without nodes= and error_feedback=True: it rounds the "
+            "average between replicas alone, of which no rank keeps what was lost."
         )
     return CompressedGradients(model, config, parameters, replicas, nodes, replicas_only)
 
