@@ -34,9 +34,45 @@ def test_secondary_shards_cross_nodes_once_where_bf16_does_sixteen_times():
         assert two_steps == (1, pytest.approx(1 + 4 / 128))
 
 
+def test_on_nodes_a_flat_step_stays_below_3_1_and_every_way_of_codes_below_half_of_its_twin_in_bf16():
+    rows = {(row["way"], *row["mesh"]): row for row in KEPT["on_nodes"]}
+    for nodes, ranks in step_bytes.MESHES:
+        for recipe in step_bytes.RECIPES:
+            flat, steps, copies = (
+                rows[f"{recipe}; gradients FP8{rest}", nodes, ranks]
+                for rest in ("", " in two steps", "; a copy on each node")
+            )
+            assert flat["all"] <= 3.1
+            # a gradient for each of the other nodes, shared out over the ranks of a node; a sum and its parts for HSDP
+            code = 1 + 4 / 128
+            assert steps["reduce"] == pytest.approx(code * (1 + 1 / ranks), rel=1e-3)
+            assert copies["reduce"] == pytest.approx(code * (1 + 2 / ranks), rel=1e-3)
+            assert steps["reduce_between_nodes"] == pytest.approx(code, rel=1e-3)
+            assert copies["reduce_between_nodes"] == pytest.approx(2 * code, rel=1e-3)
+            wide, wide_copies = (
+                rows[f"bf16; gradients float32{rest}", nodes, ranks]["all"] for rest in ("", "; a copy on each node")
+            )
+            assert steps["all"] < wide / 2
+            assert copies["all"] < wide_copies / 2
+
+
 @pytest.mark.parametrize("secondary", [False, True])
 def test_a_kept_figure_is_counted_again(secondary):
-    way = Way(recipe="tensorwise", compressed=True, secondary=secondary)
-    (row,) = [r for r in KEPT["between_nodes"] if r["way"] == way.name and r["mesh"] == [2, 2]]
-    found = step_bytes.measure(way, (2, 2), step_bytes.MICRO_BATCHES)
+    way = Way(recipe="tensorwise", compressed=True, secondary=secondary, two_steps=secondary)
+    assert_counted(way, (2, 2), "between_nodes", step_bytes.MICRO_BATCHES)
+
+
+@pytest.mark.parametrize("recipe", step_bytes.RECIPES)
+def test_the_bytes_of_every_recipe_are_counted_again(recipe):
+    assert_counted(Way(recipe=recipe, compressed=True), (2, 4), "on_nodes", 1)
+
+
+@pytest.mark.parametrize("ways", [{"two_steps": True}, {"copies": True}], ids=str)
+def test_the_bytes_of_every_way_of_gradients_are_counted_again(ways):
+    assert_counted(Way(recipe="tensorwise", compressed=True, **ways), (2, 2), "on_nodes", 1)
+
+
+def assert_counted(way, mesh, table, micro_batches):
+    (row,) = [r for r in KEPT[table] if r["way"] == way.name and r["mesh"] == list(mesh)]
+    found = step_bytes.measure(way, mesh, micro_batches)
     assert found == pytest.approx({kind: row[kind] for kind in found}, rel=1e-3)

@@ -124,6 +124,7 @@ MUTANTS = [
         GRADIENT_TESTS,
     ),
     _torch("sums of gradients are not divided", "_in_order", swap("T.div_(D)", "T"), GRADIENT_TESTS),
+    _torch("each message draws its bits anew", "pack_next_gradients", swap("(K, O)", "(K, 0)"), GRADIENT_TESTS),
     # ---- fp8-common on JAX
     _jax("jax clamps infinity", "nan_where_infinite", swap("eq(float_key(X), I)", "float_key(X) < 0")),
     _jax("no tie to even", "round_to_codes", swap("(23 - M) << 23", "(24 - M) << 23")),

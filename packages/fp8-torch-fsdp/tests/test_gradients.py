@@ -396,12 +396,21 @@ def test_feedback_and_random_rounding_make_errors_of_many_steps_cancel(run_ranks
 def replicated(rank, ranks):
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("nodes", "shards"))
     plain = losses(sharded(mesh), 8)
-    native, own = sharded(mesh), sharded(mesh["shards"])
+    native, own, between = sharded(mesh), sharded(mesh["shards"]), sharded(mesh["shards"])
     f8.compress_gradients(native)
     f8.compress_gradients(own, replicas=mesh["nodes"].get_group())
+    handle = f8.compress_gradients(between, replicas=mesh["nodes"].get_group(), replicas_only=True)
+    with pytest.raises(Fp8Error, match="compressed already"):
+        f8.compress_gradients(between)
     with pytest.raises(Fp8UnsupportedError, match="replicated by FSDP2"):
         f8.compress_gradients(sharded(mesh), replicas=mesh["nodes"].get_group())
-    found = losses(native, 8), losses(own, 8)
+    with CollectiveCounter() as counter:
+        alone = losses(between, 1)
+    kinds = [one.kind for one in counter.seen]
+    assert kinds.count("alltoall_base") == 2, "one message for each block, between replicas"
+    assert sum("reduce_scatter" in kind for kind in kinds) == 2, "within a replica FSDP2's own"
+    handle.remove()
+    found = losses(native, 8), losses(own, 8), alone + losses(between, 7, first=1)
     equal = [torch.empty(2) for _ in range(2)]
     weight = own[0].up.weight.to_local().flatten()[:2].contiguous()
     dist.all_gather(equal, weight, group=mesh["nodes"].get_group())
@@ -409,7 +418,8 @@ def replicated(rank, ranks):
 
 
 def test_replicas_are_averaged_as_codes_too(run_ranks):
-    for plain, native, own, equal in run_ranks(4, replicated):
+    for plain, native, own, between, equal in run_ranks(4, replicated):
+        np.testing.assert_allclose(between[:2], plain[:2], rtol=0.02)
         np.testing.assert_allclose(native, plain, rtol=0.02)
         np.testing.assert_allclose(own, plain, rtol=0.02)
         assert equal, "copies stay copies"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -104,6 +105,41 @@ def test_codes_cross_nodes_once_for_each_change_and_numbers_stay(run_ranks, reci
         assert len(again) == 6
 
 
+def narrow_model(**options):
+    """Layers that not every rank has a row of, and none in equal parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 7), nn.Linear(7, 2, bias=False), nn.Linear(2, 40))
+    f8.convert_to_float8_training(model, recipe="tensorwise_delayed", module_filter_fn=lambda module, name: True)
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def load_in_the_middle(rank, world_size, folder):
+    found = []
+    for secondary_shards in (False, True):
+        model = narrow_model()
+        handle = f8.keep_secondary_shards(model, node_mesh()) if secondary_shards else None
+        losses, path = train(model, rank), folder / str(secondary_shards)
+        model.train()
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+        losses += train(model, rank)
+        model.train()
+        losses += micro_batches(model, 1, rank)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state["model"])
+        found.append((losses, micro_batches(model, 2, rank) + train(model, rank, steps=1)))
+        del handle
+    return found
+
+
+def test_uneven_shards_and_a_checkpoint_that_is_loaded_have_the_numbers_of_fsdp2(run_ranks, tmp_path):
+    for plain, ours in run_ranks(NODES * RANKS, load_in_the_middle, tmp_path):
+        assert ours == plain
+        assert plain[1][:2] != plain[0][-2:]
+
+
 def write_inside(rank, world_size):
     model = small_model("tensorwise")
     f8.keep_secondary_shards(model, node_mesh())
@@ -147,6 +183,11 @@ def refusals(rank, world_size):
     attempt(lambda: small_model("rowwise"), mesh)
     attempt(lambda: small_model("tensorwise", cache="none"), mesh)
     attempt(lambda: small_model("tensorwise"), mesh, times=2)
+    model = narrow_model(reshard_after_forward=2)
+    f8.keep_secondary_shards(model, mesh)
+    with pytest.raises(Fp8Error) as raised:
+        micro_batches(model, 1, rank)
+    found.append(str(raised.value))
     swapped = torch.arange(world_size).view(RANKS, NODES).t().contiguous()
     attempt(lambda: small_model("tensorwise"), dist.device_mesh.DeviceMesh("cpu", swapped))
     return found
@@ -159,6 +200,7 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks(run_ranks):
         "the ranks agree on no scales",
         'cache="none"',
         "already",
+        "reshard_after_forward with an integer does not work",
         "row by row",
     )
     for found in run_ranks(NODES * RANKS, refusals):

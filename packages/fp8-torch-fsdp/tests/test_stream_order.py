@@ -178,6 +178,41 @@ def test_without_its_order_the_first_gather_of_delayed_scales_races(scenario, mo
     assert any("compute" in sentence for sentence in found)
 
 
+def compressed(model, nodes, kind):
+    """Let gradients travel as codes, and weights cross nodes once; a model that is sharded over the inner dimension."""
+    config = f8.GradientCompression(rounding="stochastic", error_feedback=True)
+    if kind == "replicas":
+        return [f8.compress_gradients(model, config, replicas=nodes.get_group(0))]
+    handles = [f8.compress_gradients(model, config, nodes=None if kind == "flat" else nodes)]
+    return [*handles, f8.keep_secondary_shards(model, nodes)] if kind == "secondary shards" else handles
+
+
+def races_of_codes(kind, recipe, **scenario):
+    order = StreamOrder(parts)
+    with ranks(4), order.streams():
+        nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
+        mesh = nodes["ranks"] if kind == "replicas" else init_device_mesh("cpu", (4,))
+        model, optimizer = build(recipe, mesh)
+        handle, *_ = compressed(model, nodes, kind)
+        train(order, model, optimizer, **scenario)
+        with order:  # what a checkpoint does between two steps
+            handle.load_state_dict({name: copied(state) for name, state in handle.state_dict().items()})
+            handle.reset()
+        train(order, model, optimizer, **scenario)
+    return order.races
+
+
+def copied(state):
+    return {kind: {name: tensor.clone() for name, tensor in tensors.items()} for kind, tensors in state.items()}
+
+
+@pytest.mark.parametrize("scenario", ["plain steps", "accumulation", "an edit"])
+@pytest.mark.parametrize("kind", ["flat", "nodes", "replicas", "secondary shards"])
+def test_reductions_of_codes_and_secondary_shards_are_ordered(kind, scenario):
+    recipe = "tensorwise" if kind == "secondary shards" or scenario == "an edit" else None
+    assert races_of_codes(kind, recipe, **SCENARIOS[scenario]) == {}
+
+
 def test_a_planted_race_is_found():
     order = StreamOrder(parts)
     with order.streams(), order:

@@ -66,3 +66,14 @@ def test_what_lies_between_the_sections_of_a_message_is_zero():
     message = gradients.pack_gradients(torch.ones(2, LENGTH), torch.ones(2, WIDE), f8.E4M3, 128)
     assert layout.gaps == ((300, 304), (316, 320), (340, 352))
     assert [message[:, a:b].any().item() for a, b in layout.gaps] == [False] * 3
+
+
+def test_the_next_message_takes_the_next_random_bits_and_keeps_what_it_lost():
+    rows, counter = torch.from_numpy(rows_of("calm")), torch.tensor([7, 11, 300])
+    kept, expected = (torch.zeros(rows.shape, dtype=torch.bfloat16) for _ in range(2))
+    for offset in (11, 311):
+        found = gradients.pack_next_gradients(rows, rows[:, :0], f8.E4M3, 128, kept, counter)
+        wanted = gradients.pack_gradients(rows, rows[:, :0], f8.E4M3, 128, expected, (7, offset))
+        assert torch.equal(found, wanted)
+        assert torch.equal(kept, expected)
+    assert counter.tolist() == [7, 611, 300]

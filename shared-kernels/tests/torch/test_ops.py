@@ -60,6 +60,9 @@ OPERATORS = {
     "scales_of_amax": (X.abs(), "e4m3", POLICY),
     "cast_by_amax": (X, X.abs().max(), "e4m3", POLICY),
     "pack_gradients": (X, X[:, :3], "e4m3", 32),
+    "pack_next_gradients": (X, X[:, :3], X.bfloat16(), torch.tensor([7, 5, 40]), "e4m3", 32),
+    "pack_next_gradients_without_state": (X, X[:, :3], None, None, "e4m3", 32),
+    "unpack_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32),
     "sum_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32, 4.0),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
@@ -81,6 +84,7 @@ OPERATORS = {
 
 def operator_of(case):
     """Return the operator's name: variants carry a suffix."""
+    case = case.removesuffix("_without_state")
     return case.removesuffix("_over_rows").removesuffix("_with_prev").removesuffix("_between_rows")
 
 

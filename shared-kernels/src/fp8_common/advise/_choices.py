@@ -57,7 +57,14 @@ _WAYS = (
 CHOICES: tuple[Choice, ...] = (
     Choice(name="bf16", products="bf16"),
     Choice(name="bf16, gradients bf16", products="bf16", gradient_bytes=2.0),
+    Choice(name="bf16 products, gradients FP8", products="bf16", gradient_bytes=REDUCED_FP8),
     Choice(name="bf16 products, weights FP8", products="bf16", weight_bytes=1.0),
+    Choice(
+        name="bf16 products, weights and gradients FP8",
+        products="bf16",
+        weight_bytes=1.0,
+        gradient_bytes=REDUCED_FP8,
+    ),
     *(
         Choice(
             name=f"{name}, weights {weights}, gradients {gradients}",

@@ -27,6 +27,11 @@ def _run(options: argparse.Namespace, peers: Peers) -> int:
         _write(text, options.output)
         return 0
     _check(("torch",), "timing runs the kernels on tensors", "fp8-common[torch,triton]")
+    if options.rates:
+        from fp8_common.torch import _rates
+
+        _write(_rates.run(), options.output)
+        return 0
     from fp8_common.torch._bench import run
 
     keep = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
@@ -50,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="fp8-bench", description="Speed of the FP8 kernels.")
     add = parser.add_argument
     add("--static", action="store_true", help="count machine code instead of timing; needs no GPU")
+    add("--rates", action="store_true", help="measure what `fp8 advise --rates` takes, and nothing else")
     add(
         "--arch",
         type=int,

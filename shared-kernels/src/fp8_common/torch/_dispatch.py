@@ -149,9 +149,23 @@ def pack_gradients(
     random: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Return rows of codes, scales and wide elements for an all-to-all; see `fp8_common.torch._gradients`."""
-    if torch.compiler.is_compiling() and residual is None and random is None:
-        return gradients.pack_gradients_op(values, wide, fmt.name, block)
     return gradients.pack_gradients(values, wide, fmt, block, residual, random)
+
+
+def pack_next_gradients(
+    values: torch.Tensor,
+    wide: torch.Tensor,
+    fmt: Format,
+    block: int,
+    residual: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return such rows, for compilers too: the state of random bits is a tensor, which is moved on."""
+    if not torch.compiler.is_compiling():
+        return gradients.pack_next_gradients(values, wide, fmt, block, residual, counter)
+    if residual is None and counter is None:
+        return gradients.pack_gradients_op(values, wide, fmt.name, block)
+    return gradients.pack_next_gradients_op(values, wide, residual, counter, fmt.name, block)
 
 
 def sum_gradients(
@@ -167,4 +181,6 @@ def unpack_gradients(
     message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, block: int
 ) -> Pair:
     """Return the float32 values of such rows, one after another."""
+    if torch.compiler.is_compiling():
+        return gradients.unpack_gradients_op(message, *sizes, wide_dtype, fmt.name, block)
     return gradients.unpack_gradients(message, *sizes, wide_dtype, fmt, block)

@@ -68,6 +68,33 @@ def pack_gradients(
     return message
 
 
+def pack_next_gradients(
+    values: torch.Tensor,
+    wide: torch.Tensor,
+    fmt: Format,
+    block: int,
+    residual: torch.Tensor | None,
+    counter: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the message of `pack_gradients` and move the counter on.
+
+    Args:
+        values: As there.
+        wide: As there.
+        fmt: As there.
+        block: As there.
+        residual: As there.
+        counter: int64 [3] on the CPU: key and offset of the random bits, and what is added to the offset for the next
+            message; None rounds to nearest.
+    """
+    if counter is None:
+        return pack_gradients(values, wide, fmt, block, residual)
+    # on the CPU, where a kernel's arguments come from: reading it waits for no device
+    key, offset, step = counter.tolist()
+    counter[1] += step
+    return pack_gradients(values, wide, fmt, block, residual, (key, offset))
+
+
 def sum_gradients(
     message: torch.Tensor,
     compressed: int,
@@ -138,6 +165,11 @@ def _wide_part(message: torch.Tensor, rows: MessageRows, dtype: torch.dtype) -> 
     return message[:, rows.wide_at : rows.wide_at + rows.wide_bytes].view(dtype)
 
 
+def _empty_message(values: torch.Tensor, wide: torch.Tensor, block: int) -> torch.Tensor:
+    rows = message_rows(values.shape[1], wide.shape[1], wide.dtype, block)
+    return values.new_empty((values.shape[0], rows.nbytes), dtype=torch.uint8)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::pack_gradients", mutates_args=())
 def pack_gradients_op(values: torch.Tensor, wide: torch.Tensor, fmt: str, block: int) -> torch.Tensor:
     """The message uint8 [n, bytes] of `pack_gradients`, rounded to nearest without a residual."""
@@ -146,8 +178,48 @@ def pack_gradients_op(values: torch.Tensor, wide: torch.Tensor, fmt: str, block:
 
 @pack_gradients_op.register_fake
 def _(values: torch.Tensor, wide: torch.Tensor, fmt: str, block: int) -> torch.Tensor:
-    rows = message_rows(values.shape[1], wide.shape[1], wide.dtype, block)
-    return values.new_empty((values.shape[0], rows.nbytes), dtype=torch.uint8)
+    return _empty_message(values, wide, block)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::pack_next_gradients", mutates_args=("residual", "counter"))
+def pack_next_gradients_op(
+    values: torch.Tensor,
+    wide: torch.Tensor,
+    residual: torch.Tensor | None,
+    counter: torch.Tensor | None,
+    fmt: str,
+    block: int,
+) -> torch.Tensor:
+    """The message uint8 [n, bytes] of `pack_next_gradients`, which changes `residual` and `counter`."""
+    return pack_next_gradients(values, wide, get_data_format(fmt), block, residual, counter)
+
+
+@pack_next_gradients_op.register_fake
+def _(
+    values: torch.Tensor,
+    wide: torch.Tensor,
+    residual: torch.Tensor | None,
+    counter: torch.Tensor | None,
+    fmt: str,
+    block: int,
+) -> torch.Tensor:
+    return _empty_message(values, wide, block)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::unpack_gradients", mutates_args=())
+def unpack_gradients_op(
+    message: torch.Tensor, compressed: int, wide: int, wide_dtype: torch.dtype, fmt: str, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float32 values [n * c] and [n * w] of `unpack_gradients`."""
+    return unpack_gradients(message, compressed, wide, wide_dtype, get_data_format(fmt), block)
+
+
+@unpack_gradients_op.register_fake
+def _(
+    message: torch.Tensor, compressed: int, wide: int, wide_dtype: torch.dtype, fmt: str, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = (message.shape[0] * compressed, message.shape[0] * wide)
+    return tuple(message.new_empty(size, dtype=torch.float32) for size in sizes)  # pyrefly: ignore[bad-return]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::sum_gradients", mutates_args=())

@@ -57,7 +57,7 @@ class GradientExchange:
             return self._reduce(rows, group, residual, divisor)
         between, within = self._groups
         wide = rows[1].dtype
-        first = tuple(_by_rank_of_node(part, between.size()) for part in rows)
+        first = tuple(by_rank_of_node(part, between.size()) for part in rows)
         if residual is not None:
             residual = residual.view(first[0].shape)
         sums = self._reduce(first, within, residual)  # pyrefly: ignore[bad-argument-type]
@@ -95,7 +95,7 @@ class GradientExchange:
         return dispatch.pack_gradients(values, wide, config.fp8_format, config.block, residual, random)
 
 
-def _by_rank_of_node(rows: Tensor, nodes: int) -> Tensor:
+def by_rank_of_node(rows: Tensor, nodes: int) -> Tensor:
     """Return rows [nodes * ranks, c] as [ranks, nodes * c]: what each rank of a node is to add, for all nodes."""
     ranks, columns = rows.shape[0] // nodes, rows.shape[1]
     return rows.view(nodes, ranks, columns).transpose(0, 1).reshape(ranks, nodes * columns)

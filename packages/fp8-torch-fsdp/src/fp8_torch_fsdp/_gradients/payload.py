@@ -26,12 +26,6 @@ def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(result)
 
 
-def lengths(spans: Sequence[Span]) -> tuple[int, int]:
-    """Return how many elements of a row are compressed and how many stay wide."""
-    compressed = sum(span.length for span in spans if span.compressed)
-    return compressed, sum(span.length for span in spans) - compressed
-
-
 def split(rows: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     """Return the compressed [n, c] and the wide elements [n, w] of `rows` [n, c + w]."""
     parts = rows.split([span.length for span in spans], dim=1)

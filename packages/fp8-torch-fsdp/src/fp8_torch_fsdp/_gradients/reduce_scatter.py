@@ -1,4 +1,4 @@
-"""`CompressedReduceScatter`: the reduce-scatter that FSDP2 calls for the gradients of one of its groups."""
+"""The reduce-scatter and the all-reduce hook that FSDP2 calls for the gradients of one of its groups."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8_common import Fp8UnsupportedError
 from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp._gradients.collectives import GradientExchange
-from fp8_torch_fsdp._gradients.payload import Span, join, lengths, merged, split
+from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
 
 
 class CompressedReduceScatter:
@@ -23,8 +23,6 @@ class CompressedReduceScatter:
 
     Attributes:
         name: As given.
-        residual: What roundings took from gradients, bfloat16 [ranks, compressed elements of a shard]; None without
-            error feedback.
     """
 
     def __init__(
@@ -33,7 +31,32 @@ class CompressedReduceScatter:
         self.name = name
         self._params = list(zip(params, compressed, strict=True))
         self._exchange = exchange
-        self.residual = self._new_residual() if exchange.config.error_feedback else None
+        self._residual: Tensor | None = None
+        # the parameters that it is of, by their places in the group
+        self._fed_back: dict[int, int] = {}
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What roundings took, bfloat16 [ranks, compressed elements of a shard]; None without error feedback.
+
+        It is of the parameters that are trained now: one that is frozen loses its part, one that is trained anew begins
+        with zeros.
+        """
+        if not self._exchange.config.error_feedback:
+            return None
+        trained = {i: _length(p) for i, (p, chosen) in enumerate(self._params) if chosen and p.is_trained}
+        if self._residual is None or trained != self._fed_back:
+            old, ranks = self._parts_of_residual(), self._params[0][0].process_group.size()
+            fresh = {"dtype": torch.bfloat16, "device": self._params[0][0].device}
+            parts = [old[i] if i in old else torch.zeros((ranks, n), **fresh) for i, n in trained.items()]
+            self._residual, self._fed_back = torch.cat([torch.zeros((ranks, 0), **fresh), *parts], dim=1), trained
+        return self._residual
+
+    def _parts_of_residual(self) -> dict[int, Tensor]:
+        if self._residual is None:
+            return {}
+        parts = self._residual.split(list(self._fed_back.values()), dim=1)
+        return dict(zip(self._fed_back, parts, strict=True))
 
     def travels(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield the shard of each parameter, and whether its gradient travels as FP8."""
@@ -82,10 +105,31 @@ class CompressedReduceScatter:
     def _residual_of(self, spans: Sequence[Span]) -> Tensor | None:
         return self.residual if any(span.compressed for span in spans) else None
 
-    def _new_residual(self) -> Tensor:
-        spans = [Span(_length(param), chosen) for param, chosen in self._params if param.is_trained]
-        ranks = self._params[0][0].process_group.size()
-        return torch.zeros((ranks, lengths(spans)[0]), dtype=torch.bfloat16, device=self._params[0][0].device)
+
+class ReplicaAverage:
+    """FSDP2's all-reduce hook: the average over ranks that hold copies of the same shards.
+
+    Args:
+        exchange: The model's reductions.
+        scatter: The group's reduce-scatter, which knows what travels as codes.
+        replicas: The ranks.
+    """
+
+    def __init__(
+        self, exchange: GradientExchange, scatter: CompressedReduceScatter, replicas: dist.ProcessGroup
+    ) -> None:
+        self._exchange, self._scatter, self._replicas = exchange, scatter, replicas
+
+    def __call__(self, reduced: Tensor) -> None:
+        """Average this rank's part of the gradients, [m], in place."""
+        if self._replicas.size() > 1:
+            average_flat(self._exchange, reduced, self._scatter.spans(reduced.numel()), self._replicas)
+
+
+def average_flat(exchange: GradientExchange, flat: Tensor, spans: Sequence[Span], group: dist.ProcessGroup) -> None:
+    """Replace `flat` by its average over the ranks of `group`, which all call this with equal spans."""
+    compressed, wide = (part[0] for part in split(flat[None], spans))
+    flat.copy_(join(*exchange.all_reduce((compressed, wide), group, group.size()), spans))
 
 
 def _length(param: fsdp.ShardedParam) -> int:

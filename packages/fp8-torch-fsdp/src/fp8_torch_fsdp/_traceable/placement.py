@@ -4,7 +4,7 @@ The mesh has one dimension, or two for HSDP: copies first, shards last.
 """
 
 import dataclasses
-import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,17 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8_common import Fp8Error, GradientCompression
-from fp8_common.torch.plugin import dispatch
+from fp8_common import Fp8Error
 from fp8_torch_fsdp import _compat as compat
-
-
-class Part(NamedTuple):
-    """This rank's part of a gradient that travels as codes: its shape and dtype, and how it was rounded."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    config: GradientCompression
+from fp8_torch_fsdp._traceable.codes import GradientCodes, Sent
 
 
 class Started(NamedTuple):
@@ -32,12 +24,10 @@ class Started(NamedTuple):
         result: What `Placement.finish` will return.
         sent: What is sent. It must live until the end: gloo reads it in a thread of its own, and torch's tensors do not
             bear that Python drops them meanwhile (https://github.com/pytorch/pytorch/issues/75529).
-        part: Where codes travel, what they will be.
     """
 
     result: torch.Tensor
     sent: torch.Tensor
-    part: Part | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +40,7 @@ class Placement:
         group: Name of the group that holds the other shards.
         copies: Number of ranks that hold the same shard.
         copies_group: Name of their group; None without copies.
-        compression: How gradients of two dimensions and more travel between shards; None as they are.
+        codes: By the name of the parameter in its module, how its gradients travel as codes; others as they are.
     """
 
     size: int
@@ -58,7 +48,7 @@ class Placement:
     group: str
     copies: int = 1
     copies_group: str | None = None
-    compression: GradientCompression | None = None
+    codes: Mapping[str, GradientCodes] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Placement":
@@ -101,36 +91,25 @@ class Placement:
         """Wait for what was started."""
         return started.result if self.size == 1 else compat.wait(started.result)
 
-    def start_average(self, whole: torch.Tensor) -> Started:
-        """Start to average a gradient [rows, ...] over all ranks, of which each gets its padded rows."""
+    def start_average(self, whole: torch.Tensor, name: str) -> Started | Sent:
+        """Start to average the gradient [rows, ...] of parameter `name`, of which each rank gets its padded rows."""
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
-        if self.compression is not None and self.size > 1 and whole.ndim >= 2:
-            return self._start_average_of_codes(padded, self.compression)
+        if name in self.codes and self.codes[name].shards:
+            return self.codes[name].start(padded)
         return Started(
             padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group),
             padded,
         )
 
-    def finish_average(self, started: Started, rows: int) -> torch.Tensor:
+    def finish_average(self, started: Started | Sent, rows: int, name: str) -> torch.Tensor:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
-        part = self.finish(started)
-        if started.part is not None:
-            part = self._finish_average_of_codes(part, started.part)
+        part = self.codes[name].finish(started) if isinstance(started, Sent) else self.finish(started)
         # All ranks have equally many summands, so the average of averages is the average.
-        if self.copies_group is not None and self.copies > 1:
+        if name in self.codes and self.codes[name].copies:
+            part = self.codes[name].average_over_copies(part)
+        elif self.copies_group is not None and self.copies > 1:
             part = compat.wait(compat.start_all_reduce(part, self.copies_group))
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
-
-    def _start_average_of_codes(self, padded: torch.Tensor, config: GradientCompression) -> Started:
-        values = padded.view(self.size, -1)
-        message = dispatch.pack_gradients(values, values[:, :0], config.fp8_format, config.block)
-        part = Part((padded.shape[0] // self.size, *padded.shape[1:]), padded.dtype, config)
-        return Started(compat.start_all_to_all(message, self.size, self.group), message, part)
-
-    def _finish_average_of_codes(self, message: torch.Tensor, part: Part) -> torch.Tensor:
-        form = part.config.fp8_format, part.config.block
-        total, _ = dispatch.sum_gradients(message, (math.prod(part.shape), 0), part.dtype, *form, self.size)
-        return total.view(part.shape).to(part.dtype)
 
 
 def pad(part: torch.Tensor, rows: int) -> torch.Tensor:
