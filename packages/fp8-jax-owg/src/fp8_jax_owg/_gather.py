@@ -174,11 +174,11 @@ def _gather_fwd(how: _Gather, x: jax.Array, state: State) -> tuple[Fp8Param, _Re
         (scale,), (scale_inv,), sound = checked_scale(*state["kernel"], fmt, how.scaling.policy)
     else:
         scale = amax_to_scale(greatest, fmt, how.scaling.policy)
-        scale_inv, sound = reciprocal(scale), True
+        scale_inv, sound = reciprocal(scale), None
     scale, scale_inv = computed_once(scale, scale_inv)
     codes = how.all_gather(dispatch.quantize_to_codes(x, scale, fmt))
     data = lax.bitcast_convert_type(codes, fmt.numpy_dtype)
-    factor = nan_unless(sound, scale_inv) if state else scale_inv
+    factor = scale_inv if sound is None else nan_unless(sound, scale_inv)
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
     made = Fp8Param(data, factor, data.astype(x.dtype))
     return made, _Residuals(Seen(greatest, scale_inv), state)

@@ -207,7 +207,7 @@ class _Products(torch.autograd.Function):
         access: WeightAccess = ctx.access
         offsets, *saved = ctx.saved_tensors  # once: checkpoints let it be read once only
         sent, rest = tuple(saved[: ctx.sent]), tuple(saved[ctx.sent :])
-        kept = None if ctx.kept is None else Operand(*rest[:2], *ctx.kept)
+        kept = None if ctx.kept is None else Operand(rest[0], rest[1], *ctx.kept)
         saved_input = rest if kept is None else rest[2:]
         rows = grad.reshape(-1, grad.shape[-1])
         groups = None if offsets is None else RowGroups(offsets, rows.shape[0])
@@ -247,9 +247,10 @@ def _saved_operand(config: LinearConfig, saved: tuple[torch.Tensor, ...], *, tur
     """Return what `_saved_input` saved: the input, or its codes, contracted over rows if they were saved turned."""
     if not config.input_has_one_cast:
         return saved[0]
-    operand = Operand(*saved, config.input.fp8_format)
-    # the other way round, too, the turned codes are at hand
-    return Operand(operand.codes.t(), operand.scale_inv, operand.fmt, turned=operand.codes) if turned else operand
+    codes, scale_inv = saved
+    fmt = config.input.fp8_format
+    # transposed once more, the turned codes are at hand
+    return Operand(codes.t(), scale_inv, fmt, turned=codes) if turned else Operand(codes, scale_inv, fmt)
 
 
 def _grad_input(
@@ -281,7 +282,7 @@ def _grad_weight(
     """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
     config = layer.config
     grad_cast, input_cast = config.grad_weight_casts
-    if not input_cast.enabled:
+    if isinstance(x, torch.Tensor) and not input_cast.enabled:
         # Disabled means for both operands: `Recipe` refuses a product of one.
         x = x.to(grad.dtype)
         return (grad.t() @ x if groups is None else multiply_wide(grad, x, groups)).to(dtype)

@@ -135,9 +135,10 @@ def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePoli
 
 def cast_with_amax(
     x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool = False
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Return `quantize_with_amax` and None, in the place of the codes turned."""
-    return *quantize_with_amax(x, scale, fmt), None
+    codes, amax = quantize_with_amax(x, scale, fmt)
+    return codes, amax, None
 
 
 def with_reciprocal(codes: torch.Tensor, scale: torch.Tensor) -> Cast:

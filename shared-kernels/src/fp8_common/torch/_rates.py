@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fp8_common._formats import E4M3
 from fp8_common._policy import CANONICAL
 from fp8_common.torch._bench import ROUNDS, WARM_UP, Run, Timer, copy_ceiling, cuda_timer, gpu
-from fp8_common.torch._dispatch import quantize_tensorwise, reciprocal
+from fp8_common.torch._dispatch import cast_tensorwise
 from fp8_common.torch._multiply import multiply
 from fp8_common.torch._operands import Operand
 
@@ -59,8 +59,7 @@ def product_rates(
 
 
 def _operand(matrix: torch.Tensor) -> Operand:
-    codes, scale = quantize_tensorwise(matrix, E4M3, CANONICAL)
-    return Operand(codes, reciprocal(scale), E4M3)
+    return Operand.of_cast(cast_tensorwise(matrix, E4M3, CANONICAL), E4M3)
 
 
 def _seconds(one: Run, timer: Timer, rounds: int) -> float:

@@ -46,9 +46,8 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
 def amax(x: torch.Tensor) -> torch.Tensor:
     """Return max |x| over all elements as a float32 scalar tensor."""
     # By rows first: that becomes a part of kernels that reduce rows, such as norms.
-    return (
-        amax_over(amax_over(x, (-1,), keepdim=False).reshape(-1), (0,), keepdim=False) if x.ndim else amax_over(x, ())
-    )
+    rows = amax_over(x, (-1,), keepdim=False) if x.ndim else x
+    return amax_over(rows.reshape(-1), (0,), keepdim=False)
 
 
 def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:
