@@ -31,6 +31,7 @@ RESULT = Path(__file__).parent / "results" / "masters.json"
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "remainder": {"masters": "remainder"},
+    "remainder, compiled": {"masters": "remainder", "compiled": True},
     "remainder, fp8 moments": {"masters": "remainder", "moments": "fp8"},
 }
 SIDE = 2048
