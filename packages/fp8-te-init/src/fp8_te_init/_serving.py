@@ -161,7 +161,9 @@ def _experts(
         if codes == "training":
             scale = state.scale[expert]
             return state.own_codes[place], scale.reshape(()) if granularity == "tensorwise" else scale
-        values = local_of(master_of(optimizer, parameter))[place]
+        master = master_of(optimizer, parameter)
+        assert master is not None  # noqa: S101  looked for before
+        values = local_of(master)[place]
         # An expert is on one rank as a whole: there is nobody to agree with.
         return serving.round_for_serving(values, granularity, ShardGeometry(full_shape=values.shape), None)
 
