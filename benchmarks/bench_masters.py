@@ -1,8 +1,9 @@
 """Memory and time of float32 masters in three bytes and of optimizer state in FP8, and losses with the latter; JSON.
 
-Writes results/masters.json. Memory is that of one process for each way, with bfloat16 weights and gradients, AdamW and
-nothing else. Times are processor times of `MasterOptimizer.step` on one core, the ways in turn, the least of all.
-Losses are those of the byte-level model of convergence.py on held-out windows.
+Writes results/masters.json after each measurement; losses that it has of the same settings are kept. Memory is that of
+one process for each way, with bfloat16 weights and gradients, AdamW and nothing else. Times are processor times of
+`MasterOptimizer.step` on one core, the ways in turn, the least of all. Losses are those of the byte-level model of
+convergence.py on held-out windows.
 """
 
 import argparse
@@ -31,6 +32,7 @@ RESULT = Path(__file__).parent / "results" / "masters.json"
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "remainder": {"masters": "remainder"},
+    "remainder, compiled": {"masters": "remainder", "compiled": True},
     "remainder, fp8 moments": {"masters": "remainder", "moments": "fp8"},
 }
 SIDE = 2048
@@ -67,7 +69,9 @@ def memory(way: str, count: int) -> dict[str, float]:
 def memories(count: int) -> dict[str, Any]:
     """Return `memory` of every way, each in a process of its own."""
     found = {}
-    for way in WAYS:
+    for way, options in WAYS.items():
+        if "compiled" in options:
+            continue  # the same bytes, and a compiler in the process
         command = [sys.executable, "-m", "benchmarks.bench_masters", "--memory", way, "--layers", str(count)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found[way] = json.loads(done.stdout)
@@ -141,6 +145,17 @@ def held_out_loss(way: str, steps: int, seed: int) -> float:
     return sum(losses) / len(losses)
 
 
+def losses(before: dict[str, Any], steps: int, seeds: int, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measure `held_out_loss` of every way and seed that `before` lacks; `keep` gets all after each."""
+    same = before.get("steps") == steps
+    found = {way: list(before["losses"].get(way, []))[:seeds] if same else [] for way in MOMENTS}
+    for seed in range(seeds):
+        for way, known in found.items():
+            if len(known) == seed:
+                known.append(held_out_loss(way, steps, seed))
+                keep({"steps": steps, "seeds": seeds, "losses": found})
+
+
 def main() -> None:
     """Measure what was asked for, and write it beside what is there already."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -150,29 +165,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--result", type=Path, default=RESULT)
     asked = parser.parse_args()
     if asked.memory:
         print(json.dumps(memory(asked.memory, asked.layers)))
         return
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    result = json.loads(asked.result.read_text()) if asked.result.exists() else {}
+
+    def keep(part: str, found: dict[str, Any]) -> None:
+        result[part] = found
+        asked.result.write_text(json.dumps(result, indent=1) + "\n")
+
     machine = {
         "cpu": processor_name(),
         "cores": usable_cores(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    result["machine"] = machine
+    keep("machine", machine)
     if "memory" in asked.only:
-        result["memory"] = memories(asked.layers)
+        keep("memory", memories(asked.layers))
     if "time" in asked.only:
         torch.set_num_threads(1)
         ways = {"loop": False, "fused": True}
-        result["time"] = {name: step_times(1, asked.rounds, fused=fused) for name, fused in ways.items()}
+        keep("time", {name: step_times(1, asked.rounds, fused=fused) for name, fused in ways.items()})
     if "loss" in asked.only:
         torch.set_num_threads(1)
-        losses = {way: [held_out_loss(way, asked.steps, seed) for seed in range(asked.seeds)] for way in MOMENTS}
-        result["held_out_loss"] = {"steps": asked.steps, "seeds": asked.seeds, "losses": losses}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        before = result.get("held_out_loss", {})
+        losses(before, asked.steps, asked.seeds, lambda found: keep("held_out_loss", found))
     print(json.dumps(result, indent=1))
 
 

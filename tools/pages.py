@@ -1,9 +1,9 @@
 """The parts of pages and settings that follow from data: `python -m tools.pages` writes them, a test compares them.
 
 A part stands between two comments that name it, `<!-- status: begin -->` and `<!-- status: end -->`, or in TOML and
-YAML `# urls: begin` and `# urls: end`. Sources: `fp8_common/status.json` (what was run where),
-`benchmarks/results/demo.json` (the report of a whole demo), `benchmarks/results/jax-layers.json` (stacked JAX layers),
-and the addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
+YAML `# urls: begin` and `# urls: end`. Sources: `fp8_common/status.json` (what was run where), of
+`benchmarks/results` `demo.json` (the report of a whole demo), `jax-layers.json` (stacked JAX layers) and `masters.json`
+(masters in three bytes, moments in FP8), and the addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
 """
 
 import json
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STATUS = Path("shared-kernels/src/fp8_common/status.json")
 DEMO = Path("benchmarks/results/demo.json")
 JAX_LAYERS = Path("benchmarks/results/jax-layers.json")
+MASTERS = Path("benchmarks/results/masters.json")
 PART = re.compile(r"^( *)(<!--|#) ([a-z][\w -]*): begin( -->|)\n(.*?)^\1\2 \3: end\4$", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/**/*.md", "mkdocs.yml", "CITATION.cff", "shared-kernels/*.toml", "packages/*/*.toml")
 
@@ -158,6 +159,43 @@ def jax_layers() -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------- masters in three bytes
+
+
+def masters_memory() -> str:
+    """Return the table of bytes that `benchmarks.bench_masters` measured."""
+    found = json.loads((ROOT / MASTERS).read_text()).get("memory")
+    if found is None:
+        return "Not measured yet: `python -m benchmarks.bench_masters --only memory`."
+    kinds = {
+        "codes": "codes, scales",
+        "masters": "masters",
+        "moments": "moments",
+        "gradients": "gradients",
+        "rss": "resident",
+        "peak_rss": "at the peak",
+    }
+    lines = [f"| bytes for each of {found['parameters']:,} weights | {' | '.join(kinds.values())} |"]
+    lines.append("|---|" + "---:|" * len(kinds))
+    for way, row in found["bytes_per_parameter"].items():
+        lines.append(f"| {way} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |")
+    return "\n".join(lines)
+
+
+def masters_losses() -> str:
+    """Return the table of held-out losses that `benchmarks.bench_masters` measured."""
+    found = json.loads((ROOT / MASTERS).read_text()).get("held_out_loss")
+    if found is None:
+        return "Not measured yet: `python -m benchmarks.bench_masters --only loss`."
+    seeds = range(max(len(row) for row in found["losses"].values()))
+    heads = " | ".join(f"seed {seed}" for seed in seeds)
+    lines = [f"| moments, held-out loss after {found['steps']} steps, nats a byte | {heads} |"]
+    lines.append("|---|" + "---:|" * len(seeds))
+    for way, row in found["losses"].items():
+        lines.append(f"| {way} | {' | '.join(f'{loss:.4f}' for loss in row)} |")
+    return "\n".join(lines)
+
+
 # ---------------------------------------------------------------- addresses
 
 
@@ -193,6 +231,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "install each": lambda: install(PLUGINS),
     "demo": demo,
     "jax layers": jax_layers,
+    "masters memory": masters_memory,
+    "masters losses": masters_losses,
     "urls": urls,
     "site": site,
     "citation": citation,

@@ -338,6 +338,30 @@ MUTANTS = [
         "test_sources.py",
     ),
     _te(
+        "what three bytes cannot hold is not listed",
+        "RemainderMaster._list",
+        swap("values[failed]", "values[failed] * 0"),
+        "test_remainder_masters.py -k zeros",
+    ),
+    _te(
+        "the middle byte of a master is shifted too far",
+        "split_bytes",
+        swap("X >> 8", "X >> 9"),
+        "test_remainder_masters.py -k zeros",
+    ),
+    _te(
+        "a second moment becomes zero",
+        "packed",
+        swap("where((C == 0) & (B > 0), 1, C)", "C"),
+        "test_fp8_moments.py -k squares",
+    ),
+    _te(
+        "all experts are exported with the scale of the first",
+        "_experts",
+        swap("state.scale[E]", "state.scale[0]"),
+        "test_serving.py -k stacked",
+    ),
+    _te(
         "masters undo what was loaded",
         "MasterOptimizer._take_writes",
         drop("master.set(values_of(parameter))"),

@@ -120,6 +120,25 @@ def test_training_is_that_of_whole_masters_bit_for_bit(recipe, name, dtype):
     assert masters == 3 * whole + 8 * listed + plain
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_training_is_that_of_whole_masters_bit_for_bit(recipe):
+    pairs = []
+    for kept, compiled in (("remainder", True), ("float32", False)):
+        net = model("cpu", recipe)
+        optimizer = optimizer_for(net, "fused", kept, compiled=compiled)
+        fti.seed_masters(optimizer, net)
+        losses = train(net, optimizer, 5)
+        values = optimizer.master_of(net[0].weight).clone()
+        values[0, :4] = torch.tensor([0.0, -0.0, 1e-30, 1e-12])
+        optimizer.set_master(net[0].weight, values)
+        optimizer.write_back(step=False)
+        pairs.append((net, optimizer, losses + train(net, optimizer, 5)))
+    assert pairs[0][2] == pairs[1][2]
+    assert_same(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1])
+    assert is_rounding(pairs[0][0], pairs[0][1])
+
+
 def test_a_long_run_is_that_of_whole_masters(full):
     """1,000 steps under --full, 150 by default, with a learning rate that moves every scale."""
     runs = []

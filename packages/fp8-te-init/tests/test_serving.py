@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
 from fp8_common import POWER_OF_2, Fp8Error, get_recipe, quantize_mx, quantize_rowwise, read_for_serving
@@ -142,6 +144,44 @@ def test_tied_weights_are_written_once(tmp_path):
     assert read.notes["tied"] == {"a.weight": ["b.weight"], "a.bias": ["b.bias"]}
 
 
+class Mixture(nn.Module):
+    """Stacked experts under the names that Transformers gives."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(4)
+        self.experts = nn.ModuleDict({"up_proj": fti.PrimaryFloat8Experts(torch.randn(3, 160, 64), recipe=recipe)})
+        self.stack = fti.PrimaryFloat8Experts(torch.randn(3, 32, 64), recipe=recipe)
+
+
+def mixture(recipe, world_size=0):
+    model = Mixture(recipe)
+    if world_size:
+        mesh = init_device_mesh("cpu", (world_size,))
+        fully_shard(model, mesh=mesh)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    fti.seed_masters(optimizer, model)
+    return model, optimizer
+
+
+MIXTURES = [("rowwise", "compressed-tensors"), ("tensorwise", "deepseek"), ("blockwise", "deepseek")]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), MIXTURES)
+def test_stacked_experts_are_a_matrix_for_each(recipe, layout, tmp_path):
+    model, optimizer = mixture(recipe)
+    fti.export_for_serving(model, optimizer, tmp_path / "out", layout=layout)
+    read = read_for_serving(tmp_path / "out")
+    names = [f"experts.{expert}.up_proj.weight" for expert in range(3)]
+    assert sorted(read) == [*names, *(f"stack.{expert}.weight" for expert in range(3))]
+    values = model.experts["up_proj"].weight.dequantize()
+    for name, expert in zip(names, values, strict=True):
+        assert read[name].values().tobytes() == expert.numpy().tobytes()
+    fti.export_for_serving(model, optimizer, tmp_path / "mx", layout="mx", codes="masters")
+    master = optimizer.master_of(model.stack.weight)[2].numpy()
+    assert (read_for_serving(tmp_path / "mx")["stack.2.weight"].data == quantize_mx(master, "e4m3").data).all()
+
+
 # ---------------------------------------------------------------- several ranks
 
 
@@ -164,6 +204,25 @@ def export_all(rank, world_size, folder):
             path = f"{folder}/{recipe}-{layout}"
             fti.export_for_serving(model, optimizer, path, layout=layout, codes=codes, max_file_bytes=12000)
     return max(written)
+
+
+def export_mixtures(rank, world_size, folder):
+    for recipe, layout in MIXTURES:
+        model, optimizer = mixture(recipe, world_size)
+        for codes in ("training", "masters"):
+            fti.export_for_serving(model, optimizer, f"{folder}/{recipe}-{codes}", layout=layout, codes=codes)
+
+
+@pytest.mark.distributed
+@pytest.mark.matrix("each", world_size=[2, 4])
+def test_ranks_write_the_experts_that_they_hold(run_ranks, world_size, tmp_path):
+    run_ranks(world_size, export_mixtures, str(tmp_path / "ranks"))
+    for recipe, layout in MIXTURES:
+        model, optimizer = mixture(recipe)
+        for codes in ("training", "masters"):
+            path = tmp_path / "one" / f"{recipe}-{codes}"
+            fti.export_for_serving(model, optimizer, path, layout=layout, codes=codes)
+            assert content_of(path) == content_of(tmp_path / "ranks" / path.name), path.name
 
 
 def fails(rank, world_size, folder):

@@ -10,7 +10,6 @@ So the bytes do not change with the scale, and the code alone does.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,31 +26,21 @@ SCALE_INV_RANGE = (2.0**-100, 2.0**110)
 """Scales back from FP8 outside of it are taken for its ends: anchors are then neither subnormal nor infinite."""
 
 
-class LowerBytes(NamedTuple):
-    """The lower three bytes of float32 numbers.
-
-    Attributes:
-        low: uint16, the lower two.
-        high: uint8, the third.
-    """
-
-    low: NDArray[np.uint16]
-    high: NDArray[np.uint8]
-
-
-def lower_bytes(x: ArrayLike) -> LowerBytes:
-    """Return the lower three bytes of float32 `x`, any shape."""
+def lower_bytes(x: ArrayLike) -> NDArray[np.uint8]:
+    """Return uint8 [3, ...], the lower three bytes of float32 `x` [...], the least significant first."""
     bits = as_float32(x).view(np.uint32)
-    return LowerBytes((bits & 0xFFFF).astype(np.uint16), (bits >> 16 & 0xFF).astype(np.uint8))
+    return np.stack([bits, bits >> 8, bits >> 16]).astype(np.uint8)
 
 
-def join_lower_bytes(codes: ArrayLike, scale: ArrayLike, lower: LowerBytes, fmt: str | Format) -> NDArray[np.float32]:
+def join_lower_bytes(
+    codes: ArrayLike, scale: ArrayLike, lower: NDArray[np.uint8], fmt: str | Format
+) -> NDArray[np.float32]:
     """Return the float32 numbers that have these lower bytes and round to these codes.
 
     Args:
         codes: uint8, any shape.
         scale: float32 into FP8, broadcastable to `codes`.
-        lower: Of the shape of `codes`.
+        lower: uint8 [3, ...], as `lower_bytes` returns them.
         fmt: The FP8 format.
 
     Returns:
@@ -59,7 +48,7 @@ def join_lower_bytes(codes: ArrayLike, scale: ArrayLike, lower: LowerBytes, fmt:
     """
     fmt = get_data_format(fmt)
     code = as_codes(codes, fmt)
-    rest = lower.high.astype(np.uint32) << 16 | lower.low
+    rest = sum(lower[place].astype(np.uint32) << 8 * place for place in range(3))
     # Unsigned integers wrap around; the sign bit of the anchor stays where it is, because no sum reaches it.
     first = (anchors(fmt)[code] * _usable(reciprocal(scale))).view(np.uint32) - np.uint32(OCTAVE)
     bits = first + ((rest - first) & np.uint32(LOWER_BYTES))

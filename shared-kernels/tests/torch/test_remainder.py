@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_common import DATA_FORMATS, get_format
+from fp8_common import DATA_FORMATS, Fp8Error, get_format
 from fp8_common import quantize as quantize_numpy
 from fp8_common._remainder import join_lower_bytes, lower_bytes, not_joined
 from fp8_common.testing import all_bfloat16, assert_same_bits
+from fp8_common.torch import _remainder_compiled as compiled_functions
 from fp8_common.torch.plugin import dispatch
 
 FORMATS = [fmt.name for fmt in DATA_FORMATS]
@@ -24,10 +25,9 @@ def test_same_numbers_as_numpy_makes(fmt, scale):
     x, one = numbers(), np.float32(scale)
     codes = quantize_numpy(x, one, fmt)
     ours, given = torch.from_numpy(x), torch.tensor(one)
-    low, high = dispatch.lower_bytes(ours)
-    assert_same_bits(low.numpy(), lower_bytes(x).low)
-    assert_same_bits(high.numpy(), lower_bytes(x).high)
-    joined = dispatch.join_lower_bytes(torch.from_numpy(codes), given, low, high, get_format(fmt))
+    lower = dispatch.lower_bytes(ours)
+    assert_same_bits(lower.numpy(), lower_bytes(x))
+    joined = dispatch.join_lower_bytes(torch.from_numpy(codes), given, lower, get_format(fmt))
     assert_same_bits(joined.numpy(), join_lower_bytes(codes, one, lower_bytes(x), fmt))
     places = dispatch.not_joined(ours, torch.from_numpy(codes), given, get_format(fmt))
     assert_same_bits(places.numpy(), np.flatnonzero(not_joined(x, codes, one, fmt)))
@@ -39,7 +39,7 @@ def test_same_numbers_with_a_scale_for_each_row(fmt):
     scale = np.random.default_rng(1).integers(60 << 23, 200 << 23, (256, 1), dtype=np.int32).view(np.float32)
     codes = quantize_numpy(x, scale, fmt)
     arguments = torch.from_numpy(codes), torch.from_numpy(scale)
-    joined = dispatch.join_lower_bytes(*arguments, *dispatch.lower_bytes(torch.from_numpy(x)), get_format(fmt))
+    joined = dispatch.join_lower_bytes(*arguments, dispatch.lower_bytes(torch.from_numpy(x)), get_format(fmt))
     assert_same_bits(joined.numpy(), join_lower_bytes(codes, scale, lower_bytes(x), fmt))
     places = dispatch.not_joined(torch.from_numpy(x), *arguments, get_format(fmt))
     assert_same_bits(places.numpy(), np.flatnonzero(not_joined(x, codes, scale, fmt)))
@@ -47,8 +47,48 @@ def test_same_numbers_with_a_scale_for_each_row(fmt):
 
 def test_all_four_bytes_need_no_code():
     x = torch.from_numpy(numbers())
-    again = dispatch.join_bytes(dispatch.top_byte(x), *dispatch.lower_bytes(x))
+    again = dispatch.join_bytes(dispatch.top_byte(x), dispatch.lower_bytes(x))
     assert_same_bits(again.numpy(), x.numpy())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_compiled_functions_make_the_same_bits(fmt):
+    """One scale and a scale for each row; where more than the list is to hold what is not joined, the cast says so."""
+    compiled, fmt = dispatch.compiled_bytes(get_format(fmt)), get_format(fmt)
+    x = torch.from_numpy(numbers()[: 400 * 256]).view(400, 256)
+    for scale in (torch.tensor(0.37), torch.logspace(-3, 4, 400).view(-1, 1)):
+        lower, top = torch.empty((3, *x.shape), dtype=torch.uint8), torch.empty(x.shape, dtype=torch.uint8)
+        compiled.split(x, lower, top)
+        assert torch.equal(lower, dispatch.lower_bytes(x))
+        assert torch.equal(top, dispatch.top_byte(x))
+        inverse = dispatch.usable_inverse(scale)
+        assert compiled.cast(top, scale, inverse, lower), "tiny and huge numbers are among them"
+        assert torch.equal(top, dispatch.quantize(x, scale, fmt).view(torch.uint8))
+        joined = dispatch.join_scaled(top, inverse, lower, fmt)
+        assert_same_bits(compiled.join(top, inverse, lower).numpy(), joined.numpy())
+    values = torch.linspace(0.1, 100, 400 * 256).view(400, 256)
+    compiled.split(values, lower, top)
+    one = torch.tensor(1.0)
+    assert not compiled.cast(top, one, one, lower)
+    assert torch.equal(dispatch.join_scaled(top, one, lower, fmt), values)
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
+    with pytest.raises(Fp8Error, match="compiled=True knows e4m3 and e5m2, got e4m3fnuz"):
+        compiled_functions.CompiledBytes(get_format("e4m3fnuz"))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compiled_functions.CompiledBytes(get_format("e4m3"))
+    monkeypatch.setattr(compiled_functions, "LOWER_BYTES", 0xFFFFFE)
+    with pytest.raises(Fp8Error, match="makes other bits than the references"):
+        compiled_functions.CompiledBytes(get_format("e4m3"))
+
+    def missing(*arguments):
+        raise RuntimeError("no C++ compiler\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: missing)
+    with pytest.raises(Fp8Error, match=r"needs what torch.compile needs, and it failed: no C\+\+ compiler\.$"):
+        compiled_functions.CompiledBytes(get_format("e4m3"))
 
 
 @pytest.mark.timeout(1800)
@@ -64,8 +104,7 @@ def test_random_numbers_come_back(full):
         x = bits.view(torch.float32)
         scale = torch.rand((), generator=generator) * 4 + 1e-3
         codes = dispatch.quantize(x, scale, fmt).view(torch.uint8)
-        low, high = dispatch.lower_bytes(x)
-        back = dispatch.join_lower_bytes(codes, scale, low, high, fmt)
+        back = dispatch.join_lower_bytes(codes, scale, dispatch.lower_bytes(x), fmt)
         places = dispatch.not_joined(x, codes, scale, fmt)
         back[places] = x[places]
         assert torch.equal(back.view(torch.int32), bits)

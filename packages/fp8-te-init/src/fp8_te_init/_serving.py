@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import serving
+from fp8_common.torch.plugin import ShardGeometry
 from fp8_te_init._checkpoint_names import SCALE
 from fp8_te_init._compat import CHECKPOINT_PREFIX, local_of
 from fp8_te_init._export import master_of
@@ -38,7 +39,8 @@ def export_for_serving(
     No rank gathers anything: each writes its rows. The folder appears when it is whole.
 
     Args:
-        model: A model with FP8 weights [rows, columns], unsharded or under FSDP2.
+        model: A model with FP8 weights [rows, columns], unsharded or under FSDP2. Stacked experts become a matrix
+            for each, whose number follows the last "experts" in the name.
         optimizer: The one that holds float32 masters; needed for codes="masters" alone.
         path: A folder on a file system that all ranks share; an older export there is replaced.
         layout: "compressed-tensors", "deepseek" (blocks of 128x128 with `weight_scale_inv`) or "mx".
@@ -77,7 +79,9 @@ def _parts(
     for found, parameter in weights:
         name, *tied = names.get(id(parameter), [found])
         primary = primary_of(parameter)
-        if primary is not None:
+        if primary is not None and len(primary.state.full_shape) == 3:
+            parts += _experts(name, tuple(tied), parameter, primary, optimizer, layout, codes)
+        elif primary is not None:
             parts.append(_weight(name, tuple(tied), parameter, primary, optimizer, layout, codes))
         else:
             parts.append(_plain(name, tuple(tied), parameter))
@@ -96,24 +100,15 @@ def _weight(
     codes: str,
 ) -> serving.ServedPart:
     state = primary.state
-    if len(state.full_shape) != 2 or state.part is not None:
+    if state.part is not None:
         raise Fp8UnsupportedError(
-            f"{name} is stacked or tensor-parallel, and export_for_serving writes matrices that FSDP2 cuts by rows or "
-            "that are whole. Export full tensors (export_fp32_state_dict) and quantize them in the engine's tools."
+            f"{name} is tensor-parallel, and export_for_serving writes matrices that FSDP2 cuts by rows or that are "
+            "whole. Load the checkpoint into a model without tensor parallelism, and export that."
         )
-    granularity = state.cast.granularity
+    granularity = _granularity(name, parameter, primary, optimizer, layout, codes)
     if codes == "training":
-        serving.check_is_e4m3(state.cast, name)
-        layout.granularity_of(granularity, name)
         read: Any = partial(_as_trained, state)
     else:
-        master = master_of(optimizer, parameter)
-        if master is None:
-            raise Fp8Error(
-                f'{name} has no float32 master to round: give the optimizer that holds it, or codes="training".'
-            )
-        if granularity not in layout.granularities:
-            granularity = layout.granularities[0]
         read = partial(_rounded, optimizer, parameter, state, granularity)
     return serving.ServedPart(
         name=name,
@@ -124,6 +119,73 @@ def _weight(
         writes=serving.is_written_here(parameter),
         tied=tied,
     )
+
+
+def _granularity(
+    name: str,
+    parameter: torch.Tensor,
+    primary: PrimaryFloat8Weight,
+    optimizer: Optimizer | None,
+    layout: serving.ServingLayout,
+    codes: str,
+) -> str:
+    """Return the granularity of the scales that are written; refuse what cannot be."""
+    cast = primary.state.cast
+    if codes == "training":
+        serving.check_is_e4m3(cast, name)
+        layout.granularity_of(cast.granularity, name)
+        return cast.granularity
+    if master_of(optimizer, parameter) is None:
+        raise Fp8Error(f'{name} has no float32 master to round: give the optimizer that holds it, or codes="training".')
+    return cast.granularity if cast.granularity in layout.granularities else layout.granularities[0]
+
+
+def _experts(
+    name: str,
+    tied: tuple[str, ...],
+    parameter: torch.Tensor,
+    primary: PrimaryFloat8Weight,
+    optimizer: Optimizer | None,
+    layout: serving.ServingLayout,
+    codes: str,
+) -> list[serving.ServedPart]:
+    """Return stacked weights [experts, rows, columns] as a matrix for each expert, as engines read them."""
+    state = primary.state
+    granularity = _granularity(name, parameter, primary, optimizer, layout, codes)
+    here = range(state.first_row, state.first_row + state.rows)
+
+    def read(expert: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        place = expert - state.first_row
+        if expert not in here:
+            return state.own_codes.new_empty((0, state.full_shape[2])), None
+        if codes == "training":
+            scale = state.scale[expert]
+            return state.own_codes[place], scale.reshape(()) if granularity == "tensorwise" else scale
+        master = master_of(optimizer, parameter)
+        assert master is not None  # noqa: S101  looked for before
+        values = local_of(master)[place]
+        # An expert is on one rank as a whole: there is nobody to agree with.
+        return serving.round_for_serving(values, granularity, ShardGeometry(full_shape=values.shape), None)
+
+    return [
+        serving.ServedPart(
+            name=_name_of_expert(name, expert),
+            shape=tuple(state.full_shape[1:]),
+            read=partial(read, expert),
+            granularity=granularity,
+            writes=expert in here and serving.is_written_here(parameter),
+            tied=tuple(_name_of_expert(other, expert) for other in tied),
+        )
+        for expert in range(state.full_shape[0])
+    ]
+
+
+def _name_of_expert(name: str, expert: int) -> str:
+    """Return `layers.0.experts.3.up_proj.weight` for `layers.0.experts.up_proj.weight`, as Transformers and vLLM do."""
+    path = name.split(".")
+    # Without a component of this name the number comes before the last one.
+    place = len(path) - path[::-1].index("experts") if "experts" in path else len(path) - 1
+    return ".".join([*path[:place], str(expert), *path[place:]])
 
 
 def _as_trained(state: PrimaryState) -> tuple[torch.Tensor, torch.Tensor]:

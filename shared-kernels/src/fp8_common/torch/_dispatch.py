@@ -15,6 +15,7 @@ from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _ops as ops
 from fp8_common.torch import _remainder as remainder
+from fp8_common.torch import _remainder_compiled as remainder_compiled
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import _visible_casts as visible_casts
 from fp8_common.torch._amax import amax_all
@@ -26,8 +27,12 @@ from fp8_common.torch._scaling import scale_from_amax as _scale_from_amax
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 # Operations on bits, of which a compiler has nothing to change, for optimizers, which run eagerly.
-lower_bytes, top_byte, join_bytes = remainder.lower_bytes, remainder.top_byte, remainder.join_bytes
+lower_bytes, split_bytes = remainder.lower_bytes, remainder.split_bytes
+top_byte, join_bytes = remainder.top_byte, remainder.join_bytes
 join_lower_bytes, not_joined = remainder.join_lower_bytes, remainder.not_joined
+join_scaled, usable_inverse = remainder.join_scaled, remainder.usable_inverse
+is_unusual, places_that_may_fail = remainder.is_unusual, remainder.places_that_may_fail
+compiled_bytes = remainder_compiled.compiled_bytes
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

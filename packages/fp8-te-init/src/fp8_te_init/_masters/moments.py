@@ -1,5 +1,7 @@
 """Optimizer state in FP8 between steps: E4M3 codes, and a power-of-two scale for every 128 elements of a row.
 
+Equals `fp8_common._moments`, but for the sign of a NaN.
+
 Blocks lie along the last dimension, so that shards of rows have the blocks of the whole. State of squares (second
 moments) is stored as its root, which halves the exponents that it needs, and what is not zero never becomes zero: a
 step divides by it. All rounding is stochastic, because a moving average that changes by less than half a code at a
@@ -41,7 +43,8 @@ def packed(name: str, values: torch.Tensor, step: int) -> dict[str, torch.Tensor
         values: Finite; what is not finite becomes NaN.
         step: The number of this step; other steps round with other random bits.
     """
-    roots = values.sqrt() if name in SQUARES else values
+    # Through float64: torch's root of float32 is not the nearest number everywhere, and differs between machines.
+    roots = values.double().sqrt_().float() if name in SQUARES else values
     blocks = _in_blocks(roots)
     scale = dispatch.scale_from_amax(blocks.abs().amax(-1), _FORMAT, _POLICY)
     scaled = blocks * scale.unsqueeze(-1)

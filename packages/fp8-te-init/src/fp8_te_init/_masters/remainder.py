@@ -8,6 +8,7 @@ these, the master is made whole.
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from fp8_te_init._shards import group_of
 from fp8_te_init._state import PrimaryState
 from fp8_te_init._weight import primary_of
 
-PART = 1 << 18
-"""Elements that are joined, stepped and split at a time: 1 MiB of float32."""
+PART = 1 << 20
+"""Elements that are joined, stepped and split at a time: 4 MiB of float32."""
 
 _Escapes = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,17 +42,22 @@ class RemainderMaster:
         values: float32 of the rows held here; not owned.
         parts: Whether the rows may be read and written in parts.
         rounded: Round to the dtype of the weight before casts.
+        compiled: Join, split and cast in code that torch.compile makes.
 
     Attributes:
         key: float32 of the shape of the weight, without memory.
     """
 
-    def __init__(self, parameter: torch.Tensor, values: torch.Tensor, *, parts: bool, rounded: bool) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, values: torch.Tensor, *, parts: bool, rounded: bool, compiled: bool
+    ) -> None:
         self._parameter, self._rounded, self._in_parts = parameter, rounded, parts
         shape, device = self._state.own_codes.shape, values.device
+        if compiled:
+            dispatch.compiled_bytes(self._state.cast.fp8_format)  # refuses what it cannot do
         self.key = float32_like(parameter, torch.zeros((), device=device).expand(local_of(parameter).shape))
-        self._low = torch.empty(shape, dtype=torch.uint16, device=device)
-        self._high = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._compiled = compiled
+        self._lower = torch.empty((3, *shape), dtype=torch.uint8, device=device)
         self._escapes: list[_Escapes | None] = [None] * len(self.parts())
         # Parts whose fourth byte is in the place of the code.
         self._waiting: set[int] = set()
@@ -75,7 +81,7 @@ class RemainderMaster:
     def nbytes(self) -> int:
         """Bytes beside the codes: three for each element, the list, and float32 values where they are whole for now."""
         listed = sum(places.nbytes + values.nbytes for places, values in filter(None, self._escapes))
-        return self._low.nbytes + self._high.nbytes + listed + (0 if self._whole is None else self._whole.nbytes)
+        return self._lower.nbytes + listed + (0 if self._whole is None else self._whole.nbytes)
 
     @property
     def escaped(self) -> int:
@@ -116,7 +122,7 @@ class RemainderMaster:
         """Return float32 [n, ...], a copy of the rows held here."""
         if self._whole is not None:
             return self._whole.clone()
-        values = torch.empty(self._low.shape, device=self._low.device)
+        values = torch.empty(self._lower.shape[1:], device=self._lower.device)
         for index, part in enumerate(self.parts()):
             values[part] = self.read(index)
         return values
@@ -126,10 +132,14 @@ class RemainderMaster:
         part, state = self.parts()[index], self._state
         if self._whole is not None:
             return self._whole[part].clone()
-        codes, low, high = state.own_codes[part], self._low[part], self._high[part]
+        codes, lower, fmt = state.own_codes[part], self._lower[:, part], state.cast.fp8_format
         if index in self._waiting:
-            return dispatch.join_bytes(codes, low, high)
-        values = dispatch.join_lower_bytes(codes, self._scale_of(part), low, high, state.cast.fp8_format)
+            return dispatch.join_bytes(codes, lower)
+        inverse = self._of_part(dispatch.usable_inverse(state.scale), part)
+        if self._compiled:
+            values = dispatch.compiled_bytes(fmt).join(codes, inverse, lower)
+        else:
+            values = dispatch.join_scaled(codes, inverse, lower, fmt)
         escapes = self._escapes[index]
         if escapes is not None:
             values.view(-1)[escapes[0].long()] = escapes[1]
@@ -143,8 +153,8 @@ class RemainderMaster:
         if self._whole is not None:
             self._whole[part] = values
             return
-        self._low[part], self._high[part] = dispatch.lower_bytes(values)
-        self._state.own_codes[part] = dispatch.top_byte(values)
+        split = dispatch.compiled_bytes(self._state.cast.fp8_format).split if self._compiled else dispatch.split_bytes
+        split(values, self._lower[:, part], self._state.own_codes[part])
         self._waiting.add(index)
         self._escapes[index] = None
 
@@ -152,7 +162,7 @@ class RemainderMaster:
         """Take over values; they are whole until the codes are what they round to."""
         if self._waiting:
             self.restore()
-        self._whole = values.reshape(self._low.shape).to(self._low.device, torch.float32, copy=True)
+        self._whole = values.reshape(self._lower.shape[1:]).to(self._lower.device, torch.float32, copy=True)
         self._forget_bytes()
         self.compact()
 
@@ -196,7 +206,7 @@ class RemainderMaster:
     def restore(self) -> None:
         """Put codes back where values wait, with the present scale: the step did not come to its end."""
         for index in sorted(self._waiting):
-            self._split(index, self.read(index))
+            self._split(index)
         self._waiting.clear()
         self._keys = None
 
@@ -209,22 +219,46 @@ class RemainderMaster:
 
     def _split_all(self) -> None:
         for index in range(len(self.parts())):
-            self._split(index, self.read(index))
+            self._split(index)
         self._waiting.clear()
         self._whole = self._keys = None
 
-    def _split(self, index: int, values: torch.Tensor) -> None:
+    def _split(self, index: int) -> None:
         """Write the codes of one part, its lower bytes if they are not there yet, and what these cannot hold."""
         part, state = self.parts()[index], self._state
-        codes = self._cast(part, values)
-        state.own_codes[part] = codes
+        codes, lower, fmt = state.own_codes[part], self._lower[:, part], state.cast.fp8_format
+        if self._compiled and self._whole is None and not self._rounded:
+            top, inverse = codes.clone(), dispatch.usable_inverse(state.scale)
+            scales = self._of_part(state.scale, part), self._of_part(inverse, part)
+            self._escapes[index] = None
+            may_fail = dispatch.compiled_bytes(fmt).cast(codes, *scales, lower)
+            if may_fail or dispatch.is_unusual(state.scale):
+                self._list(index, lambda places: dispatch.join_bytes(top.view(-1)[places], lower.flatten(1)[:, places]))
+            return
+        values = self.read(index)
+        codes.copy_(self._cast(part, values))
         if self._whole is not None:
-            self._low[part], self._high[part] = dispatch.lower_bytes(values)
+            dispatch.split_bytes(values, lower, None)
+        self._list(index, lambda places: values.view(-1)[places])
+
+    def _list(self, index: int, values_at: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Keep the values of a part that its codes and lower bytes do not give back."""
+        part, state = self.parts()[index], self._state
+        codes, fmt = state.own_codes[part], state.cast.fp8_format
         # What was rounded before may be far from its code: float16 has subnormals where float32 has none.
-        scale, fmt = self._scale_of(part), state.cast.fp8_format
-        places = dispatch.not_joined(values, codes, scale, fmt, everywhere=self._rounded)
-        listed = (places.to(torch.int32 if values.numel() < 1 << 31 else torch.int64), values.view(-1)[places])
-        self._escapes[index] = listed if places.numel() else None
+        if self._rounded or dispatch.is_unusual(state.scale):
+            places = torch.arange(codes.numel(), device=codes.device)
+        else:
+            places = dispatch.places_that_may_fail(codes, fmt)
+        self._escapes[index] = None
+        if not places.numel():
+            return
+        values, scale = values_at(places), self._of_part(state.scale, part)
+        scale = scale if scale.numel() == 1 else scale.expand(codes.shape).reshape(-1)[places]
+        failed = dispatch.not_joined(values, codes.reshape(-1)[places], scale, fmt, everywhere=True)
+        if failed.numel():
+            listed = places[failed].to(torch.int32 if codes.numel() < 1 << 31 else torch.int64)
+            self._escapes[index] = (listed, values[failed])
 
     def _cast(self, part: slice, values: torch.Tensor) -> torch.Tensor:
         state = self._state
@@ -233,9 +267,10 @@ class RemainderMaster:
     def _to_cast(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._parameter.dtype) if self._rounded else values
 
-    def _scale_of(self, part: slice) -> torch.Tensor:
+    def _of_part(self, scales: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return scales that broadcast to a part, of those of the whole weight."""
         state = self._state
-        return state.layout.of_part(state.scale, state.own_codes[part].shape, self._geometry_of(part))
+        return state.layout.of_part(scales, state.own_codes[part].shape, self._geometry_of(part))
 
     def _geometry_of(self, part: slice) -> ShardGeometry:
         whole = self._state.geometry

@@ -1,0 +1,169 @@
+"""The byte-wise functions of `fp8_common.torch._remainder` in one pass each, compiled by torch.compile.
+
+Integer operations, comparisons, one product and one sum for each element, nothing that a compiler may contract or
+reorder. The first use compares with the references; other bits, or no compiler, are refused.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
+from fp8_common._remainder import LOWER_BYTES, OCTAVE
+from fp8_common.torch import _remainder as reference
+from fp8_common.torch._quantize import quantize
+
+_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+
+
+class CompiledBytes:
+    """Joins, splits and casts float32 numbers that are kept as a code (or a fourth byte) and three more bytes.
+
+    Args:
+        fmt: E4M3 or E5M2.
+
+    Raises:
+        Fp8Error: Another format, no working compiler, or compiled code that makes other bits than the references.
+    """
+
+    def __init__(self, fmt: Format) -> None:
+        if fmt.fnuz:
+            raise Fp8Error(f"compiled=True knows e4m3 and e5m2, got {fmt}. Leave it out for weights in {fmt}.")
+        self._join = torch.compile(_join_of(fmt), dynamic=True, fullgraph=True)
+        self._split = torch.compile(_split, dynamic=True, fullgraph=True)
+        self._cast = torch.compile(_cast_of(fmt), dynamic=True, fullgraph=True)
+        try:
+            self._compare(fmt)
+        except Fp8Error:
+            raise
+        except Exception as error:
+            # torch has no class of its own for all that may be missing: a compiler, its headers, a writable cache.
+            line = str(error).strip().partition("\n")[0]
+            raise Fp8Error(f"compiled=True needs what torch.compile needs, and it failed: {line}.") from error
+
+    @torch.no_grad()
+    def join(self, codes: torch.Tensor, inverse: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+        """Return what `join_scaled` returns, for contiguous uint8 `codes` and uint8 `lower` [3, ...]."""
+        return _alike(self._join, codes, (inverse,), *lower).view(codes.shape)
+
+    @torch.no_grad()
+    def split(self, x: torch.Tensor, lower: torch.Tensor, top: torch.Tensor) -> None:
+        """Write the bytes of contiguous float32 `x` as `split_bytes` does."""
+        self._split(x.view(-1), top.view(-1), *(plane.view(-1) for plane in lower))
+
+    @torch.no_grad()
+    def cast(self, top: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+        """Write the codes of what `join_bytes` returns to `top`, cast with float32 `scale` into FP8.
+
+        Returns:
+            float32 [], not 0 if `join` may give back other numbers anywhere; scales are to be usual ones.
+        """
+        return _alike(self._cast, top, (scale, inverse), *lower)
+
+    def _compare(self, fmt: Format) -> None:
+        """Compare with the references on all bfloat16 numbers."""
+        bits = torch.arange(1 << 16, dtype=torch.int32) << 16
+        # lower bytes of zero stand for exact zeros; others everywhere else
+        x = torch.cat([bits, bits | 0x1234]).view(torch.float32)
+        for scale in (torch.tensor(1.37), torch.linspace(0.1, 300, 256).view(-1, 1)):
+            values = x if scale.numel() == 1 else x.view(256, -1)
+            lower, top = reference.lower_bytes(values), torch.empty(values.shape, dtype=torch.uint8)
+            self.split(values, lower.zero_(), top)
+            same = torch.equal(reference.join_bytes(top, lower).view(torch.int32), values.view(torch.int32))
+            inverse = reference.usable_inverse(scale)
+            other = self.cast(top, scale, inverse, lower)
+            same &= torch.equal(top, quantize(values, scale, fmt).view(torch.uint8))
+            joined = reference.join_lower_bytes(top, scale, lower, fmt).view(torch.int32)
+            same &= torch.equal(self.join(top, inverse, lower).view(torch.int32), joined)
+            same &= bool(other) or torch.equal(joined, values.view(torch.int32))
+            if not same:
+                raise Fp8Error(
+                    "compiled=True makes other bits than the references with this compiler. Leave it out, and report "
+                    "the versions of torch and of the compiler."
+                )
+
+
+@cache
+def compiled_bytes(fmt: Format) -> CompiledBytes:
+    """Return the compiled functions for a format; compiling takes seconds, once for each process.
+
+    Raises:
+        Fp8Error: See `CompiledBytes`.
+    """
+    return CompiledBytes(fmt)
+
+
+def _alike(function: Callable[..., Any], codes: torch.Tensor, scales: tuple, *planes: torch.Tensor) -> Any:
+    """Call with flat tensors where one scale serves all, so that shapes make no difference."""
+    if scales[0].numel() == 1:
+        codes, scales = codes.view(-1), tuple(scale.reshape(()) for scale in scales)
+        planes = tuple(plane.view(-1) for plane in planes)
+    return function(codes, *scales, *planes)
+
+
+def _split(x: torch.Tensor, top: torch.Tensor, *lower: torch.Tensor) -> None:
+    bits = x.view(torch.int32)
+    for place, plane in enumerate((*lower, top)):
+        plane.copy_(((bits >> 8 * place) & 0xFF).to(torch.uint8))
+
+
+def _lower(planes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    low, middle, high = (plane.to(torch.int32) for plane in planes)
+    return (high << 16) | (middle << 8) | low
+
+
+def _join_of(fmt: Format) -> Callable[..., torch.Tensor]:
+    # Numbers, not the format: what is computed when it is asked for cannot be compiled.
+    shift, first_normal, rebias = 23 - fmt.mantissa_bits, 1 << fmt.mantissa_bits, (127 - fmt.bias) << 23
+    smallest, largest = fmt.smallest_subnormal, fmt.max_code
+    # Arithmetic instead of a table of anchors, which would be looked up one element after the other.
+    special = ((0, smallest * 9 / 32), (1, smallest * 7 / 8), (largest, fmt.max * 7 / 4))
+
+    def join(codes: torch.Tensor, inverse: torch.Tensor, *lower: torch.Tensor) -> torch.Tensor:
+        rest, code = _lower(lower), codes.to(torch.int32)
+        magnitude, sign = code & 0x7F, (code & 0x80) << 24
+        normal = ((magnitude << shift) + rebias).view(torch.float32)
+        anchor = torch.where(magnitude < first_normal, magnitude.to(torch.float32) * smallest, normal)
+        for place, value in special:
+            anchor = torch.where(magnitude == place, value, anchor)
+        anchor = torch.where(magnitude > largest, torch.inf, anchor)
+        first = ((anchor * inverse).view(torch.int32) - OCTAVE) | sign
+        bits = ((rest - first) & LOWER_BYTES) + first
+        return torch.where((magnitude == 0) & (rest == 0), sign, bits).view(torch.float32)
+
+    return join
+
+
+def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
+    least, most = fmt.smallest_subnormal * 9 / 32, fmt.max * 7 / 4
+    shift, rebias = 23 - fmt.mantissa_bits, (127 - fmt.bias) << fmt.mantissa_bits
+    greatest, least_normal, nan_code = fmt.max, fmt.smallest_normal, fmt.nan_code
+    # Adding it leaves no bit below the smallest subnormal.
+    magic = fmt.smallest_subnormal * 2.0**23
+    magic_bits = int(torch.tensor(magic).view(torch.int32))
+
+    def cast(top: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, *lower: torch.Tensor) -> torch.Tensor:
+        rest = _lower(lower)
+        bits = (top.to(torch.int32) << 24) | rest
+        values = bits.view(torch.float32)
+        # As `nan_where_infinite` does; the sign of the NaN that this makes is the processor's choice.
+        product = (values + values * 0.0) * scale
+        signed = product.view(torch.int32)
+        magnitude = (signed & _MAGNITUDE).view(torch.float32).clamp(max=greatest)
+        rounded = magnitude.view(torch.int32)
+        normal = ((rounded + ((1 << (shift - 1)) - 1) + ((rounded >> shift) & 1)) >> shift) - rebias
+        subnormal = (magnitude + magic).view(torch.int32) - magic_bits
+        code = torch.where(magnitude < least_normal, subnormal, normal)
+        code = torch.where((signed & _MAGNITUDE) > _INFINITY, nan_code, code)
+        code = code | ((signed >> 24) & 0x80)
+        top.copy_(code.to(torch.uint8))
+        # The least and the first too large of what the codes 0 and the largest are joined with.
+        ends = [(anchor * inverse).view(torch.int32) for anchor in (least, most)]
+        number = bits & _MAGNITUDE
+        outside = (number < ends[0] - OCTAVE) | (number >= ends[1] + OCTAVE) | ((code & 0x7F == 0) & (rest == 0))
+        return (outside & (number != 0)).to(torch.float32).amax()
+
+    return cast
