@@ -2,8 +2,9 @@
 
 A part stands between two comments that name it, `<!-- status: begin -->` and `<!-- status: end -->`, or in TOML and
 YAML `# urls: begin` and `# urls: end`. Sources: `fp8_common/status.json` (what was run where), of
-`benchmarks/results` `demo.json` (the report of a whole demo), `jax-layers.json` (stacked JAX layers) and `masters.json`
-(masters in three bytes, moments in FP8), and the addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
+`benchmarks/results` `demo.json` (the report of a whole demo), `jax-layers.json` (stacked JAX layers), `masters.json`
+(masters in three bytes, moments in FP8) and `gradient_convergence.json` (training with every wire in FP8), and the
+addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
 """
 
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gradient_convergence
 from tools.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +23,7 @@ STATUS = Path("shared-kernels/src/fp8_common/status.json")
 DEMO = Path("benchmarks/results/demo.json")
 JAX_LAYERS = Path("benchmarks/results/jax-layers.json")
 MASTERS = Path("benchmarks/results/masters.json")
+GRADIENT_RUNS = Path("benchmarks/results/gradient_convergence.json")
 PART = re.compile(r"^( *)(<!--|#) ([a-z][\w -]*): begin( -->|)\n(.*?)^\1\2 \3: end\4$", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/**/*.md", "mkdocs.yml", "CITATION.cff", "shared-kernels/*.toml", "packages/*/*.toml")
 
@@ -196,6 +199,17 @@ def masters_losses() -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------- gradients as FP8 codes
+
+
+def gradient_runs() -> str:
+    """Return the table of held-out losses that `benchmarks.gradient_convergence` measured, and what follows from it."""
+    found = json.loads((ROOT / GRADIENT_RUNS).read_text())
+    settings = found["settings"]
+    what = f"{settings['steps']} steps of {settings['params']:,} parameters on {settings['ranks']} ranks."
+    return f"{gradient_convergence.table(found)}\n\n{what} {gradient_convergence.verdict(found)}"
+
+
 # ---------------------------------------------------------------- addresses
 
 
@@ -233,6 +247,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "jax layers": jax_layers,
     "masters memory": masters_memory,
     "masters losses": masters_losses,
+    "gradient runs": gradient_runs,
     "urls": urls,
     "site": site,
     "citation": citation,
