@@ -1,6 +1,7 @@
 """The GPU proof as far as it runs without a GPU: commands, promises, comparisons, figures in the documents."""
 
 import copy
+import importlib.util
 import json
 import re
 import shutil
@@ -257,8 +258,11 @@ def test_every_result_of_a_test_is_written_down_at_once(tmp_path):
 def test_the_gpu_tests_are_found_by_the_command(tmp_path):
     command = [*gpu_proof.tests(tmp_path / "lines", full=False), "-n", "0", "--collect-only"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 5), done.stdout[-2000:] + done.stderr[-2000:]
-    if done.returncode == 0:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_products_are_those_of_emulation" in done.stdout
+    assert "test_a_gpu_multiplies_codes" in done.stdout
+    # kernels are tested where Triton is installed
+    if importlib.util.find_spec("triton"):
         assert "test_cuda_graphs_replay_on_new_data" in done.stdout
         assert "test_jax_launches_the_kernels" in done.stdout
 

@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from fp8_common import E4M3, Fp8Error
 from fp8_common.torch import _grouped_products as grouped_products
 from fp8_common.torch._grouped_products import applies
 from fp8_common.torch._multiply import ProductOptions
@@ -193,3 +194,28 @@ def test_nothing_waits_for_the_device():
     stack = Operand(weight, torch.empty(EXPERTS, ROWS, 1, device="meta"), config.weight.fp8_format)
     product = grouped_products._native_rows(groups.cast(x, config.input), stack, groups, options)
     assert product.shape == (37, ROWS)
+
+
+class OffsetsOnAGpu(torch.Tensor):
+    """Offsets on a CPU that say they are on a GPU."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "fit"), [([2, 2, 5], True), ([2, 1, 5], False), ([-1, 2, 5], False), ([2, 2, 9], False)]
+)
+def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(offsets, fit):
+    """An assertion would end the process there."""
+    operand = Operand(torch.zeros(3, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(3), E4M3)
+    groups = RowGroups(torch.tensor(offsets).as_subclass(OffsetsOnAGpu), 5)
+    assert groups.checked(operand).scale_inv.isnan().all() == (not fit)
+
+
+def test_compiled_products_refuse_offsets_that_do_not_fit():
+    x, weight = torch.ones(5, COLUMNS, dtype=torch.bfloat16), torch.ones(3, ROWS, COLUMNS, dtype=torch.bfloat16)
+    stack = Stack("tensorwise", True)
+    product = torch.compile(lambda x, w, o: stack.product(x, w, offsets=o), backend="aot_eager", fullgraph=True)
+    assert product(x, weight, torch.tensor([2, 2, 5])).isfinite().all()
+    with pytest.raises(Fp8Error, match="must begin at 0 or above, never fall"):
+        product(x, weight, torch.tensor([2, 1, 5]))

@@ -129,8 +129,8 @@ class DelayedScale(nn.Module):
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
 
         Raises:
-            RuntimeError: An optimizer step came after the last observation and nobody synchronized; in eager mode on a
-                GPU the scale is NaN then.
+            RuntimeError: An optimizer step came after the last observation and nobody synchronized; on a GPU the scale
+                is NaN then.
         """
         scale = self.scale
         # A backward belongs to a forward that was synchronized, whatever was stepped since.

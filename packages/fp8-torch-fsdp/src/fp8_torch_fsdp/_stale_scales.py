@@ -7,8 +7,7 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
     """Return the scale, unless it is stale.
 
     No Python branch on a tensor: it would break graphs, and wait for a GPU. An assertion on a GPU would end its
-    context, and with it the process; there a stale scale is NaN, and so is every result of it. Compiled code keeps the
-    assertion: of a scale that is computed, torch.compile would cast the weight again in the backward.
+    context, and with it the process; there a stale scale is NaN, and so is every result of it.
 
     Args:
         scale: float32, any shape.
@@ -16,9 +15,9 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
         message: What to do about it.
 
     Raises:
-        RuntimeError: The scale is stale, on a CPU or in compiled code.
+        RuntimeError: The scale is stale, on a CPU.
     """
-    if scale.device.type != "cpu" and not torch.compiler.is_compiling():
+    if scale.device.type != "cpu":
         return scale.masked_fill(stale, torch.nan)
     torch._assert_async(~stale, message)
     return scale

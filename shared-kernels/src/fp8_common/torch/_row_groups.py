@@ -5,6 +5,8 @@ here waits for it: every row finds its group by a search in the offsets, and red
 index. Rows behind the last group belong to none. Their codes are never read, and they take part in no amax.
 """
 
+import dataclasses
+
 import torch
 
 from fp8_common._errors import Fp8Error
@@ -35,7 +37,7 @@ class RowGroups:
         """Refuse offsets that do not belong to rows [rows, columns] in so many groups; see `RowGroups`.
 
         Raises:
-            Fp8Error: Saying what does not fit. On a GPU what the offsets hold is asserted there, without waiting.
+            Fp8Error: Saying what does not fit. What the offsets hold is not looked at on a GPU: see `checked`.
         """
         if rows.ndim != 2:
             raise Fp8Error(f"Rows in groups must be a matrix [rows, features], got {tuple(rows.shape)}.")
@@ -51,6 +53,16 @@ class RowGroups:
             )
         if groups:
             grouped_ops.check_offsets(offsets, rows.shape[0])
+
+    def checked(self, operand: Operand) -> Operand:
+        """Return an operand whose scales are NaN if the offsets do not fit, where `check` did not look at them.
+
+        To look would wait for the device, and an assertion there would end the process.
+        """
+        if self.offsets.device.type == "cpu" or not self.count:
+            return operand
+        fits = grouped_ops.offsets_fit(self.offsets, self.rows)
+        return dataclasses.replace(operand, scale_inv=operand.scale_inv.masked_fill(~fits, torch.nan))
 
     # no `cached_property`: compilers do not follow its lock
     @property

@@ -46,8 +46,7 @@ class Float8Wire(Wire):
         """Return uint8 codes and, where they travel, scales.
 
         Raises:
-            RuntimeError: The weight is not the one that its scale was made for; in eager mode on a GPU the codes
-                are NaN then.
+            RuntimeError: The weight is not the one that its scale was made for; on a GPU the codes are NaN then.
         """
         # The scale is read from the state at each call: in a compiled graph it is an input, not a constant.
         scale = self.state.scale
