@@ -50,7 +50,7 @@ def prepared(rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    wire = {w.wire for w in f8.float8_all_gather_report(model).weights if w.name.endswith("weight")}
+    wire = {w.wire for w in f8.float8_communication_report(model).weights if w.name.endswith("weight")}
     return known == {id(p) for p in model.parameters()}, len(known), losses, f8.cast_count(model), wire
 
 

@@ -109,7 +109,7 @@ def steady_step(rank, world_size, recipe):
             model(torch.randn(8, 256)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = f8.float8_all_gather_report(model)
+    report = f8.float8_communication_report(model)
     return counted.nbytes("all_gather"), counted.count("all_reduce"), f8.cast_count(model) - casts, report.wire_bytes
 
 

@@ -53,7 +53,7 @@ def gathered_and_expected(rank, world_size):
         rows = [scale.item() for s, scale in zip(shards, scales, strict=True) for _ in range(len(s))]
         expected.append((codes.view(torch.uint8), rows))
     same = [torch.equal(a, c) and b == d for (a, b), (c, d) in zip(found, expected, strict=True)]
-    report = f8.float8_all_gather_report(model).weights
+    report = f8.float8_communication_report(model).weights
     return same, f8.amax_reduction_count(model), f8.cast_count(model), [w.wire_bytes for w in report]
 
 

@@ -146,7 +146,7 @@ def tied_weights(rank, world_size):
         "still tied": low.head.weight is low.embedding.weight and low.a.weight is low.b.weight,
         "shared by FP8 layers alone: in FP8": isinstance(low.a.weight._local_tensor, f8.ShardedFloat8Weight),
         "shared with an embedding: exact": not isinstance(local, f8.ShardedFloat8Weight),
-        "the report says why": "not FP8" in str(f8.float8_all_gather_report(low)),
+        "the report says why": "not FP8" in str(f8.float8_communication_report(low)),
         "same training as a high-precision gather": same_weights(low, high),
         "trained at all": not torch.equal(before, weights_of(low)["a.weight"]),
     }
@@ -177,7 +177,7 @@ def assigned_state_dict(rank, world_size):
     model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
     kept = all(isinstance(p._local_tensor, f8.ShardedFloat8Weight) for p in model.parameters())
     losses = [train(m, optimizer_of(m), rank) for m in (model, source)]
-    wire = {entry.wire for entry in f8.float8_all_gather_report(model).weights}
+    wire = {entry.wire for entry in f8.float8_communication_report(model).weights}
     return {
         "still FP8 weights": kept and wire == {"float8_e4m3fn"},
         "same training": losses[0] == losses[1] and same_weights(model, source),

@@ -265,7 +265,7 @@ def subclasses(rank, world_size):
     try:
         copy.deepcopy(model)
     except Fp8Error as error:
-        wires = [weight.wire for weight in f8.float8_all_gather_report(model).weights]
+        wires = [weight.wire for weight in f8.float8_communication_report(model).weights]
         return model[0].what(), isinstance(model[0], Named), model[0].weight.grad is not None, str(error), wires
     return "no error"
 

@@ -81,7 +81,7 @@ def compiled_and_eager(rank, ranks):
     mesh, targets = init_device_mesh("cpu", (ranks,)), []
     plain, eager, captured = (build(mesh) for _ in range(3))
     handles = [f8.compress_gradients(model, parameters=["!0.weight"]) for model in (eager, captured)]
-    told = {w.name: w.gradient for w in f8.float8_all_gather_report(eager).weights}
+    told = {w.name: w.gradient for w in f8.float8_communication_report(eager).weights}
     found = [gradients(plain, rank), gradients(eager, rank), gradients(captured, rank, compiled(captured, targets))]
     with pytest.raises(Fp8Error, match="compressed already"):
         f8.compress_gradients(eager)
@@ -293,7 +293,7 @@ def refused_groups(rank, ranks):
 
 
 def gradient_codes(model):
-    return [w.name for w in f8.float8_all_gather_report(model).weights if w.gradient.startswith("float8")]
+    return [w.name for w in f8.float8_communication_report(model).weights if w.gradient.startswith("float8")]
 
 
 def test_groups_that_are_not_those_of_the_model_are_refused_on_all_ranks(run_ranks):

@@ -27,7 +27,7 @@ from fp8_torch_fsdp._gradients.compress import CompressedGradients, compress_gra
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
-from fp8_torch_fsdp._report import AllGatherReport, WeightReport, float8_all_gather_report
+from fp8_torch_fsdp._report import CommunicationReport, WeightReport, float8_communication_report
 from fp8_torch_fsdp._secondary_shards import SecondaryShards, keep_secondary_shards
 from fp8_torch_fsdp._serving import export_for_serving
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
@@ -49,9 +49,9 @@ check_version("fp8-torch-fsdp", __version__)
 
 __all__ = [
     "AllGatherConfig",
-    "AllGatherReport",
     "CastConfig",
     "ClassReport",
+    "CommunicationReport",
     "CompressedGradients",
     "ConversionReport",
     "DelayedScalingConfig",
@@ -78,7 +78,7 @@ __all__ = [
     "convert_to_float8_training",
     "enable_float8_all_gather",
     "export_for_serving",
-    "float8_all_gather_report",
+    "float8_communication_report",
     "float8_conversion_report",
     "fully_shard_traceable",
     "keep_secondary_shards",

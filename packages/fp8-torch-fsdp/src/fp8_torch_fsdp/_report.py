@@ -1,4 +1,4 @@
-"""`float8_all_gather_report`: for each weight of a model, what travels in the all-gather and why, and its gradient."""
+"""`float8_communication_report`: what travels in the all-gather of each weight and why, and how its gradient does."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ class WeightReport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AllGatherReport:
+class CommunicationReport:
     """The weights of a model; `str()` makes a table."""
 
     weights: tuple[WeightReport, ...]
@@ -66,7 +66,9 @@ class AllGatherReport:
         return "\n".join([*lines, f"{'sum':{width}}  {'':14}  {self.wire_bytes:>12,}  {self.saved_bytes:>12,}"])
 
 
-def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> AllGatherReport:
+def float8_communication_report(
+    model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16
+) -> CommunicationReport:
     """Report what FSDP2 gathers for each parameter of `model`, and how it reduces its gradient.
 
     Args:
@@ -87,7 +89,7 @@ def float8_all_gather_report(model: nn.Module, *, reference_dtype: torch.dtype =
         )
         for name, parameter in model.named_parameters()
     ]
-    return AllGatherReport(weights=tuple(entries))
+    return CommunicationReport(weights=tuple(entries))
 
 
 def _gradients(model: nn.Module) -> dict[int, str]:
