@@ -111,8 +111,10 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
         return jax.checkpoint(lambda *values: _run(params["jaxpr"], values), **options)(*values)
     if name in ("while", "shard_map", "custom_vmap_call", "custom_jvp_call"):
         raise CannotCombineError(f"shared state enters {name}")
-    # Each reads for itself, so that the cotangents of several meet by MAX.
-    return _bind(equation, [_plain(x) for x in values])
+    # Each reads for itself, so that the cotangents of several meet by MAX; what was traced with shared values, a `read`
+    # in a loop of this package, gets them.
+    takes = [x.aval.dtype == fp32_max_grad for x in equation.invars]
+    return _bind(equation, [x if shared else _plain(x) for x, shared in zip(values, takes, strict=True)])
 
 
 def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:

@@ -90,7 +90,11 @@ def value_and_grad(
                 _log.info("moves of shared state are combined: %s", error)
             try:
                 return run_in_mode(*args, moves=True, **kwargs)
-            except CannotCombineError as error:
+            except Exception as error:
+                if not isinstance(error, CannotCombineError) and (
+                    isinstance(error, Fp8Error) or not compat.blames_dtype(error)
+                ):
+                    raise
                 _log.info("the loss takes mode fan_out: %s", error)
         # Where the loss moves shared values in ways that are not combined, uses can be counted instead.
         with use_mode("fan_out"):
