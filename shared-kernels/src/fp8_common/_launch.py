@@ -130,29 +130,22 @@ def amax_plan(n: int, dtype: str) -> LaunchPlan:
 
 
 def cast_plan(
-    n: int,
-    dtype: str,
-    fmt: str | Format,
-    *,
-    policy: ScalePolicy | None = None,
-    with_amax: bool = False,
-    inverse: bool = False,
+    n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
 ) -> LaunchPlan:
     """Plan y = fp8(x * scale) for `n` elements.
 
     With a policy, `scale_ptr` is the int32 key from `amax_plan` and the scale is an output: dynamic scaling in two
-    launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|, `inverse` the
-    scale back from FP8 beside the one that a policy makes.
+    launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
     """
     # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
     return LaunchPlan(
         kernel="cast",
         grid=tile_count(n, 4096),
-        pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse, transpose=False),
+        pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse=False, transpose=False),
         scalars={"n": ("i64", n)},
         constexprs=scale_constexprs(fmt, policy) | {"BLOCK": 4096},
         num_warps=8,
-        outputs=_cast_outputs(policy, with_amax, inverse, transpose=False),
+        outputs=_cast_outputs(policy, with_amax, inverse=False, transpose=False),
         zeroed=("amax_ptr",) if with_amax else (),
     )
 
@@ -167,7 +160,10 @@ def cast_transpose_plan(
     with_amax: bool = False,
     inverse: bool = False,
 ) -> LaunchPlan:
-    """Plan y = fp8(x * scale) and its transpose for x [m, n]; the other arguments as in `cast_plan`."""
+    """Plan y = fp8(x * scale) and its transpose for x [m, n]; policy and `with_amax` as in `cast_plan`.
+
+    `inverse` also returns the scale back from FP8 beside the one that a policy makes.
+    """
     packed = m % 4 == 0
     # Four adjacent rows are packed into words, see `fp8_common._kernels.transpose`; 128 rows are 32 words, so that
     # the transpose is written in lines of 128 bytes. Without packing a square tile keeps both directions equal.
@@ -175,12 +171,12 @@ def cast_transpose_plan(
     return LaunchPlan(
         kernel="cast_transpose",
         grid=tile_count(m, bm) * tile_count(n, bn),
-        pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse, transpose=True),
+        pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse=inverse, transpose=True),
         scalars=_matrix(m, n),
         constexprs=scale_constexprs(fmt, policy)
         | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
         num_warps=4,
-        outputs=_cast_outputs(policy, with_amax, inverse, transpose=True),
+        outputs=_cast_outputs(policy, with_amax, inverse=inverse, transpose=True),
         zeroed=("amax_ptr",) if with_amax else (),
     )
 
@@ -428,7 +424,7 @@ def _foreach_tile(aligned: bool) -> dict[str, object]:
 
 
 def _cast_pointers(
-    dtype: str, fmt: str | Format, policy: ScalePolicy | None, with_amax: bool, inverse: bool, *, transpose: bool
+    dtype: str, fmt: str | Format, policy: ScalePolicy | None, with_amax: bool, *, inverse: bool, transpose: bool
 ) -> dict[str, str | None]:
     y = fp8_type(fmt)
     return {
@@ -442,7 +438,7 @@ def _cast_pointers(
     }
 
 
-def _cast_outputs(policy: ScalePolicy | None, with_amax: bool, inverse: bool, *, transpose: bool) -> tuple[str, ...]:
+def _cast_outputs(policy: ScalePolicy | None, with_amax: bool, *, inverse: bool, transpose: bool) -> tuple[str, ...]:
     scales = {"scale_out_ptr": policy is not None, "scale_inv_ptr": policy is not None and inverse}
     wanted = {"y_ptr": True, "yt_ptr": transpose, "amax_ptr": with_amax} | scales
     return tuple(name for name, want in wanted.items() if want)

@@ -141,10 +141,15 @@ def _cast_by_key(
 ) -> Cast:
     # Written by the first program; an empty tensor, for which nothing is launched, has the scale 1.
     make = torch.empty if x.numel() else torch.ones
-    scale, scale_inv = (make(1, dtype=torch.float32, device=x.device) for _ in range(2))
-    places = {"scale_ptr": key, "scale_out_ptr": scale, "scale_inv_ptr": scale_inv}
-    y = _cast(x, fmt, turned, policy=policy, inverse=True, dense=dense, **places)
-    return Cast(y, scale.view(()), scale_inv.view(()), turned)
+    scale = make(1, dtype=torch.float32, device=x.device)
+    places = {"scale_ptr": key, "scale_out_ptr": scale}
+    if turned is None:
+        # A division more would make this kernel, the leanest, one that arithmetic bounds.
+        y = _cast(x, fmt, None, policy=policy, dense=dense, **places)
+        return Cast(y, scale.view(()), torch.reciprocal(scale).view(()))
+    places["scale_inv_ptr"] = make(1, dtype=torch.float32, device=x.device)
+    y = _cast(x, fmt, turned, policy=policy, dense=dense, **places)
+    return Cast(y, scale.view(()), places["scale_inv_ptr"].view(()), turned)
 
 
 def _cast(
@@ -154,17 +159,17 @@ def _cast(
     *,
     policy: ScalePolicy | None = None,
     with_amax: bool = False,
-    inverse: bool = False,
     dense: torch.Tensor | None = None,
     **places: torch.Tensor,
 ) -> torch.Tensor:
     """Launch a cast with one scale; return the codes, and write those of a contiguous matrix to `turned`, too."""
     dense, y = _dense(x) if dense is None else dense, torch.empty_like(x, dtype=torch_dtype(fmt))
-    wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax, "inverse": inverse}
+    wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax}
     if turned is None:
         plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted)
     else:
-        plan, places["yt_ptr"] = launch.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted), turned
+        places["yt_ptr"], wanted["inverse"] = turned, policy is not None
+        plan = launch.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted)
     run(plan, x.device, x_ptr=dense, y_ptr=y, **places)
     return y
 
