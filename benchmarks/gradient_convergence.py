@@ -18,9 +18,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tools.gradient_runs import table, verdict
+
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/gradient_convergence.json"
-RUNS = {"bf16": "bf16 gathers, float32 gradients", "fp8": "FP8 gathers, FP8 gradients"}
 
 
 def command(folder: Path, seeds: int, steps: int, rest: Sequence[str] = ()) -> list[str]:
@@ -46,28 +47,6 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
     }
     settings = section["settings"] | {name: section[name] for name in ("steps", "ranks", "params")}
     return {"settings": settings, **{name: report[name] for name in ("machine", "versions", "data")}, "runs": runs}
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the Markdown table: held-out losses of every seed, their mean and how far they lie apart."""
-    seeds = len(result["runs"]["bf16"]["held_out"])
-    lines = ["| wires | " + " | ".join(f"seed {s}" for s in range(seeds)) + " | mean | apart | received per step |"]
-    lines.append("|---|" + "---|" * (seeds + 3))
-    for name, words in RUNS.items():
-        run = result["runs"][name]
-        losses = run["held_out"]
-        received = (run["gathered_bytes"] + run["gradient_bytes"]) / 1e6
-        cells = [f"{loss:.4f}" for loss in (*losses, fmean(losses), max(losses) - min(losses))]
-        lines.append(f"| {words} | {' | '.join(cells)} | {received:.2f} MB |")
-    return "\n".join(lines)
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """Return one sentence: whether the means lie closer together than the seeds of bf16 do."""
-    bf16, fp8 = (result["runs"][name]["held_out"] for name in RUNS)
-    apart, spread = abs(fmean(fp8) - fmean(bf16)), max(bf16) - min(bf16)
-    where = "within" if apart <= spread else "beyond"
-    return f"The means are {apart:.4f} apart, {where} bf16's own spread of {spread:.4f}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

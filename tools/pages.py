@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gradient_convergence
+from tools import gradient_runs as runs_of_gradients
 from tools.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,7 +207,7 @@ def gradient_runs() -> str:
     found = json.loads((ROOT / GRADIENT_RUNS).read_text())
     settings = found["settings"]
     what = f"{settings['steps']} steps of {settings['params']:,} parameters on {settings['ranks']} ranks."
-    return f"{gradient_convergence.table(found)}\n\n{what} {gradient_convergence.verdict(found)}"
+    return f"{runs_of_gradients.table(found)}\n\n{what} {runs_of_gradients.verdict(found)}"
 
 
 # ---------------------------------------------------------------- addresses
