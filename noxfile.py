@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever fol
 from tools.machine import digest, gpu_tests, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
 from tools.maxtext import maxtext  # noqa: E402
 from tools.package_index import package_sources  # noqa: E402
-from tools.packages import ISOLATED, PACKAGES, editable, folders  # noqa: E402
+from tools.packages import AHEAD_OF_TIME, ISOLATED, PACKAGES, editable, folders  # noqa: E402
 from tools.sessions import ON_ALL_CORES, PROJECT, install, install_xla_for_gpus, pinned, run_benchmarks, run_tests  # noqa: E402
 
 nox.needs_version = ">=2025.11.12"
@@ -146,8 +146,7 @@ def aot(session: nox.Session) -> None:
     """Compile kernels for sm_89, sm_90 and sm_100 and JAX programs for an H200, and judge them; needs no GPU."""
     install(session, "fp8-common[torch,jax,triton]", "fp8-torch-fsdp", "fp8-jax-owg", groups=["test"])
     install_xla_for_gpus(session)
-    tests = ("shared-kernels/tests/aot", "packages/fp8-jax-owg/tests/aot", "tests/benchmarks/test_static_cost.py")
-    session.run("pytest", *ON_ALL_CORES, *tests, *session.posargs)
+    session.run("pytest", *ON_ALL_CORES, *AHEAD_OF_TIME, *session.posargs)
     session.run("fp8-bench", "--static", "--arch", "90")
 
 

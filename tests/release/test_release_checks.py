@@ -72,7 +72,7 @@ def write(dist, extra=(), without=(), size=0):
         ({"without": [f"{STEM}.dist-info/licenses/LICENSE"]}, ["licenses/LICENSE"]),
         ({"without": ["README.md"]}, ["has no README.md"]),
         ({"extra": ["tests/conftest.py"]}, ["holds more than the package"]),
-        ({"size": 400_000}, ["at most 307200 are allowed"]),
+        ({"size": 400_000}, [f"at most {check_wheels.MAX_WHEEL} are allowed"]),
     ],
 )
 def test_a_wheel_is_small_and_whole(tmp_path, options, found):
