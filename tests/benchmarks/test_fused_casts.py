@@ -30,6 +30,25 @@ json.dump(sources, open(sys.argv[1], "w"))
 sys.stdout.flush()
 os._exit(0)
 """
+PRODUCER = """
+import json, os, sys, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from benchmarks.modelled.inductor import recording_compiled
+from benchmarks.modelled.pretended_gpu import pretend_gpu
+from benchmarks.modelled.record import Step
+import fp8_common
+from fp8_common.torch.plugin import dispatch
+pretend_gpu()
+step = Step()
+def program(a, b):
+    return dispatch.cast_rowwise(torch.nn.functional.silu(a) * b, fp8_common.E4M3, fp8_common.CANONICAL)
+with FakeTensorMode(allow_non_fake_inputs=True), recording_compiled(step):
+    a, b = (torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    torch.compile(program, fullgraph=True)(a, b)
+json.dump(step.sources, open(sys.argv[1], "w"))
+sys.stdout.flush()
+os._exit(0)
+"""
 INEXACT = re.compile(r"\.ftz|div\.full|div\.approx|rcp\.approx|fma\.rn\.f32|ex2\.approx")
 TO_FP8 = re.compile(r"cvt\.\S*\.e[45]m[23]x2\.\S+")
 BLOCKS = {"XBLOCK": 8, "YBLOCK": 32, "R0_BLOCK": 256}
@@ -98,3 +117,15 @@ def test_what_is_rounded_approximately_would_be_found(tmp_path):
     source += "    tl.store(o + i, 1.0 / tl.load(a + i))\n"
     signature = "{'a': '*fp32', 'o': '*fp32', 'n': 'i32', 'XBLOCK': 'constexpr'}"
     assert INEXACT.search(ptx(f"'signature': {signature}\n{source}", tmp_path / "inexact.py"))
+
+
+def test_what_a_fused_producer_computed_is_rounded_before_the_cast(tmp_path):
+    """On a CPU Inductor rounds it by itself, so that no result there would tell."""
+    command = [sys.executable, "-c", PRODUCER, str(tmp_path / "sources.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (source,) = json.loads((tmp_path / "sources.json").read_text())
+    product = re.search(r"(tmp\d+) = tmp\d+ \* tmp\d+\n", source)
+    uses = re.findall(rf"\b{product[1]}\b(.*)", source[product.end() :])
+    assert uses
+    assert all(use.startswith(".to(tl.bfloat16).to(tl.int16, bitcast=True)") for use in uses)
