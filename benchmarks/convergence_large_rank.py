@@ -60,6 +60,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     )
     corpus, mesh = load_corpus(task["data"]), init_device_mesh("cpu", (task["ranks"],))
     trainer = train.build(options, corpus, "bf16" if way == "bf16" else "fp8", int(seed), mesh)
+    trainer.rows = task["rows"]
     if regime == "outliers":
         plant_outliers(trainer.model, options.dim)
     checkpoints = Checkpoints(Path(task["folder"]) / task["name"].replace("/", "-"))

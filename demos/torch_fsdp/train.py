@@ -48,6 +48,7 @@ class Trainer:
         model: sharded.
         optimizer: of its parameters.
         counter: sees its collectives.
+        rows: windows of a rank in a step.
     """
 
     corpus: Corpus
@@ -57,11 +58,12 @@ class Trainer:
     model: ByteModel
     optimizer: torch.optim.Optimizer
     counter: CollectiveCounter
+    rows: int = ROWS
     fresh: bool = True
 
     def step(self, index: int, record: Record) -> None:
         """Make an optimizer step and add its loss, its duration and perhaps its counts to `record`."""
-        codes = self.corpus.batch(seed=self.seed, step=index, rank=self.mesh.get_rank(), rows=ROWS, length=LENGTH)
+        codes = self.corpus.batch(seed=self.seed, step=index, rank=self.mesh.get_rank(), rows=self.rows, length=LENGTH)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(index, self.steps) * group["width_factor"]
         counted = self.fresh or index < COUNT_ALL or index % COUNT_EVERY == 0

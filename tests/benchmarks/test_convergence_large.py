@@ -10,7 +10,7 @@ from benchmarks.convergence_large_rank import SPIKE, SPIKE_EVERY, SPIKE_STEPS, r
 from fp8_common import Fp8Error
 from tests.helpers.repository import ROOT
 
-TINY = {"steps": 4, "dim": 32, "layers": 1, "ranks": 2, "checkpoint_every": 2}
+TINY = {"steps": 4, "dim": 32, "layers": 1, "ranks": 2, "rows": 2, "checkpoint_every": 2}
 
 
 def test_comparisons_are_whole_one_after_the_other():
