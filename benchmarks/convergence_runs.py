@@ -13,7 +13,7 @@ import numpy as np
 
 from demos.common.corpus import Corpus
 
-DIM, LAYERS, ROWS, LENGTH, HELD_OUT = 96, 2, 8, 128, 16
+DIM, LAYERS, ROWS, LENGTH, HELD_OUT, MICROBATCHES = 96, 2, 8, 128, 16, 4
 RATE, WARM_UP, LAST_RATE = 1.5e-3, 0.05, 0.1
 BETAS, DECAY = (0.9, 0.95), 0.1
 Measured = dict[str, Any]
@@ -123,19 +123,41 @@ def _jax_owg(way: str, corpus: Corpus, steps: int, seed: int) -> Measured:
     import jax.numpy as jnp
     import optax
 
-    import fp8_jax_owg as owg
-    from fp8_jax_owg.linen import TrainState
-
     model = linen_model(way)
-    sample = jnp.zeros((1, LENGTH), jnp.int32)
-    variables = model.init(jax.random.key(seed), sample)
-    rates = jnp.array([learning_rate(step, steps) for step in range(steps)])
-    optimizer = optax.adamw(lambda count: rates[count], *BETAS, weight_decay=DECAY)
-    state = TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer)
 
     def loss(variables: Any, windows: jax.Array) -> jax.Array:
         logits = model.apply(variables, windows[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+    variables = model.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
+    return _train_jax(variables, loss, corpus, steps, seed)
+
+
+def jax_pipeline(way: str, corpus: Corpus, steps: int, seed: int) -> Measured:
+    """Train the JAX demo's model, two blocks as stages, in "float32" or with "delayed" scaling."""
+    import jax
+
+    from demos.jax_owg import model
+    from fp8_jax_owg.pipeline import Schedule
+
+    schedule = Schedule(stages=LAYERS, microbatches=MICROBATCHES)
+    variables = model.init(seed, DIM, LENGTH, schedule, fp8=way != "float32")
+    with jax.numpy_dtype_promotion("standard"):
+        return _train_jax(variables, functools.partial(model.loss, schedule=schedule), corpus, steps, seed)
+
+
+def _train_jax(variables: Any, loss: Callable[..., Any], corpus: Corpus, steps: int, seed: int) -> Measured:
+    """Train with AdamW; `loss` takes variables and windows, int32 [rows, length + 1]."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import fp8_jax_owg as owg
+    from fp8_jax_owg.linen import TrainState
+
+    rates = jnp.array([learning_rate(step, steps) for step in range(steps)])
+    optimizer = optax.adamw(lambda count: rates[count], *BETAS, weight_decay=DECAY)
+    state = TrainState.create(apply_fn=loss, params=variables, tx=optimizer)
 
     @jax.jit
     def step(state: TrainState, windows: jax.Array) -> tuple[jax.Array, TrainState]:
@@ -195,6 +217,7 @@ FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
         ("bf16", "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"),
     ),
     "fp8-jax-owg": (jax_owg, ("bf16", "delayed", "current")),
+    "fp8-jax-owg, pipeline": (jax_pipeline, ("float32", "delayed")),
     "fp8-te-init": (te_init, ("float32", "cpu copy", "dither", "dequantized")),
 }
 """How each family trains, and its ways; the first is the control."""
