@@ -33,6 +33,16 @@ def test_fake_tensors_are_told_from_others():
 
 def test_importing_does_not_import_the_compiler():
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
-    code += "; import fp8_common.torch, fp8_common.torch._multiply, fp8_common.torch._fsdp"
+    code += "; import fp8_common.torch, fp8_common.torch.plugin, fp8_common.torch._multiply, fp8_common.torch._fsdp"
     code += "; assert before or 'torch._dynamo' not in sys.modules, 'Something imports Dynamo: half a second lost'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_compiler_is_disabled_as_torch_disables_it():
+    message = "torch disables the compiler in another way now: change fp8_common/torch/_compat.py."
+    torch._dynamo.reset()
+    assert torch.compile(lambda x: x + compat.disable_compiler(theirs)(), backend="eager")(torch.ones(1)) == 2, message
+    seen = []
+    hidden = compat.disable_compiler(lambda: seen.append(torch.compiler.is_compiling()))
+    torch.compile(lambda x: (hidden(), x + 1)[1], backend="eager")(torch.ones(1))
+    assert seen == [False], message

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.distributed_c10d
 import torch.distributed.utils
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -22,6 +23,9 @@ _Hook = TypeVar("_Hook", bound=Callable)
 
 PRIVATE_NAMES = {"DTensor": ("_local_tensor", "_spec", "_version")}
 """Private attributes that this file reads; a test looks for each."""
+
+disable_compiler = _disable_dynamo
+"""What `torch.compiler.disable` does; as a decorator that imports the whole compiler, this with the first call."""
 
 CHECKPOINT_PREFIX = _CHECKPOINT_PREFIX
 """What torch's `checkpoint_wrapper` puts into the names of parameters, and takes out of those of state dicts."""

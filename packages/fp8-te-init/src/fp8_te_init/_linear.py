@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch import INPUT_DTYPES
 from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, ScaleLayout, dispatch, hooks
+from fp8_te_init._compat import disable_compiler
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._holder import PrimaryWeightHolder, draw_uniform
 from fp8_te_init._kept_in_module import kept_for, reconcile
@@ -92,7 +93,8 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
             weight.state.write(plain.data, keeper(kept, weight.quantized_rows))
         return fresh
 
-    @torch.compiler.disable(reason="FP8 primary weights change their scales outside of compiled code.")
+    # FP8 primary weights change their scales outside of compiled code.
+    @disable_compiler
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T + bias. `torch.compile` leaves it as it is, and compiles what is around it.
 

@@ -1,15 +1,18 @@
 """The private names of torch that are used outside of FSDP: compiler constants, fake tensors, `torch.func`.
 
 `FakeTensor` is the class of tensors that have a shape and a device but no data: nothing can be launched on them.
+`disable_compiler` does what `torch.compiler.disable` does, but imports the compiler with the first call, not as a
+decorator: that would add half a second to every import of these packages.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo as disable_compiler
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["FakeTensor", "assume_constant_result", "in_function_transform"]
+__all__ = ["FakeTensor", "assume_constant_result", "disable_compiler", "in_function_transform"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from fp8_common.torch._compat import disable_compiler
 
 
 class OwnedHook:
@@ -41,7 +41,8 @@ class OwnedHook:
         self._handle = register(self, **options)
         self._remove_silent()
 
-    @torch.compiler.disable(reason="Hooks of the process see Python objects that live outside of compiled code.")
+    # Hooks of the process see Python objects that live outside of compiled code.
+    @disable_compiler
     def __call__(self, *arguments: Any) -> Any:
         """React, if the owner is still there."""
         owner = self._owner()
