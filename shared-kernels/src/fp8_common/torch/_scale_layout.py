@@ -252,9 +252,9 @@ class BlockwiseLayout(ScaleLayout):
         keys = torch.zeros(self.shape(geometry.full_shape), dtype=torch.int32, device=part.device)
         if part.numel():
             first, offset = self._first_block(part.ndim, geometry)
-            # zeros before the part: its first block then begins where the weight's does
-            before = (offset, 0) if geometry.dim == part.ndim - 1 else (0, 0, offset, 0)
-            own = float_key(block_amax(F.pad(part, before), BLOCK))
+            if offset:  # zeros before the part: its first block then begins where the weight's does
+                part = F.pad(part, (offset, 0) if geometry.dim == part.ndim - 1 else (0, 0, offset, 0))
+            own = float_key(block_amax(part, BLOCK))
             keys.narrow(geometry.dim, first, own.shape[geometry.dim]).copy_(own)
         return keys.reshape(-1)
 
