@@ -1,9 +1,9 @@
-"""The tables of modelled steps in the documents, from benchmarks/results/static_cost.json.
+"""The tables of modelled steps in the documents, from static_cost.json and host_time.json in benchmarks/results.
 
     python -m benchmarks.render_static_cost
 
 Writes docs/guides/torch-fsdp-speed.md (blocks) and docs/numerics/kernels.md (one layer) between their marks.
-`python -m benchmarks.static_cost --save` makes the figures.
+`python -m benchmarks.static_cost --save` and `python -m benchmarks.host_time --save` make the figures.
 """
 
 import json
@@ -16,6 +16,7 @@ from benchmarks.modelled.models import CONTENDERS, MODES
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/static_cost.json"
 BEGIN, END = "<!-- modelled: begin -->", "<!-- modelled: end -->"
+HOST = ROOT / "benchmarks/results/host_time.json"
 HEAD = ("launches (small)", "host operators", "GB outside of products", "modelled, H100", "x bf16", "x torchao")
 
 
@@ -62,16 +63,34 @@ def assumed(result: dict[str, Any]) -> str:
 
 
 def layers(result: dict[str, Any]) -> str:
-    """Return the table of one linear layer: launches and host operators, eager and compiled."""
+    """Return the tables of one linear layer: what it launches and moves, eager and compiled, and the host's time."""
     steps = {(step["contender"], step["mode"]): step for step in result["steps"] if step["model"] == "linear"}
     names = sorted({name for name, _ in steps}, key=lambda name: (name.partition("-")[0] == "ours", name))
-    head = " | ".join(f"launches, {mode} | host operators, {mode}" for mode in MODES)
-    lines = [f"| layer | {head} |", "|---" * (1 + 2 * len(MODES)) + "|"]
+    head = " | ".join(f"launches, {mode} | host operators | GB outside of the products" for mode in MODES)
+    lines = [f"| layer | {head} |", "|---" * (1 + 3 * len(MODES)) + "|"]
     for name in names:
         found = [steps.get((name, mode)) for mode in MODES]
-        counts = [f"{step['launches']} | {step['host_operators']}" if step else "- | -" for step in found]
+        counts = [
+            f"{step['launches']} | {step['host_operators']} | {step['bytes_outside_products'] / 1e9:.2f}"
+            if step
+            else "- | - | -"
+            for step in found
+        ]
         lines.append(f"| {name.replace('-', ', ')} | {' | '.join(counts)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *host_times(json.loads(HOST.read_text()))])
+
+
+def host_times(result: dict[str, Any]) -> list[str]:
+    """Return the lines of the table of the host's time for a layer in eager mode."""
+    lines = [
+        "| layer and step, eager | torch operators that launch | of all kinds | Triton launches | host | x bf16 |",
+        "|---" * 6 + "|",
+    ]
+    for row in result["layers"]:
+        counts = [f"{row[name]:.0f}" for name in ("torch_launches", "torch_operators", "triton_launches")]
+        cells = [row["contender"].replace("-", ", "), *counts, f"{row['microseconds']:.0f} µs", row["times_bf16"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 PAGES = {ROOT / "docs/guides/torch-fsdp-speed.md": section, ROOT / "docs/numerics/kernels.md": layers}

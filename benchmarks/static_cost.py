@@ -76,12 +76,12 @@ def details(step: Step, options: argparse.Namespace) -> list[str]:
 def save(rows: list[dict[str, Any]], path: Path) -> None:
     """Put the rows into a file, in place of those of the same step."""
     key = ("model", "width", "tokens", "mode", "contender")
-    old = json.loads(path.read_text())["steps"] if path.exists() else []
-    steps = {tuple(str(entry[name]) for name in key): entry for entry in [*old, *rows]}
+    old = json.loads(path.read_text()) if path.exists() else {"steps": [], "versions": {}}
+    steps = {tuple(str(entry[name]) for name in key): entry for entry in [*old["steps"], *rows]}
     result = {
         "schema": 1,
         "kind": "modelled: nothing was launched",
-        "versions": versions(),
+        "versions": old["versions"] | versions(),  # rows of what is not installed now stay
         "assumptions": assumptions(),
         "steps": [steps[name] for name in sorted(steps)],
     }

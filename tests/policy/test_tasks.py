@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,6 +211,46 @@ def test_every_test_that_needs_a_gpu_is_run_on_one():
     marked = {path.relative_to(ROOT) for path in marked if "mark.gpu" in path.read_text()}
     places = [ROOT.joinpath(place).relative_to(ROOT) for place in GPU_TESTS]
     assert all(any(path.is_relative_to(place) for place in places) for path in marked)
+
+
+def test_the_session_that_proves_a_gpu_fails_where_there_is_none():
+    """Run the text of the session: nothing may be collected, skipped or timed before it says what is missing."""
+    function = SESSIONS["gpu"]
+    text = ast.unparse(ast.FunctionDef(**{**vars(function), "decorator_list": [], "returns": None}))
+    happened = []
+
+    class Refused(Exception):
+        pass
+
+    class Session:
+        env, posargs = {}, ()
+
+        def error(self, message):
+            raise Refused(message)
+
+        def run(self, *command, **options):
+            happened.append(command)
+
+    tools = {
+        "nox": SimpleNamespace(Session=Session), "os": os, "sys": sys, "ROOT": ROOT, "folders": list,
+        "gpu_tests": machine.gpu_tests, "run_benchmarks": lambda *_: happened.append("benchmarks"),
+    }  # fmt: skip
+    exec(text, names := tools | {"why_no_gpu": lambda: "torch sees none"})
+    with pytest.raises(Refused, match="torch sees none"):
+        names["gpu"](Session())
+    assert happened == []
+    names["why_no_gpu"] = lambda: None
+    names["gpu"](Session())
+    assert [command[1:3] for command in happened[:2]] == [("-m", "pytest"), ("-m", "benchmarks.gpu_proof")]
+
+
+def test_a_python_without_a_gpu_is_no_place_to_prove_one(monkeypatch):
+    monkeypatch.setattr(machine, "complaint", lambda code: "no device" if "torch" in code or "jax" in code else "")
+    assert "no device" in machine.why_no_gpu()
+    monkeypatch.setattr(machine, "complaint", lambda code: "no device" if "jax" in code else "")
+    assert machine.why_no_gpu() is None, "torch alone is enough"
+    monkeypatch.setattr(machine, "complaint", lambda code: "No module named 'pytest'" if "pytest" in code else "")
+    assert "has no pytest" in machine.why_no_gpu()
 
 
 BLOCK = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"

@@ -17,9 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
+from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._operands import cast_operand
 from fp8_common.torch._scale_layout import TensorwiseLayout
 from fp8_common.torch.plugin import foreach
+from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._counters import plans_of
 
 
@@ -216,3 +218,48 @@ def test_delayed_scaling_adds_operators_to_a_step_and_none_for_each_weight(run_r
     assert growth["tensorwise"][0] == growth["tensorwise"][2] == 0
     added = [d - t for t, d in zip(counts["tensorwise", 4], counts["tensorwise_delayed", 4], strict=True)]
     assert all(a <= b for a, b in zip(added, (8, 56, 13), strict=True)), added
+
+
+class LaunchingOperators(TorchDispatchMode):
+    """Counts operators that would launch something on a GPU: neither views nor allocations."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        moves_nothing = ("detach", "alias", "empty", "lift_fresh", "split", "unbind", "profiler")
+        self.calls += not (func.is_view or any(name in str(func) for name in moves_nothing))
+        return func(*args, **(kwargs or {}))
+
+
+def launches_between_steps(rank, world_size, recipe, layers):
+    """Return what `mark_late`, a synchronization and the observation of all weights would launch on a GPU.
+
+    The kernels of this project are taken as launched: values are not computed.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers)))
+    f8.convert_to_float8_training(model, recipe=recipe)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    plan, launched = plans_of(model)[0], []
+    marks = lambda: delayed.mark_late(plan.scales)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_backend, "_obstacle", lambda device: None)
+        patch.setattr(triton_backend, "run", lambda plan, *_, **tensors: launched.append(plan.kernel))
+        counts = []
+        for act in (marks, lambda: plan._before_root_forward(model, ()), plan._observe_weights):
+            launched.clear()
+            with LaunchingOperators() as operators:
+                act()
+            counts.append(operators.calls + len(launched))
+    return counts
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("recipe", "most"), [("tensorwise", (0, 40, 0)), ("tensorwise_delayed", (8, 75, 8))])
+def test_launches_between_steps_do_not_grow_with_the_number_of_weights(run_ranks, recipe, most):
+    few, many = (run_ranks(1, launches_between_steps, recipe, layers)[0] for layers in (4, 40))
+    assert few == many
+    assert all(count <= limit for count, limit in zip(many, most, strict=True)), many

@@ -172,7 +172,7 @@ def cast_transpose_plan(
         kernel="cast_transpose",
         grid=tile_count(m, bm) * tile_count(n, bn),
         pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse=inverse, transpose=True),
-        scalars=_matrix(m, n),
+        scalars=matrix_sizes(m, n),
         constexprs=scale_constexprs(fmt, policy)
         | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
         num_warps=4,
@@ -215,7 +215,7 @@ def rowwise_plan(
             "scale_ptr": "fp32",
             "scale_inv_ptr": "fp32" if inverse else None,
         },
-        scalars=_matrix(m, n),
+        scalars=matrix_sizes(m, n),
         constexprs=constexprs | tile,
         num_warps=warps,
         outputs=("y_ptr", "scale_ptr", "scale_inv_ptr")[: 3 if inverse else 2],
@@ -261,7 +261,7 @@ def block_plan(
         kernel=f"block_{rows}x128",
         grid=tile_count(m, bm) * tile_count(n, 128),
         pointers=pointers | {"scale_ptr": "fp32", "scale_inv_ptr": "fp32" if inverse else None},
-        scalars=_matrix(m, n),
+        scalars=matrix_sizes(m, n),
         constexprs=constexprs | {"ALIGNED": aligned} | tile,
         num_warps=warps,
         outputs=outputs,
@@ -275,7 +275,7 @@ def mx_plan(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil
         kernel="mx",
         grid=tile_count(m, 32) * tile_count(n, 128),
         pointers={"x_ptr": input_type(dtype), "y_ptr": fp8_type(fmt), "code_ptr": "u8"},
-        scalars=_matrix(m, n),
+        scalars=matrix_sizes(m, n),
         constexprs={
             "MODE": mode,
             "MAX_KEY": key_of(form.max),
@@ -337,7 +337,7 @@ def dequantize_plan(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[
         kernel="dequantize",
         grid=tile_count(m, 32) * tile_count(n, 128),
         pointers={"q_ptr": fp8_type(fmt), "scale_ptr": "fp32", "y_ptr": input_type(dtype)},
-        scalars=_matrix(m, n),
+        scalars=matrix_sizes(m, n),
         constexprs={"ROWS": rows, "COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 32, "BN": 128},
         num_warps=4,
         outputs=("y_ptr",),
@@ -350,7 +350,7 @@ def dequantize_mx_plan(m: int, n: int, fmt: str | Format, dtype: str) -> LaunchP
         kernel="dequantize_mx",
         grid=tile_count(m, 16) * tile_count(n, 128),
         pointers={"q_ptr": fp8_type(fmt), "code_ptr": "u8", "y_ptr": input_type(dtype)},
-        scalars=_matrix(m, n),
+        scalars=matrix_sizes(m, n),
         constexprs={"ALIGNED": n % 16 == 0, "BM": 16, "BN": 128},
         num_warps=4,
         outputs=("y_ptr",),
@@ -451,7 +451,8 @@ def scale_constexprs(fmt: str | Format, policy: ScalePolicy | None) -> dict[str,
     return {"FMAX": fmax, "RULE": rule}
 
 
-def _matrix(m: int, n: int) -> dict[str, tuple[str, int]]:
+def matrix_sizes(m: int, n: int) -> dict[str, tuple[str, int]]:
+    """Return the scalar arguments of a kernel on a matrix."""
     # Rows and columns are int32; the kernels compute offsets, which are products of both, in int64.
     if max(m, n) >= 1 << 31:
         raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")

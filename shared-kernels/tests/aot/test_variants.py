@@ -7,6 +7,7 @@ import pytest
 
 from fp8_common import CANONICAL, POWER_OF_2
 from fp8_common import _launch as launch
+from fp8_common._launch_both import amax_both_plan, cast_both_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import aot
@@ -20,6 +21,10 @@ VARIANTS = {
     "cast + transpose, M % 4": lambda x, f: launch.cast_transpose_plan(301, 517, x, f),
     "cast + transpose + amax, M % 4": lambda x, f: launch.cast_transpose_plan(301, 517, x, f, with_amax=True),
     "cast + transpose, M % 4, dynamic": lambda x, f: launch.cast_transpose_plan(301, 517, x, f, policy=CANONICAL),
+    "rows and columns, amax": lambda x, f: amax_both_plan(*ODD, x),
+    "rows and columns, amax, folded": lambda x, f: amax_both_plan(*ODD, x, fold=True),
+    "rows and columns": lambda x, f: cast_both_plan(*ODD, x, f),
+    "rows and columns, folded": lambda x, f: cast_both_plan(*ODD, x, f, fold=True),
     "row-wise": lambda x, f: launch.rowwise_plan(*ODD, x, f),
     "row-wise, folded": lambda x, f: launch.rowwise_plan(*ODD, x, f, fold=True),
     "row-wise, long": lambda x, f: launch.rowwise_plan(*LONG, x, f),

@@ -198,6 +198,38 @@ def test_rows_folded_into_the_gradient(dtype, fmt, shape):
     assert_same_bits(got[0], want.data, fmt=fmt, source=x)
 
 
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=[(4, 7), (300, 517), (128, 160)], folded=[False, True])
+def test_rows_and_columns_from_two_reads(dtype, fmt, shape, folded):
+    fold = np.exp2(np.random.default_rng(1).uniform(-9, 9, shape[1])).astype(np.float32) if folded else None
+    for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
+        made = triton_backend.cast_both(
+            tensor(x), None if fold is None else tensor(fold), f8.get_format(fmt), f8.CANONICAL
+        )
+        rows = x if fold is None else x.astype(np.float32) * fold
+        for got, source in zip(made, (rows, np.ascontiguousarray(x.T)), strict=True):
+            want = f8.quantize_rowwise(source, fmt)
+            assert_same_bits(got.scale, want.scale)
+            assert_same_bits(got.scale_inv, f8.reciprocal(want.scale))
+            assert_same_bits(got.codes, want.data, fmt=fmt, source=source)
+
+
+@pytest.mark.parametrize("amax", [0.0, 3.0, 7.0, np.inf, np.nan])
+@pytest.mark.parametrize("late", [None, False, True])
+@pytest.mark.parametrize("known", [None, -1, 5.0])
+def test_a_delayed_scale_in_use(amax, late, known):
+    own = None if known is None else tensor(np.int32(-1) if known == -1 else np.float32(known).view(np.int32))
+    scale = number(11.3)
+    flag = None if late is None else torch.tensor(late, device=DEVICE)
+    current, inverse = triton_backend.delayed_current(scale, flag, own, number(amax))
+    want = np.float32(np.nan if late else 11.3)
+    assert_same_bits(current, want)
+    assert_same_bits(inverse, f8.reciprocal(want))
+    assert current.data_ptr() != scale.data_ptr(), "the scale changes with the next step"
+    if own is not None:
+        observed = [np.float32(x).view(np.int32) for x in (known, amax) if x >= 0 and np.isfinite(x)]
+        assert own.item() == max([-1, *observed])
+
+
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, rows=[1, 128])
 def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):

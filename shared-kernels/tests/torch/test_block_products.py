@@ -7,7 +7,7 @@ from fp8_common import CANONICAL, get_format
 from fp8_common._hardware import Device, product_path
 from fp8_common._machine import parse_version
 from fp8_common.torch import _block_products as block_products
-from fp8_common.torch import _linear
+from fp8_common.torch import _linear, _multiply
 from fp8_common.torch._multiply import multiply
 from fp8_common.torch.plugin import LinearConfig, LinearOperands, Operand, ScaleLayout, dispatch
 
@@ -122,3 +122,26 @@ def test_emulated_products_keep_scales_that_are_no_powers_of_two(scale):
     identity = Operand(torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1, 1), a.fmt, SQUARE)
     product = multiply(a, identity, out_dtype=torch.float32, emulate=True)
     torch.testing.assert_close(product, a.codes.float() * scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_with_scales_that_are_no_powers_of_two_operands_are_the_fp8_numbers(products, emulate, out_dtype, monkeypatch):
+    a, b = operand(256, 512, THIN), operand(384, 512, SQUARE)
+    assert (torch.frexp(a.scale_inv).mantissa != 0.5).any(), "a power of two would leave nothing to round"
+    multiplied = []
+
+    def noted(function):
+        return lambda x, y, *rest, **named: (multiplied.extend((x, y)), function(x, y, *rest, **named))[1]
+
+    monkeypatch.setattr(_multiply, "_matmul", noted(_multiply._matmul))
+    monkeypatch.setattr(torch, "_scaled_mm", noted(torch._scaled_mm))
+    multiply(a, b, out_dtype=out_dtype, emulate=emulate)
+    if not emulate:  # the codes themselves
+        assert multiplied[0].data_ptr() == a.codes.data_ptr()
+        assert multiplied[1].data_ptr() == b.codes.data_ptr()
+        return
+    for got, one in zip(multiplied, (a, b), strict=True):
+        exact = one.codes.double() * one.wide_scale_inv.double()
+        assert torch.equal(got, exact.float()), "codes times scales, rounded to float32 once"
+        assert not torch.equal(got.bfloat16().float(), got), "bfloat16 would round them again"

@@ -133,8 +133,7 @@ class DelayedScale(nn.Module):
                 is NaN then.
         """
         scale = self.scale
-        # A backward belongs to a forward that was synchronized, whatever was stepped since.
-        if record and (torch.compiler.is_compiling() or not fsdp.in_backward()):
+        if self._must_be_synchronized(record):
             scale = nan_if_stale(
                 scale,
                 self.late,
@@ -148,6 +147,20 @@ class DelayedScale(nn.Module):
         # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
         dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.ready, scale, dynamic)
+
+    def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `current` and its reciprocal, both float32 scalars, if `always_ready`: one launch on a GPU."""
+        if dispatch.delayed_current_applies(amax):
+            late = self.late if self._must_be_synchronized(record) else None
+            with torch.no_grad():
+                return dispatch.delayed_current(self.scale, late, self.own_key if record else None, amax)
+        scale = self.current(amax, record)
+        return scale, dispatch.reciprocal(scale)
+
+    @staticmethod
+    def _must_be_synchronized(record: bool) -> bool:
+        # A backward belongs to a forward that was synchronized, whatever was stepped since.
+        return record and (torch.compiler.is_compiling() or not fsdp.in_backward())
 
     @torch.no_grad()
     def observe(self, amax: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 import torch
 
+from fp8_common import Format
+
 
 def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torch.Tensor:
     """Return the scale, unless it is stale.
@@ -21,3 +23,17 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
         return scale.masked_fill(stale, torch.nan)
     torch._assert_async(~stale, message)
     return scale
+
+
+def tell_others_if_stale(codes: torch.Tensor, stale: torch.Tensor, fmt: Format) -> None:
+    """Write NaN to the first row of FP8 codes that other ranks will gather, if they were made with a stale scale.
+
+    They have the scale that this rank does not use any more. On a CPU `nan_if_stale` has raised.
+
+    Args:
+        codes: float8 [rows, ...], changed in place.
+        stale: bool scalar.
+        fmt: Their format.
+    """
+    if codes.device.type != "cpu":
+        codes.view(torch.uint8)[:1].masked_fill_(stale, fmt.nan_code)

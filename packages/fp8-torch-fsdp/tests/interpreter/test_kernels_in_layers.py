@@ -9,14 +9,15 @@ from fp8_common.torch import _triton_backend as triton_backend
 
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
 # gradient. The backward takes the weight's codes of the forward. The gradient of a weight contracts columns, which the
-# references cast on CPU where codes of rows do not serve.
+# references cast on CPU for block-wise scaling.
+BOTH_WAYS = ("cast_transpose", "cast", "cast_transpose")
 LAUNCHES = {
     "tensorwise": (["amax", "cast_transpose", "amax", "cast", "amax", "cast_transpose"], {}),
     "tensorwise_delayed": (
-        ["delayed_update", "cast_transpose", "cast", "cast_transpose"],
+        ["delayed_update", *(name for cast in BOTH_WAYS for name in (cast, "delayed_current"))],
         {"delayed": f8.DelayedScalingConfig(initial="one")},
     ),
-    "rowwise": (["rowwise"] * 3, {}),
+    "rowwise": (["amax_both", "scales", "cast_both", "rowwise", "amax_both", "scales", "cast_both"], {}),
     "rowwise_with_gw_hp": (["rowwise"] * 3, {}),
     "blockwise": (["block_1x128", "block_128x128", "block_1x128"], {}),
 }

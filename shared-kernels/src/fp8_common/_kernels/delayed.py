@@ -6,7 +6,7 @@ The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: 
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.device import INF_KEY, KEY_MASK, as_bits, as_float, reciprocal, scale_of_key
+from fp8_common._kernels.device import INF_KEY, KEY_MASK, NAN_BITS, as_bits, as_float, reciprocal, scale_of_key
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -19,6 +19,25 @@ def scales_kernel(
     scale = scale_of_key(key, 1.0, FMAX, RULE)
     tl.store(scale_ptr + at, scale, mask=at < n)
     tl.store(scale_inv_ptr + at, reciprocal(scale), mask=at < n)
+
+
+@triton.jit
+def delayed_current_kernel(
+    key_ptr, scale_ptr, late_ptr, own_key_ptr, current_ptr, scale_inv_ptr, RECORD: tl.constexpr, CHECK: tl.constexpr
+):
+    """Give the scale in use, and its reciprocal, to an operand whose amax has this key, and observe it.
+
+    RECORD raises `own_key` to the key, unless that is of an infinity or NaN. With CHECK a set `late` makes it NaN.
+    """
+    scale = tl.load(scale_ptr)
+    if CHECK:
+        scale = as_float(tl.where(tl.load(late_ptr) != 0, NAN_BITS, as_bits(scale)))
+    if RECORD:
+        key = tl.load(key_ptr)
+        known = tl.load(own_key_ptr)
+        tl.store(own_key_ptr, tl.where(key >= INF_KEY, known, tl.maximum(known, key)))
+    tl.store(current_ptr, scale)
+    tl.store(scale_inv_ptr, reciprocal(scale))
 
 
 @triton.jit(do_not_specialize=["T", "L"])

@@ -29,6 +29,16 @@ def load_rows(x_ptr, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr, ROW: tl.c
 
 
 @triton.jit
+def store_columns(yt_ptr, column, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Store int32 words [BM / 4, BN] of four vertical neighbours each to the transpose; needs M % 4 == 0."""
+    # Four horizontal neighbours of the transpose are one int32 store. The address is a multiple of 4 because M is.
+    words = yt_ptr.to(tl.pointer_type(tl.int32))
+    c = n0 + tl.arange(0, BN)[:, None]
+    r = m0 // 4 + tl.arange(0, BM // 4)[None, :]
+    tl.store(words + c.to(tl.int64) * (M // 4) + r, tl.trans(column), mask=(c < N) & (r < M // 4))
+
+
+@triton.jit
 def store_with_transpose(
     y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr
 ):
@@ -39,12 +49,7 @@ def store_with_transpose(
     tl.store(y_ptr + at + N, q1, mask=mask)
     tl.store(y_ptr + at + 2 * N, q2, mask=mask)
     tl.store(y_ptr + at + 3 * N, q3, mask=mask)
-    # `column` holds four vertical neighbours, which are four horizontal neighbours of the transpose: one int32 store.
-    # The address is a multiple of 4 because M is.
-    words = yt_ptr.to(tl.pointer_type(tl.int32))
-    c = n0 + tl.arange(0, BN)[:, None]
-    r = m0 // 4 + tl.arange(0, BM // 4)[None, :]
-    tl.store(words + c.to(tl.int64) * (M // 4) + r, tl.trans(column), mask=(c < N) & (r < M // 4))
+    store_columns(yt_ptr, column, m0, n0, M, N, BM, BN)
 
 
 @triton.jit(do_not_specialize=["M", "N"])

@@ -96,6 +96,20 @@ def cast_rowwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: torch.
     return _with_reciprocal(ops.quantize_rowwise(x, fmt.name, -1, ops.policy_key(policy)))
 
 
+def cast_both(
+    x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: torch.Tensor | None = None
+) -> tuple[Cast, Cast | None]:
+    """Return `cast_rowwise(x, fold)`, and where kernels save reads by it the same of the columns of x [M, N], turned.
+
+    The second has codes [N, M] and scales [N, 1], without `fold`; None stands for it elsewhere.
+    """
+    launches = not torch.compiler.is_compiling() and triton_backend.applies(x, fmt, policy)
+    # asked second: a compiler would make a guard of it
+    if launches and x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0:
+        return triton_backend.cast_both(x, fold, fmt, policy)
+    return cast_rowwise(x, fmt, policy, fold), None
+
+
 def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy) -> Cast:
     """Return data [..., M, N] and float32 scales, one for each block."""
     if not torch.compiler.is_compiling():
@@ -112,6 +126,14 @@ def cast_with_amax(
     if fused(x):
         return visible_casts.quantize(x, scale, fmt), visible_casts.amax(x), None
     return *fused_ops.quantize_with_amax(x, scale, fmt.name), None
+
+
+def delayed_current_applies(amax: torch.Tensor) -> bool:
+    """Return whether `delayed_current` is a launch here."""
+    return not torch.compiler.is_compiling() and triton_backend.applies(amax)
+
+
+delayed_current = triton_backend.delayed_current
 
 
 def fused(x: torch.Tensor) -> bool:

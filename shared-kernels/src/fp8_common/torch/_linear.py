@@ -7,6 +7,7 @@ A layer brings its operands: how activation and gradient are cast, and where the
 products are made of, what the backward saves, and which casts serve twice is the same for all layers.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class LinearOperands:
     ) -> Operand:
         """Cast a matrix [rows, contracted] as the operand `name`, "input" or "grad_output".
 
-        `both` says that another product contracts the rows of the same codes.
+        `both` says that another product contracts the rows, of the same codes or cast alike.
         """
         if groups is not None:
             return groups.cast(x, getattr(self.config.recipe, name))
@@ -72,9 +73,12 @@ class LinearOperands:
             self.observe(name, x, operand)
         return operand
 
-    def cast_folded(self, grad: torch.Tensor, fold: torch.Tensor) -> Operand:
-        """Cast a gradient [rows, out_features] multiplied by float32 `fold` [out_features], the weight's row scales."""
-        operand = cast_folded(grad, fold, self.config.grad_output)
+    def cast_folded(self, grad: torch.Tensor, fold: torch.Tensor, *, both: bool = False) -> Operand:
+        """Cast a gradient [rows, out_features] multiplied by float32 `fold` [out_features], the weight's row scales.
+
+        `both` says that another product contracts its rows, cast alike.
+        """
+        operand = cast_folded(grad, fold, self.config.grad_output, both=both)
         if self.watched:
             self.observe("grad_output", grad.float() * fold, operand)
         return operand
@@ -129,7 +133,12 @@ class WeightAccess:
 
     A layer that gathers its weight for each product overrides the five methods; they come in pairs, so that a product
     can run while something is on its way.
+
+    Attributes:
+        waits: Whether `finish_weight` waits for what `start_weight` has sent: products should run in between.
     """
+
+    waits: bool = False
 
     def send_weight(self, layer: LinearOperands, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors that the backward needs to have the weight again.
@@ -185,7 +194,8 @@ class _Products(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         groups = None if offsets is None else RowGroups(offsets, rows.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        both = needs_weight and groups is None and layer.config.input_has_one_cast
+        alike = layer.config.input_has_one_cast or layer.config.input_is_cast_alike
+        both = needs_weight and groups is None and alike
         x_operand = layer.cast("input", rows, record=record, groups=groups, both=both)
         w_operand = access.finish_weight(layer, started, record=record)
         if groups is not None:
@@ -196,7 +206,7 @@ class _Products(torch.autograd.Function):
         # everything else stays on the context.
         ctx.save_for_backward(offsets, *sent, *saved, *_saved_input(layer.config, rows, x_operand))
         ctx.kept = None if kept is None else (kept.fmt, kept.block)
-        ctx.turned = x_operand.turned is not None
+        ctx.turned, ctx.across = x_operand.turned is not None, x_operand.across is not None
         ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
         ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
         y = _multiply(x_operand, w_operand, layer.config, "output", x.dtype, groups)
@@ -221,8 +231,12 @@ class _Products(torch.autograd.Function):
         if layer.config.gradient_has_one_scale:
             both = needs_weight and groups is None and layer.config.gradient_has_one_cast
             shared = layer.cast("grad_output", rows, record=ctx.record, groups=groups, both=both)
+        elif needs_x and needs_weight and groups is None and not access.waits and _folds_and_turns(layer.config):
+            # before the product that does not need the weight: one launch then casts the gradient for both
+            kept = access.finish_weight(layer, started, record=False) if kept is None else kept
+            shared = layer.cast_folded(rows, kept.scale_inv.reshape(-1), both=True)
         if needs_weight:
-            x = _saved_operand(layer.config, saved_input, turned=ctx.turned)
+            x = _saved_operand(layer.config, saved_input, turned=ctx.turned, across=ctx.across)
             product = _grad_weight(layer, rows, x, shared, ctx.weight_dtype, groups)
             grad_weight = access.start_gradient(layer, product)
         if needs_x:
@@ -234,19 +248,35 @@ class _Products(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
+def _folds_and_turns(config: LinearConfig) -> bool:
+    """Return whether the gradient is cast with the weight's row scales folded in, and alike by columns without them."""
+    return config.folds_weight_scales and config.gradient_is_cast_alike and not torch.compiler.is_compiling()
+
+
 def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tuple[torch.Tensor, ...]:
     """Return what the weight's gradient needs of the input: its codes and scale if they serve there, else the input.
 
-    Codes serve where they have one scale, whatever dimension is contracted.
+    Codes serve where they have one scale, whatever dimension is contracted, or were cast by columns too.
     """
+    if cast.across is not None:
+        return cast.across.codes, cast.across.scale_inv
     # Codes are a quarter of a float32 input, or half of one of 16 bits.
     if not config.input_has_one_cast:
         return (rows,)
     return cast.codes if cast.turned is None else cast.turned, cast.scale_inv
 
 
-def _saved_operand(config: LinearConfig, saved: tuple[torch.Tensor, ...], *, turned: bool) -> torch.Tensor | Operand:
-    """Return what `_saved_input` saved: the input, or its codes, contracted over rows if they were saved turned."""
+def _saved_operand(
+    config: LinearConfig, saved: tuple[torch.Tensor, ...], *, turned: bool, across: bool
+) -> torch.Tensor | Operand:
+    """Return what `_saved_input` saved: the input, or its codes, contracted over rows if they were saved turned.
+
+    An operand `across` is contracted over rows as it is.
+    """
+    if across:
+        codes, scale_inv = saved
+        columns = Operand(codes, scale_inv, config.input.fp8_format)
+        return dataclasses.replace(columns, across=columns)
     if not config.input_has_one_cast:
         return saved[0]
     codes, scale_inv = saved
@@ -263,7 +293,7 @@ def _grad_input(
         # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
         # contracted here, where no FP8 product can apply it.
         if groups is None:
-            grad_operand = layer.cast_folded(grad, weight.scale_inv.reshape(-1))
+            grad_operand = shared or layer.cast_folded(grad, weight.scale_inv.reshape(-1))
         else:
             grad_operand = groups.cast_folded(grad, weight.scale_inv[..., 0], layer.config.grad_output)
         weight = Operand(turned(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
@@ -289,14 +319,18 @@ def _grad_weight(
         x = x.to(grad.dtype)
         return (grad.t() @ x if groups is None else multiply_wide(grad, x, groups)).to(dtype)
     x = _over_rows(x, groups) if isinstance(x, Operand) else _cast_over_rows(x, input_cast, groups)
-    same = shared is not None and config.gradient_has_one_cast
-    g = _over_rows(shared, groups) if same else _cast_over_rows(grad, grad_cast, groups)
+    if shared is not None and (config.gradient_has_one_cast or shared.across is not None):
+        g = _over_rows(shared, groups)
+    else:
+        g = _cast_over_rows(grad, grad_cast, groups)
     options = _options(config, "grad_weight", dtype, grad.device)
     return multiply(g, x, **options._asdict()) if groups is None else multiply_over_rows(g, x, groups, options)
 
 
 def _over_rows(operand: Operand, groups: RowGroups | None) -> Operand:
-    """Return an operand of one scale, cast as [rows, columns], for a product contracted over rows."""
+    """Return an operand of one scale, cast as [rows, columns], for a product contracted over rows; or its twin."""
+    if operand.across is not None:
+        return operand.across
     # rows in groups stay as they are: each group is transposed where it is multiplied
     return operand.transposed() if groups is None else operand
 

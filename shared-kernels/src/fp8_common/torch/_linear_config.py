@@ -128,6 +128,16 @@ class LinearConfig:
         return recipe.input.granularity == "tensorwise" and recipe.input_for_grad_weight in (None, recipe.input)
 
     @property
+    def input_is_cast_alike(self) -> bool:
+        """Whether the activation is cast by rows for the output, and by columns for the weight's gradient, alike."""
+        return self.input.granularity == "rowwise" and self.grad_weight_casts[1] == self.input
+
+    @property
+    def gradient_is_cast_alike(self) -> bool:
+        """Whether the output's gradient is cast by rows and by columns alike, scales of the weight folded in or not."""
+        return self.grad_output.granularity == "rowwise" and self.grad_weight_casts[0] == self.grad_output
+
+    @property
     def gradient_has_one_cast(self) -> bool:
         """Whether one cast of the output's gradient serves the gradients of input and weight."""
         return self.gradient_has_one_scale and self.grad_weight_casts[0] == self.grad_output

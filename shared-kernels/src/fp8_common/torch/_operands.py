@@ -32,6 +32,7 @@ class Operand:
         fmt: Format of the codes.
         block: The block of each scale, where scales do not broadcast.
         turned: The codes [contracted, rows], contiguous, where the cast wrote them too.
+        across: The same matrix with its other dimension contracted, cast for itself, where one launch made both.
     """
 
     codes: torch.Tensor
@@ -39,6 +40,7 @@ class Operand:
     fmt: Format
     block: Block | None = None
     turned: torch.Tensor | None = None
+    across: "Operand | None" = None
 
     @classmethod
     def of(cls, gathered: GatheredFloat8Weight) -> "Operand":
@@ -49,6 +51,13 @@ class Operand:
     def of_cast(cls, made: Cast, fmt: Format, block: Block | None = None) -> "Operand":
         """Return what was cast now."""
         return cls(made.codes, made.scale_inv, fmt, block, made.turned)
+
+    @classmethod
+    def of_both(cls, made: tuple[Cast, Cast | None], fmt: Format) -> "Operand":
+        """Return what was cast by rows and maybe by columns."""
+        rows, columns = made
+        across = None if columns is None else cls.of_cast(columns, fmt)
+        return cls(rows.codes, rows.scale_inv, fmt, across=across)
 
     @property
     def wide_scale_inv(self) -> torch.Tensor:
@@ -77,6 +86,9 @@ class ScaleState(Protocol):
     def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to."""
 
+    def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `current` and its reciprocal, if `always_ready`."""
+
 
 def cast_operand(
     x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False, both: bool = False
@@ -88,9 +100,11 @@ def cast_operand(
         cast: Format, scaling, granularity and policy.
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         record: Whether delayed scaling observes `x`.
-        both: Whether another product contracts the rows of the same codes.
+        both: Whether another product contracts the rows, of the same codes or cast alike.
     """
     fmt, block = FORMATS[cast.format], None
+    if cast.granularity == "rowwise" and both and not dispatch.fused(x):
+        return Operand.of_both(dispatch.cast_both(_readable_by_rows(x), fmt, cast.policy), fmt)
     if cast.granularity == "rowwise":
         # compiled, columns are read as they lie
         made = dispatch.cast_rowwise(x if dispatch.fused(x) else _readable_by_rows(x), fmt, cast.policy)
@@ -102,10 +116,15 @@ def cast_operand(
     return Operand.of_cast(made, fmt, block)
 
 
-def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operand:
-    """Cast float32(x) * fold, where `fold` is float32 [contracted]: scales of the other operand that moved into x."""
+def cast_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe, *, both: bool = False) -> Operand:
+    """Cast float32(x) * fold, where `fold` is float32 [contracted]: scales of the other operand that moved into x.
+
+    `both` says that another product contracts the rows of x, without `fold`, cast alike.
+    """
     if cast.granularity != "rowwise":
         return cast_operand(x.float() * fold, cast)
+    if both:
+        return Operand.of_both(dispatch.cast_both(x, cast.fp8_format, cast.policy, fold), cast.fp8_format)
     return Operand.of_cast(dispatch.cast_rowwise(x, cast.fp8_format, cast.policy, fold), cast.fp8_format)
 
 
@@ -137,8 +156,7 @@ def cast_tensorwise(
     if delayed is not None and delayed.always_ready:
         # a scale from earlier steps is common already; only one from this step's values has to be agreed on
         codes, amax, across = dispatch.cast_with_amax(x, delayed.scale, fmt, both=both)
-        scale = delayed.current(amax, record)
-        return Cast(codes, scale, dispatch.reciprocal(scale), across)
+        return Cast(codes, *delayed.current_with_inverse(amax, record), across)
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
     amax = amax_over_ranks(dispatch.amax(x), group)
     scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)

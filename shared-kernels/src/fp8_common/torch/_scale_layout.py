@@ -124,6 +124,15 @@ class ScaleLayout(abc.ABC):
         """Return float8 codes of a part, cast with the scales of the whole weight."""
         return dispatch.quantize(part, self.of_part(scales, part.shape, geometry), self.fmt)
 
+    def cast_and_compare(
+        self, part: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor, geometry: ShardGeometry
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `cast_part` and a bool scalar: whether the int32 `keys` [k] of the part are not `keys` any more.
+
+        From one read of the part where that can be; changes that keep all scales may count as none.
+        """
+        return self.cast_part(part, scales, geometry), (self.keys(part, geometry) != keys).any()
+
 
 class TensorwiseLayout(ScaleLayout):
     """One scale: a float32 scalar."""
@@ -143,6 +152,13 @@ class TensorwiseLayout(ScaleLayout):
     def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and the scalar."""
         return dispatch.cast_tensorwise(weight, self.fmt, self.cast.policy, both=dispatch.fused(weight))
+
+    def cast_and_compare(
+        self, part: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor, geometry: ShardGeometry
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes, and whether the amax that the cast finds has another key."""
+        codes, amax, _ = dispatch.cast_with_amax(part, scales, self.fmt)
+        return codes, (float_key(amax) != keys).any()
 
 
 class RowwiseLayout(ScaleLayout):
@@ -236,9 +252,9 @@ class BlockwiseLayout(ScaleLayout):
         keys = torch.zeros(self.shape(geometry.full_shape), dtype=torch.int32, device=part.device)
         if part.numel():
             first, offset = self._first_block(part.ndim, geometry)
-            # zeros before the part: its first block then begins where the weight's does
-            before = (offset, 0) if geometry.dim == part.ndim - 1 else (0, 0, offset, 0)
-            own = float_key(block_amax(F.pad(part, before), BLOCK))
+            if offset:  # zeros before the part: its first block then begins where the weight's does
+                part = F.pad(part, (offset, 0) if geometry.dim == part.ndim - 1 else (0, 0, offset, 0))
+            own = float_key(block_amax(part, BLOCK))
             keys.narrow(geometry.dim, first, own.shape[geometry.dim]).copy_(own)
         return keys.reshape(-1)
 
@@ -261,6 +277,21 @@ class BlockwiseLayout(ScaleLayout):
     def cast_whole(self, weight: torch.Tensor) -> Cast:
         """Return codes and the scales of all blocks."""
         return dispatch.cast_blockwise(weight, self.fmt, BLOCK, self.cast.policy)
+
+    def cast_and_compare(
+        self, part: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor, geometry: ShardGeometry
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes, and whether the part has other scales, or keys where it shares blocks with other parts."""
+        dim, length = geometry.dim, part.shape[geometry.dim]
+        first, offset = self._first_block(part.ndim, geometry)
+        unit = self._block_length(part.ndim, dim)
+        ends = length % unit == 0 or geometry.first_index + length == geometry.full_shape[dim]
+        if offset or not ends or not length:
+            return super().cast_and_compare(part, scales, keys, geometry)
+        made = self.cast_whole(part)
+        agreed = scales.narrow(dim, first, made.scale.shape[dim])
+        # as bits: NaN is no change
+        return made.codes, (made.scale.view(torch.int32) != agreed.contiguous().view(torch.int32)).any()
 
     def _first_block(self, ndim: int, geometry: ShardGeometry) -> tuple[int, int]:
         """Return the block that holds the part's first element along the cut, and that element's place in it."""

@@ -20,6 +20,7 @@ from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import Format, get_data_format
 from fp8_common._launch import LaunchPlan
+from fp8_common._launch_both import amax_both_plan, cast_both_plan, delayed_current_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
@@ -227,6 +228,24 @@ def cast_rowwise(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy
     return Cast(y, *scales)
 
 
+def cast_both(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> tuple[Cast, Cast]:
+    """Return `cast_rowwise(x, fold)` and that of the columns of x, turned: two reads of a contiguous x [4 m, n]."""
+    m, n = x.shape
+    keys = torch.zeros(m + n, dtype=torch.int32, device=x.device)
+    folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
+    folded = fold is not None
+    plan = amax_both_plan(m, n, _name(x.dtype), fold=folded)
+    run(plan, x.device, x_ptr=x, row_ptr=keys[:m], column_ptr=keys[m:], **folds)
+    # an amax has no sign, so its key is its bits
+    scales = scales_of_amax(keys.view(torch.float32), fmt, policy)
+    (rows, columns), (rows_inv, columns_inv) = (one[:, None].split((m, n)) for one in scales)
+    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
+    yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
+    plan = cast_both_plan(m, n, _name(x.dtype), fmt, fold=folded)
+    run(plan, x.device, x_ptr=x, row_ptr=rows, column_ptr=columns, y_ptr=y, yt_ptr=yt, **folds)
+    return Cast(y, rows, rows_inv), Cast(yt, columns, columns_inv)
+
+
 def quantize_blockwise(
     x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,6 +333,25 @@ def scales_of_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tupl
     plan = launch.scales_plan(amax.numel(), fmt, policy)
     run(plan, amax.device, amax_ptr=amax.contiguous(), scale_ptr=scale, scale_inv_ptr=scale_inv)
     return scale, scale_inv
+
+
+def delayed_current(
+    scale: torch.Tensor, late: torch.Tensor | None, own_key: torch.Tensor | None, amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a delayed scale and its reciprocal, and observe an amax: one launch for one operand.
+
+    Args:
+        scale: float32 scalar, which the result is a copy of.
+        late: bool scalar; where it is set the result is NaN. None asks nothing.
+        own_key: int32 scalar that is raised to the amax if that is finite; None observes nothing.
+        amax: float32 scalar without a sign.
+    """
+    current, inverse = (torch.empty_like(scale) for _ in range(2))
+    places = {} if own_key is None else {"key_ptr": amax.view(torch.int32), "own_key_ptr": own_key}
+    places |= {} if late is None else {"late_ptr": late.view(torch.uint8)}
+    plan = delayed_current_plan(record=own_key is not None, check=late is not None)
+    run(plan, scale.device, scale_ptr=scale, current_ptr=current, scale_inv_ptr=inverse, **places)
+    return current, inverse
 
 
 def delayed_update(

@@ -25,6 +25,8 @@ class TraceableShards(Distribution):
         rows: The number of rows of the whole weight.
     """
 
+    waits = True
+
     def __init__(self, wire: Wire, rows: int) -> None:
         self.wire, self.rows = wire, rows
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common.torch.plugin import Operand, dispatch
-from fp8_torch_fsdp._stale_scales import nan_if_stale
+from fp8_common.torch.plugin import Operand, dispatch, fsdp
+from fp8_torch_fsdp._stale_scales import nan_if_stale, tell_others_if_stale
 from fp8_torch_fsdp._strategies import Strategy
 from fp8_torch_fsdp._traceable.placement import Placement, pad
 from fp8_torch_fsdp._weight_state import WeightState
@@ -46,21 +46,25 @@ class Float8Wire(Wire):
         """Return uint8 codes and, where they travel, scales.
 
         Raises:
-            RuntimeError: The weight is not the one that its scale was made for; on a GPU the codes are NaN then.
+            RuntimeError: The weight is not the one that its scale was made for; on a GPU its scale and the first row of
+                codes are NaN then.
         """
         # The scale is read from the state at each call: in a compiled graph it is an input, not a constant.
-        scale = self.state.scale
-        if scale is not None and self.state.keys is not None and self.state.keys.numel():
-            # the same amax on every rank is the same scale, so no change that matters escapes
-            scale = nan_if_stale(
-                scale,
-                (self.strategy.local_keys(part, self.state.geometry) != self.state.keys).any(),
-                # no name in here: blocks that differ in nothing but names share one graph
-                f"The FP8 scale of a weight of shape {tuple(self.state.geometry.full_shape)} is stale: the weight "
-                "changed since the last forward of the root. Call the module that fully_shard_traceable was applied "
-                "to.",
-            )
-        return self.strategy.to_wire(part, self.state.geometry, scale, self.place.size)
+        scale, keys, geometry = self.state.scale, self.state.keys, self.state.geometry
+        if scale is None or keys is None or not keys.numel():
+            return self.strategy.to_wire(part, geometry, scale, self.place.size)
+        # The same amax on every rank is the same scale, so no change that matters escapes; the cast finds it in the
+        # read that it needs anyway.
+        codes, stale = self.strategy.layout.cast_and_compare(part, scale, keys, geometry)
+        scale = nan_if_stale(
+            scale,
+            stale,
+            # no name in here: blocks that differ in nothing but names share one graph
+            f"The FP8 scale of a weight of shape {tuple(geometry.full_shape)} is stale: the weight changed since the "
+            "last forward of the root. Call the module that fully_shard_traceable was applied to.",
+        )
+        tell_others_if_stale(codes, stale, self.strategy.cast.fp8_format)
+        return (fsdp.pad_rows(codes, geometry.padded_shape),), scale
 
     def operand(self, arrived: Sequence[torch.Tensor], kept: torch.Tensor | None, *, record: bool) -> Operand:
         """Return the operand that shares the memory of what arrived."""

@@ -1,0 +1,100 @@
+"""How often a step of `fully_shard_traceable` reads weights: once for their amax, and once for their codes."""
+
+import collections
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp8_torch_fsdp as f8
+from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
+from fp8_torch_fsdp._strategies.base import Strategy
+
+LAYERS, ROWS, COLUMNS = 3, 512, 128
+# What reads a weight in the captured graph: with these, amax and codes are one pass.
+CASTS = {
+    "tensorwise": "quantize_with_amax",
+    "tensorwise_delayed": "quantize_with_amax",
+    "rowwise": "quantize_rowwise",
+    "blockwise": "quantize_blockwise",
+}
+
+
+@contextlib.contextmanager
+def ranks(world_size):
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def reads_of_a_step(recipe, rows):
+    """Return the operators of the captured graphs that read a weight's shard, and how often keys are made besides."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(COLUMNS if i == 0 else rows, rows, bias=False) for i in range(LAYERS)))
+    f8.convert_to_float8_training(model, recipe=recipe)
+    f8.fully_shard_traceable(model)
+    shards = {(rows // 2, COLUMNS), (rows // 2, rows)}
+    seen, outside = collections.Counter(), collections.Counter()
+
+    def inspect(graph, inputs):
+        for node in graph.graph.nodes:
+            inputs = node.all_input_nodes if node.op == "call_function" else []
+            values = [a.meta["val"] for a in inputs if isinstance(a.meta["val"], torch.Tensor)]
+            # what copies, cuts and sends reads no values; gradients have the shapes of shards too
+            moves = any(
+                word in str(node.target)
+                for word in ("copy", "view", "permute", "detach", "alias", "slice", "wait_tensor")
+            )
+            wide = any(tuple(v.shape) in shards and v.is_floating_point() and v.itemsize > 1 for v in values)
+            if wide and not moves:
+                seen[str(node.target).split(".")[1]] += 1
+        return make_boxed_func(graph.forward)
+
+    def keys(self, shard, geometry):
+        if not torch.compiler.is_compiling():
+            outside["keys"] += 1
+        return made(self, shard, geometry)
+
+    made = Strategy.local_keys
+    compiled = torch.compile(nn.Sequential.forward, backend=aot_autograd(fw_compiler=inspect, bw_compiler=inspect))
+    model.forward = compiled.__get__(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Strategy, "local_keys", keys)
+        model(torch.randn(128, COLUMNS)).sum().backward()
+    return dict(seen), outside["keys"]
+
+
+@pytest.mark.parametrize("recipe", CASTS)
+def test_a_captured_step_reads_a_weight_once_for_its_amax_and_once_for_its_codes(recipe):
+    with ranks(2):
+        seen, keys = reads_of_a_step(recipe, ROWS)
+    assert seen == {CASTS[recipe]: LAYERS}
+    assert keys == (0 if recipe == "rowwise" else LAYERS), "rows are scaled where they are, in one pass"
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "blockwise_128x128"])
+@pytest.mark.parametrize(("first", "rows"), [(0, 256), (256, 44), (100, 200), (0, 100)])
+def test_codes_and_verdict_are_those_of_two_passes(granularity, first, rows):
+    torch.manual_seed(0)
+    whole = torch.randn(300, 200)
+    layout = ScaleLayout.of(f8.CastConfig(granularity=granularity))
+    scales = layout.cast_whole(whole).scale
+    part = whole[first : first + rows].clone()
+    geometry = ShardGeometry(full_shape=whole.shape, first_index=first)
+    keys = layout.keys(part, geometry)
+    codes, stale = layout.cast_and_compare(part, scales, keys, geometry)
+    assert not stale
+    assert torch.equal(codes.view(torch.uint8), layout.cast_part(part, scales, geometry).view(torch.uint8))
+    part[rows // 2] *= 100
+    assert layout.cast_and_compare(part, scales, keys, geometry)[1]
+    part[rows // 2] = torch.nan
+    keys = layout.keys(part, geometry)
+    scales = layout.cast_whole(torch.cat([whole[:first], part, whole[first + rows :]])).scale
+    assert not layout.cast_and_compare(part, scales, keys, geometry)[1], "a weight of NaN is no change"
