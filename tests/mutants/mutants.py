@@ -202,6 +202,30 @@ MUTANTS = [
     ),
     _fsdp("the amax stays on its rank", "max_over_ranks", NO_AGREEMENT, "test_freshness.py -k init"),
     _fsdp(
+        "experts without a token are observed",
+        "DelayedScale.observe",
+        swap("where(P, K, U)", "K"),
+        "test_delayed_experts.py -k loop",
+    ),
+    _fsdp(
+        "delayed scales of experts follow the whole stack",
+        "RowGroups.cast",
+        swap("D.current(A, R, F)", "D.current(A.amax().expand(A.shape), R, F)"),
+        "test_delayed_experts.py -k loop",
+    ),
+    _fsdp(
+        "experts elsewhere share delayed scales",
+        "scales_by_group",
+        swap("fsdp.group_of(...)", "largest"),
+        "test_delayed_experts.py -k expert_parallel",
+    ),
+    _fsdp(
+        "gradients take the way of the tokens",
+        "_Exchange.backward",
+        swap("R.back()", "R"),
+        "test_token_exchange.py -k before_a_plain",
+    ),
+    _fsdp(
         "a change on one rank is let through",
         "SyncPlan._raise_for_partial_edits",
         drop("Fp8StaleError(...)"),
@@ -269,6 +293,12 @@ MUTANTS = [
         "test_programs.py -k random",
     ),
     # ---- fp8-jax-owg
+    _owg(
+        "gradients of tokens go to other devices",
+        "_exchange_bwd",
+        swap("H.back()", "H"),
+        "test_expert_parallel.py -k plain_exchange",
+    ),
     _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_sharing.py"),
     _owg("an unused parameter counts as observed", "decode", swap("(K == 0) | I", "I"), "test_observation.py"),
     _owg(

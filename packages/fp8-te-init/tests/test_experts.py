@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
+from tests.helpers.collectives import CollectiveCounter
 
 EXPERTS, OUT, IN = 5, 150, 130
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
@@ -219,3 +220,40 @@ def trained(rank, world_size, recipe, dtype, path):
 def test_sharded_stacks_are_those_of_separate_weights(run_ranks, world_size, recipe, dtype, tmp_path):
     for same in run_ranks(world_size, trained, recipe, dtype, str(tmp_path / "checkpoint")):
         assert same == [True] * 8
+
+
+def expert_parallel(rank, world_size, recipe):
+    """EP 2 x FSDP 2: each pair of ranks has two experts of its own; return what equals separate weights, and bytes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "part"))
+    first = 2 * mesh["expert"].get_local_rank()
+    own = slice(first, first + 2)
+    model = Holder(fti.PrimaryFloat8Experts(values()[own], recipe=recipe))
+    fully_shard(model.experts, mesh=mesh["part"])
+    fully_shard(model, mesh=mesh["part"])
+    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    fti.seed_masters(optimizer, model)
+    weight = model.experts.weight
+    for _ in range(3):
+        part = gradient()[own].chunk(2)[mesh["part"].get_local_rank()]
+        step(optimizer, [(weight, DTensor.from_local(part, weight.device_mesh, weight.placements))])
+    counter = CollectiveCounter()
+    with counter:
+        output = model(inputs()[own])
+    model.reshard()
+    codes, masters, dequantized = after_training(recipe, torch.float32)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    same = [
+        torch.equal(full["experts.weight"].view(torch.uint8), codes[own]),
+        torch.equal(local(optimizer.masters()[0]), masters[own]),
+        torch.equal(output, torch.bmm(inputs()[own], dequantized[own].transpose(1, 2))),
+    ]
+    return same, counter.nbytes("all_gather") / (OUT * IN), optimizer.reductions
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_expert_parallel_stacks_are_those_of_separate_weights(run_ranks, recipe):
+    for same, gathered, reductions in run_ranks(4, expert_parallel, recipe):
+        assert same == [True] * 3
+        assert 1 <= gathered < 1.1, "one byte for each element of this rank's expert, and scales"
+        assert reductions == 3

@@ -376,9 +376,7 @@ def test_experts_that_nobody_described_are_reported(caplog):
     assert "ExpertLayout" in str(report)
 
 
-def test_delayed_scaling_is_refused_and_can_be_left_to_others():
-    with pytest.raises(Fp8Error, match="Experts cannot have delayed scaling, recipe 'tensorwise_delayed'"):
-        converted(Mixture(Experts(3)), "tensorwise_delayed")
+def test_rules_give_experts_a_recipe_of_their_own():
     low = f8.convert_to_float8_training(
         Mixture(Experts(3)),
         recipe="tensorwise_delayed",
@@ -387,6 +385,7 @@ def test_delayed_scaling_is_refused_and_can_be_left_to_others():
     )
     assert low.dense.fp8_input is not None
     assert low.experts.fp8_config.recipe.name == "tensorwise"
+    assert not list(low.experts.children())
 
 
 def test_layers_without_a_weight_yet_are_no_obstacle():

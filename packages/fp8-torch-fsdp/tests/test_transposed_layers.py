@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error
 
 # The class is told by the module that its forward comes from, which is not installed here.
 NAMES = {"__name__": "transformers.pytorch_utils", "nn": nn, "torch": torch}
@@ -26,7 +25,7 @@ class Conv1D(nn.Module):
     NAMES,
 )
 Conv1D = NAMES["Conv1D"]
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "tensorwise_delayed"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -76,11 +75,6 @@ def train(rank, world_size, recipe):
 def test_the_gather_changes_no_number(run_ranks, recipe):
     for low, high in run_ranks(2, train, recipe):
         assert low == high
-
-
-def test_delayed_scaling_is_refused():
-    with pytest.raises(Fp8Error, match="Conv1D cannot have delayed scaling"):
-        f8.convert_to_float8_training(Conv1D(16, 16), recipe="tensorwise_delayed")
 
 
 def test_communication_alone_is_not_changed_by_it():

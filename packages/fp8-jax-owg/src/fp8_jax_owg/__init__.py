@@ -7,6 +7,7 @@ autodiff adds these up; here they are combined by MAX: in scans, under vmap, ove
 from fp8_common import GradientCompression
 from fp8_common.jax import dequantize, quantize
 from fp8_common.plugin import check_version
+from fp8_jax_owg._all_to_all import fp8_all_to_all
 from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg._checks import (
     Collective,
@@ -69,6 +70,7 @@ __all__ = [
     "find_dots",
     "fm32",
     "fp8_all_gather",
+    "fp8_all_to_all",
     "fp8_conv_general_dilated",
     "fp8_dot_general",
     "fp8_einsum",

@@ -42,6 +42,7 @@ from fp8_torch_fsdp._tensor_parallel import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from fp8_torch_fsdp._token_exchange import DispatchedTokens, TokenWire, dispatch_tokens
 from fp8_torch_fsdp._traceable import fully_shard_traceable
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "CompressedGradients",
     "ConversionReport",
     "DelayedScalingConfig",
+    "DispatchedTokens",
     "ExpertLayout",
     "Float8ColwiseParallel",
     "Float8Controller",
@@ -70,12 +72,14 @@ __all__ = [
     "Recipe",
     "SecondaryShards",
     "ShardedFloat8Weight",
+    "TokenWire",
     "WeightReport",
     "amax_reduction_count",
     "auto_filter_for_recipe",
     "cast_count",
     "compress_gradients",
     "convert_to_float8_training",
+    "dispatch_tokens",
     "enable_float8_all_gather",
     "export_for_serving",
     "float8_communication_report",

@@ -16,6 +16,7 @@ from fp8_torch_fsdp import _fast_path as fast_path
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._conv1d import CONV1D, Float8Conv1D, is_conv1d
 from fp8_torch_fsdp._conversion_report import float8_conversion_report
+from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._expert_layouts import ExpertLayout, layout_of
 from fp8_torch_fsdp._experts import Float8Experts
 from fp8_torch_fsdp._filters import ModuleSelection
@@ -62,8 +63,7 @@ def convert_to_float8_training(
 
     Raises:
         Fp8Error: Contradictory choices, a layer already sharded, a parametrized layer that the filter does not leave
-            out, experts with delayed scaling or of another form than their layout says, or a model without anything
-            to convert.
+            out, experts of another form than their layout says, or a model without anything to convert.
     """
     config = _choose(config, recipe)
     wide = set() if routers else find_routers(model, experts)
@@ -87,7 +87,7 @@ def convert_to_float8_training(
         fast_path.turn_off(module, replacements.values())
     model = replacements.get(model, model)
     # Only delayed scaling has state of its own that has to be brought up to date before a forward.
-    if any(layer.fp8_input or layer.fp8_weight or layer.fp8_grad_output for layer in layers):
+    if any(isinstance(child, DelayedScale) for layer in replacements.values() for child in layer.children()):
         synchronize_before_forward(model)
     _log(model, replacements.values(), _why_left(left))
     return model
@@ -243,6 +243,8 @@ def _wrap_own_weights(modules: Iterable[Float8Weights]) -> None:
             if wrapped is None:
                 wrapped = _wrapped(weight, products.strategy, module.fp8_config)
                 leave_address(weight, module, name)
+            else:
+                module.share_strategy(name, wrapped.strategy)
             module._parameters[name] = wrapped
             remembered.append(unsharded_of(module, wrapped))
         module.fp8_unsharded = tuple(remembered)

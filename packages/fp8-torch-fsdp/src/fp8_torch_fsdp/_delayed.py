@@ -5,6 +5,7 @@ they recorded, and once per step the histories roll and give the next scales. Wh
 model (`_scale_plan`), which owns the scale.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,14 +22,18 @@ LOADED = -1
 
 
 class DelayedScale(nn.Module):
-    """The scale of one operand under delayed scaling.
+    """The scale of one operand under delayed scaling, or those of an operand of each of `count` experts.
+
+    Experts have a leading dimension in every buffer and in every amax: [count] is a scalar below.
 
     Args:
         cast: Format and policy; `cast.policy.history` is the window.
         initial: "dynamic" takes the scale of the first step from the operand itself; "one" starts with 1.0.
         device: Where the buffers are.
+        count: The number of experts; None for one operand.
 
     Attributes:
+        shape: (count,), or ().
         scale: float32 scalar used in this step.
         history: float32 [window]; slot 0 is the newest.
         ready: bool scalar, whether `scale` comes from an observation that is not 0.
@@ -49,27 +54,37 @@ class DelayedScale(nn.Module):
     late: torch.Tensor
     owner: Any
 
-    def __init__(self, cast: CastRecipe, *, initial: str = "dynamic", device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        cast: CastRecipe,
+        *,
+        initial: str = "dynamic",
+        device: torch.device | None = None,
+        count: int | None = None,
+    ) -> None:
         super().__init__()
         if cast.policy.history < 1:
             raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
-        self.cast, self.initial = cast, initial
+        self.cast, self.initial, self.shape = cast, initial, () if count is None else (count,)
         self.owner, self.shared, self.settled = None, False, False
         # The version of `scale` after the last write by delayed scaling; see `was_loaded`.
         self._written = 0
         # dtypes are given: torch.set_default_dtype must not decide about scales
-        self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
-        self.register_buffer("history", torch.zeros(cast.policy.history, dtype=torch.float32, device=device))
-        self.register_buffer("ready", torch.zeros((), dtype=torch.bool, device=device))
-        self.register_buffer("key", torch.zeros((), dtype=torch.int32, device=device))
+        window = (*self.shape, cast.policy.history)
+        self.register_buffer("scale", torch.ones(self.shape, dtype=torch.float32, device=device))
+        self.register_buffer("history", torch.zeros(window, dtype=torch.float32, device=device))
+        self.register_buffer("ready", torch.zeros(self.shape, dtype=torch.bool, device=device))
+        self.register_buffer("key", torch.zeros(self.shape, dtype=torch.int32, device=device))
         # two keys: what all ranks know can be saved, what one rank has seen since cannot
-        self.register_buffer("own_key", torch.zeros((), dtype=torch.int32, device=device), persistent=False)
-        self.register_buffer("late", torch.zeros((), dtype=torch.bool, device=device))
+        self.register_buffer("own_key", torch.zeros(self.shape, dtype=torch.int32, device=device), persistent=False)
+        self.register_buffer("late", torch.zeros(self.shape, dtype=torch.bool, device=device))
         self.reset_parameters()
 
     def __deepcopy__(self, memo: dict) -> "DelayedScale":
         """Copy the buffers; the copy belongs to the plan of the copied model."""
-        twin = DelayedScale(self.cast, initial=self.initial, device=self.scale.device)
+        twin = DelayedScale(
+            self.cast, initial=self.initial, device=self.scale.device, count=self.count if self.shape else None
+        )
         for name, buffer in self.named_buffers():
             getattr(twin, name).copy_(buffer)
         twin.settled = self.settled
@@ -91,6 +106,11 @@ class DelayedScale(nn.Module):
         self.own_key.fill_(UNOBSERVED)
         self.late.zero_()
         self.note_written()
+
+    @property
+    def count(self) -> int:
+        """The number of scales."""
+        return self.shape[0] if self.shape else 1
 
     @property
     def observed_key(self) -> torch.Tensor:
@@ -125,8 +145,13 @@ class DelayedScale(nn.Module):
         """Whether the scale is known before the operand is: cast and amax are one pass."""
         return self.initial != "dynamic" or self.settled
 
-    def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
+    def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+
+        Args:
+            amax: That of the operand.
+            record: Whether to record it.
+            present: Bool [count], which experts have an operand at all; None for every one.
 
         Raises:
             RuntimeError: An optimizer step came after the last observation and nobody synchronized; on a GPU the scale
@@ -136,12 +161,12 @@ class DelayedScale(nn.Module):
         if self._must_be_synchronized(record):
             scale = nan_if_stale(
                 scale,
-                self.late,
+                self.late.any() if self.shape else self.late,
                 "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
                 "root, or call sync_float8_amax_and_scale_history(model) once per step.",
             )
         if record:
-            self.observe(amax)
+            self.observe(amax, present)
         if self.always_ready:
             return scale.clone()  # the buffer itself changes with the next step
         # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
@@ -163,9 +188,12 @@ class DelayedScale(nn.Module):
         return record and (torch.compiler.is_compiling() or not fsdp.in_backward())
 
     @torch.no_grad()
-    def observe(self, amax: torch.Tensor) -> None:
-        """Record a float32 scalar amax; infinite and NaN ones are not recorded."""
-        self.own_key.copy_(torch.maximum(self.own_key, delayed_ops.observed_key(amax)))
+    def observe(self, amax: torch.Tensor, present: torch.Tensor | None = None) -> None:
+        """Record a float32 scalar amax; infinite and NaN ones, and those of experts not `present`, are not recorded."""
+        key = delayed_ops.observed_key(amax)
+        if present is not None:
+            key = torch.where(present, key, UNOBSERVED)
+        self.own_key.copy_(torch.maximum(self.own_key, key))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
         """Accept checkpoints of models that were not trained with delayed scaling: start anew."""
@@ -193,7 +221,8 @@ class DelayedScale(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the configuration."""
-        return f"{self.cast.format}, history={self.cast.policy.history}, initial={self.initial}"
+        each = f", experts={self.count}" if self.shape else ""
+        return f"{self.cast.format}, history={self.cast.policy.history}, initial={self.initial}{each}"
 
 
 def delayed_scales(model: nn.Module) -> list[DelayedScale]:
@@ -204,13 +233,17 @@ def delayed_scales(model: nn.Module) -> list[DelayedScale]:
 def settle(modules: Sequence[DelayedScale]) -> int:
     """Mark the scales that come from an observation, waiting for their device once; return how many do not."""
     flags = _stacked(modules, "ready").tolist() if modules else []
-    for module, ready in zip(modules, flags, strict=True):
-        module.settled = ready
+    of_modules = iter(flags)
+    for module in modules:
+        module.settled = all(list(itertools.islice(of_modules, module.count)))
     return flags.count(False)
 
 
 def observed_keys(modules: Sequence[DelayedScale]) -> torch.Tensor:
-    """Return the int32 keys [n] of everything observed since the last roll, as far as this rank knows."""
+    """Return the int32 keys [n] of everything observed since the last roll, as far as this rank knows.
+
+    n counts scales, here and below: those of experts stand beside each other.
+    """
     return torch.maximum(_stacked(modules, "key"), _stacked(modules, "own_key"))
 
 
@@ -222,25 +255,25 @@ def take_combined(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
 
 @torch.no_grad()
 def observe_together(modules: Sequence[DelayedScale], keys: Sequence[torch.Tensor]) -> None:
-    """Record the amax of each of `modules`, given by its int32 key [1]; infinite and NaN ones are not recorded."""
+    """Record the amax of each of `modules`, given by its int32 keys [count]; infinite and NaN ones are not recorded."""
     observed = delayed_ops.observed_key(torch.cat(list(keys)).view(torch.float32))
     _write(modules, {"own_key": torch.maximum(_stacked(modules, "own_key"), observed)})
 
 
 def current_together(modules: Sequence[DelayedScale], keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the float32 scalar scale to use now of each of `modules`: what `DelayedScale.current` returns, unrecorded.
+    """Return the float32 scale to use now of each of `modules`: what `DelayedScale.current` returns, unrecorded.
 
     Args:
         modules: The operands.
-        keys: int32 [1], the key of each operand's amax, from which follows the scale of a first step.
+        keys: int32 [count], the keys of each operand's amax, from which follows the scale of a first step.
     """
     scales: dict[DelayedScale, torch.Tensor] = {}
     for group, key in _alike(modules, torch.cat(list(keys))):
         chosen = _stacked(group, "scale")
         if not all(module.always_ready for module in group):
-            dynamic = delayed_ops.scales_from_keys(key, [module.cast for module in group])
+            dynamic = delayed_ops.scales_from_keys(key, _casts(group))
             chosen = torch.where(_stacked(group, "ready"), chosen, dynamic)
-        scales |= dict(zip(group, chosen.unbind(), strict=True))
+        scales |= dict(zip(group, _parts(group, chosen), strict=True))
     return [scales[module] for module in modules]
 
 
@@ -270,9 +303,8 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
     for group, key in _alike(modules, keys):
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         observed = (key >= 0) & due
-        window = torch.stack([module.history for module in group], dim=1)
-        previous = _stacked(group, "scale")
-        rolled, following = delayed_ops.roll_histories(window, key, previous, [module.cast for module in group])
+        window, previous = _windows(group), _stacked(group, "scale")
+        rolled, following = delayed_ops.roll_histories(window, key, previous, _casts(group))
         values = {
             "history": torch.where(observed, rolled, window).t().contiguous(),
             "scale": torch.where(observed, following, previous),
@@ -295,11 +327,10 @@ def restart(modules: Sequence[DelayedScale], keys: torch.Tensor) -> None:
     """
     for group, key in _alike(modules, keys):
         changed = key >= 0
-        fresh = delayed_ops.scales_from_keys(key, [module.cast for module in group])
-        history = torch.stack([module.history for module in group])
+        fresh = delayed_ops.scales_from_keys(key, _casts(group))
         values = {
             "scale": torch.where(changed, fresh, _stacked(group, "scale")),
-            "history": torch.where(changed[:, None], 0.0, history),
+            "history": torch.where(changed[:, None], 0.0, _stacked(group, "history")),
             "ready": torch.where(changed, (key > 0) | _always_ready(group, key), _stacked(group, "ready")),
             "key": torch.where(changed, UNOBSERVED, _stacked(group, "key")),
             "own_key": torch.where(changed, UNOBSERVED, _stacked(group, "own_key")),
@@ -314,8 +345,8 @@ def restart_edited(
 
     Args:
         scales: The state of each weight; None for weights with other scaling.
-        keys: int32 [1], the key of each weight's amax, combined over ranks.
-        edited: int32 [n], whether each was edited on any rank.
+        keys: int32 [count], the keys of each weight's amax, combined over ranks.
+        edited: int32 [n], whether each weight was edited on any rank; of experts, all are taken anew then.
         keep: Scales that came with their weights from a checkpoint, which stay.
     """
     if edited.device.type == "cpu" and not edited.any():
@@ -327,7 +358,8 @@ def restart_edited(
     ]
     if affected:
         modules, known, flags = zip(*affected, strict=True)
-        restart(modules, torch.where(torch.stack(flags) > 0, torch.cat(known), UNOBSERVED))
+        each = torch.cat([flag.expand(key.shape) for flag, key in zip(flags, known, strict=True)])
+        restart(modules, torch.where(each > 0, torch.cat(known), UNOBSERVED))
 
 
 def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[list[DelayedScale], torch.Tensor]]:
@@ -339,24 +371,47 @@ def _alike(modules: Sequence[DelayedScale], keys: torch.Tensor) -> list[tuple[li
     if len(groups) == 1:
         return [(list(modules), keys)]
     # no list as index: it would be copied to the device, for which the host waits and which no CUDA graph can capture
-    single = keys.split(1)
+    single = keys.split([module.count for module in modules])
     return [([modules[i] for i in indices], torch.cat([single[i] for i in indices])) for indices in groups.values()]
 
 
 def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.Tensor | bool:
-    answers = [module.always_ready for module in modules]
+    answers = [module.always_ready for module in modules for _ in range(module.count)]
     # one answer, as almost always, needs no copy to the device
     return answers[0] if len(set(answers)) == 1 else torch.tensor(answers, device=like.device)
 
 
+def _casts(modules: Sequence[DelayedScale]) -> list[CastRecipe]:
+    return [module.cast for module in modules for _ in range(module.count)]
+
+
 def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
-    return torch.stack([getattr(module, buffer) for module in modules])
+    """Return [n, ...]: a buffer of all modules, one row for each scale."""
+    rows = [getattr(module, buffer) for module in modules]
+    if not any(module.shape for module in modules):
+        return torch.stack(rows)
+    return torch.cat([row if module.shape else row[None] for module, row in zip(modules, rows, strict=True)])
+
+
+def _windows(modules: Sequence[DelayedScale]) -> torch.Tensor:
+    """Return float32 [window, n], contiguous: the histories of all modules."""
+    if not any(module.shape for module in modules):
+        return torch.stack([module.history for module in modules], dim=1)
+    return torch.cat([module.history.view(module.count, -1).t() for module in modules], dim=1)
+
+
+def _parts(modules: Sequence[DelayedScale], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return for each module its rows of [n, ...], in the shape of its buffers."""
+    if not any(module.shape for module in modules):
+        return list(rows.unbind())
+    parts = rows.split([module.count for module in modules])
+    return [part.reshape((*module.shape, *rows.shape[1:])) for module, part in zip(modules, parts, strict=True)]
 
 
 def _write(modules: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
-    """Write row i of each value into the buffer of that name of module i."""
+    """Write each module's rows of each value into its buffer of that name."""
     for name, rows in values.items():
         # In place: compiled code and CUDA graphs hold these very buffers.
-        torch._foreach_copy_([getattr(module, name) for module in modules], list(rows.unbind()))
+        torch._foreach_copy_([getattr(module, name) for module in modules], _parts(modules, rows))
     for module in modules if "scale" in values else ():
         module.note_written()

@@ -67,6 +67,15 @@ class Unsharded(NamedTuple):
     state: "weakref.ref[WeightState]"
 
 
+class DelayedWeight(NamedTuple):
+    """A weight with delayed scaling: its state, the module and the name that it has there, and how it is cast."""
+
+    scale: DelayedScale
+    module: nn.Module
+    name: str
+    strategy: Strategy
+
+
 _SCALES = ("fp8_input", "fp8_weight", "fp8_grad_output")
 _ADDED = {"config", "strategy", "distribution", "watcher", "unsharded", "fp8_plan", *_SCALES}
 """What a layer has more than the one that it was made of."""
@@ -117,9 +126,9 @@ class Float8Linear(nn.Linear, LinearOperands):
         self._modules = dict(linear._modules)  # subclasses may own other layers
         self.config, self.watcher, self.distribution, self.unsharded = config, None, WHOLE, None
         device = linear.weight.device
-        self.fp8_input = _delayed(config.input, config, device)
-        self.fp8_weight = _delayed(config.weight, config, device)
-        self.fp8_grad_output = _delayed(config.grad_output, config, device)
+        self.fp8_input = delayed_scale(config.input, config, device)
+        self.fp8_weight = delayed_scale(config.weight, config, device)
+        self.fp8_grad_output = delayed_scale(config.grad_output, config, device)
         self.strategy = strategy_for(config.weight, delayed=self.fp8_weight, scope=config.all_gather.scale_scope)
         keep_state_dicts_plain(self)
         return self
@@ -163,6 +172,10 @@ class Float8Linear(nn.Linear, LinearOperands):
     def scale_state(self, name: str) -> DelayedScale | None:
         """Return the state of delayed scaling of "input" or "grad_output"; None without it."""
         return self.fp8_input if name == "input" else self.fp8_grad_output
+
+    def delayed_weights(self) -> list[DelayedWeight]:
+        """Return the weight, if it has delayed scaling."""
+        return [] if self.fp8_weight is None else [DelayedWeight(self.fp8_weight, self, "weight", self.strategy)]
 
     @property
     def watched(self) -> bool:
@@ -209,8 +222,11 @@ def _original_class(cls: type) -> type[nn.Linear]:
     return next(base for base in cls.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, Float8Linear))
 
 
-def _delayed(cast: CastRecipe, config: Float8LinearConfig, device: torch.device) -> DelayedScale | None:
+def delayed_scale(
+    cast: CastRecipe, config: Float8LinearConfig, device: torch.device, count: int | None = None
+) -> DelayedScale | None:
+    """Return the state of delayed scaling for a cast, of each of `count` experts if given; None for other scaling."""
     if cast.scaling != "delayed":
         return None
     initial = config.delayed.initial if config.delayed else "dynamic"
-    return DelayedScale(cast, initial=initial, device=device)
+    return DelayedScale(cast, initial=initial, device=device, count=count)

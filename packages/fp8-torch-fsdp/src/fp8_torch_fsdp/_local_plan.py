@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry, fsdp, max_over_ranks
+from fp8_common.torch.plugin import ShardGeometry, fsdp, max_over_ranks
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
-from fp8_torch_fsdp._linear import Float8Linear
-from fp8_torch_fsdp._scale_plan import ScalePlan, plan_of_root
+from fp8_torch_fsdp._linear import DelayedWeight, Float8Linear
+from fp8_torch_fsdp._own_weights import Float8Weights
+from fp8_torch_fsdp._scale_plan import ScalePlan, plan_of_root, scales_by_group
 from fp8_torch_fsdp._weight_state import version_of
 
 
@@ -59,8 +60,9 @@ class LocalPlan(ScalePlan):
         self._known = False
         self._settled = False
         self._watches_outputs = False
-        self._layers: list[Float8Linear] = []
-        self._weights: dict[DelayedScale, tuple[Float8Linear, tuple[int, ...] | None]] = {}
+        self._layers: list[nn.Module] = []
+        # with the numbers of writes as of the last look
+        self._weights: dict[DelayedScale, tuple[DelayedWeight, tuple[int, ...] | None]] = {}
         self._edited: set[DelayedScale] = set()
         # by id, with the parameter, because ids of what is gone come again
         self._held: dict[int, tuple[torch.Tensor, DelayedScale]] = {}
@@ -114,7 +116,7 @@ class LocalPlan(ScalePlan):
             return
         group = _process_group([model]) or _replicas(model)
         if group is not None:
-            self._combine_after_backward(output, [(self.scales, [group])])
+            self._combine_after_backward(output, [(own, [ranks]) for ranks, own in self._by_group(group)])
 
     def _backward_begins(self) -> bool:
         root = self._root()  # the flag may have been set since the forward
@@ -126,18 +128,25 @@ class LocalPlan(ScalePlan):
         if self.scales:
             self._synchronize(group or _process_group(self._modules()), roll=roll)
 
+    def _by_group(self, group: dist.ProcessGroup) -> list[tuple[dist.ProcessGroup, list[DelayedScale]]]:
+        """Return the scales by the ranks that share them, of a model over `group`."""
+        params = itertools.chain.from_iterable(map(fsdp.held_parameters, self._modules()))
+        return list(scales_by_group(self.scales, params, group).items())
+
     @torch.no_grad()
     def _synchronize(self, group: dist.ProcessGroup | None, *, roll: bool) -> None:
         # Asked before the histories roll: that writes the scales, which then no longer look loaded.
         loaded = [scale for scale in self._weights if scale.was_loaded]
         changed = self._changed_weights(loaded, alone=group is None)
-        parts = [*self._observations(self.scales, roll), *([changed] if changed is not None else [])]
-        reduced, reductions = max_over_ranks(parts, group)
-        self.reductions += reductions
-        self._take_observations(self.scales, reduced[0], reduced[1])
+        for ranks, scales in [(None, self.scales)] if group is None else self._by_group(group):
+            weights = [scale for scale in scales if scale in changed]
+            keys = [torch.cat([changed[scale] for scale in weights])] if weights else []
+            reduced, reductions = max_over_ranks([*self._observations(scales, roll), *keys], ranks)
+            self.reductions += reductions
+            self._take_observations(scales, reduced[0], reduced[1])
+            if weights:
+                delayed.restart(weights, reduced[2])
         self._stepped = False
-        if changed is not None:
-            delayed.restart(list(self._weights), reduced[2])
 
     def _claim(self, model: nn.Module | None) -> None:
         """Find the scales of the model, and leave those that the plan of an FSDP root has taken since."""
@@ -148,11 +157,10 @@ class LocalPlan(ScalePlan):
             own = set(free)
             # `free` may lack scales of some layers: those of submodules that are FSDP roots or were converted on their
             # own.
-            layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-            self._layers = [
-                layer for layer in layers if own & {layer.fp8_input, layer.fp8_weight, layer.fp8_grad_output}
-            ]
-            self._weights = {layer.fp8_weight: (layer, None) for layer in layers if layer.fp8_weight in own}
+            layers = [module for module in model.modules() if isinstance(module, Float8Linear | Float8Weights)]
+            self._layers = [layer for layer in layers if not own.isdisjoint(layer.children())]
+            weights = [weight for layer in layers for weight in layer.delayed_weights()]
+            self._weights = {weight.scale: (weight, None) for weight in weights if weight.scale in own}
         elif any(scale.owner is not self for scale in self.scales):
             self.scales = [scale for scale in self.scales if scale.owner is self]
             self._weights = {scale: known for scale, known in self._weights.items() if scale.owner is self}
@@ -177,24 +185,25 @@ class LocalPlan(ScalePlan):
                 alone: then it alone would count what all ranks write before their first forward.
         """
         sharded, self._held = _sharded_weights(self._modules()), {}
-        for scale, (layer, known) in self._weights.items():
-            weight = sharded.get(layer, layer.weight)
+        for scale, (own, known) in self._weights.items():
+            part = sharded.get((own.module, own.name))
+            weight = getattr(own.module, own.name) if part is None else part.parameter
             self._held[id(weight)] = weight, scale
             now = _writes_to(weight)
             if known is not None and known != now:
                 self._edited.add(scale)
             if first or known is not None:
-                self._weights[scale] = layer, now
+                self._weights[scale] = own, now
 
-    def _changed_weights(self, loaded: list[DelayedScale], *, alone: bool) -> torch.Tensor | None:
-        """Return the int32 keys [n] of weights that something else than a step wrote to, -1 for the others.
+    def _changed_weights(self, loaded: list[DelayedScale], *, alone: bool) -> dict[DelayedScale, torch.Tensor]:
+        """Return the int32 keys of weights that something else than a step wrote to, -1 for the others.
 
         Args:
             loaded: Scales that came with their weights from a checkpoint, which stay.
             alone: Whether no other rank combines its keys with these.
 
         Returns:
-            None if no weight has delayed scaling, or none changed and this rank is alone.
+            Nothing if no weight has delayed scaling, or none changed and this rank is alone.
         """
         self._look_at_weights(first=True)
         # Collected at each look, because a look notes the present number of writes as known.
@@ -202,13 +211,18 @@ class LocalPlan(ScalePlan):
         changed = {scale: scale in edited and scale not in loaded for scale in self._weights}
         # With other ranks always: the size of what is combined must not depend on what one of them changed.
         if not self._weights or (alone and not any(changed.values())):
-            return None
-        keys = torch.full((len(changed),), delayed.UNOBSERVED, dtype=torch.int32, device=self.scales[0].key.device)
-        for index, (scale, (layer, _)) in enumerate(self._weights.items()):
-            if changed[scale]:
-                local = _plain_weight(layer.weight)
-                geometry = ShardGeometry(full_shape=local.shape)
-                keys[index : index + 1] = ScaleLayout.of(layer.config.weight).keys(local.detach(), geometry)
+            return {}
+        sharded = _sharded_weights(self._modules())
+        unchanged = torch.full((), delayed.UNOBSERVED, dtype=torch.int32, device=self.scales[0].key.device)
+        keys = {}
+        for scale, (own, _) in self._weights.items():
+            if not changed[scale]:
+                keys[scale] = unchanged.expand(scale.count)
+                continue
+            part = sharded.get((own.module, own.name))
+            local = _plain_weight(getattr(own.module, own.name) if part is None else part.parameter).detach()
+            geometry = ShardGeometry(full_shape=local.shape) if part is None else part.geometry
+            keys[scale] = own.strategy.layout.keys(local, geometry)
         return keys
 
 
@@ -218,10 +232,10 @@ def _waits_for_sync_plan(model: nn.Module) -> bool:
     return any(state is not None and state.plan() is None for state in states)
 
 
-def _sharded_weights(modules: Iterable[nn.Module]) -> dict[nn.Module, torch.Tensor]:
-    """Return the weight of each layer that FSDP2 shards, as optimizers hold it: the layer's may be gathered now."""
+def _sharded_weights(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], fsdp.ShardedParam]:
+    """Return the parameters of layers that FSDP2 shards: those that the layers have now may be gathered."""
     held = itertools.chain.from_iterable(map(fsdp.held_parameters, modules))
-    return {module: parameter for module, name, parameter in held if name == "weight"}
+    return {(param.module, param.name_in_module): param for param in held}
 
 
 def _plain_weight(weight: torch.Tensor) -> torch.Tensor:

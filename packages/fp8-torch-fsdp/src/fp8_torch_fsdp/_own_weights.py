@@ -5,6 +5,7 @@ Experts (`_experts`) and transposed linear layers (`_conv1d`) are such modules: 
 
 import dataclasses
 import weakref
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess
 from fp8_torch_fsdp._config import Float8LinearConfig
-from fp8_torch_fsdp._linear import Unsharded
+from fp8_torch_fsdp._delayed import DelayedScale
+from fp8_torch_fsdp._linear import DelayedWeight, Unsharded, delayed_scale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts_plain
-from fp8_torch_fsdp._strategies import Strategy, strategy_for_layer
+from fp8_torch_fsdp._strategies import DelayedStrategy, Strategy, strategy_for_layer
 from fp8_torch_fsdp._weight_layout import WeightLayout
 
 _ADDED = {"fp8_config", "fp8_layout", "fp8_products", "fp8_unsharded", "fp8_plan"}
@@ -29,7 +31,8 @@ class Float8Weights(nn.Module):
     """A module whose products with some of its parameters run in FP8.
 
     Of the module's class, it is an instance too. Under FSDP2 the weights arrive as FP8 codes, which the products take
-    as they are. Parameters, gradients and state dicts are those of the module.
+    as they are. Parameters, gradients and state dicts are those of the module; delayed scaling adds buffers below
+    `fp8_input_NAME`, `fp8_weight_NAME` and `fp8_grad_output_NAME` for each weight.
 
     Attributes:
         fp8_config: How to cast and gather.
@@ -53,27 +56,54 @@ class Float8Weights(nn.Module):
             config: How to cast and gather; scales are those of whole matrices, whatever `scale_scope` says.
 
         Raises:
-            Fp8Error: A weight is missing, has another number of dimensions or experts, or the recipe has delayed
-                scaling.
+            Fp8Error: A weight is missing, or has another number of dimensions or experts.
         """
-        _check(module, layout, config)
+        _check(module, layout)
         self = _fp8_class(cls, type(module)).__new__(_fp8_class(cls, type(module)))
         # shallow copies, as of linear layers: hooks that users hold still remove theirs
         self.__dict__ = module.__dict__.copy()
         self._modules = dict(module._modules)
         scope = dataclasses.replace(config.all_gather, scale_scope="tensor")
         self.fp8_config, self.fp8_layout = dataclasses.replace(config, all_gather=scope), layout
-        self.fp8_products = {name: WeightProducts(self.fp8_config, layout) for name in layout.weights}
+        self.fp8_products = {name: self._products(name) for name in layout.weights}
         self.fp8_unsharded = ()
         keep_state_dicts_plain(self)
         return self
+
+    def _products(self, name: str) -> "WeightProducts":
+        """Return the products of a weight, and register the state of delayed scaling that they have."""
+        config, weight = self.fp8_config, self.get_parameter(name)
+        count = weight.shape[0] if self.fp8_layout.stacked else None
+        scales = {
+            operand: state
+            for operand in ("input", "weight", "grad_output")
+            if (state := delayed_scale(getattr(config, operand), config, weight.device, count)) is not None
+        }
+        for operand, state in scales.items():
+            self._modules[f"fp8_{operand}_{name}"] = state
+        return WeightProducts(config, self.fp8_layout, scales)
+
+    def share_strategy(self, name: str, strategy: Strategy) -> None:
+        """Cast a weight that modules share as the first of them does, with its state."""
+        self.fp8_products[name].strategy = strategy
+        if isinstance(strategy, DelayedStrategy):
+            self._modules[f"fp8_weight_{name}"] = strategy.delayed
+
+    def delayed_weights(self) -> list[DelayedWeight]:
+        """Return the weights that have delayed scaling."""
+        strategies = {name: products.strategy for name, products in self.fp8_products.items()}
+        return [
+            DelayedWeight(strategy.delayed, self, name, strategy)
+            for name, strategy in strategies.items()
+            if isinstance(strategy, DelayedStrategy)
+        ]
 
     def to_module(self) -> nn.Module:
         """Return a module of the original class that shares parameters, children, hooks and training flag."""
         original: Any = next(cls for cls in type(self).__mro__ if not issubclass(cls, Float8Weights))
         plain: Any = original.__new__(original)
         plain.__dict__ = {name: value for name, value in self.__dict__.items() if name not in _ADDED}
-        plain._modules = dict(self._modules)
+        plain._modules = {name: child for name, child in self._modules.items() if not isinstance(child, DelayedScale)}
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
             setattr(plain, name, getattr(self, name).copy())
         forget_state_dict_hooks(plain)
@@ -100,7 +130,9 @@ class Float8Weights(nn.Module):
                 "in FP8."
             )
         products = self.fp8_products[name]
-        return products.product(x, weight, access=products.access, offsets=offsets)
+        # as of linear layers: an evaluation must not move the scales of training
+        record = self.training and torch.is_grad_enabled()
+        return products.product(x, weight, access=products.access, record=record, offsets=offsets)
 
     def extra_repr(self) -> str:
         """Show how the weights are cast."""
@@ -115,13 +147,20 @@ class WeightProducts(LinearOperands):
     Args:
         config: How to cast and multiply.
         layout: How the weight lies.
+        scales: The state of delayed scaling of the operands that have it, for each expert of a stack.
     """
 
-    def __init__(self, config: Float8LinearConfig, layout: WeightLayout) -> None:
-        self.config, self.stacked, self.transposed = config, layout.stacked, layout.transposed
+    def __init__(self, config: Float8LinearConfig, layout: WeightLayout, scales: Mapping[str, DelayedScale]) -> None:
+        self.config, self.stacked, self.transposed, self.scales = config, layout.stacked, layout.transposed, scales
         self.contracted = -2 if self.transposed else -1
         self.access = _TRANSPOSED if self.transposed else _AS_STORED
-        self.strategy: Strategy = strategy_for_layer(config.weight, stacked=self.stacked, transposed=self.transposed)
+        self.strategy: Strategy = strategy_for_layer(
+            config.weight, stacked=self.stacked, transposed=self.transposed, delayed=scales.get("weight")
+        )
+
+    def scale_state(self, name: str) -> DelayedScale | None:
+        """Return the state of delayed scaling of "input" or "grad_output"; None without it."""
+        return self.scales.get(name)
 
     def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
         """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now."""
@@ -154,14 +193,8 @@ def unsharded_of(module: Float8Weights, weight: Any) -> Unsharded:
     return Unsharded(weakref.ref(module), weakref.ref(weight._state))
 
 
-def _check(module: nn.Module, layout: WeightLayout, config: Float8LinearConfig) -> None:
-    recipe, name = config.recipe, type(module).__name__
-    if "delayed" in (recipe.input.scaling, recipe.weight.scaling, recipe.grad_output.scaling):
-        raise Fp8Error(
-            f"{name} cannot have delayed scaling, recipe {recipe.name!r}: histories would have to be kept for each "
-            f'expert or layout. Give it a dynamic recipe with rules, module_filter_fn=["*", "*NAME = tensorwise"], or '
-            "leave it out."
-        )
+def _check(module: nn.Module, layout: WeightLayout) -> None:
+    name = type(module).__name__
     shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}
     dimensions = 3 if layout.stacked else 2
     whole = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())

@@ -118,6 +118,30 @@ class ScalePlan(abc.ABC):
         return True
 
 
+def scales_by_group(
+    scales: Sequence[DelayedScale], params: Iterable[fsdp.ShardedParam], largest: dist.ProcessGroup
+) -> dict[dist.ProcessGroup, list[DelayedScale]]:
+    """Return the delayed scales by the ranks that share them: those of a layer, by all that have parts of its weight.
+
+    Ranks with other experts in the place of these do not. Largest groups come first: all ranks reduce in one order.
+
+    Args:
+        scales: The scales of a model.
+        params: Its parameters under FSDP2.
+        largest: The ranks that share those of layers that FSDP2 was told to leave alone.
+    """
+    groups = dict.fromkeys(scales, largest)
+    modules = {id(p.module): p for p in params}
+    for param in modules.values():
+        own = [scale for scale in param.module.children() if isinstance(scale, DelayedScale) and scale in groups]
+        if own:
+            groups |= dict.fromkeys(own, fsdp.group_of(param.peers(replicas=True), param.process_group))
+    result: dict[dist.ProcessGroup, list[DelayedScale]] = {}
+    for scale in sorted(groups, key=lambda scale: -groups[scale].size()):
+        result.setdefault(groups[scale], []).append(scale)
+    return result
+
+
 def plan_of_root(module: nn.Module) -> Any:
     """Return the plan that a module carries itself, as the root of a model that FSDP2 does not gather in FP8."""
     return getattr(module, "fp8_plan", None)

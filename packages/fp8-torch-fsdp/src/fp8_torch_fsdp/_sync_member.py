@@ -193,7 +193,8 @@ def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Te
     if in_use:
         found = current_together(list(in_use.values()), [renewed[i][1] for i in in_use])
         for i, scale in zip(in_use, found, strict=True):
-            scales[i] = scale
+            member = renewed[i][0]
+            scales[i] = scale.view(member.state.strategy.layout.shape(member.geometry.full_shape))
     return scales
 
 

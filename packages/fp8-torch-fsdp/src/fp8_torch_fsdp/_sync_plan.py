@@ -21,7 +21,7 @@ from fp8_common import Fp8Error, Fp8StaleError
 from fp8_common.torch.plugin import fsdp, hooks, max_over_ranks
 from fp8_torch_fsdp import _delayed as delayed
 from fp8_torch_fsdp._delayed import DelayedScale, delayed_scales
-from fp8_torch_fsdp._scale_plan import ScalePlan
+from fp8_torch_fsdp._scale_plan import ScalePlan, scales_by_group
 from fp8_torch_fsdp._strategies import delayed_of
 from fp8_torch_fsdp._sync_member import (
     Member,
@@ -86,19 +86,12 @@ class SyncPlan(ScalePlan):
 
     def _take_by_group(self, root: nn.Module, scales: list[DelayedScale]) -> None:
         """Own the delayed scales; those of a layer are shared by the ranks that have its weight."""
-        ranks = {id(p.module): (p.peers(replicas=True), p.process_group) for p in fsdp.sharded_params(root)}
-        largest = self._groups[0][0]
-        groups = dict.fromkeys(scales, largest)  # of layers that FSDP2 was told to leave alone
-        for module in root.modules():
-            if id(module) in ranks:
-                own = fsdp.group_of(*ranks[id(module)])
-                groups |= {scale: own for scale in module.children() if isinstance(scale, DelayedScale)}
+        self._scales_of = scales_by_group(scales, fsdp.sharded_params(root), self._groups[0][0])
         # `shared` is set for each below: the group of a layer may be smaller than that of the root.
         self.take(scales, shared=False)
-        self._scales_of: dict[dist.ProcessGroup, list[DelayedScale]] = {}
-        for scale, group in groups.items():
-            scale.shared = group.size() > 1
-            self._scales_of.setdefault(group, []).append(scale)
+        for group, own in self._scales_of.items():
+            for scale in own:
+                scale.shared = group.size() > 1
         # Groups in which nothing but delayed scales has to be agreed on follow the groups of weights, on all ranks
         # alike.
         known = [group for group, _ in self._groups]

@@ -65,7 +65,7 @@ class LinearOperands:
         `both` says that another product contracts the rows, of the same codes or cast alike.
         """
         if groups is not None:
-            return groups.cast(x, getattr(self.config.recipe, name))
+            return groups.cast(x, getattr(self.config.recipe, name), self.scale_state(name), record=record)
         if isinstance(x, GatheredFloat8Weight):  # cast before tensor parallelism gathered it
             return Operand.of(x)
         operand = cast_operand(x, getattr(self.config.recipe, name), self.scale_state(name), record=record, both=both)

@@ -73,7 +73,7 @@ class Operand:
 
 
 class ScaleState(Protocol):
-    """The state of delayed scaling of one tensorwise operand."""
+    """The state of delayed scaling of one tensorwise operand, or of one for each group: scalars are then [groups]."""
 
     @property
     def always_ready(self) -> bool:
@@ -83,8 +83,11 @@ class ScaleState(Protocol):
     def scale(self) -> torch.Tensor:
         """float32 scalar into FP8, from earlier steps."""
 
-    def current(self, amax: torch.Tensor, record: bool) -> torch.Tensor:
-        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to."""
+    def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+
+        Of groups, those that are not `present`, bool [groups], are not recorded.
+        """
 
     def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `current` and its reciprocal, if `always_ready`."""

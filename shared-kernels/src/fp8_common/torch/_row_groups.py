@@ -14,7 +14,7 @@ from fp8_common._formats import FORMATS
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _grouped_ops as grouped_ops
-from fp8_common.torch._operands import BLOCK_1X128, Operand, cast_operand
+from fp8_common.torch._operands import BLOCK_1X128, Operand, ScaleState, cast_operand
 
 BLOCK = BLOCK_1X128[1]
 
@@ -82,8 +82,16 @@ class RowGroups:
         """Return [rows, ...]: the entry of each row's group in [count, ...]; ones for rows of no group."""
         return torch.cat([of_groups, torch.ones_like(of_groups[:1])])[self.of_row]
 
-    def cast(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
+    def cast(
+        self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False
+    ) -> Operand:
         """Cast [rows, columns], contracted over columns.
+
+        Args:
+            x: The rows.
+            cast: How to cast them.
+            delayed: The state of delayed scaling of each group, where `cast.scaling` is "delayed".
+            record: Whether delayed scaling observes the groups that have rows.
 
         Returns:
             Codes [rows, columns]; scales [count] of tensorwise casts, or those that each row has alone.
@@ -93,7 +101,10 @@ class RowGroups:
         fmt = FORMATS[cast.format]
         if cast.static_scale is None:
             amax = grouped_ops.segment_amax(x, self.of_row, self.count, per_column=False)
-            scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
+            if delayed is None:
+                scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
+            else:
+                scale = delayed.current(amax, record, self.filled)
         else:
             scale = torch.full((self.count,), cast.static_scale, dtype=torch.float32, device=x.device)
         codes = dispatch.quantize(x, self.per_row(scale)[:, None], fmt)

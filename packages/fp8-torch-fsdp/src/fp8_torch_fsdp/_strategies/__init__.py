@@ -6,7 +6,7 @@ from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers
 from fp8_torch_fsdp._strategies.blockwise import BlockwiseStrategy
 from fp8_torch_fsdp._strategies.rowwise import RowwiseStrategy
 from fp8_torch_fsdp._strategies.shardwise import ShardwiseStrategy
-from fp8_torch_fsdp._strategies.stacked import StackedStrategy
+from fp8_torch_fsdp._strategies.stacked import StackedDelayedStrategy, StackedStrategy
 from fp8_torch_fsdp._strategies.tensorwise import DelayedStrategy, StaticStrategy, TensorwiseStrategy
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "DelayedStrategy",
     "RowwiseStrategy",
     "ShardwiseStrategy",
+    "StackedDelayedStrategy",
     "StackedStrategy",
     "StaticStrategy",
     "Strategy",
@@ -57,18 +58,24 @@ def strategy_for(
     )
 
 
-def strategy_for_layer(cast: CastRecipe, *, stacked: bool, transposed: bool) -> Strategy:
+def strategy_for_layer(
+    cast: CastRecipe, *, stacked: bool, transposed: bool, delayed: DelayedScale | None = None
+) -> Strategy:
     """Return the strategy for a weight that is a stack of matrices, is stored transposed, or both.
 
     Args:
         cast: How the weight is cast.
         stacked: It is [experts, ...], and each expert is cast alone.
         transposed: It is [..., in_features, out_features].
+        delayed: The state of delayed scaling, of each expert of a stack.
 
     Raises:
-        Fp8Error: No such weight is cast that way: delayed scaling knows one scale of one weight.
+        Fp8Error: No such weight is cast that way.
     """
-    plain = strategy_for(cast)
+    plain = strategy_for(cast, delayed=delayed)
+    if isinstance(plain, DelayedStrategy):
+        kind = StackedDelayedStrategy if stacked else DelayedStrategy
+        return kind(cast=cast, stacked=stacked, transposed=transposed, delayed=plain.delayed)
     # one scale of one matrix, whole rows in memory, and constants are what they are elsewhere
     own = (stacked and cast.granularity == "tensorwise") or (transposed and cast.granularity == "rowwise")
     kind = StackedStrategy if own and cast.scaling == "dynamic" else type(plain)

@@ -100,6 +100,16 @@ class ShardedParam:
         return self.fsdp_param._module_info.module
 
     @property
+    def name_in_module(self) -> str:
+        """The name that it has in that module."""
+        return self.fsdp_param._module_info.param_name
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The sharded parameter, as optimizers hold it."""
+        return self.fsdp_param.sharded_param
+
+    @property
     def name(self) -> str:
         """Fully qualified name from the FSDP root."""
         return self.fsdp_param._param_fqn or "<unnamed>"
@@ -311,13 +321,11 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{names[id(owner.module)]}.{owner.param_name}".lstrip("."), param.local
 
 
-def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield every parameter that FSDP2 manages under `model`, sharded, with the module that it is of and its name."""
+def held_parameters(model: nn.Module) -> Iterator[ShardedParam]:
+    """Yield every parameter that FSDP2 manages under `model`."""
     for module in model.modules() if _import_error is None else []:
         if isinstance(module, FSDPModule):
-            for param in _params_of_state(module._get_fsdp_state()):
-                owner, sharded = param.fsdp_param._module_info, param.fsdp_param.sharded_param
-                yield owner.module, owner.param_name, sharded
+            yield from _params_of_state(module._get_fsdp_state())
 
 
 def reshard_gathered(shards: Iterable[torch.Tensor]) -> None:
