@@ -101,7 +101,8 @@ class ShardedFloat8Weight(torch.Tensor):
         if plain.dtype != self.dtype:
             # The dtype of a wrapper is fixed when it is made: exchanged for another one, as of any tensor. Trainers
             # change parameters of bfloat16 to float32 so.
-            torch.Tensor.data.__set__(self, ShardedFloat8Weight(plain.detach(), self._state))
+            other = ShardedFloat8Weight(plain.detach(), self._state)
+            torch.Tensor.data.__set__(self, other)  # pyrefly: ignore[missing-attribute]
         # So are its strides.
         if plain.stride() != self.stride():
             plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(plain)
