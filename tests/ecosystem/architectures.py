@@ -1,8 +1,8 @@
 """What FP8 makes of other people's models: `python -m tests.ecosystem.architectures` writes the figures of the table.
 
 Models are built by Transformers and Diffusers on the meta device, with the sizes of a published model, and converted
-with the default recipe; small ones train five steps beside their twins (`twins`). Nothing is downloaded: sizes that are not
-the defaults stand below. `python -m tools.pages` renders benchmarks/results/architectures.json into the guide.
+with the default recipe; small ones train five steps beside their twins (`twins`). Nothing is downloaded: sizes that are
+not the defaults stand below. `python -m tools.pages` renders benchmarks/results/architectures.json into the guide.
 """
 
 import json

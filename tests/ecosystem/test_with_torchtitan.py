@@ -80,7 +80,7 @@ def test_torchtitans_initialisation_reaches_fp8_weights_from_the_meta_device():
 
 
 def parallel(rank, world_size, recipe):
-    """Train torchtitan's feed-forward under its tensor parallelism, and a twin on one process; every rank has all data."""
+    """Train torchtitan's feed-forward under its tensor parallelism, and a twin alone, on the same data."""
     from torchtitan.distributed import ParallelDims, parallel_dims
 
     parallel_dims.device_type = "cpu"  # torchtitan looks for an accelerator

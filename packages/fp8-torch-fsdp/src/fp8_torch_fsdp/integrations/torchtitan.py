@@ -30,8 +30,9 @@ except ImportError as error:
 class Float8Converter(QuantizationConverter):
     """Makes the linear layers of a torchtitan model FP8 layers; pass its Config in `converters=[...]`.
 
-    Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism (`spmd_backend` "partial_dtensor")
-    layers compute as their weights are cut, with one amax over the mesh; activations travel as torchtitan sends them.
+    Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism with `spmd_backend`
+    "partial_dtensor" layers compute as their weights are cut, with one amax over the mesh; activations travel as
+    torchtitan sends them.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
