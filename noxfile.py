@@ -259,7 +259,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def ecosystem(session: nox.Session) -> None:
-    """Test with the real torchtitan, Transformers, PEFT and Lightning, and run every example; write the models' table."""
+    """Test with the real torchtitan, Transformers, PEFT and Lightning, run every example, write the table of models."""
     install(session, *EVERYTHING, groups=["test", "ecosystem"])
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
     session.posargs or session.run("python", "-m", "tests.ecosystem.architectures")

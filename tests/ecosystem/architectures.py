@@ -7,6 +7,7 @@ not the defaults stand below. `python -m tools.pages` renders benchmarks/results
 
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,13 +108,15 @@ def row(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the figures, a model after the other."""
+    """Write the figures, a model after the other; names choose models, the figures of others stay."""
     from tests.ecosystem.twins import compared
     from tests.helpers.ranks import RankPool
 
-    pool, models = RankPool(2, collective_timeout=600), {}
+    names = sys.argv[1:] or ARCHITECTURES
+    known = json.loads(RESULT.read_text())["models"] if sys.argv[1:] else {}
+    pool, models = RankPool(2, collective_timeout=600), dict.fromkeys(ARCHITECTURES) | known
     try:
-        for name in ARCHITECTURES:
+        for name in names:
             models[name] = {**row(name), "losses": compared(pool, name)}
             print(name, models[name], flush=True)
             write(models)
@@ -124,7 +127,8 @@ def main() -> None:
 def write(models: Mapping[str, Any]) -> None:
     """Write what is known of models."""
     packages = {module.__name__: module.__version__ for module in (torch, transformers, diffusers, torchao)}
-    result = {"machine": platform.machine(), "packages": packages, "models": models}
+    done = {name: model for name, model in models.items() if model}
+    result = {"machine": platform.machine(), "packages": packages, "models": done}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
