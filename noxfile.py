@@ -259,9 +259,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def ecosystem(session: nox.Session) -> None:
-    """Test the adapters with the real torchtitan, Accelerate, Transformers and Lightning, and run every example."""
+    """Test with the real torchtitan, Transformers, PEFT and Lightning, run every example, write the table of models."""
     install(session, *EVERYTHING, groups=["test", "ecosystem"])
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
+    session.posargs or session.run("python", "-m", "tests.ecosystem.architectures")
 
 
 @nox.session

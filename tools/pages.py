@@ -3,8 +3,8 @@
 A part stands between two comments that name it, `<!-- status: begin -->` and `<!-- status: end -->`, or in TOML and
 YAML `# urls: begin` and `# urls: end`. Sources: `fp8_common/status.json` (what was run where), of
 `benchmarks/results` `demo.json` (the report of a whole demo), `jax-layers.json` (stacked JAX layers), `masters.json`
-(masters in three bytes, moments in FP8) and `gradient_convergence.json` (training with every wire in FP8), and the
-addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
+(masters in three bytes, moments in FP8) and `gradient_convergence.json` (training with every wire in FP8),
+`architectures.json` (other people's models), and the addresses in `[tool.fp8-plugins]` of the root's pyproject.toml.
 """
 
 import json
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import architectures
 from tools import gradient_runs as runs_of_gradients
 from tools.packages import PACKAGES
 
@@ -24,6 +25,7 @@ DEMO = Path("benchmarks/results/demo.json")
 JAX_LAYERS = Path("benchmarks/results/jax-layers.json")
 MASTERS = Path("benchmarks/results/masters.json")
 GRADIENT_RUNS = Path("benchmarks/results/gradient_convergence.json")
+ARCHITECTURES = Path("benchmarks/results/architectures.json")
 PART = re.compile(r"^( *)(<!--|#) ([a-z][\w -]*): begin( -->|)\n(.*?)^\1\2 \3: end\4$", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/**/*.md", "mkdocs.yml", "CITATION.cff", "shared-kernels/*.toml", "packages/*/*.toml")
 
@@ -248,6 +250,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "masters memory": masters_memory,
     "masters losses": masters_losses,
     "gradient runs": gradient_runs,
+    "architectures": lambda: architectures.shares(json.loads((ROOT / ARCHITECTURES).read_text())),
+    "architectures trained": lambda: architectures.twins(json.loads((ROOT / ARCHITECTURES).read_text())),
     "urls": urls,
     "site": site,
     "citation": citation,

@@ -1,17 +1,26 @@
-"""How much of models becomes FP8, at their real sizes, without memory: `python -m tests.ecosystem.architectures`.
+"""What FP8 makes of other people's models: `python -m tests.ecosystem.architectures` writes the figures of the table.
 
-Models are built by Transformers on the meta device, with the sizes of a published model, and converted with the default
-recipe. Nothing is downloaded: sizes that are not Transformers' defaults stand below.
+Models are built by Transformers and Diffusers on the meta device, with the sizes of a published model, and converted
+with the default recipe; small ones train five steps beside their twins (`twins`). Nothing is downloaded: sizes that are
+not the defaults stand below. `python -m tools.pages` renders benchmarks/results/architectures.json into the guide.
 """
 
+import json
+import platform
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import diffusers
 import torch
+import torchao
 import transformers
 from torch import nn
 
 import fp8_torch_fsdp as f8
+
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks/results/architectures.json"
 
 LLAMA = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -38,7 +47,10 @@ WHISPER = {
 
 
 class Architecture(NamedTuple):
-    """A model: its class and configuration in Transformers, and the sizes that differ from the defaults."""
+    """A model: its class and configuration in Transformers, and the sizes that differ from the defaults.
+
+    Models of Diffusers take sizes without a configuration.
+    """
 
     model: str
     config: str
@@ -59,15 +71,23 @@ ARCHITECTURES = {
     "Whisper large": Architecture("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
     "ViT base": Architecture("ViTForImageClassification", "ViTConfig"),
     "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config"),
+    "DiT XL/2": Architecture("DiTTransformer2DModel", ""),
 }
 MIXTURES = ("Mixtral 8x7B", "Qwen3-MoE 30B", "DeepSeek-V3", "GPT-OSS 120B")
 
 
+def of_sizes(name: str, sizes: Mapping[str, Any]) -> nn.Module:
+    """Return a model of the table with other sizes."""
+    model, config, _ = ARCHITECTURES[name]
+    if not config:
+        return getattr(diffusers, model)(**sizes)
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+
+
 def built(name: str) -> nn.Module:
-    """Return a model of the table on the meta device."""
-    model, config, sizes = ARCHITECTURES[name]
+    """Return a model of the table on the meta device, at its real size."""
     with torch.device("meta"):
-        return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+        return of_sizes(name, ARCHITECTURES[name].sizes)
 
 
 def report(name: str) -> f8.ConversionReport:
@@ -75,23 +95,41 @@ def report(name: str) -> f8.ConversionReport:
     return f8.float8_conversion_report(f8.convert_to_float8_training(built(name)))
 
 
-def row(name: str) -> str:
-    """Return a line of the table."""
+def row(name: str) -> dict[str, Any]:
+    """Return what became FP8, and which classes with 0.2 % of the bytes and more did not."""
     found = report(name)
     left = [
-        f"{one.bytes / found.bytes:.1%} {one.class_name} ({one.why})"
+        [one.class_name, one.why, one.bytes / found.bytes]
         for one in found.classes
         if not one.converted and one.bytes * 500 >= found.bytes
     ]
-    size = f"{found.bytes / 2e9:.3g}"
-    return f"| {name} | {size} | {found.converted:.1%} | {found.gathered:.1%} | {'; '.join(left) or '-'} |"
+    sizes = {"parameters": found.bytes // 2, "converted": found.converted, "gathered": found.gathered}
+    return {**sizes, "left": left}
 
 
 def main() -> None:
-    """Print the table."""
-    print("| model | 10^9 parameters | converted | gathered | left |\n|---|---|---|---|---|")
-    for name in ARCHITECTURES:
-        print(row(name), flush=True)
+    """Write the figures, a model after the other; names choose models, the figures of others stay."""
+    from tests.ecosystem.twins import compared
+    from tests.helpers.ranks import RankPool
+
+    names = sys.argv[1:] or ARCHITECTURES
+    known = json.loads(RESULT.read_text())["models"] if sys.argv[1:] else {}
+    pool, models = RankPool(2, collective_timeout=600), dict.fromkeys(ARCHITECTURES) | known
+    try:
+        for name in names:
+            models[name] = {**row(name), "losses": compared(pool, name)}
+            print(name, models[name], flush=True)
+            write(models)
+    finally:
+        pool.close()
+
+
+def write(models: Mapping[str, Any]) -> None:
+    """Write what is known of models."""
+    packages = {module.__name__: module.__version__ for module in (torch, transformers, diffusers, torchao)}
+    done = {name: model for name, model in models.items() if model}
+    result = {"machine": platform.machine(), "packages": packages, "models": done}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

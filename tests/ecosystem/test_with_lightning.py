@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: `nox -s ecosystem` installs it")
 
+from lightning.pytorch.callbacks import ModelCheckpoint
+
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.integrations.lightning import Float8Precision
 
@@ -33,21 +35,20 @@ class Regression(lightning.LightningModule):
         return optimizer
 
 
-def fit(plugin, **options):
+def fit(plugin, *, checkpoint=None, epochs=5, **options):
     model = Regression()
     data = DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
         plugins=[plugin],
-        max_epochs=5,
+        max_epochs=epochs,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **({"enable_checkpointing": False} | options),
     )
-    trainer.fit(model, data)
+    trainer.fit(model, data, ckpt_path=checkpoint)
     return model
 
 
@@ -71,3 +72,21 @@ def test_a_converted_module_is_left_alone():
     f8.convert_to_float8_training(model)
     assert plugin.convert_module(model) is model
     assert model.body.config.weight.granularity == "tensorwise"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
+    def run(epochs, checkpoint=None):
+        saver = ModelCheckpoint(dirpath=tmp_path, filename=f"{epochs}-{{epoch}}")
+        options = {"enable_checkpointing": True, "callbacks": [saver]}
+        return fit(Float8Precision(recipe), epochs=epochs, checkpoint=checkpoint, **options), saver.best_model_path
+
+    (whole, _), (_, path) = run(4), run(2)
+    saved = torch.load(path, weights_only=False)
+    assert set(saved["state_dict"]) == set(Regression().state_dict()), "checkpoints fit the module before conversion"
+    resumed, _ = run(4, path)
+    assert resumed.losses == whole.losses[-8:]
+    for layer in ("body", "head"):
+        one, other = whole.get_submodule(layer).state_dict(), resumed.get_submodule(layer).state_dict()
+        assert len(one) == (17 if "delayed" in recipe else 2)
+        assert all(torch.equal(one[name], other[name]) for name in one)

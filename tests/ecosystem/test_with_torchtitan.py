@@ -4,16 +4,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 REASON = "torchtitan (with Triton, which it imports) is not installed: `nox -s ecosystem` installs both"
 pytest.importorskip("torchtitan.models.llama3", reason=REASON, exc_type=ImportError)
 
+import spmd_types as spmd
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, set_dense_ffn_sharding
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3 import model_registry
 
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
+from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -73,3 +77,51 @@ def test_torchtitans_initialisation_reaches_fp8_weights_from_the_meta_device():
         assert f8.cast_count(model) == 3 * 5
     finally:
         dist.destroy_process_group()
+
+
+def parallel(rank, world_size, recipe):
+    """Train torchtitan's feed-forward under its tensor parallelism, and a twin alone, on the same data."""
+    from torchtitan.distributed import ParallelDims, parallel_dims
+
+    parallel_dims.device_type = "cpu"  # torchtitan looks for an accelerator
+    torch.manual_seed(0)
+    plain = feed_forward(recipe=recipe).build()
+    with torch.no_grad():
+        plain.init_states(buffer_device=torch.device("cpu"))
+    config = feed_forward()
+    set_dense_ffn_sharding(config, attn_x_layout=dense_activation_placement(tp=spmd.I), enable_sp=False)
+    split = Float8Converter.Config(recipe=recipe).build().convert(config).build()
+    split.load_state_dict(plain.state_dict())
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "pp": 1, "ep": 1}
+    dims = ParallelDims(**degrees, tp=world_size, world_size=world_size, spmd_backend="partial_dtensor")
+    dims.build_mesh()
+    split.parallelize(dims)
+    assert all(isinstance(p, DTensor) for p in split.parameters())
+    assert all(isinstance(p._local_tensor, f8.ShardedFloat8Weight) for p in split.parameters())
+    x, found = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)), []
+    for model in (split, plain):
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            y = model(x[None])
+            y = y.full_tensor() if isinstance(y, DTensor) else y
+            loss = (y[0] - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    kinds = {type(layer.distribution).__name__ for layer in split.modules() if isinstance(layer, f8.Float8Linear)}
+    return found, kinds
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
+def test_torchtitans_tensor_parallelism_trains_like_one_process(recipe):
+    pool = RankPool(2)
+    try:
+        for (split, plain), kinds in pool.run(parallel, recipe):
+            assert kinds == {"Colwise", "Rowwise"}
+            assert split == pytest.approx(plain, rel=2e-2)
+            assert split[-1] < split[0]
+    finally:
+        pool.close()

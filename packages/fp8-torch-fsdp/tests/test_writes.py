@@ -68,11 +68,30 @@ def test_data_that_is_set_is_computed_with(change, recipe):
     assert all(torch.equal(own[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(8, 16), torch.zeros(16, 16, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("value", [torch.zeros(8, 16), torch.zeros(16, 16, dtype=torch.int32)])
 def test_data_of_another_form_is_refused(value):
     low = f8.convert_to_float8_training(layers())
     with pytest.raises(Fp8Error, match="can be set to a plain tensor like it"):
         low[0].weight.data = value
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_delayed", "rowwise"])
+def test_data_of_another_dtype_makes_a_weight_of_that_dtype(recipe):
+    """Accelerate makes float32 parameters of bfloat16 ones so, before it shards them."""
+    low = f8.convert_to_float8_training(layers().bfloat16(), recipe=recipe)
+    optimizer = torch.optim.AdamW(low.parameters())
+    for parameter in low.parameters():
+        parameter.data = parameter.data.to(torch.float32)
+    twin = f8.convert_to_float8_training(layers().bfloat16().float(), recipe=recipe)
+    for net in (low, twin):
+        net(X).sum().backward()
+    assert {p.dtype for p in low.parameters()} == {torch.float32}
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in low.parameters()]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(low.parameters(), twin.parameters(), strict=True))
+    optimizer.step()
+    torch.optim.AdamW(twin.parameters()).step()
+    assert torch.equal(low(X), twin(X))
+    assert all(torch.equal(p, q) for p, q in zip(low.state_dict().values(), twin.state_dict().values(), strict=True))
 
 
 def test_a_write_by_address_is_seen_where_it_is_said():

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Fp8Error
+from fp8_torch_fsdp._adapters import adapters
 from fp8_torch_fsdp._config import CastConfig
 from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
 from fp8_torch_fsdp._routers import routers
@@ -28,7 +29,7 @@ def enable_float8_all_gather(
 
     Args:
         target: A model, all of whose floating point parameters of two or more dimensions are meant, except those of
-            embeddings and routers; or an iterable of parameters of `model`.
+            embeddings, routers and adapters; or an iterable of parameters of `model`.
         model: The model that owns the parameters, when `target` is an iterable.
         cast: How weights are cast; dynamic tensorwise E4M3 by default.
 
@@ -65,8 +66,9 @@ def _resolve(target: nn.Module | Iterable[nn.Parameter], model: nn.Module | None
         if model is None:
             raise Fp8Error("enable_float8_all_gather(parameters) needs model=, the module that owns them.")
         return model, {id(parameter) for parameter in target}
-    kept = [module for module in target.modules() if isinstance(module, nn.Embedding)]
-    wide = {id(p) for module in (*kept, *routers(target, {})) for p in module.parameters(recurse=False)}
+    embeddings = [module for module in target.modules() if isinstance(module, nn.Embedding)]
+    kept = (*embeddings, *routers(target, {}), *adapters(target))
+    wide = {id(p) for module in kept for p in module.parameters(recurse=False)}
     return target, {id(p) for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in wide}
 
 

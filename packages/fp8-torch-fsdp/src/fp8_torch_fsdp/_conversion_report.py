@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fp8_torch_fsdp._adapters import adapters
 from fp8_torch_fsdp._conv1d import is_conv1d
 from fp8_torch_fsdp._expert_layouts import layout_of
 from fp8_torch_fsdp._linear import Float8Linear
@@ -98,14 +99,15 @@ def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype =
         One entry for each class of modules and fate of its parameters. A parameter that several modules share is
         counted where it is found first, lazy ones without a shape not at all.
     """
-    choosers, seen = routers(model, {}), set[int]()
+    known = dict.fromkeys(adapters(model), "adapter") | dict.fromkeys(routers(model, {}), "router")
+    seen = set[int]()
     count, size, gathered = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            key = _original_name(module), _why_wide(module, name, parameter, module in choosers)
+            key = _original_name(module), _why_wide(module, name, parameter, known.get(module, ""))
             own = parameter.numel() * reference_dtype.itemsize
             count[key] += 1
             size[key] += own
@@ -130,16 +132,16 @@ def _original_name(module: nn.Module) -> str:
     return name.removeprefix("Float8") if isinstance(module, Float8Linear | Float8Weights) else name
 
 
-def _why_wide(module: nn.Module, name: str, parameter: nn.Parameter, is_router: bool) -> str:
-    """Return why products with a parameter run in high precision; "" if they run in FP8."""
+def _why_wide(module: nn.Module, name: str, parameter: nn.Parameter, kind: str) -> str:
+    """Return why products with a parameter run in high precision, a `kind` of layer that stays so; "" if in FP8."""
     if isinstance(module, Float8Linear) and name == "weight":
         return ""
     if isinstance(module, Float8Weights) and name in module.fp8_products:
         return ""
     if parameter.ndim < 2 or (isinstance(module, Float8Weights) and parameter.ndim == 2):
         return "bias, norm, or other vector"
-    if is_router:
-        return "router"
+    if kind:
+        return kind
     if isinstance(module, nn.Embedding):
         return "embedding"
     if isinstance(module, nn.modules.conv._ConvNd):

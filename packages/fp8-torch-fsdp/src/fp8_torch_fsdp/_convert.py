@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from fp8_common import Fp8Error, Recipe, select_modules
+from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp import _fast_path as fast_path
+from fp8_torch_fsdp._adapters import adapters
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._conv1d import CONV1D, Float8Conv1D, is_conv1d
 from fp8_torch_fsdp._conversion_report import float8_conversion_report
@@ -26,7 +29,10 @@ from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_
 from fp8_torch_fsdp._own_weights import Float8Weights, unsharded_of
 from fp8_torch_fsdp._routers import routers as find_routers
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
+from fp8_torch_fsdp._state_dict import map_local
 from fp8_torch_fsdp._strategies import Strategy, delayed_of
+from fp8_torch_fsdp._tensor_parallel.placed import distribution_of
+from fp8_torch_fsdp._wrapped_forward import is_wrapped_around
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +50,9 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Replace the linear layers and the stacked experts of `model` by FP8 ones, in place, before `fully_shard`.
 
-    Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. What was
-    converted, in bytes, and what was left and why, is logged; `float8_conversion_report` says it again.
+    Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
+    (`lora_A` and the like) stay in high precision. What was converted, in bytes, and what was left and why, is logged;
+    `float8_conversion_report` says it again.
 
     Args:
         model: Any module; if it is itself a linear layer, the replacement is returned.
@@ -73,6 +80,7 @@ def convert_to_float8_training(
         why = f" {done} are FP8 layers already." if done else _why_left(left)
         why += _other_weights(model)
         raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
+    _refuse_sharded(model, chosen)
     # By module, which is hashed by identity: a layer that is reached under several names is converted once.
     replacements: dict[nn.Module, Float8Linear | Float8Weights] = {
         module: _converted(module, own, experts) for module, own in chosen.items()
@@ -134,7 +142,10 @@ def _converted(
     module: nn.Module, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]
 ) -> Float8Linear | Float8Weights:
     if isinstance(module, nn.Linear):
-        return Float8Linear.from_linear(module, config)
+        layer = Float8Linear.from_linear(module, config)
+        if isinstance(layer.weight, DTensor):
+            layer.distribution = distribution_of(layer.weight, has_bias=layer.bias is not None)
+        return layer
     if is_conv1d(module):
         return Float8Conv1D.from_module(module, CONV1D, config)
     layout = layout_of(module, experts)
@@ -161,6 +172,7 @@ def _select(
 ) -> tuple[dict[nn.Module, Float8LinearConfig], dict[str, str]]:
     """Return the layers to convert with their configurations, and the names of others with the reason they stay."""
     chosen, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
+    low_rank = adapters(model)
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -173,6 +185,8 @@ def _select(
             left[name] = "filtered"
         elif module in routers:
             left[name] = "a router, which chooses experts"
+        elif module in low_rank:
+            left[name] = "an adapter"
         elif not isinstance(module, nn.Linear):
             chosen[module] = config if decision.recipe is None else dataclasses.replace(config, recipe=decision.recipe)
         elif hasattr(module, "parametrizations") or "weight" not in module._parameters:
@@ -183,6 +197,8 @@ def _select(
         # Compared on the class: a subclass that only adds attributes or an initialisation can be converted.
         elif type(module).forward is not nn.Linear.forward:
             left[name] = f"{type(module).__name__} has its own forward"
+        elif "forward" in vars(module) and not is_wrapped_around(module):
+            left[name] = "its forward was replaced by one that does not call it"
         elif isinstance(module.weight, UninitializedParameter):
             raise Fp8Error(f"{name or 'The layer'} has no weight yet: run the model once to make its lazy layers real.")
         else:
@@ -264,7 +280,8 @@ def _wrap_weights(model: nn.Module, converted: list[Float8Linear]) -> None:
             continue
         tied = _tied_earlier(layers[0])
         wrapped: Any = _wrapped(layers[0].weight, layers[0].strategy, layers[0].config) if tied is None else tied
-        strategy = wrapped.strategy
+        local = getattr(wrapped, "_local_tensor", wrapped)
+        strategy = local.strategy
         leave_address(layers[0].weight, layers[0], "weight")
         for layer in layers:
             # Not through `layer.weight = ...`, which runs the registration hooks of the process.
@@ -272,7 +289,7 @@ def _wrap_weights(model: nn.Module, converted: list[Float8Linear]) -> None:
             # fully_shard makes shards with states of their own. Through the state of now the plan marks this parameter
             # as replaced, so that optimizers that still hold it raise; weakly, so that the layer does not keep a whole
             # weight alive.
-            layer.unsharded = Unsharded(weakref.ref(layer), weakref.ref(wrapped._state))
+            layer.unsharded = Unsharded(weakref.ref(layer), weakref.ref(local._state))
             layer.fp8_weight, layer.strategy = delayed_of(strategy), strategy
 
 
@@ -283,12 +300,13 @@ def _tied_earlier(layer: Float8Linear) -> Any:
         Fp8Error: It is cast in another way than this layer would.
     """
     wrapped: Any = successor_of(layer.weight)
-    if not isinstance(wrapped, ShardedFloat8Weight):
+    local = getattr(wrapped, "_local_tensor", wrapped)
+    if not isinstance(local, ShardedFloat8Weight):
         return None
-    if wrapped.strategy.cast != layer.strategy.cast:
+    if local.strategy.cast != layer.strategy.cast:
         raise Fp8Error(
             f"A layer shares its weight with one that was converted before with another cast: {layer.strategy.cast} "
-            f"after {wrapped.strategy.cast}. Convert both with one recipe."
+            f"after {local.strategy.cast}. Convert both with one recipe."
         )
     return wrapped
 
@@ -300,13 +318,17 @@ def _by_weight(layers: Iterable[Float8Linear]) -> list[list[Float8Linear]]:
     return list(groups.values())
 
 
-def _wrapped(weight: torch.Tensor, strategy: Strategy, config: Float8LinearConfig) -> nn.Parameter:
-    if hasattr(weight, "_local_tensor"):
+def _refuse_sharded(model: nn.Module, chosen: Collection[nn.Module]) -> None:
+    if any(module in chosen for module, _, _ in fsdp.held_parameters(model)):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
         )
-    data = ShardedFloat8Weight.of(weight.data, strategy, cache=config.all_gather.cache == "step")
+
+
+def _wrapped(weight: torch.Tensor, strategy: Strategy, config: Float8LinearConfig) -> nn.Parameter:
+    cache = config.all_gather.cache == "step"
+    data = map_local(weight.detach(), lambda local: ShardedFloat8Weight.of(local.detach(), strategy, cache=cache))
     return replaced_by(weight, data, "convert_to_float8_training")
 
 

@@ -212,8 +212,13 @@ class DelayedScale(nn.Module):
             self.ready.fill_(True)  # the checkpoint may be of a model that starts the other way
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        """Save what all ranks know; without other ranks, that is all that was observed."""
-        if not self.shared and not self.key.is_meta:
+        """Save what all ranks know; without other ranks, that is all that was observed. Nothing from the meta device.
+
+        There nothing is known, and trainers that load from the memory of one rank expect parameters alone.
+        """
+        if self.key.is_meta:
+            return
+        if not self.shared:
             with torch.no_grad():
                 self.key.copy_(torch.maximum(self.key, self.own_key))
                 self.own_key.fill_(UNOBSERVED)

@@ -22,6 +22,7 @@ from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp._strategies import Strategy, strategy_for
 from fp8_torch_fsdp._weight_state import WeightState
+from fp8_torch_fsdp._wrapped_forward import rebound
 
 
 class Distribution(WeightAccess):
@@ -123,6 +124,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         # A shallow copy: the dictionaries of parameters and hooks are those of `linear`, so that handles which users
         # hold still remove their hooks.
         self.__dict__ = linear.__dict__.copy()
+        self.__dict__.update({name: rebound(value, linear, self) for name, value in vars(linear).items()})
         self._modules = dict(linear._modules)  # subclasses may own other layers
         self.config, self.watcher, self.distribution, self.unsharded = config, None, WHOLE, None
         device = linear.weight.device
@@ -137,7 +139,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         """Return a layer of the original class that shares parameters, children, hooks and training flag."""
         original = _original_class(type(self))
         plain: Any = original.__new__(original)
-        plain.__dict__ = {name: value for name, value in self.__dict__.items() if name not in _ADDED}
+        plain.__dict__ = {name: rebound(value, self, plain) for name, value in vars(self).items() if name not in _ADDED}
         plain._modules = {name: child for name, child in self._modules.items() if name not in _ADDED}
         # Copies of these two, since entries are removed from them; all other hooks stay shared.
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):

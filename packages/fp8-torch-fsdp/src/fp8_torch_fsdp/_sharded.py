@@ -31,6 +31,9 @@ _MAKES_WEIGHT = {
 }
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class ShardedFloat8Weight(torch.Tensor):
     """A weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
 
@@ -78,7 +81,7 @@ class ShardedFloat8Weight(torch.Tensor):
         """The weight without its history, as of any tensor; to set it replaces the values.
 
         Raises:
-            Fp8Error: What is set has another shape, dtype or device.
+            Fp8Error: What is set has another shape or device, or is no float32, bfloat16 or float16.
         """
         return super().data
 
@@ -86,14 +89,21 @@ class ShardedFloat8Weight(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         # torch exchanges what is behind a tensor without an operator, and a wrapper has nothing behind it
         plain = value.plain if isinstance(value, ShardedFloat8Weight) else value
-        wanted = (self.shape, self.dtype, self.device)
-        if type(plain) not in (torch.Tensor, nn.Parameter) or (plain.shape, plain.dtype, plain.device) != wanted:
+        wanted = (self.shape, self.device)
+        is_plain = type(plain) in (torch.Tensor, nn.Parameter) and plain.dtype in _DTYPES
+        if not is_plain or (plain.shape, plain.device) != wanted:
             raise Fp8Error(
                 f"The data of an FP8 weight of shape {tuple(self.shape)}, {self.dtype} on {self.device} can be set to "
-                f"a plain tensor like it; got {type(plain).__name__} of shape {tuple(plain.shape)}, {plain.dtype} on "
-                f"{plain.device}. Convert the layer after its weight has its final form."
+                f"a plain tensor like it, of any of {_DTYPES}; got {type(plain).__name__} of shape "
+                f"{tuple(plain.shape)}, {plain.dtype} on {plain.device}. Convert the layer after its weight has its "
+                "final form."
             )
-        # The strides of a wrapper are fixed when it is made.
+        if plain.dtype != self.dtype:
+            # The dtype of a wrapper is fixed when it is made: exchanged for another one, as of any tensor. Trainers
+            # change parameters of bfloat16 to float32 so.
+            other = ShardedFloat8Weight(plain.detach(), self._state)
+            torch.Tensor.data.__set__(self, other)  # pyrefly: ignore[missing-attribute]
+        # So are its strides.
         if plain.stride() != self.stride():
             plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(plain)
         # The other tensors that alias this weight keep the old data, as with any tensor whose `.data` is set.

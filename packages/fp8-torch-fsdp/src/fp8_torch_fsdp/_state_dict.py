@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
 
@@ -58,6 +59,16 @@ def _wrap_assigned(
             # gone on.
             state = own._state.fresh()
             state_dict[key] = map_local(state_dict[key], lambda t, state=state: ShardedFloat8Weight(t, state))
+    _leave_meta(module, state_dict, prefix)
+
+
+def _leave_meta(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Let delayed scales that are not in a state dict start anew beside the weight, on its device."""
+    weight = state_dict.get(f"{prefix}weight")
+    for name, scale in module.named_children():
+        absent = isinstance(scale, DelayedScale) and not any(key.startswith(f"{prefix}{name}.") for key in state_dict)
+        if absent and weight is not None and not weight.is_meta and scale.key.is_meta:
+            scale.to_empty(device=weight.device)
 
 
 def map_local(tensor: torch.Tensor, change: Any) -> torch.Tensor:

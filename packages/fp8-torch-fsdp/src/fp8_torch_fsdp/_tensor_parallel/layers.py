@@ -128,8 +128,8 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """Return this rank's part of a parameter, which is a DTensor since its style was applied."""
-    return parameter.to_local()
+    """Return this rank's part of a parameter, a DTensor unless a framework has taken the part out itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _placed(input: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:

@@ -15,6 +15,8 @@ from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._convert import convert_to_float8_training
 from fp8_torch_fsdp._filters import auto_filter_for_recipe
+from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._tensor_parallel.placed import ByWeight
 
 try:
     from torchtitan.components.quantization import QuantizationConverter
@@ -28,8 +30,9 @@ except ImportError as error:
 class Float8Converter(QuantizationConverter):
     """Makes the linear layers of a torchtitan model FP8 layers; pass its Config in `converters=[...]`.
 
-    Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism the layers raise an error: it
-    distributes weights in its own way.
+    Weights are gathered in FP8 by FSDP2 and HSDP. Under torchtitan's tensor parallelism with `spmd_backend`
+    "partial_dtensor" layers compute as their weights are cut, with one amax over the mesh; activations travel as
+    torchtitan sends them.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -71,7 +74,11 @@ class Float8Converter(QuantizationConverter):
                 return auto(layer, name)
             return not any(part in name for part in self.config.filter_fqns)
 
-        return convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
+        model = convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
+        for layer in model.modules():
+            if isinstance(layer, Float8Linear):
+                layer.distribution = ByWeight()  # torchtitan cuts the weights later
+        return model
 
 
 @cache

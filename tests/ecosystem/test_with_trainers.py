@@ -1,0 +1,150 @@
+"""Transformers' Trainer: runs that are saved and resumed equal those that were not, alone and sharded by FSDP2."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+REASON = "Transformers and Accelerate are not installed: `nox -s ecosystem` installs them"
+transformers = pytest.importorskip("transformers", reason=REASON)
+accelerate = pytest.importorskip("accelerate", reason=REASON)
+
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import fp8_torch_fsdp as f8
+from tests.helpers.ranks import RankPool
+
+pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
+
+RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+class Counting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = (torch.arange(16) * (index % 5 + 1) + index) % 64
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class StopAfterThree(TrainerCallback):
+    def on_step_end(self, args, state, control, **rest):
+        control.should_training_stop = state.global_step == 3
+
+
+class Sharding(Trainer):
+    """Accelerate chooses FSDP on accelerators only; from here on everything is its own FSDP2 path."""
+
+    ram_efficient = False
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=self.ram_efficient,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        if self.args.bf16:
+            plugin.set_mixed_precision("bf16")
+        self.accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+        self.is_fsdp_enabled = True
+
+
+def trained(recipe, folder, *, trainer=Trainer, dtype=torch.float32, stops=False, checkpoint=None):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SIZES)).to(dtype)
+    f8.convert_to_float8_training(model, recipe=recipe, module_filter_fn=lambda layer, name: "lm_head" not in name)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        per_device_train_batch_size=4,
+        bf16=dtype == torch.bfloat16,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    callbacks = [StopAfterThree()] if stops else []
+    run = trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=callbacks)
+    run.train(resume_from_checkpoint=checkpoint)
+    return run
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def local_states(run):
+    return {name: getattr(t, "_local_tensor", t) for name, t in run.model.state_dict().items()}
+
+
+def whole_and_resumed(recipe, folder, **options):
+    whole = trained(recipe, Path(folder) / "whole", **options)
+    trained(recipe, Path(folder) / "parts", stops=True, **options)
+    checkpoint = str(Path(folder) / "parts" / "checkpoint-3")
+    return whole, trained(recipe, Path(folder) / "parts", checkpoint=checkpoint, **options)
+
+
+def differences(whole, resumed):
+    assert losses(whole) == losses(resumed)
+    assert losses(whole)[-1] < losses(whole)[0]
+    expected, found = local_states(whole), local_states(resumed)
+    assert expected.keys() == found.keys()
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
+    whole, resumed = whole_and_resumed(recipe, tmp_path)
+    assert differences(whole, resumed) == []
+    assert f8.float8_conversion_report(whole.model).converted > 0.75
+
+
+def test_checkpoints_of_dynamic_recipes_are_those_of_the_plain_model(tmp_path):
+    from safetensors import safe_open
+
+    trained("tensorwise", tmp_path, stops=True)
+    plain = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SIZES))
+    with safe_open(tmp_path / "checkpoint-3" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(plain.state_dict())
+    loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-3", output_loading_info=True)
+    assert [info[kind] for kind in ("unexpected_keys", "missing_keys", "mismatched_keys") if info[kind]] == []
+    assert all(torch.isfinite(p).all() for p in loaded.parameters())
+
+
+def sharded(rank, world_size, recipe, folder, ram_efficient, dtype):
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29513")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    trainer = type("Chosen", (Sharding,), {"ram_efficient": ram_efficient})
+    whole, resumed = whole_and_resumed(recipe, folder, trainer=trainer, dtype=dtype)
+    reports = f8.float8_communication_report(whole.model).weights
+    converted = [w.wire for w in reports if ".mlp." in w.name or ".self_attn." in w.name]
+    return differences(whole, resumed), set(converted), {p.dtype for p in whole.model.parameters()}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sharded_runs_resume_from_cpu_and_from_meta_in_float32_and_bf16(tmp_path, recipe):
+    """`cpu_ram_efficient_loading` shards on the meta device; `Trainer(bf16=True)` makes bf16 parameters float32."""
+    pool = RankPool(2)
+    try:
+        for ram_efficient in (False, True):
+            for dtype in (torch.float32, torch.bfloat16):
+                folder = tmp_path / f"{ram_efficient}-{dtype}"
+                for rank in pool.run(sharded, recipe, str(folder), ram_efficient, dtype, timeout=400):
+                    assert rank == ([], {"float8_e4m3fn"}, {torch.float32})
+    finally:
+        pool.close()
