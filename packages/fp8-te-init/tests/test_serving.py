@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8_te_init as fti
 from fp8_common import POWER_OF_2, Fp8Error, get_recipe, quantize_mx, quantize_rowwise, read_for_serving
@@ -97,6 +98,17 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path):
     with pytest.raises(Fp8Error, match="no FP8 weights"):
         fti.export_for_serving(nn.Linear(3, 3), None, tmp_path / "out", layout="deepseek")
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_in_e5m2_are_rounded_anew_or_refused(tmp_path):
+    recipe = get_recipe("rowwise")
+    model, optimizer = built(dataclasses.replace(recipe, weight=dataclasses.replace(recipe.weight, format="e5m2")))
+    with pytest.raises(Fp8Error, match=r"0.weight is trained in e5m2, and serving layouts hold e4m3"):
+        fti.export_for_serving(model, optimizer, tmp_path / "out", layout="compressed-tensors")
+    assert not list(tmp_path.iterdir())
+    fti.export_for_serving(model, optimizer, tmp_path / "out", layout="compressed-tensors", codes="masters")
+    expected = quantize_rowwise(optimizer.master_of(model[0].weight).numpy(), "e4m3").data
+    assert (read_for_serving(tmp_path / "out")["0.weight"].data == expected).all()
 
 
 def test_no_folder_is_replaced_but_an_older_export(tmp_path):
@@ -265,4 +277,19 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(run_ranks, tmp_p
         assert "layout must be one of" in unknown
         assert "cannot express rowwise" in granularity
         assert "No space left on device" in disk
+    assert not list(tmp_path.iterdir())
+
+
+def export_parallel(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        torch.manual_seed(7)
+        model = parallelize_module(fti.convert_linear(mlp(WIDTHS), recipe="rowwise"), mesh, {"0": style})
+        with pytest.raises(Fp8Error, match=r"0.weight is tensor-parallel.*Load the checkpoint into a model without"):
+            fti.export_for_serving(model, None, f"{folder}/out", layout="compressed-tensors")
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_weights_are_refused_on_all_ranks(run_ranks, tmp_path):
+    run_ranks(2, export_parallel, str(tmp_path))
     assert not list(tmp_path.iterdir())

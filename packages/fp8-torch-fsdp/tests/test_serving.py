@@ -1,12 +1,18 @@
 """Exports for serving engines: what the next gather would bring, the same from any number of ranks."""
 
+import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error, quantize_blockwise, read_for_serving
+from fp8_common import Fp8Error, get_recipe, quantize_blockwise, quantize_rowwise, read_for_serving
+from fp8_common.torch import _serving as serving
 from tests.helpers.sharded_models import mlp, shard
 
 WIDTHS = (64, 160, 96, 32)  # uneven over three ranks, more than one block, whole blocks of 32
@@ -47,6 +53,104 @@ def test_masters_are_rounded_with_the_granularity_of_the_layout(tmp_path):
     f8.export_for_serving(model, tmp_path / "out", layout="deepseek", codes="masters")
     expected = quantize_blockwise(model[0].weight.detach().plain.numpy(), "e4m3", (128, 128)).data
     assert (read_for_serving(tmp_path / "out")["0.weight"].data == expected).all()
+
+
+def in_e5m2():
+    recipe = get_recipe("rowwise")
+    return dataclasses.replace(recipe, weight=dataclasses.replace(recipe.weight, format="e5m2"))
+
+
+def test_weights_in_e5m2_are_rounded_anew_or_refused(tmp_path):
+    model = built(in_e5m2())
+    with pytest.raises(Fp8Error, match=r"0.weight is trained in e5m2, and serving layouts hold e4m3"):
+        f8.export_for_serving(model, tmp_path / "out", layout="compressed-tensors")
+    assert not list(tmp_path.iterdir())
+    f8.export_for_serving(model, tmp_path / "out", layout="compressed-tensors", codes="masters")
+    expected = quantize_rowwise(model[0].weight.detach().plain.numpy(), "e4m3").data
+    assert (read_for_serving(tmp_path / "out")["0.weight"].data == expected).all()
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 32, 32))
+
+
+def mixture():
+    layouts = {Stack: f8.ExpertLayout(forward=lambda module, x: x, weights=("up",))}
+    model = nn.Sequential(nn.Linear(32, 32), Stack())
+    return f8.convert_to_float8_training(model, recipe="rowwise", experts=layouts)
+
+
+def messages(world_size, folder):
+    """Return what all ways to fail say, the last one on the last rank alone."""
+    told, rank = [], torch.distributed.get_rank() if world_size else 0
+    put = serving._put
+
+    def full(*arguments):
+        if rank == max(world_size, 1) - 1:
+            raise OSError("No space left on device")
+        put(*arguments)
+
+    whole = built("rowwise", world_size)
+    with mock.patch.object(serving, "_put", full):
+        for model, options in (
+            (mixture(), {"layout": "compressed-tensors"}),
+            (whole, {"layout": "gguf"}),
+            (whole, {"layout": "deepseek"}),
+            (whole, {"layout": "mx", "codes": "best"}),
+            (built(in_e5m2(), world_size), {"layout": "mx"}),
+            (whole, {"layout": "compressed-tensors"}),
+        ):
+            with pytest.raises(Fp8Error) as error:
+                f8.export_for_serving(model, f"{folder}/out", **options)
+            told.append(str(error.value))
+    return told
+
+
+EXPECTED = (
+    "1 has stacked experts, and export_for_serving writes weights of nn.Linear",
+    "layout must be one of",
+    "cannot express rowwise scales",
+    'codes must be "training" or "masters"',
+    "is trained in e5m2",
+    "No space left on device",
+)
+
+
+def failures(rank, world_size, folder):
+    return messages(world_size, folder)
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_exported_is_refused_on_all_ranks_and_leaves_nothing(run_ranks, tmp_path):
+    for told in [*run_ranks(2, failures, str(tmp_path)), messages(0, tmp_path)]:
+        assert [part in one for part, one in zip(EXPECTED, told, strict=True)] == [True] * len(EXPECTED), told
+    assert not list(tmp_path.iterdir())
+
+
+def cut(style, world_size, recipe):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    return parallelize_module(built(recipe), mesh, {"0": style})
+
+
+def export_parallel(rank, world_size, folder):
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        model = cut(f8.Float8ColwiseParallel(), world_size, recipe)
+        f8.export_for_serving(model, f"{folder}/{recipe}", layout="compressed-tensors")
+    with pytest.raises(Fp8Error, match=r"whole or cut by rows over one mesh dimension, got .*Save the state dict"):
+        f8.export_for_serving(cut(f8.Float8RowwiseParallel(), world_size, recipe), f"{folder}/no", layout="deepseek")
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_weights_are_exported_where_rows_are_cut_and_else_refused(run_ranks, tmp_path):
+    run_ranks(2, export_parallel, str(tmp_path / "ranks"))
+    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == ["blockwise", "rowwise", "tensorwise"]
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        f8.export_for_serving(built(recipe), tmp_path / recipe, layout="compressed-tensors")
+        one, ranks = (read_for_serving(folder / recipe) for folder in (tmp_path, tmp_path / "ranks"))
+        for name in one:
+            assert one[name].values().tobytes() == ranks[name].values().tobytes(), (recipe, name)
 
 
 def export_all(rank, world_size, folder):

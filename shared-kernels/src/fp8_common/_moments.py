@@ -12,12 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from fp8_common._amax import as_float32
 from fp8_common._formats import E4M3
-from fp8_common._policy import ScalePolicy
+from fp8_common._policy import POWER_OF_2
 from fp8_common._rounding import decode, encode_stochastic
 from fp8_common._scaling import amax_to_scale, reciprocal
 
 MOMENT_BLOCK = 128
-MOMENT_POLICY = ScalePolicy(name="moments", power_of_2=True)
 
 
 class Moments(NamedTuple):
@@ -42,7 +41,7 @@ def quantize_moments(values: ArrayLike, step: int, *, squares: bool) -> Moments:
     """
     given = as_float32(values)
     blocks = _in_blocks(np.sqrt(given) if squares else given)
-    scale = np.asarray(amax_to_scale(np.abs(blocks).max(-1), E4M3, MOMENT_POLICY))
+    scale = np.asarray(amax_to_scale(np.abs(blocks).max(-1), E4M3, POWER_OF_2))
     with np.errstate(all="ignore"):
         scaled = (blocks * scale[..., None]).astype(np.float32)
     codes = encode_stochastic(scaled, E4M3, moment_bits(scaled, step))

@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 MASTER = "master_param"
 """Name of the master in the state of its parameter, as in TransformerEngine's FusedAdam."""
 
-_CHOICES = ("_round_through_dtype", "_kept", "_in_parts", "_moments")
-
 
 class MasterOptimizer(Optimizer):
     """An optimizer with float32 masters of FP8 (and other low-precision) parameters.

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fp8_common import Fp8UnsupportedError
 from fp8_common.torch import serving
 from fp8_common.torch.plugin import ShardGeometry, max_over_ranks
-from fp8_torch_fsdp._experts import Float8Experts
 from fp8_torch_fsdp._linear import Float8Linear
+from fp8_torch_fsdp._own_weights import Float8Weights
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
 
@@ -69,11 +69,7 @@ def export_for_serving(
 def _parts(
     model: nn.Module, quantized: Mapping[int, Strategy], layout: serving.ServingLayout, codes: str
 ) -> list[serving.ServedPart]:
-    if any(isinstance(module, Float8Experts) for module in model.modules()):
-        raise Fp8UnsupportedError(
-            "The model has stacked experts, and export_for_serving writes matrices. Save its state dict, and quantize "
-            "it in the engine's tools."
-        )
+    _check_modules(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -96,6 +92,16 @@ def _parts(
     saved = model.state_dict(keep_vars=True)
     state = [(n, b) for n, b in model.named_buffers() if n in saved and ".fp8_" not in f".{n}"]
     return [*parts, *(_part(name, (), buffer, partial(_values, buffer), None) for name, buffer in state)]
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Weights):
+            kept = "stacked experts" if module.fp8_layout.stacked else "a transposed weight"
+            raise Fp8UnsupportedError(
+                f"{name or type(module).__name__} has {kept}, and export_for_serving writes weights of nn.Linear. Save "
+                "the model's state dict, and quantize it with the engine's tools."
+            )
 
 
 def _check_strategy(strategy: Strategy, name: str) -> None:

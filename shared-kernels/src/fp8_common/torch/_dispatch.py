@@ -10,6 +10,7 @@ import torch
 
 from fp8_common._blocks import Block
 from fp8_common._formats import Format
+from fp8_common._moments import MOMENT_BLOCK as MOMENT_BLOCK
 from fp8_common._policy import ScalePolicy
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _gradients as gradients

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp8_common import get_format
-from fp8_common.presets import ScalePolicy
+from fp8_common import POWER_OF_2, get_format
 from fp8_common.torch import encode_stochastic
 from fp8_common.torch.plugin import dispatch
 
-BLOCK = 128
+BLOCK = dispatch.MOMENT_BLOCK
 CODES, EXPONENTS, STEPS = "_fp8", "_fp8_exponents", "fp8_steps"
 """Names in the state: what is added to the name of a state, and the number of the steps that were made."""
 
@@ -27,7 +26,6 @@ SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", 
 """State of torch's optimizers that is a mean or a sum of squares."""
 
 _FORMAT = get_format("e4m3")
-_POLICY = ScalePolicy(name="moments", power_of_2=True)
 
 
 def is_packed(state: dict[str, Any]) -> bool:
@@ -46,7 +44,7 @@ def packed(name: str, values: torch.Tensor, step: int) -> dict[str, torch.Tensor
     # Through float64: torch's root of float32 is not the nearest number everywhere, and differs between machines.
     roots = values.double().sqrt_().float() if name in SQUARES else values
     blocks = _in_blocks(roots)
-    scale = dispatch.scale_from_amax(blocks.abs().amax(-1), _FORMAT, _POLICY)
+    scale = dispatch.scale_from_amax(blocks.abs().amax(-1), _FORMAT, POWER_OF_2)
     scaled = blocks * scale.unsqueeze(-1)
     codes = encode_stochastic(scaled, _FORMAT, random_bits(scaled, step))
     if name in SQUARES:
