@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_te_init._masters import remainder
+from fp8_te_init._masters import one_pass, remainder
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 
@@ -396,3 +396,60 @@ def test_export_and_stacked_experts():
             optimizer.step()
         runs.append(fti.export_fp32_state_dict(net, optimizer)["weight"])
     assert torch.equal(*runs)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.matrix(
+    recipe=["tensorwise", "tensorwise_delayed"], fused=[True, False], dtype=[torch.float32, torch.bfloat16]
+)
+def test_one_pass_of_adamw_is_that_of_whole_masters_bit_for_bit(monkeypatch, recipe, fused, dtype):
+    """With numbers that have to be listed, a changed learning rate, and no step but the first in float32."""
+    stepped, pairs = [], []
+    part = one_pass.OnePass.part
+    monkeypatch.setattr(one_pass.OnePass, "part", lambda *a: (stepped.append(1), part(*a))[1])
+    for kept in ("remainder", "float32"):
+        torch.manual_seed(0)
+        with fti.primary_weights(recipe, preserve="cpu"):
+            net = nn.Sequential(nn.Linear(32, 48, dtype=dtype), nn.GELU(), nn.Linear(48, 16, dtype=dtype))
+        optimizer = fti.MasterOptimizer(
+            torch.optim.AdamW, net.parameters(), masters=kept, compiled=kept == "remainder", lr=1e-3, fused=fused
+        )
+        fti.seed_masters(optimizer, net)
+        values = optimizer.master_of(net[0].weight).clone()
+        values[0, :4] = torch.tensor([0.0, -0.0, 1e-30, 1e-12])
+        values[40, 7] = 1e-9
+        values[45:] = torch.logspace(-20, -12, 96).view(3, 32)
+        optimizer.set_master(net[0].weight, values)
+        optimizer.write_back(step=False)
+        # no decay of numbers that are listed and have no gradient, so that they stay so
+        optimizer.param_groups[0]["weight_decay"] = 0.02
+        generator = torch.Generator().manual_seed(3)
+        for step in range(6):
+            for layer in net[::2]:
+                layer.weight.grad = torch.randn(layer.weight.shape, generator=generator).to(dtype) * 1e-2
+                layer.weight.grad[0] = 0
+            optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            optimizer.step()
+        assert kept == "float32" or optimizer.master_bytes()[1], "listed to the end"
+        pairs.append((net, optimizer))
+    assert len(stepped) >= 5 * 2 * 2
+    (net, optimizer), (other, again) = pairs
+    assert_same(net, optimizer, other, again)
+    assert is_rounding(net, optimizer)
+    for layer, twin in zip(net[::2], other[::2], strict=True):
+        mine, theirs = optimizer.state[layer.weight], again.state[twin.weight]
+        assert all(torch.equal(mine[name], theirs[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.timeout(900)
+def test_other_options_are_stepped_by_the_optimizer_itself(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("stepped in one pass")
+
+    monkeypatch.setattr(one_pass.OnePass, "part", refuse)
+    for options in ({"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"betas": (0.4, 0.9)}):
+        net = model()
+        optimizer = optimizer_for(net, "adamw", compiled=True, **options)
+        fti.seed_masters(optimizer, net)
+        train(net, optimizer, 3)
+        assert is_rounding(net, optimizer)

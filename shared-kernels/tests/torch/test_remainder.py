@@ -74,6 +74,16 @@ def test_compiled_functions_make_the_same_bits(fmt):
     assert torch.equal(dispatch.join_scaled(top, one, lower, fmt), values)
 
 
+@pytest.mark.timeout(600)
+def test_compiled_casts_tell_of_powers_of_two_that_become_0():
+    """Their lower bytes are those of an exact zero: 2^-11 beside the code 0, half of whose range begins at 2^-10."""
+    x, one = torch.full((4, 64), 2.0**-11), torch.tensor(1.0)
+    lower, top = dispatch.lower_bytes(x), dispatch.top_byte(x)
+    may_fail = dispatch.compiled_bytes(get_format("e4m3")).cast(top, one, one, lower)
+    assert not top.any()
+    assert may_fail
+
+
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
     with pytest.raises(Fp8Error, match="compiled=True knows e4m3 and e5m2, got e4m3fnuz"):
         compiled_functions.CompiledBytes(get_format("e4m3fnuz"))

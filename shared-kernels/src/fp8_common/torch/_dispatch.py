@@ -12,6 +12,7 @@ from fp8_common._blocks import Block
 from fp8_common._formats import Format
 from fp8_common._moments import MOMENT_BLOCK as MOMENT_BLOCK
 from fp8_common._policy import ScalePolicy
+from fp8_common.torch import _adamw_compiled as adamw_compiled
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _ops as ops
@@ -34,6 +35,7 @@ join_lower_bytes, not_joined = remainder.join_lower_bytes, remainder.not_joined
 join_scaled, usable_inverse = remainder.join_scaled, remainder.usable_inverse
 is_unusual, places_that_may_fail = remainder.is_unusual, remainder.places_that_may_fail
 compiled_bytes = remainder_compiled.compiled_bytes
+compiled_adamw, AdamWStep = adamw_compiled.compiled_adamw, adamw_compiled.AdamWStep
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fp8_common._remainder import LOWER_BYTES, OCTAVE
 from fp8_common.torch import _remainder as reference
 from fp8_common.torch._quantize import quantize
 
-_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 class CompiledBytes:
@@ -32,7 +32,7 @@ class CompiledBytes:
     def __init__(self, fmt: Format) -> None:
         if fmt.fnuz:
             raise Fp8Error(f"compiled=True knows e4m3 and e5m2, got {fmt}. Leave it out for weights in {fmt}.")
-        self._join = torch.compile(_join_of(fmt), dynamic=True, fullgraph=True)
+        self._join = torch.compile(join_of(fmt), dynamic=True, fullgraph=True)
         self._split = torch.compile(_split, dynamic=True, fullgraph=True)
         self._cast = torch.compile(_cast_of(fmt), dynamic=True, fullgraph=True)
         try:
@@ -105,8 +105,12 @@ def _alike(function: Callable[..., Any], codes: torch.Tensor, scales: tuple, *pl
 
 
 def _split(x: torch.Tensor, top: torch.Tensor, *lower: torch.Tensor) -> None:
-    bits = x.view(torch.int32)
-    for place, plane in enumerate((*lower, top)):
+    write_bytes(x.view(torch.int32), *lower, top)
+
+
+def write_bytes(bits: torch.Tensor, *planes: torch.Tensor) -> None:
+    """Write the bytes of int32 `bits` to uint8 tensors of its shape, the lowest first; in code that is compiled."""
+    for place, plane in enumerate(planes):
         plane.copy_(((bits >> 8 * place) & 0xFF).to(torch.uint8))
 
 
@@ -115,7 +119,8 @@ def _lower(planes: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (high << 16) | (middle << 8) | low
 
 
-def _join_of(fmt: Format) -> Callable[..., torch.Tensor]:
+def join_of(fmt: Format) -> Callable[..., torch.Tensor]:
+    """Return the function that makes numbers of codes, scales back from FP8 and lower bytes; to be compiled."""
     # Numbers, not the format: what is computed when it is asked for cannot be compiled.
     shift, first_normal, rebias = 23 - fmt.mantissa_bits, 1 << fmt.mantissa_bits, (127 - fmt.bias) << 23
     smallest, largest = fmt.smallest_subnormal, fmt.max_code
@@ -152,18 +157,18 @@ def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
         # As `nan_where_infinite` does; the sign of the NaN that this makes is the processor's choice.
         product = (values + values * 0.0) * scale
         signed = product.view(torch.int32)
-        magnitude = (signed & _MAGNITUDE).view(torch.float32).clamp(max=greatest)
+        magnitude = (signed & MAGNITUDE).view(torch.float32).clamp(max=greatest)
         rounded = magnitude.view(torch.int32)
         normal = ((rounded + ((1 << (shift - 1)) - 1) + ((rounded >> shift) & 1)) >> shift) - rebias
         subnormal = (magnitude + magic).view(torch.int32) - magic_bits
         code = torch.where(magnitude < least_normal, subnormal, normal)
-        code = torch.where((signed & _MAGNITUDE) > _INFINITY, nan_code, code)
+        code = torch.where((signed & MAGNITUDE) > _INFINITY, nan_code, code)
         code = code | ((signed >> 24) & 0x80)
         top.copy_(code.to(torch.uint8))
         # The least and the first too large of what the codes 0 and the largest are joined with.
         ends = [(anchor * inverse).view(torch.int32) for anchor in (least, most)]
-        number = bits & _MAGNITUDE
-        outside = (number < ends[0] - OCTAVE) | (number >= ends[1] + OCTAVE) | ((code & 0x7F == 0) & (rest == 0))
+        number = bits & MAGNITUDE
+        outside = (number < ends[0] - OCTAVE) | (number >= ends[1] + OCTAVE) | (((code & 0x7F) == 0) & (rest == 0))
         return (outside & (number != 0)).to(torch.float32).amax()
 
     return cast

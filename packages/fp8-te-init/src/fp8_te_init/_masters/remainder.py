@@ -9,10 +9,12 @@ these, the master is made whole.
 import dataclasses
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fp8_common import Format
 from fp8_common.torch.plugin import ShardGeometry, dispatch
 from fp8_te_init._compat import float32_like, local_of
 from fp8_te_init._shards import group_of
@@ -23,6 +25,22 @@ PART = 1 << 20
 """Elements that are joined, stepped and split at a time: 4 MiB of float32."""
 
 _Escapes = tuple[torch.Tensor, torch.Tensor]
+
+
+class PartBytes(NamedTuple):
+    """The bytes of one part of a master with one scale, to be stepped in their places.
+
+    Attributes:
+        codes: uint8 [n], a view; after a step the highest bytes.
+        inverse: float32 [], what the scale is multiplied back with.
+        lower: uint8 [3, n], a view.
+        listed: int64 [k], the places, in order, of numbers that the bytes do not give back; None if there are none.
+    """
+
+    codes: torch.Tensor
+    inverse: torch.Tensor
+    lower: torch.Tensor
+    listed: torch.Tensor | None
 
 
 def can_be_joined(parameter: torch.Tensor) -> bool:
@@ -46,6 +64,7 @@ class RemainderMaster:
 
     Attributes:
         key: float32 of the shape of the weight, without memory.
+        compiled: Whether compiled code is used.
     """
 
     def __init__(
@@ -56,7 +75,7 @@ class RemainderMaster:
         if compiled:
             dispatch.compiled_bytes(self._state.cast.fp8_format)  # refuses what it cannot do
         self.key = float32_like(parameter, torch.zeros((), device=device).expand(local_of(parameter).shape))
-        self._compiled = compiled
+        self.compiled = compiled
         self._lower = torch.empty((3, *shape), dtype=torch.uint8, device=device)
         self._escapes: list[_Escapes | None] = [None] * len(self.parts())
         # Parts whose fourth byte is in the place of the code.
@@ -71,6 +90,16 @@ class RemainderMaster:
         primary = primary_of(self._parameter)
         assert primary is not None  # noqa: S101  a parameter stays an FP8 weight: `can_be_joined`
         return primary.state
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows held here."""
+        return self._state.own_codes.shape
+
+    @property
+    def fmt(self) -> Format:
+        """The format of the codes."""
+        return self._state.cast.fp8_format
 
     @property
     def has_whole_rows(self) -> bool:
@@ -112,6 +141,8 @@ class RemainderMaster:
         # A weight that is cut along another dimension is not cut twice.
         cut = self._in_parts and self.has_whole_rows
         rows = max(1, PART // max(1, shape[1:].numel())) if cut else max(1, shape[0])
+        # torch computes what is left of 16 elements in another way: only the last part may end so.
+        rows -= rows % 16 if cut and rows > 16 else 0
         return [slice(start, min(start + rows, shape[0])) for start in range(0, max(1, shape[0]), rows)]
 
     def tensor(self) -> torch.Tensor:
@@ -136,7 +167,7 @@ class RemainderMaster:
         if index in self._waiting:
             return dispatch.join_bytes(codes, lower)
         inverse = self._of_part(dispatch.usable_inverse(state.scale), part)
-        if self._compiled:
+        if self.compiled:
             values = dispatch.compiled_bytes(fmt).join(codes, inverse, lower)
         else:
             values = dispatch.join_scaled(codes, inverse, lower, fmt)
@@ -148,15 +179,49 @@ class RemainderMaster:
     def write(self, index: int, values: torch.Tensor) -> None:
         """Take over new values of one part, to be cast by the next `store`: their fourth byte goes to the codes."""
         part = self.parts()[index]
-        keys = self._state.layout.keys(self._to_cast(values), self._geometry_of(part))
-        self._keys = keys if self._keys is None or index == 0 else torch.maximum(self._keys, keys)
+        if index == 0:
+            self._keys = None
+        self._add_keys(self._state.layout.keys(self._to_cast(values), self._geometry_of(part)))
         if self._whole is not None:
             self._whole[part] = values
             return
-        split = dispatch.compiled_bytes(self._state.cast.fp8_format).split if self._compiled else dispatch.split_bytes
+        split = dispatch.compiled_bytes(self._state.cast.fp8_format).split if self.compiled else dispatch.split_bytes
         split(values, self._lower[:, part], self._state.own_codes[part])
         self._waiting.add(index)
         self._escapes[index] = None
+
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether a step can be made on codes and lower bytes: nothing else holds the values, or rounds them before."""
+        return self._state.scale.numel() == 1 and self._whole is None and not self._waiting and not self._rounded
+
+    def bytes_of(self, index: int) -> PartBytes:
+        """Return the bytes of one part; `is_in_bytes` has to say so before the step begins."""
+        part, escapes = self.parts()[index], self._escapes[index]
+        inverse = dispatch.usable_inverse(self._state.scale).reshape(())
+        codes, lower = self._state.own_codes[part].view(-1), self._lower[:, part].flatten(1)
+        return PartBytes(codes, inverse, lower, None if escapes is None else escapes[0].long())
+
+    def read_at(self, index: int, places: torch.Tensor) -> torch.Tensor:
+        """Return float32 [k] at int64 places [k], in order, of one part, among them all that are listed."""
+        held, escapes = self.bytes_of(index), self._escapes[index]
+        values = dispatch.join_scaled(held.codes[places], held.inverse, held.lower[:, places], self.fmt)
+        if escapes is not None:
+            values[torch.searchsorted(places, escapes[0].long())] = escapes[1]
+        return values
+
+    def stepped(self, index: int, key: torch.Tensor) -> None:
+        """Note that all four bytes of a part were written in their places; `key`, int32 [], is that of their amax."""
+        self._waiting.add(index)
+        self._escapes[index] = None
+        if index == 0:
+            self._keys = None
+        # The largest stands for all that the scale holds for.
+        amax = key.view(torch.float32).view(*(1 for _ in self.shape))
+        self._add_keys(self._state.layout.keys(amax, self._geometry_of(self.parts()[index])))
+
+    def _add_keys(self, keys: torch.Tensor) -> None:
+        self._keys = keys if self._keys is None else torch.maximum(self._keys, keys)
 
     def set(self, values: torch.Tensor) -> None:
         """Take over values; they are whole until the codes are what they round to."""
@@ -184,8 +249,7 @@ class RemainderMaster:
         if self._keys is None:
             for index in range(len(self.parts())):
                 part = self.parts()[index]
-                own = self._state.layout.keys(self._to_cast(self.read(index)), self._geometry_of(part))
-                self._keys = own if self._keys is None else torch.maximum(self._keys, own)
+                self._add_keys(self._state.layout.keys(self._to_cast(self.read(index)), self._geometry_of(part)))
         assert self._keys is not None  # noqa: S101  there is always a part
         return self._keys
 
@@ -227,10 +291,9 @@ class RemainderMaster:
         """Write the codes of one part, its lower bytes if they are not there yet, and what these cannot hold."""
         part, state = self.parts()[index], self._state
         codes, lower, fmt = state.own_codes[part], self._lower[:, part], state.cast.fp8_format
-        if self._compiled and self._whole is None and not self._rounded:
+        if self.compiled and self._whole is None and not self._rounded:
             top, inverse = codes.clone(), dispatch.usable_inverse(state.scale)
             scales = self._of_part(state.scale, part), self._of_part(inverse, part)
-            self._escapes[index] = None
             may_fail = dispatch.compiled_bytes(fmt).cast(codes, *scales, lower)
             if may_fail or dispatch.is_unusual(state.scale):
                 self._list(index, lambda places: dispatch.join_bytes(top.view(-1)[places], lower.flatten(1)[:, places]))

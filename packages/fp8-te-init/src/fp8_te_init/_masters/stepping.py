@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fp8_common import Fp8Error
 from fp8_te_init._compat import dtensor_like, local_of
 from fp8_te_init._masters import moments
+from fp8_te_init._masters.one_pass import OnePass
 from fp8_te_init._masters.remainder import RemainderMaster
 
 ELEMENTWISE = frozenset(
@@ -73,6 +74,8 @@ class PartSteps:
             Fp8Error: The optimizer changed the options of the group; nothing was stepped.
         """
         fp8 = group.get("moments", "float32") == "fp8" and master.has_whole_rows
+        if not fp8 and self._in_one_pass(master, gradient, group):
+            return
         state = _PartState(self._inner.state.get(master.key, {}), master.key, fp8=fp8)
         parts = master.parts()
         for index, part in enumerate(parts):
@@ -80,6 +83,16 @@ class PartSteps:
             state.put_back(part, self._step_one(values, gradient[part], state.of(part), group))
             master.write(index, values)
         self._inner.state[master.key] = state.result()
+
+    def _in_one_pass(self, master: RemainderMaster, gradient: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Step the bytes of a parameter where they lie, if there is code for that; return whether it was done."""
+        one_pass = OnePass.of(master, self._inner, group, self._inner.state.get(master.key, {}))
+        if one_pass is None:
+            return False
+        for index, part in enumerate(master.parts()):
+            one_pass.part(index, master, gradient[part], lambda *x: self._step_one(*x, group))
+        one_pass.end()
+        return True
 
     def _step_one(
         self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]

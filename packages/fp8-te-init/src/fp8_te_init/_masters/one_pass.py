@@ -1,0 +1,107 @@
+"""`OnePass`: a step of AdamW that reads codes, lower bytes, gradient and moments once, and writes them back.
+
+The bits are those of `torch.optim.AdamW` on float32 masters. It takes what torch's class does by default: other options
+are stepped by the optimizer itself, part by part.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fp8_common.torch.plugin import dispatch
+from fp8_te_init._compat import local_of
+from fp8_te_init._masters.remainder import RemainderMaster
+
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+GROUP = 16
+"""Elements that torch's loops handle at a time: what is listed is stepped with its neighbours, by torch."""
+MOST_GROUPS = 64
+"""Of which the numbers between are stepped by themselves; a part with more is stepped as float32 values."""
+Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], dict[str, Any]]
+"""Steps float32 values with their gradient and state; returns the state."""
+
+
+class OnePass:
+    """One step of one parameter.
+
+    Args:
+        compiled: What steps rows of bytes.
+        group: The options of the parameter.
+        state: What the inner optimizer keeps for it; written.
+    """
+
+    def __init__(self, compiled: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self._compiled, self._count = compiled, state["step"]
+        self._moments = tuple(local_of(state[name]) for name in (FIRST, SECOND))
+        names = ("lr", "betas", "eps", "weight_decay")
+        self._numbers = dispatch.AdamWStep.of(int(self._count) + 1, **{name: group[name] for name in names})
+
+    @classmethod
+    def of(cls, master: RemainderMaster, inner: Any, group: dict[str, Any], state: dict[str, Any]) -> "OnePass | None":
+        """Return the step of a parameter; None where the optimizer has to make it, as for the first one."""
+        if type(inner) is not torch.optim.AdamW or not _is_usual(group) or not {FIRST, SECOND} <= state.keys():
+            return None
+        device, elements = local_of(state[FIRST]).device, master.shape.numel()
+        # Of what is left of 16 elements torch computes some in another way.
+        if not (master.compiled and master.is_in_bytes) or device.type != "cpu" or not elements or elements % GROUP:
+            return None
+        if not all(local_of(state[name]).is_contiguous() for name in (FIRST, SECOND)):
+            return None
+        compiled = dispatch.compiled_adamw(master.fmt, fused=bool(group["fused"]))
+        return None if compiled is None else cls(compiled, group, state)
+
+    def part(self, index: int, master: RemainderMaster, gradient: torch.Tensor, step: Step) -> None:
+        """Step a part of `master`.
+
+        Args:
+            index: Of the part.
+            master: Its bytes are written.
+            gradient: Of the part, of any floating-point dtype.
+            step: Steps values where the bytes do not give them back.
+        """
+        part, held = master.parts()[index], master.bytes_of(index)
+        first, second = (moment[part].view(-1) for moment in self._moments)
+        gradient = gradient.reshape(-1)
+        gradient = gradient if gradient.dtype == torch.bfloat16 else gradient.to(torch.float32)
+        groups = [] if held.listed is None else (held.listed // GROUP).unique().tolist()
+        if len(groups) > MOST_GROUPS:
+            groups = range(held.codes.numel() // GROUP)
+        largest = []
+        if groups:
+            at = (torch.tensor(groups).unsqueeze(1) * GROUP + torch.arange(GROUP)).view(-1)
+            values = master.read_at(index, at)
+            after = step(values, gradient[at], {"step": self._count.clone(), FIRST: first[at], SECOND: second[at]})
+            first[at], second[at] = after[FIRST], after[SECOND]
+            held.codes[at], held.lower[:, at] = dispatch.top_byte(values), dispatch.lower_bytes(values)
+            largest.append((values.view(torch.int32) & 0x7FFFFFFF).amax())
+        for start, stop in _between(groups, held.codes.numel()):
+            own, moments = slice(start, stop), (first[start:stop], second[start:stop])
+            largest.append(
+                self._compiled.step(
+                    held.codes[own], held.inverse, held.lower[:, own], gradient[own], moments, self._numbers
+                )
+            )
+        master.stepped(index, torch.stack(largest).amax())
+
+    def end(self) -> None:
+        """Count the step."""
+        self._count += 1
+
+
+def _between(groups: Sequence[int], elements: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of what lies between groups, which are in order."""
+    start = 0
+    for group in groups:
+        if group * GROUP > start:
+            yield start, group * GROUP
+        start = (group + 1) * GROUP
+    if start < elements:
+        yield start, elements
+
+
+def _is_usual(group: dict[str, Any]) -> bool:
+    odd = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+    numbers = (group["lr"], *group["betas"], group["weight_decay"])
+    plain = not any(isinstance(number, torch.Tensor) for number in numbers)
+    return plain and group["betas"][0] > 0.5 and not any(group.get(name) for name in odd)
