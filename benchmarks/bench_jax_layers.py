@@ -4,7 +4,9 @@
 
 A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows. Programs take turns, and
 each round gives one ratio of times; its median is kept. Beside it stand the ratios of the bytes that XLA allocates for
-temporaries and of the processor times to lower and to compile (once), and the numbers of traced equations.
+temporaries and of the processor times to lower and to compile (once), and the numbers of traced equations and of
+lowered operations. "products alone" is the same program with products of float32 operands, which is how XLA on CPUs
+multiplies FP8 ones, and without casts, amax and state: what is beyond it is what FP8 costs.
 Writes benchmarks/results/jax-layers.json and the table of docs/guides/jax-owg.md that `tools.pages` makes of it.
 """
 
@@ -32,8 +34,21 @@ from tools import pages
 RESULT = Path(__file__).parent / "results" / "jax-layers.json"
 ROWS, WIDTH = 128, 256
 OWG = "_overwrite_with_gradient"
-OURS, FLAX = "fp8_jax_owg", "flax direct"
-LINEN = {OURS: Fp8DotGeneralOp, FLAX: nn.Fp8DirectDotGeneralOp, "unquantized": None}
+OURS, FLAX, PRODUCTS, PLAIN = "fp8_jax_owg", "flax direct", "products alone", "unquantized"
+
+
+def multiply_in_float32(x: jax.Array, k: jax.Array, dims: Any, **_: Any) -> jax.Array:
+    """Multiply as XLA on CPUs multiplies FP8 operands, and so backward."""
+    wide = x.astype(jnp.float32), k.astype(jnp.float32)
+    return jax.lax.dot_general(*wide, dims, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def products_alone() -> Callable[..., jax.Array]:
+    """Return the product, as Linen makes an operation."""
+    return multiply_in_float32
+
+
+LINEN = {OURS: Fp8DotGeneralOp, FLAX: nn.Fp8DirectDotGeneralOp, PRODUCTS: products_alone, PLAIN: None}
 
 
 class Case(NamedTuple):
@@ -157,7 +172,9 @@ def nnx_stack(case: Case, operation: str) -> tuple[Callable[..., jax.Array], Any
     def make(rngs: nnx.Rngs) -> NnxBlock:
         block = NnxBlock(rngs, jnp.dtype(case.dtype))
         for layer in (block.up, block.down):
-            if operation != "unquantized":
+            if operation == PRODUCTS:
+                layer.dot_general = multiply_in_float32
+            elif operation != PLAIN:
                 product = owg_nnx.Fp8DotGeneralOp() if operation == OURS else NnxDirect()
                 layer.dot_general = nnx.data(product)
         return block
@@ -196,6 +213,7 @@ def build(case: Case, operation: str) -> tuple[Callable[[], None], dict[str, flo
     end = time.process_time()
     facts = {
         "equations": equations,
+        "operations": lowered.as_text().count("stablehlo."),
         "lower": middle - start,
         "compile": end - middle,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
@@ -225,22 +243,25 @@ def _programs(equation: Any) -> Iterator[Any]:
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Return one row of the report: what ours takes, divided by what the others take."""
-    built = {name: build(case, name) for name in (OURS, FLAX, "unquantized")}
+    built = {name: build(case, name) for name in LINEN}
     times: dict[str, list[float]] = {name: [] for name in built}
     for i in range(rounds + 2):
         names = list(built)
-        for name in names[i % 3 :] + names[: i % 3]:
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             start = time.perf_counter()
             built[name][0]()
             # the first two rounds warm up
             times[name] += [time.perf_counter() - start] * (i > 1)
     facts = {name: facts for name, (_, facts) in built.items()}
     row: dict[str, Any] = {"case": case.name, "milliseconds": round(statistics.median(times[OURS]) * 1e3, 2)}
-    for other in (FLAX, "unquantized"):
+    for other in (FLAX, PLAIN):
         row[f"time / {other}"] = round(statistics.median(map(_ratio, times[OURS], times[other])), 2)
+    row[f"{PRODUCTS} / {FLAX}"] = round(statistics.median(map(_ratio, times[PRODUCTS], times[FLAX])), 2)
     for fact in ("temporaries", "lower", "compile"):
         row[f"{fact} / {FLAX}"] = round(facts[OURS][fact] / max(facts[FLAX][fact], 1e-9), 2)
-    return row | {"equations": facts[OURS]["equations"], f"equations, {FLAX}": facts[FLAX]["equations"]}
+    for fact in ("equations", "operations"):
+        row |= {fact: facts[OURS][fact], f"{fact}, {FLAX}": facts[FLAX][fact]}
+    return row
 
 
 def _ratio(a: float, b: float) -> float:

@@ -147,20 +147,25 @@ def megabytes(run: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- stacked JAX layers
 
 
-GOALS = {"time / flax direct": 0.7, "temporaries / flax direct": 1.0, "compile / flax direct": 1.2}
+GOALS = {
+    "time / flax direct": 0.7,
+    "temporaries / flax direct": 1.0,
+    "lower / flax direct": 1.2,
+    "compile / flax direct": 1.2,
+}
 """The greatest figures with which a column reaches its goal."""
 
 
 def jax_layers() -> str:
     """Return the table of `benchmarks.bench_jax_layers`; what misses its goal is bold."""
     rows = json.loads((ROOT / JAX_LAYERS).read_text())["rows"]
-    heads = ["case", *GOALS, "unquantized / flax direct", "equations", "of flax direct"]
+    others = ["products alone / flax direct", "equations", "operations", "operations, flax direct"]
+    heads = ["case", *GOALS, *others]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
         cells = [f"**{row[name]}**" if row[name] > goal else str(row[name]) for name, goal in GOALS.items()]
-        bound = f"{row['time / flax direct'] / row['time / unquantized']:.2f}"
-        counts = f"{row['equations']:,}", f"{row['equations, flax direct']:,}"
-        lines.append(f"| {' | '.join([row['case'], *cells, bound, *counts])} |")
+        cells += [f"{row[name]:,}" if name in row else "-" for name in others]
+        lines.append(f"| {' | '.join([row['case'], *cells])} |")
     return "\n".join(lines)
 
 

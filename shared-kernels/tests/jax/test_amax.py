@@ -58,12 +58,12 @@ def test_integers_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(1 << 16,), (512, 128), (3, 8, 4096), (257, 300)])
-@pytest.mark.parametrize("keepdims", [False, True])
-def test_large_arrays_are_compared_exactly_wherever_the_largest_is(shape, keepdims):
+@pytest.mark.parametrize(("keepdims", "dtype"), [(False, "float32"), (True, "float32"), (False, "bfloat16")])
+def test_large_arrays_are_compared_exactly_wherever_the_largest_is(shape, keepdims, dtype):
     largest = jax.jit(lambda x: f8.amax(x, keepdims=keepdims))
     for place in (0, 1, 5 * shape[-1] + 3, int(np.prod(shape)) - 1):
         for value, rest in ((np.nan, np.inf), (-np.inf, 3.0), (-1e-45, 0.0), (3e-39, -2e-39), (-7.0, 6.9)):
-            x = np.full(shape, rest, np.float32)
+            x = np.full(shape, rest, dtype)
             x.reshape(-1)[place % x.size] = value
             assert_same_bits(np.asarray(largest(x)), fp8_common.amax(x, keepdims=keepdims))
 

@@ -15,6 +15,7 @@ from fp8_common.jax.plugin import dispatch
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
+from fp8_jax_owg._one_equation import as_one_equation
 from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, by_channel, format_of
 from fp8_jax_owg._sharing import like
 from fp8_jax_owg.observation import checked_scale, observe
@@ -75,7 +76,7 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
         if isinstance(scaling, DelayedScaling) and by_channel(tensor, scaling):
             return _cast_channels(x, state[tensor], axes=axes, fmt=fmt, policy=scaling.policy)
         if isinstance(scaling, DelayedScaling):
-            return _cast_delayed(x, state[tensor], fmt=fmt, policy=scaling.policy)
+            return _cast_delayed_once(x, state[tensor], fmt=fmt, policy=scaling.policy)
         return _cast_current(x, axes=axes if keeps_operands(scaling) else None, fmt=fmt, policy=scaling.policy)
 
 
@@ -86,6 +87,9 @@ def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScaleP
     # The amax of this step takes no part in it: it is observed for later steps.
     codes, greatest = dispatch.quantize_to_codes_with_amax(x, scale, fmt)
     return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
+
+
+_cast_delayed_once = as_one_equation("fp8_cast", _cast_delayed)
 
 
 # Of its own, because it is the same for operands of every shape.
@@ -162,7 +166,7 @@ def next_state(state: State, seen: Mapping[Tensor, Seen | None]) -> State:
         seen: What the casts of these tensors left.
     """
     histories = {tensor: meta.history for tensor, meta in state.items()}
-    return _observe_all(histories, {tensor: seen[tensor] for tensor in state}) if state else {}
+    return _observe_once(histories, {tensor: seen[tensor] for tensor in state}) if state else {}
 
 
 @jax.jit
@@ -170,6 +174,9 @@ def _observe_all(histories: dict[Tensor, jax.Array], seen: dict[Tensor, Seen]) -
     # Behind a barrier, or XLA takes what belongs to the histories out of a loop and keeps copies of each.
     histories, found = lax.optimization_barrier((histories, seen))
     return {tensor: TensorMeta(*_observe(found[tensor], history)) for tensor, history in histories.items()}
+
+
+_observe_once = as_one_equation("fp8_observe", _observe_all)
 
 
 @jax.jit

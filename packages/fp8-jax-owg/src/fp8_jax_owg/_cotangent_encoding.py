@@ -18,6 +18,7 @@ amax, hence not negative. Everything here works on bits.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fp8_common.jax.plugin import float_key
 from fp8_jax_owg._bits import from_bits, to_bits
@@ -29,6 +30,8 @@ INFINITY_KEY = 0x7F800000
 SMALLEST_NORMAL_KEY = 0x00800000
 UNSOUND_BITS = 0x7FFFFFFF
 """The greatest integer, the bits of a NaN that no operation makes."""
+FEW = 32
+"""XLA on CPUs compiles a loop of windows for reductions of more elements than these, which takes twice as long."""
 
 
 def encode(value: jax.Array) -> jax.Array:
@@ -69,7 +72,16 @@ def greatest_bits(history: jax.Array) -> jax.Array:
     # below zero, from the binade above that of encoded zeros to the greatest finite number
     unsound = (bits >= SIGN_BIT + 2 * SMALLEST_NORMAL_KEY) & (bits < SIGN_BIT + INFINITY_KEY)
     # One reduction for both: XLA on CPUs compiles several loops for each.
-    return jnp.max(jnp.where(unsound, jnp.int32(UNSOUND_BITS), bits), initial=0)
+    return _greatest(jnp.maximum(jnp.where(unsound, jnp.int32(UNSOUND_BITS), bits), 0))
+
+
+def _greatest(keys: jax.Array) -> jax.Array:
+    length = keys.size
+    rows = next((n for n in range(FEW, 1, -1) if length % n == 0 and length // n <= FEW), None)
+    if rows is None:
+        return jnp.max(keys)
+    # Behind a barrier, or XLA makes one reduction of the two.
+    return jnp.max(lax.optimization_barrier(jnp.max(keys.reshape(rows, -1), axis=0)))
 
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:

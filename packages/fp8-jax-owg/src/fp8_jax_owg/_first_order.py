@@ -1,5 +1,7 @@
 """`first_order_only`: an identity that refuses to be differentiated, for rules that are derivatives already."""
 
+from typing import Any
+
 import jax
 
 from fp8_common import Fp8UnsupportedError
@@ -16,7 +18,8 @@ def first_order_only(x: jax.Array) -> jax.Array:
 
 
 @first_order_only.defjvp
-def _refuse(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Raise: a rule of forward derivatives for what stands in rules that are derivatives already."""
     raise Fp8UnsupportedError(
         "An FP8 product has first derivatives only, and a gradient of its gradient was asked for. "
         "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."

@@ -102,10 +102,11 @@ def observe(amax: jax.Array, scale_inv: jax.Array, history: jax.Array) -> tuple[
     def encoded(x: jax.Array) -> jax.Array:
         return jnp.where(is_finite, cotangents.encode(x), cotangents.NOT_OBSERVED)
 
-    # As `fp8_common.jax.update_history` rolls. Parts are encoded, and not the whole: XLA on CPUs puts what comes after
-    # a concatenation into loops of their own.
-    kept = (history[2:], history[:-1][:1])
-    return encoded(scale_inv), jnp.concatenate([encoded(amax)[None], *map(encoded, kept)])
+    # As `fp8_common.jax.update_history` rolls, padded instead of concatenated: XLA on CPUs compiles one loop for this,
+    # and one for each part of a concatenation.
+    rolled = lax.pad(history, history[0], [(-1, 1, 0)])
+    is_newest = lax.iota(jnp.int32, history.shape[0]) == 0
+    return encoded(scale_inv), encoded(jnp.where(is_newest, amax, rolled))
 
 
 def not_observed(tree: jax.Array) -> jax.Array:

@@ -1,0 +1,79 @@
+"""`as_one_equation`: a jitted function that traced programs hold as one equation instead of a program inside.
+
+JAX traces the programs of nested `jit` functions again when it splits a loop or a layer into what is known and what is
+not, several times for each call. An equation it takes as it is. It is lowered to a call of the jitted function.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
+
+from fp8_common.jax.plugin import dispatch
+from fp8_jax_owg._first_order import refuse_second_order
+
+Results = Sequence[jax.Array]
+
+
+def as_one_equation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of trees of arrays whose calls are one equation each, where the mesh allows it.
+
+    Args:
+        name: What the equation is called.
+        function: Made by `jax.jit`, with static keyword arguments; positional ones are trees of arrays.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def flat(*leaves: jax.Array, structure: Any, **params: Any) -> Results:
+        return jax.tree.leaves(function(*structure.unflatten(leaves), **params))
+
+    def abstract(*avals: Any, structure: Any, **params: Any) -> list[ShapedArray]:
+        given = structure.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+        return [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(function.eval_shape(*given, **params))]
+
+    def batch(leaves: Results, dims: Sequence[int | None], **params: Any) -> tuple[Results, list[int | None]]:
+        run = partial(flat, **params)
+        axes = _axes_of_results(run, leaves, dims)
+        return jax.vmap(run, in_axes=tuple(dims), out_axes=axes)(*leaves), axes
+
+    primitive.def_impl(flat)
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = refuse_second_order
+    mlir.register_lowering(primitive, mlir.lower_fun(flat, multiple_results=True))
+
+    def apply(*trees: Any, **params: Any) -> Any:
+        # Programs with kernels, and types of arrays that tell more than a shape, need the program itself.
+        if dispatch.selects_kernels() or _types_tell_more():
+            return function(*trees, **params)
+        leaves, structure = jax.tree.flatten(trees)
+        results = primitive.bind(*leaves, structure=structure, **params)
+        return jax.tree.unflatten(jax.tree.structure(function.eval_shape(*trees, **params)), results)
+
+    return apply
+
+
+def _axes_of_results(run: Callable[..., Any], leaves: Results, dims: Sequence[int | None]) -> list[int | None]:
+    """Return 0 for each result that `vmap` maps, None for the others: a shared state must not seem to differ."""
+    mapped = partial(jax.vmap, in_axes=tuple(dims))
+
+    def is_mapped(index: int) -> bool:
+        try:
+            jax.eval_shape(mapped(lambda *x: run(*x)[index], out_axes=None), *leaves)
+        except ValueError:  # what `vmap` says of a mapped result that should not be
+            return True
+        return False
+
+    return [0 if is_mapped(index) else None for index in range(len(jax.eval_shape(mapped(run), *leaves)))]
+
+
+def _types_tell_more() -> bool:
+    """Whether types of arrays here say how they are sharded, or along which axes they differ."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(kind != AxisType.Auto for kind in mesh.axis_types)
