@@ -1,5 +1,7 @@
 """`first_order_only`: an identity that refuses to be differentiated, for rules that are derivatives already."""
 
+from typing import Any, NoReturn
+
 import jax
 
 from fp8_common import Fp8UnsupportedError
@@ -15,9 +17,16 @@ def first_order_only(x: jax.Array) -> jax.Array:
     return x
 
 
-@first_order_only.defjvp
-def _refuse(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def refuse_second_order(primals: Any, tangents: Any) -> NoReturn:
+    """Be the `custom_jvp` rule of what runs in derivatives alone.
+
+    Raises:
+        Fp8UnsupportedError: Always.
+    """
     raise Fp8UnsupportedError(
         "An FP8 product has first derivatives only, and a gradient of its gradient was asked for. "
         "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."
     )
+
+
+first_order_only.defjvp(refuse_second_order)
