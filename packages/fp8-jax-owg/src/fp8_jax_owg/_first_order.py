@@ -1,6 +1,6 @@
 """`first_order_only`: an identity that refuses to be differentiated, for rules that are derivatives already."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -17,10 +17,16 @@ def first_order_only(x: jax.Array) -> jax.Array:
     return x
 
 
-@first_order_only.defjvp
-def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> Any:
-    """Raise: a rule of forward derivatives for what stands in rules that are derivatives already."""
+def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
+    """Be the rule of forward derivatives of what runs in derivatives alone; `params` are those of a primitive.
+
+    Raises:
+        Fp8UnsupportedError: Always.
+    """
     raise Fp8UnsupportedError(
         "An FP8 product has first derivatives only, and a gradient of its gradient was asked for. "
         "Compute Hessians and other second derivatives with the layers in bfloat16 or float32."
     )
+
+
+first_order_only.defjvp(refuse_second_order)

@@ -58,7 +58,7 @@ def combining(fun: Callable[..., Any], flags_of: Callable[[Any], list[bool]]) ->
         program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
         results = iter(_run(program, [share(leaves[i]) if flags[i] else leaves[i] for i in places]))
         out, tree = found
-        return tree.unflatten([_plain(next(results)) if _is_array(x) else x for x in out])
+        return tree.unflatten([plain(next(results)) if _is_array(x) else x for x in out])
 
     return run
 
@@ -67,7 +67,8 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """Return `x`, as float32 if it is shared."""
     return as_float32(x) if is_shared(x) else x
 
 
@@ -114,7 +115,7 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
     # Each reads for itself, so that the cotangents of several meet by MAX; what was traced with shared values, a `read`
     # in a loop of this package, gets them.
     takes = [x.aval.dtype == fp32_max_grad for x in equation.invars]
-    return _bind(equation, [x if shared else _plain(x) for x, shared in zip(values, takes, strict=True)])
+    return _bind(equation, [x if shared else plain(x) for x, shared in zip(values, takes, strict=True)])
 
 
 def _bind(equation: Any, values: list[Any], **changes: Any) -> list[Any]:

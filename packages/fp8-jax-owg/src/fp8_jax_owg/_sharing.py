@@ -20,6 +20,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.plugin import varying_axes
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
+from fp8_jax_owg._first_order import refuse_second_order
 from fp8_jax_owg._histories import split_histories
 from fp8_jax_owg._mode import get_mode
 from fp8_jax_owg._reads import note_read
@@ -151,7 +152,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
                 "JAX would add up what devices along it observe. Name it in axes, or in sharded=... if the values "
                 "differ along it."
             )
-        values = jax.tree.map(lambda x: _replicated(x, names), values)
+        values = jax.tree.map(_replicated_over(names), values)
     return share(values) if get_mode() == "extended" else values
 
 
@@ -291,18 +292,27 @@ def adopt_mapping(state: Any, others: Any) -> Any:
     return jax.tree.map(lambda x: _mapped_like(x, *leaves), state) if leaves else state
 
 
-@custom_vmap
+@jax.custom_jvp
 def _mapped_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    return _mapped_as(x, *others)
+
+
+# as that of `_over_examples`: a gradient is differentiated here
+_mapped_like.defjvp(refuse_second_order)
+
+
+@custom_vmap
+def _mapped_as(x: jax.Array, *others: jax.Array) -> jax.Array:
     return x
 
 
-@_mapped_like.def_vmap
+@_mapped_as.def_vmap
 def _(size: int, batched: list[bool], x: jax.Array, *others: jax.Array) -> tuple[jax.Array, bool]:
     each = x if batched[0] or not any(batched) else jnp.broadcast_to(x, (size, *x.shape))
     # further levels of vmap see what is left of the others: one example of each
     left = [jnp.moveaxis(y, 0, -1)[..., 0] if mapped else y for y, mapped in zip(others, batched[1:], strict=True)]
     # Called again for a `vmap` around this one, which may map what this one does not.
-    return _mapped_like(each, *left), batched[0] or any(batched)
+    return _mapped_as(each, *left), batched[0] or any(batched)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -330,9 +340,20 @@ def _gate_backward(residual: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple
 _gate.defvjp(lambda x, valid: (_gate(x, valid), (x, valid)), _gate_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _replicated(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return x
+REPLICATED = "_replicated:"
+"""The name of the function that `replicated` calls, before its axes; `_uses` knows both from a traced program."""
+
+
+@functools.cache
+def _replicated_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    # without blanks, at which JAX cuts names of functions off
+    same.__name__ = REPLICATED + ",".join(str(axis).replace(" ", "_") for axis in axes)
+    rule = jax.custom_vjp(same)
+    rule.defvjp(lambda x: (x, None), functools.partial(_replicated_backward, axes))
+    return rule
 
 
 def _replicated_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
@@ -342,19 +363,25 @@ def _replicated_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[
     return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
 
 
-_replicated.defvjp(lambda x, axes: (x, None), _replicated_backward)
+@jax.custom_jvp
+def _over_examples(observed: jax.Array, value: jax.Array) -> jax.Array:
+    return _over_mapped(observed, value)
+
+
+# JAX differentiates no `custom_vmap`, and says so without a word about the product
+_over_examples.defjvp(refuse_second_order)
 
 
 @custom_vmap
-def _over_examples(observed: jax.Array, value: jax.Array) -> jax.Array:
+def _over_mapped(observed: jax.Array, value: jax.Array) -> jax.Array:
     return observed
 
 
-@_over_examples.def_vmap
+@_over_mapped.def_vmap
 def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> tuple[jax.Array, bool]:
     observed_differs, value_differs = batched
     # A state that all examples share has one next value: their maximum. JAX would add up.
     if observed_differs and not value_differs:
         # `custom_vmap` puts the examples first. Called again for a `vmap` around this one.
-        return _over_examples(cotangents.maximum_over(observed, 0), value), False
-    return _over_examples(observed, value), observed_differs
+        return _over_mapped(cotangents.maximum_over(observed, 0), value), False
+    return _over_mapped(observed, value), observed_differs

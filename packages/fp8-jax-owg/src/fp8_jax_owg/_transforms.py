@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from fp8_common import Fp8Error
 from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_jax_owg._dtype import is_shared
 from fp8_jax_owg._marker import map_leaves, owg_flags
 from fp8_jax_owg._mode import get_mode, use_mode
-from fp8_jax_owg._moves import CannotCombineError, combining
+from fp8_jax_owg._moves import CannotCombineError, combining, plain
 from fp8_jax_owg._reads import watch_reads
 from fp8_jax_owg._sharing import adopt_mapping, check_float32, share
 from fp8_jax_owg._uses import check_single_reads, check_single_uses
@@ -64,7 +65,8 @@ def value_and_grad(
         converted = list(args)
         for number in asked:
             converted[number] = enter(args[number])
-        return fun(*converted, **kwargs)
+        out = fun(*converted, **kwargs)
+        return (out[0], leave(out[1])) if has_aux else out
 
     differentiate = jax.value_and_grad(shared_fun, argnums, has_aux)
 
@@ -166,6 +168,13 @@ def enter(tree: Any) -> Any:
     """
     convert = share if get_mode() == "extended" else check_float32
     return map_leaves(lambda x: x, convert, tree)
+
+
+def leave(tree: Any) -> Any:
+    """Return a tree whose shared leaves are float32, as whoever called `value_and_grad` knows them."""
+    leaves, structure = jax.tree.flatten(tree)
+    # what holds none is handed on as the same object
+    return structure.unflatten(map(plain, leaves)) if any(map(is_shared, leaves)) else tree
 
 
 def _check(how: Callable[..., None], fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]) -> None:

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from fp8_common import Fp8Error
 from fp8_jax_owg import _compat as compat
+from fp8_jax_owg._sharing import REPLICATED
 
 _log = logging.getLogger(__name__)
 
@@ -57,10 +59,12 @@ class Uses(NamedTuple):
     Attributes:
         whole: By what takes all of it.
         parts: By what takes slices.
+        altered: What lies between it and a use and changes the gradient of that use; empty if nothing does.
     """
 
     whole: int = 0
     parts: tuple[Part, ...] = ()
+    altered: str = ""
 
     @property
     def total(self) -> int:
@@ -79,15 +83,22 @@ class Uses(NamedTuple):
 
     def plus(self, other: "Uses") -> "Uses":
         """Return the uses of two users."""
-        return Uses(self.whole + other.whole, self.parts + other.parts)
+        return Uses(self.whole + other.whole, self.parts + other.parts, self.altered or other.altered)
+
+    @property
+    def joined(self) -> "Uses":
+        """The same uses without their places."""
+        return Uses(self.total, altered=self.altered)
 
     @property
     def repeated(self) -> "Uses":
         """The uses of something that all iterations of a loop share."""
-        return Uses(MANY if self.whole else 0, tuple(part._replace(looped=True) for part in self.parts))
+        return Uses(MANY if self.whole else 0, tuple(part._replace(looped=True) for part in self.parts), self.altered)
 
 
 NONE, ONE = Uses(), Uses(whole=1)
+IN_LOSS = Uses(altered="the loss itself")
+"""A result of the loss: whatever reaches it without a layer between has a derivative, and observes nothing."""
 
 
 def _overlap(a: Region | None, b: Region | None) -> bool:
@@ -105,7 +116,7 @@ def check_single_uses(loss: Callable[[list[Any]], Any], leaves: list[Any], names
         names: What to call them.
 
     Raises:
-        Fp8Error: A leaf is used more than once.
+        Fp8Error: A leaf is used more than once, or its gradient is changed on its way.
     """
     counts = _traced_counts(loss, leaves)
     # Not strict: there are no counts where the loss could not be traced.
@@ -115,6 +126,17 @@ def check_single_uses(loss: Callable[[list[Any]], Any], leaves: list[Any], names
             "fan_out would add up what the uses observe. Say how many there are, `shared = fp8_jax_owg.share(state, "
             "uses)`, and give each `fp8_jax_owg.read(shared, use)`; loops take fp8_jax_owg.scan; mode extended "
             "needs neither."
+        )
+    for name, uses in zip(names, counts, strict=False):
+        _refuse_altered(f"The FP8 state {name}", uses)
+
+
+def _refuse_altered(what: str, uses: Uses) -> None:
+    if uses.altered:
+        raise Fp8Error(
+            f"{what} enters {uses.altered}. The gradient of such a state is its next value, and a derivative of "
+            "anything but its products would take the place of an observation. Give penalties, norms and averages the "
+            "parameters alone, fp8_jax_owg.split(tree)[0]; states may be moved and selected, not computed with."
         )
 
 
@@ -127,7 +149,7 @@ def check_single_reads(loss: Callable[[list[Any]], Any], leaves: list[Any], name
         names: What to call them; values that were read have no names.
 
     Raises:
-        Fp8Error: A value that was read is used more than once.
+        Fp8Error: A value that was read is used more than once, or its gradient is changed on its way.
     """
     _traced_counts(loss, leaves)
 
@@ -140,8 +162,8 @@ def _traced_counts(loss: Callable[[list[Any]], Any], leaves: list[Any]) -> list[
         _log.debug("the uses of the FP8 state could not be counted", exc_info=True)
         return []
     # The results begin with no use: only functions with a gradient of their own, of which layers are made, count as
-    # uses of their operands (`_of_rule`). A state that reaches the loss in plain arithmetic is an ordinary operand.
-    return count(program, [NONE] * len(program.outvars))
+    # uses of their operands (`_of_rule`).
+    return count(program, [IN_LOSS] * len(program.outvars))
 
 
 def count(program: core.Jaxpr, results: Sequence[Uses]) -> list[Uses]:
@@ -163,7 +185,7 @@ def count(program: core.Jaxpr, results: Sequence[Uses]) -> list[Uses]:
 def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     """Return the uses of each operand of an equation."""
     name, operands = equation.primitive.name, len(equation.invars)
-    total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
+    total = _all(outs)
     others = [NONE] * (operands - 1)
     if not operands:
         return []
@@ -179,11 +201,11 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
         grows = equation.outvars[0].aval.size > equation.invars[0].aval.size
         return [total.repeated if grows else total, *others]
     if name == "custom_vjp_call":
-        return _of_rule(compat.name_of_rule(equation), outs, operands)
+        return _of_rule(equation, outs)
     if name == "cond":
         # One branch runs, so the uses of both do not meet. The first operand is the number of the branch.
         branches = [count(_plain(branch), outs) for branch in equation.params["branches"]]
-        return [NONE, *(max(uses, key=lambda one: one.total) for uses in zip(*branches, strict=True))]
+        return [NONE, *map(_greatest, zip(*branches, strict=True))]
     if name == "scan":
         return _of_scan(equation, outs)
     if name == "shard_map":
@@ -194,13 +216,41 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     # Whatever else takes part in gradients hands the cotangent of its result to each operand, times something.
     if name == "stop_gradient" or not any(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars):
         return [NONE] * operands
+    if not _keeps_gradients(equation):
+        total = total._replace(altered=total.altered or f"the operation {name}") if any(total) else total
     size = max(out.aval.size for out in equation.outvars)
     # A result that is larger than an operand may hold it several times, as that of jnp.tile does.
     return [total.repeated if operand.aval.size < size else total for operand in equation.invars]
 
 
+def _all(uses: Sequence[Uses]) -> Uses:
+    return functools.reduce(Uses.plus, (one.joined for one in uses), NONE)
+
+
+def _greatest(branches: Sequence[Uses]) -> Uses:
+    """Return the uses by the branch that uses most."""
+    altered = next(filter(None, (uses.altered for uses in branches)), "")
+    return max(branches, key=lambda one: one.total)._replace(altered=altered)
+
+
+def _keeps_gradients(equation: Any) -> bool:
+    """Return whether an operation hands a gradient to its operands as it is, or where a mask is zero, not at all."""
+    name, out = equation.primitive.name, equation.outvars[0].aval
+    if name == "mul":
+        # by an array, which may be a mask; a number that is known is none
+        return all(np.all(np.asarray(x.val) == 1) for x in equation.invars if isinstance(x, core.Literal))
+    if name == "convert_element_type":
+        return out.dtype == jnp.float32 or jnp.issubdtype(out.dtype, jax.dtypes.extended)
+    return name in KEEP
+
+
 JOINS = frozenset({"concatenate", "stack"})
 SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
+KEEP = frozenset(
+    {"add", "add_any", "copy_p", "dot_general", "dynamic_update_slice", "expand_dims", "pad", "reduce_sum", "reshape"}
+    | {"rev", "scatter", "select_n", "squeeze", "tile", "transpose", "pvary", "pcast", "all_gather", "ppermute"}
+)
+"""Linear operations that select or move: their transposes change no element that arrives."""
 
 
 def _sliced(equation: Any, outs: list[Uses]) -> Uses:
@@ -209,37 +259,39 @@ def _sliced(equation: Any, outs: list[Uses]) -> Uses:
     whole = tuple((0, n) for n in shape)
     if name == "slice":
         region = tuple(zip(params["start_indices"], params["limit_indices"], strict=True))
-        return Uses(parts=(Part(region, outs[0].total),))
+        return Uses(parts=(Part(region, outs[0].total),), altered=outs[0].altered)
     if name == "split":
         ends = list(itertools.accumulate(params["sizes"]))
         axis, parts = params["axis"], zip([0, *ends], ends, outs, strict=False)
-        return Uses(parts=tuple(Part((*whole[:axis], (i, j), *whole[axis + 1 :]), u.total) for i, j, u in parts))
+        regions = tuple(Part((*whole[:axis], (i, j), *whole[axis + 1 :]), u.total) for i, j, u in parts)
+        return Uses(parts=regions, altered=_all(outs).altered)
     if name == "dynamic_slice":
         starts = [getattr(start, "val", None) for start in equation.invars[1:]]
         if None in starts:
-            return Uses(parts=(Part(None, outs[0].total),))
+            return Uses(parts=(Part(None, outs[0].total),), altered=outs[0].altered)
         sizes = params["slice_sizes"]
         # Starts are literals here, NumPy scalars or JAX's typed ones: both print as the number.
         region = tuple((int(str(i)), int(str(i)) + n) for i, n in zip(starts, sizes, strict=True))
-        return Uses(parts=(Part(region, outs[0].total),))
+        return Uses(parts=(Part(region, outs[0].total),), altered=outs[0].altered)
     # else a gather
     dims, picked = params["dimension_numbers"], equation.outvars[0].aval
     rows = math.prod(n for d, n in enumerate(picked.shape) if d not in dims.offset_dims)
     own = math.prod(shape[d] for d in dims.operand_batching_dims)
     # Of several rows that are picked by their numbers, two may be the same.
-    return Uses(parts=(Part(None, MANY if rows > own and outs[0].total else outs[0].total),))
+    uses = MANY if rows > own and outs[0].total else outs[0].total
+    return Uses(parts=(Part(None, uses),), altered=outs[0].altered)
 
 
-def _of_rule(name: str, outs: list[Uses], operands: int) -> list[Uses]:
+def _of_rule(equation: Any, outs: list[Uses]) -> list[Uses]:
     """Return the uses of the operands of a function with its own gradient: this package's own, or a layer's.
 
     Raises:
-        Fp8Error: It is `read`, and its result is used more than once.
+        Fp8Error: It is `read`, and its result is used more than once or computed with.
     """
-    total = functools.reduce(Uses.plus, (Uses(uses.total) for uses in outs), NONE)
+    name, operands, total = compat.name_of_rule(equation), len(equation.invars), _all(outs)
     # Told apart by the names of the decorated functions, all that a traced program keeps of them: whoever renames one
     # of these functions has to do it here as well.
-    if name in ("_gate", "_replicated", "_newest", "trained_with_state"):
+    if name in ("_gate", "_newest", "trained_with_state") or name.startswith(REPLICATED):
         return [total] + [NONE] * (operands - 1)
     if name == "_read" and total.total > 1:
         raise Fp8Error(
@@ -247,14 +299,19 @@ def _of_rule(name: str, outs: list[Uses], operands: int) -> list[Uses]:
             "for each use, or leave it out: layers read shared state themselves. Inside of shard_map, share what was "
             "read outside with fp8_jax_owg.replicated."
         )
+    if name == "_read":
+        _refuse_altered("An FP8 state", total)
     if name == "_fan_out":
         # It takes the maximum over its slots, so that uses of different slots are one use of its operand.
-        return [Uses(whole=outs[0].apart)]
+        return [Uses(whole=outs[0].apart, altered=outs[0].altered)]
     if name == "_with_newest":
         # Its first operand, the history, gets zeros as gradient.
         return [NONE, total]
-    # A layer, whose rule hands each operand one cotangent, however often its results are used.
-    return [ONE] * operands
+    # A layer, whose rule hands each operand one cotangent, however often its results are used; or a function around
+    # several, whose gradients it may have added up.
+    inner = _inner(equation)
+    inside = [NONE] * operands if inner is None else count(inner, [NONE] * len(inner.outvars))
+    return [one if one.total > 1 else ONE for one in inside]
 
 
 def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
@@ -265,10 +322,10 @@ def _of_scan(equation: Any, outs: list[Uses]) -> list[Uses]:
     scanned = sum(x.aval.ndim != own.aval.ndim for x, own in zip(equation.invars, body.invars, strict=True))
     consts = len(body.invars) - scanned - carries
     # What the body hands to the next iteration is counted there, as a use by that iteration.
-    each = count(body, [NONE] * carries + [Uses(out.total) for out in outs[carries:]])
+    each = count(body, [NONE] * carries + [out.joined for out in outs[carries:]])
     if equation.params["length"] > 1:
         each[: consts + carries] = [uses.repeated for uses in each[: consts + carries]]
-    each[consts + carries :] = [Uses(uses.total) for uses in each[consts + carries :]]
+    each[consts + carries :] = [uses.joined for uses in each[consts + carries :]]
     # a state in the carry is handed on, and may be used after the loop
     handed_on = [NONE] * consts + outs[:carries] + [NONE] * (len(each) - consts - carries)
     return list(map(Uses.plus, each, handed_on))
@@ -284,20 +341,21 @@ def _of_shard_map(equation: Any, outs: list[Uses]) -> list[Uses]:
     axes = {axis for axis in params["newly_manual_axes"] if params["mesh"].shape[axis] > 1}
     for place, (variable, spec) in enumerate(zip(body.invars, params["in_specs"], strict=True)):
         named = {axis for part in spec for axis in (part if isinstance(part, tuple) else (part,))}
-        if axes - named and not _is_replicated(body, variable):
+        if axes - named - _replicated_axes(body, variable):
             each[place] = each[place].repeated
     return each
 
 
-def _is_replicated(program: core.Jaxpr, variable: Any) -> bool:
-    """Return whether `fp8_jax_owg.replicated` is what takes an input of a program."""
+def _replicated_axes(program: core.Jaxpr, variable: Any) -> set[str]:
+    """Return the axes over which `fp8_jax_owg.replicated` combines an input of a program, if that is what takes it."""
     for equation in program.eqns:
         if variable in [x for x in equation.invars if not isinstance(x, core.Literal)]:
-            inner = _inner(equation)
             if equation.primitive.name == "custom_vjp_call":
-                return compat.name_of_rule(equation) == "_replicated"
-            return inner is not None and _is_replicated(inner, inner.invars[equation.invars.index(variable)])
-    return False
+                _, _, axes = compat.name_of_rule(equation).partition(REPLICATED)
+                return set(axes.split(","))
+            inner, place = _inner(equation), equation.invars.index(variable)
+            return set() if inner is None else _replicated_axes(inner, inner.invars[place])
+    return set()
 
 
 def _inner(equation: Any) -> core.Jaxpr | None:
