@@ -24,6 +24,7 @@ from fp8_torch_fsdp import AllGatherConfig, ExpertLayout, Float8LinearConfig, co
 
 RESULT = Path(__file__).parent / "results" / "experts.json"
 WIDTH, HIDDEN, EXPERTS, ROWS, ROUNDS = 512, 192, 16, 2048, 9
+TORCHAO = "torchao MXFP8, emulated"
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -99,7 +100,7 @@ def step_of(experts: nn.Module, forward: Callable[[Tensor, Tensor], Tensor]) -> 
 
 def measure(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Return a row for each contender: the seconds of its steps, all of which took turns."""
-    makers = {"bf16": lambda: with_product(bf16), "torchao MXFP8, emulated": lambda: with_product(torchao_mxfp8)}
+    makers = {"bf16": lambda: with_product(bf16), TORCHAO: lambda: with_product(torchao_mxfp8)}
     makers |= {f"ours, {recipe}": lambda recipe=recipe: ours(recipe) for recipe in RECIPES}
     steps = {name: step_of(*make()) for name, make in makers.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -117,6 +118,11 @@ def ratio(kept: dict[str, Any], one: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
 
 
+def ratios(kept: dict[str, Any], other: str) -> dict[str, float]:
+    """Return `ratio` to one contender for all."""
+    return {row["contender"]: round(ratio(kept, row["contender"], other), 4) for row in kept["rows"]}
+
+
 def main() -> None:
     """Print the ratios, and write the file if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -131,6 +137,7 @@ def main() -> None:
             f"{name:26} {1e3 * statistics.median(row['seconds']):8.1f} ms, "
             f"{ratio(kept, name, 'torchao MXFP8, emulated'):.2f}x torchao, {ratio(kept, name, 'bf16'):.2f}x bf16"
         )
+    kept["times_torchao"], kept["times_bf16"] = ratios(kept, TORCHAO), ratios(kept, "bf16")
     if options.save:
         RESULT.write_text(json.dumps(kept, indent=1) + "\n")
 
