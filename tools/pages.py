@@ -203,6 +203,16 @@ def masters_losses() -> str:
     lines.append("|---|" + "---:|" * len(seeds))
     for way, row in found["losses"].items():
         lines.append(f"| {way} | {' | '.join(f'{loss:.4f}' for loss in row)} |")
+    exact = found["losses"]["float32"]
+    lines += [
+        "",
+        f"Seeds of float32 moments are up to {max(exact) - min(exact):.4f} apart. Beside the same seed of these:",
+    ]
+    for way, row in found["losses"].items():
+        apart = [loss - other for loss, other in zip(row, exact, strict=False)]
+        if way != "float32" and apart:
+            least, most = min(apart), max(apart)
+            lines.append(f"- {way}: {sum(apart) / len(apart):+.4f} on average, {least:+.4f} to {most:+.4f}")
     return "\n".join(lines)
 
 

@@ -50,7 +50,10 @@ def test_losses_go_on_where_they_were_left(tmp_path, monkeypatch):
     assert len(made) == 1 + 2 * len(bench_masters.MOMENTS)
     assert json.loads(result.read_text())["held_out_loss"]["losses"]["root, nearest"] == [1.0, 2.0]
     monkeypatch.setattr(pages, "MASTERS", result)
-    assert "| root, nearest | 1.0000 | 2.0000 |" in pages.masters_losses()
+    told = pages.masters_losses()
+    assert "| root, nearest | 1.0000 | 2.0000 |" in told
+    assert "up to 1.0000 apart" in told
+    assert "- root, nearest: +0.0000 on average, +0.0000 to +0.0000" in told
     assert pages.masters_memory().startswith("Not measured yet")
 
 

@@ -1,9 +1,12 @@
 """Optimizer state in FP8: fp8-te-init's tensors hold the bits of the NumPy definition."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from fp8_common import E4M3, E5M2, POWER_OF_2, Format, amax_to_scale, decode, encode_stochastic
 from fp8_common._moments import Moments, dequantize_moments, moment_bits, quantize_moments
 from fp8_common.testing import assert_same_bits
 from fp8_te_init._masters import moments
@@ -46,3 +49,45 @@ def test_random_bits_are_those_of_the_definition():
     for step in (0, 1, 12345, (1 << 31) + 7):
         bits = moments.random_bits(torch.from_numpy(x), step)
         assert_same_bits(bits.numpy().view(np.uint32), moment_bits(x, step))
+
+
+# ---------------------------------------------------------------- errors
+
+PAGE = Path(__file__).parents[2] / "docs/guides/te-init.md"
+
+
+def second_moments() -> np.ndarray:
+    """Return running means of squares, beta 0.95, of normal gradients whose sizes are log-normal within each block."""
+    rng = np.random.default_rng(5)
+    sizes = np.exp(2 * rng.standard_normal((256, 128)))
+    v = np.zeros((256, 128))
+    for _ in range(60):
+        v = 0.95 * v + 0.05 * (sizes * rng.standard_normal(sizes.shape)) ** 2
+    return v.astype(np.float32)
+
+
+def stored(v: np.ndarray, fmt: Format, *, root: bool) -> np.ndarray:
+    """Return what a format with power-of-two scales of blocks of 128 gives back, rounded stochastically."""
+    x = np.sqrt(v) if root else v
+    scale = amax_to_scale(x.max(1, keepdims=True), fmt, POWER_OF_2)
+    scaled = (x * scale).astype(np.float32)
+    back = decode(encode_stochastic(scaled, fmt, moment_bits(scaled, 1)), fmt) / scale
+    return back * back if root else back
+
+
+WAYS = {
+    "root in E4M3, never 0 (in use)": lambda v: dequantize_moments(quantize_moments(v, 1, squares=True), squares=True),
+    "root in E4M3": lambda v: stored(v, E4M3, root=True),
+    "E4M3": lambda v: stored(v, E4M3, root=False),
+    "E5M2": lambda v: stored(v, E5M2, root=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_errors_of_second_moments_are_those_of_the_guide(way):
+    v = second_moments()
+    back = WAYS[way](v)
+    error = np.median(np.abs(back / v - 1))
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {way} |"))
+    expected = f"| {way} | {int((back == 0).sum()):,} of {v.size:,} | {error:.3f} | {(back / v).max():.1f} |"
+    assert line == expected
