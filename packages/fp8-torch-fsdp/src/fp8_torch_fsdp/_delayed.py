@@ -255,7 +255,9 @@ def mark_late(modules: Sequence[DelayedScale]) -> None:
 
 def due(modules: Sequence[DelayedScale], force: bool) -> torch.Tensor:
     """Return int32 [1]: 1 if an optimizer step followed what any of `modules` observed here, or if forced."""
-    return (_stacked(modules, "late").any().reshape(1) | force).int()
+    if force:
+        return torch.ones(1, dtype=torch.int32, device=modules[0].late.device)
+    return _stacked(modules, "late").any().reshape(1).int()
 
 
 @torch.no_grad()
@@ -273,14 +275,15 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
         window = torch.stack([module.history for module in group], dim=1)
         previous = _stacked(group, "scale")
         rolled, following = delayed_ops.roll_histories(window, key, previous, [module.cast for module in group])
+        known, own = _stacked(group, "key", "own_key").masked_fill(due, UNOBSERVED).chunk(2)
         values = {
             "history": torch.where(observed, rolled, window).t().contiguous(),
             "scale": torch.where(observed, following, previous),
             # from an amax of 0 (a branch that starts at zero) follows no scale: the next step takes its own
             "ready": _stacked(group, "ready") | (observed & (key > 0)),
-            "key": torch.where(due, UNOBSERVED, _stacked(group, "key")),
-            "own_key": torch.where(due, UNOBSERVED, _stacked(group, "own_key")),
-            "late": _stacked(group, "late") & ~due,
+            "key": known,
+            "own_key": own,
+            "late": _stacked(group, "late").masked_fill(due, False),
         }
         _write(group, values)
 
@@ -349,14 +352,16 @@ def _always_ready(modules: Sequence[DelayedScale], like: torch.Tensor) -> torch.
     return answers[0] if len(set(answers)) == 1 else torch.tensor(answers, device=like.device)
 
 
-def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
-    return torch.stack([getattr(module, buffer) for module in modules])
+def _stacked(modules: Sequence[DelayedScale], *buffers: str) -> torch.Tensor:
+    return torch.stack([getattr(module, buffer) for buffer in buffers for module in modules])
 
 
 def _write(modules: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
     """Write row i of each value into the buffer of that name of module i."""
-    for name, rows in values.items():
-        # In place: compiled code and CUDA graphs hold these very buffers.
-        torch._foreach_copy_([getattr(module, name) for module in modules], list(rows.unbind()))
+    # In place: compiled code and CUDA graphs hold these very buffers. What has one dtype is one launch.
+    for dtype in {rows.dtype: None for rows in values.values()}:
+        alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
+        buffers = [getattr(module, name) for name in alike for module in modules]
+        torch._foreach_copy_(buffers, [row for rows in alike.values() for row in rows.unbind()])
     for module in modules if "scale" in values else ():
         module.note_written()
