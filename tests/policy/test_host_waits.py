@@ -49,7 +49,7 @@ def places() -> set[str]:
 
 def listed(page: str) -> set[str]:
     """Return the places in the first column of the table between the marks."""
-    table = page.partition("<!-- host waits: begin -->")[2].partition("<!-- host waits: end -->")[0]
+    table = page.partition("<!-- list of host waits -->")[2].partition("<!-- end of the list -->")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", table, re.MULTILINE)
     return {f"{file}: {name}" for where, _ in rows for file, names in [where.split(": ")] for name in names.split(", ")}
 

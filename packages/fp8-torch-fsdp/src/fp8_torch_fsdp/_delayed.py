@@ -293,7 +293,9 @@ def mark_late(modules: Sequence[DelayedScale]) -> None:
 
 def due(modules: Sequence[DelayedScale], force: bool) -> torch.Tensor:
     """Return int32 [1]: 1 if an optimizer step followed what any of `modules` observed here, or if forced."""
-    return (_stacked(modules, "late").any().reshape(1) | force).int()
+    if force:
+        return torch.ones(1, dtype=torch.int32, device=modules[0].late.device)
+    return _stacked(modules, "late").any().reshape(1).int()
 
 
 @torch.no_grad()
@@ -310,14 +312,15 @@ def roll(modules: Sequence[DelayedScale], keys: torch.Tensor, due: torch.Tensor)
         observed = (key >= 0) & due
         window, previous = _windows(group), _stacked(group, "scale")
         rolled, following = delayed_ops.roll_histories(window, key, previous, _casts(group))
+        known, own = _stacked(group, "key", "own_key").masked_fill(due, UNOBSERVED).chunk(2)
         values = {
             "history": torch.where(observed, rolled, window).t().contiguous(),
             "scale": torch.where(observed, following, previous),
             # from an amax of 0 (a branch that starts at zero) follows no scale: the next step takes its own
             "ready": _stacked(group, "ready") | (observed & (key > 0)),
-            "key": torch.where(due, UNOBSERVED, _stacked(group, "key")),
-            "own_key": torch.where(due, UNOBSERVED, _stacked(group, "own_key")),
-            "late": _stacked(group, "late") & ~due,
+            "key": known,
+            "own_key": own,
+            "late": _stacked(group, "late").masked_fill(due, False),
         }
         _write(group, values)
 
@@ -390,12 +393,12 @@ def _casts(modules: Sequence[DelayedScale]) -> list[CastRecipe]:
     return [module.cast for module in modules for _ in range(module.count)]
 
 
-def _stacked(modules: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
-    """Return [n, ...]: a buffer of all modules, one row for each scale."""
-    rows = [getattr(module, buffer) for module in modules]
-    if not any(module.shape for module in modules):
-        return torch.stack(rows)
-    return torch.cat([row if module.shape else row[None] for module, row in zip(modules, rows, strict=True)])
+def _stacked(modules: Sequence[DelayedScale], *buffers: str) -> torch.Tensor:
+    """Return [n, ...]: each buffer of all modules, one row for each scale, one buffer after the other."""
+    rows = [(getattr(module, buffer), module.shape) for buffer in buffers for module in modules]
+    if not any(shape for _, shape in rows):
+        return torch.stack([row for row, _ in rows])
+    return torch.cat([row if shape else row[None] for row, shape in rows])
 
 
 def _windows(modules: Sequence[DelayedScale]) -> torch.Tensor:
@@ -415,8 +418,10 @@ def _parts(modules: Sequence[DelayedScale], rows: torch.Tensor) -> list[torch.Te
 
 def _write(modules: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
     """Write each module's rows of each value into its buffer of that name."""
-    for name, rows in values.items():
-        # In place: compiled code and CUDA graphs hold these very buffers.
-        torch._foreach_copy_([getattr(module, name) for module in modules], _parts(modules, rows))
+    # In place: compiled code and CUDA graphs hold these very buffers. What has one dtype is one launch.
+    for dtype in {rows.dtype: None for rows in values.values()}:
+        alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
+        buffers = [getattr(module, name) for name in alike for module in modules]
+        torch._foreach_copy_(buffers, [part for rows in alike.values() for part in _parts(modules, rows)])
     for module in modules if "scale" in values else ():
         module.note_written()

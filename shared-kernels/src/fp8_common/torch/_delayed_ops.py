@@ -14,11 +14,12 @@ from fp8_common._launch import scale_rule
 from fp8_common._policy import ScalePolicy
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _capture as capture
+from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import float_key, key_to_float
 from fp8_common.torch._history import reduce_history, update_history
 from fp8_common.torch._ops import NAMESPACE, policy_key, policy_of_key
-from fp8_common.torch._scaling import divide, scale_from_amax
+from fp8_common.torch._scaling import divide
 
 __all__ = ["UNOBSERVED", "delayed_update", "observed_key", "reduce_history", "roll_histories", "scales_from_keys"]
 
@@ -93,9 +94,9 @@ def _scales_by_format(
 ) -> torch.Tensor:
     # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
     first, *others = dict.fromkeys(names)
-    result = scale_from_amax(amax, get_data_format(first), policy, prev=prev)
+    result = dispatch.scale_from_amax(amax, get_data_format(first), policy, prev=prev)
     for name in others:
-        own = scale_from_amax(amax, get_data_format(name), policy, prev=prev)
+        own = dispatch.scale_from_amax(amax, get_data_format(name), policy, prev=prev)
         result = torch.where(_has_format(names, name, amax.device), own, result)
     return result
 
