@@ -37,7 +37,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "Gemma 3 4B": HEADS,
     "Mistral 7B": DECODER,
     "BERT base": {name: size for name, size in DECODER.items() if name != "num_key_value_heads"},
-    "T5 large": {"vocab_size": 128, "d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "T5 large": {
+        "vocab_size": 128, "d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
     "Whisper large": {
         "vocab_size": 128, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_source_positions": 16,

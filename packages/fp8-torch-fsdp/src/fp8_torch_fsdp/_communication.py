@@ -29,7 +29,8 @@ def enable_float8_all_gather(
 
     Args:
         target: A model, all of whose floating point parameters of two or more dimensions are meant, except those of
-            embeddings, routers and adapters; or an iterable of parameters of `model`.
+            embeddings, routers and adapters, and of layers that were converted; or an iterable of parameters of
+            `model`.
         model: The model that owns the parameters, when `target` is an iterable.
         cast: How weights are cast; dynamic tensorwise E4M3 by default.
 
@@ -69,7 +70,8 @@ def _resolve(target: nn.Module | Iterable[nn.Parameter], model: nn.Module | None
     embeddings = [module for module in target.modules() if isinstance(module, nn.Embedding)]
     kept = (*embeddings, *routers(target, {}), *adapters(target))
     wide = {id(p) for module in kept for p in module.parameters(recurse=False)}
-    return target, {id(p) for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in wide}
+    wanted = (p for p in target.parameters() if p.ndim >= 2 and p.dtype in _DTYPES and id(p) not in wide)
+    return target, {id(p) for p in wanted if not isinstance(p, ShardedFloat8Weight)}
 
 
 def _wrap(parameter: nn.Parameter, strategy: Strategy, name: str) -> nn.Parameter:
