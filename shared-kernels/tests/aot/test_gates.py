@@ -48,9 +48,9 @@ MUTATIONS = {
         "bytes per element", 90,
     ),
     "masters-read-twice": (
-        "step_masters", "step masters", "    x = product(x, tl.load(numbers_ptr))",
-        "    tl.debug_barrier()\n    m = tl.load(first_ptr + at, mask=mask, other=0.0, volatile=True)\n"
-        "    x = product(x, tl.load(numbers_ptr))", "bytes per element", 90,
+        "step_masters", "step masters", "    bits = as_bits(x)\n    tl.store(first_ptr",
+        "    tl.debug_barrier()\n    x += tl.load(second_ptr + at, mask=mask, other=0.0, volatile=True)\n"
+        "    bits = as_bits(x)\n    tl.store(first_ptr", "bytes per element", 90,
     ),
 }  # fmt: skip
 
