@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from fp8_common import Fp8Error
 
 # The class is told by the module that its forward comes from, which is not installed here.
 NAMES = {"__name__": "transformers.pytorch_utils", "nn": nn, "torch": torch}

@@ -47,6 +47,11 @@ MUTATIONS = {
         "    x = tl.load(x_ptr + at, mask=mask, other=0.0, volatile=True)\n    tl.store(y_ptr",
         "bytes per element", 90,
     ),
+    "masters-read-twice": (
+        "step_masters", "step masters", "    bits = as_bits(x)\n    tl.store(first_ptr",
+        "    tl.debug_barrier()\n    x += tl.load(second_ptr + at, mask=mask, other=0.0, volatile=True)\n"
+        "    bits = as_bits(x)\n    tl.store(first_ptr", "bytes per element", 90,
+    ),
 }  # fmt: skip
 
 
@@ -103,3 +108,13 @@ def test_a_worse_kernel_is_found(tmp_path, change):
 def test_an_unchanged_copy_passes(tmp_path):
     same = mutant(tmp_path, "mutant_of_nothing", "rowwise", "tl.div_rn", "tl.div_rn")
     assert aot.failures(aot.measure(case("row-wise"), 90, kernel=same)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_of_masters_moves_what_it_must(dtype):
+    """Code, remainder, moments and gradient are read once, and all but the gradient written: within 1.15 of that."""
+    figures = aot.measure(case("step masters", dtype), 90)
+    ideal = 2 * (1 + 3 + 8) + aot.INPUT_BYTES[dtype]
+    assert figures.case.read + figures.case.written == ideal
+    assert figures.wide_bytes <= 1.15 * ideal
+    assert not figures.sass.spilled

@@ -37,6 +37,8 @@ KERNELS: dict[str, str] = {
     "stochastic": "stochastic",
     "pack_gradients": "gradients",
     "sum_gradients": "gradients",
+    "step_masters": "masters",
+    "cast_masters": "masters",
 }
 """Module of each kernel; the function there is called `<name>_kernel`."""
 

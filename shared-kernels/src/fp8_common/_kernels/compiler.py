@@ -18,7 +18,7 @@ from fp8_common._kernels import get_kernel
 from fp8_common._launch import LaunchPlan
 
 DTYPES = {d.name: d for d in (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)}
-DTYPE_NAMES = ("DTYPE",)
+DTYPE_NAMES = ("DTYPE", "F8")
 """The constexprs that hold a dtype, which plans give by name."""
 ALIGNMENT = 16
 """Bytes; with it Triton makes accesses of up to 16 bytes, without it one per element."""

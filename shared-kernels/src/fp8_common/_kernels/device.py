@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from fp8_common._kernels.ptx import (
+    FUSED_SUM,
+    FUSED_SUM_CONSTRAINTS,
     PACK_CONSTRAINTS,
     PACK_E4M3,
     PACK_E5M2,
@@ -135,6 +137,13 @@ def product(a, b):
     """RN32(a * b), never joined with a sum that follows into one rounding."""
     # As bits, because results of inline assembly are integers here.
     bits = tl.inline_asm_elementwise(PRODUCT, PRODUCT_CONSTRAINTS, [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    return as_float(bits)
+
+
+@triton.jit
+def fused_sum(a, b, c):
+    """RN32(a * b + c), one rounding; tiles of one shape."""
+    bits = tl.inline_asm_elementwise(FUSED_SUM, FUSED_SUM_CONSTRAINTS, [a, b, c], dtype=tl.int32, is_pure=True, pack=1)
     return as_float(bits)
 
 

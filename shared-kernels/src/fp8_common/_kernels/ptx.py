@@ -1,4 +1,4 @@
-"""The inline PTX that rounds float32 to FP8, `cvt.rn.satfinite`, one rounding, and multiplies, `mul.rn`.
+"""The inline PTX that rounds float32 to FP8, `cvt.rn.satfinite`, one rounding, and multiplies, `mul.rn` and `fma.rn`.
 
 Written out because Triton's own conversion goes through float16 on sm_89 and rounds twice. In a word of four codes
 the lowest byte is the first element. `cvt` takes the upper half first.
@@ -53,4 +53,6 @@ PACK_ROWS_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["f"] * 16))
 
 # With a rounding mode named, a multiplication is never fused with an addition.
 PRODUCT = tl.constexpr("mul.rn.f32 $0, $1, $2;")
+FUSED_SUM = tl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
+FUSED_SUM_CONSTRAINTS = tl.constexpr("=r,f,f,f")
 PRODUCT_CONSTRAINTS = tl.constexpr("=r,f,f")

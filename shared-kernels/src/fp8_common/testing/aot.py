@@ -15,6 +15,8 @@ from fp8_common._gradient_compression import MessageRows
 from fp8_common._launch import LaunchPlan
 from fp8_common._launch_both import amax_both_plan, cast_both_plan, delayed_current_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
+from fp8_common._launch_masters import BLOCK as MASTER_BLOCK
+from fp8_common._launch_masters import cast_masters_plan, step_masters_plan
 from fp8_common._policy import CANONICAL
 from fp8_common.testing.sass import Sass, disassemble
 
@@ -96,6 +98,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
         _mx_cases,
         _dequantize_cases,
         _gradient_cases,
+        _master_cases,
     )
     return [case for family in families for case in family(dtype, fmt)]
 
@@ -347,6 +350,17 @@ def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
     # whatever the gradients were, their sum is written in float32
     total = sum_gradients_plan(rows, columns, pitches[1], fmt, "float32", rows)
     return [*out, Case(name="sum gradients", plan=total, elements=2048, read=1, written=4, narrow=8)]
+
+
+def _master_cases(dtype: str, fmt: str) -> list[Case]:
+    """A step of AdamW with exact masters, gradients in `dtype`, and the cast after it."""
+    n, x = SIZE * SIZE, {"elements": MASTER_BLOCK}
+    step, cast = step_masters_plan(n, dtype, fmt), cast_masters_plan(n, fmt)
+    return [
+        # four bytes of the number and two float32 moments there and back, and the gradient
+        Case(name="step masters", plan=step, read=12 + INPUT_BYTES[dtype], written=12, narrow=8, **x),
+        Case(name="cast masters", plan=cast, read=4, written=1, narrow=1, **x),
+    ]
 
 
 def measure(case: Case, capability: int, **changes: Any) -> Figures:
