@@ -73,3 +73,12 @@ def test_sharded_large_arrays_are_compared_exactly(mesh):
     for spec in (("data", None), (None, "data")):
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         assert_same_bits(np.asarray(jax.jit(f8.amax)(jax.device_put(x, sharding))), fp8_common.amax(x))
+
+
+def test_arrays_on_meshes_with_explicit_axes_are_not_reshaped(mesh):
+    explicit = jax.sharding.Mesh(mesh.devices, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    # a row for each device: the rows that are compared first would lie on several
+    x = np.random.default_rng(0).normal(size=(8, 1 << 16)).astype(np.float32)
+    with jax.set_mesh(explicit):
+        sharding = jax.sharding.NamedSharding(explicit, jax.sharding.PartitionSpec("data"))
+        assert_same_bits(np.asarray(jax.jit(f8.amax)(jax.device_put(x, sharding))), fp8_common.amax(x))

@@ -20,7 +20,7 @@ from fp8_jax_owg._first_order import refuse_second_order
 Results = Sequence[jax.Array]
 
 
-def as_one_equation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def as_one_equation(name: str, function: Any) -> Callable[..., Any]:
     """Return a function of trees of arrays whose calls are one equation each, where the mesh allows it.
 
     Args:

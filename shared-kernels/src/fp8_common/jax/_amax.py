@@ -31,7 +31,7 @@ def _amax(x: jax.Array, *, axis: int | tuple[int, ...] | None, keepdims: bool) -
 
 
 FOLDS = 8
-FOLD_FROM_BYTES = 1 << 18
+FOLD_FROM_BYTES = 1 << 16
 """Size from which folding pays for the time that it takes to compile."""
 MIDDLE_KEY = np.int32(0x40000000)
 """The key that `_ordered` makes the smallest positive normal number of; keys below it become negative ones."""
@@ -40,8 +40,11 @@ LOWEST = np.uint32(0xC07FFFFF).view(np.float32)
 
 
 def _folds(x: jax.Array) -> bool:
-    """Whether an array is large enough to fold, and folds without a rest; one with symbolic dimensions is not."""
-    known = all(isinstance(n, int) for n in x.shape)
+    """Whether an array is large enough to fold, and folds without a rest.
+
+    One with symbolic dimensions is not; one whose type says how it is sharded cannot be reshaped so.
+    """
+    known = all(isinstance(n, int) for n in x.shape) and not any(jax.typeof(x).sharding.spec)
     return known and x.size * x.dtype.itemsize >= FOLD_FROM_BYTES and x.size % (FOLDS * _columns(x)) == 0
 
 
