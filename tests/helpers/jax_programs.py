@@ -26,6 +26,7 @@ POLICIES = (
     jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_anything_except_these_names("none"),
 )
+WRAPPERS = ("jit", "remat", "cond", "barrier", "custom_vjp", "switch")
 Seen = dict[tuple[str, tuple[int, ...]], float]
 
 
@@ -84,7 +85,7 @@ class Sequence:
 
 @dataclasses.dataclass
 class Wrapped:
-    """A body under jit, remat with a policy, or in a branch that is taken."""
+    """A body under jit, remat with a policy, in a branch that is taken, or in a function with a gradient of its own."""
 
     parts: list[Any]
     how: str
@@ -96,6 +97,15 @@ class Wrapped:
             return jax.jit(body)(h, state)
         if self.how == "remat":
             return jax.checkpoint(body, policy=POLICIES[self.policy])(h, state)
+        if self.how == "barrier":
+            # not together with h, from which it would take the axes of a shard_map
+            return body(h, lax.optimization_barrier(state) if state else state)
+        if self.how == "custom_vjp":
+            outer = jax.custom_vjp(body)
+            outer.defvjp(lambda h, used: jax.vjp(body, h, used), lambda back, g: back(g))
+            return outer(h, only(state, names(self)))
+        if self.how == "switch":
+            return lax.switch(jnp.int32(1), [lambda h, state: h, body, lambda h, state: 2 * h], h, state)
         # not of h: under vmap JAX runs both branches of a condition that differs from example to example
         return lax.cond(jnp.bool_(True), body, lambda h, state: h, h, state)
 
@@ -267,7 +277,7 @@ class Maker:
     def node(self, depth, lead, rows):
         if depth == self.deepest or self.random.random() < 0.3:
             return self.choose(self.layer(lead), self.layer(lead), Scaled(self.choose(0.5, 2.0, 3.0)))
-        kind = self.choose("jit", "remat", "cond", "skip", "loop", "loop", "vmap", "unrolled")
+        kind = self.choose(*WRAPPERS, "skip", "loop", "loop", "vmap", "unrolled")
         if kind == "vmap" and rows > 1:
             stacked = bool(self.random.integers(2))
             return Mapped([self.sequence(depth + 1, (*lead, 2) if stacked else lead, rows // 2)], stacked)

@@ -210,6 +210,45 @@ def test_an_axis_that_is_called_sharded_and_is_not_is_refused(devices, mode):
     np.testing.assert_array_equal(each["input_amax_history"][:, 0], [3, 5])
 
 
+@pytest.mark.parametrize("how", ["barrier", "cast"])
+def test_a_state_that_becomes_each_devices_own_is_refused(devices, how, mode):
+    """JAX adds up over devices what leaves such a cast, which a barrier around state and batch makes, too."""
+    mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
+
+    def local(amax, meta):
+        if how == "barrier":
+            amax, meta = lax.optimization_barrier((amax, meta))
+        else:
+            meta = T(lambda x: lax.pcast(x, "a", to="varying"), meta)
+        return use(amax[0], meta)[None]
+
+    inside = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    with pytest.raises(Fp8Error, match="is used more than once"):
+        after(lambda meta: inside(SEEN[1:3], owg.read(meta)).sum())
+
+
+@pytest.mark.parametrize("how", ["dynamic index", "dynamic index in a loop", "index", "dynamic update"])
+def test_what_lies_beside_a_slice_that_is_used_keeps_its_value(how, mode):
+    def second(x, i=1):
+        return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+    def loss(stack):
+        if how == "index":
+            return use(5.0, T(lambda x: x[1], stack))
+        if how == "dynamic index":
+            return use(5.0, T(second, stack))
+        if how == "dynamic update":
+            put = T(lambda x: lax.dynamic_update_index_in_dim(jnp.zeros_like(x), second(x), 0, 0), stack)
+            return use(5.0, T(lambda x: x[0], put)) if mode == "extended" else use(5.0, T(second, stack))
+        step = lambda c, i: (c + use(5.0, T(lambda x: second(x, i), stack)), None)  # noqa: E731
+        return lax.scan(step, jnp.float32(0), jnp.ones(1, int))[0]
+
+    stack = T(lambda x: jnp.stack([x + 1, x]), start())
+    found = jax.jit(owg.grad(lambda tree: loss(tree["fc"].value)))({"fc": owg.Overwrite(stack)})["fc"].value
+    T(lambda new, old: np.testing.assert_array_equal(new[0], old[0]), found, stack)
+    expect_greatest(T(lambda new: new[1], found))
+
+
 SECOND = {
     "gradient of the gradient": lambda: jax.grad(lambda w: owg.grad(of_both)(of(w))["w"].sum()),
     "gradient inside the loss": lambda: owg.grad(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8_jax_owg import _compat as compat
@@ -65,7 +66,11 @@ class MaxGradRules:
 
     @staticmethod
     def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
-        """An array of one value."""
+        """An array of one value; of zeros, one of "not used"."""
+        # JAX asks for zeros where it fills up a cotangent, around a slice that was used for example. As values of a
+        # state both mean the same: nothing was observed.
+        if isinstance(value, int | float | np.number) and value == 0:
+            value = cotangents.NOT_OBSERVED
         plain = lax.full(shape, lax.convert_element_type(value, dtype.float_dtype), dtype.float_dtype)
         return lax.convert_element_type(plain, dtype)
 

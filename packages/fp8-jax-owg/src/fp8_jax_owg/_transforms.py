@@ -54,7 +54,8 @@ def value_and_grad(
             latter if gradients of several micro-batches or devices are combined, and layers may be skipped.
 
     Raises:
-        Fp8Error: `unobserved` is unknown, an overwritten leaf is not float32, or in mode "fan_out" one is used twice.
+        Fp8Error: `unobserved` is unknown, an overwritten leaf is not float32, the loss computes with one, or in mode
+            "fan_out" one is used twice.
     """
     if unobserved not in UNOBSERVED:
         raise Fp8Error(f"unobserved must be one of {', '.join(UNOBSERVED)}, got {unobserved!r}.")

@@ -196,6 +196,9 @@ def _of_equation(equation: Any, outs: list[Uses]) -> list[Uses]:
     if name in JOINS:
         # each operand lies in the result once; one that stands in several places is counted for each
         return [total] * operands
+    if name == "pvary":
+        # From here on each device of a `shard_map` has one of its own, and JAX adds up what they observe.
+        return [uses.joined.repeated for uses in outs]
     if name == "broadcast_in_dim":
         # Autodiff sums the cotangents of copies, so each copy is a use; a new dimension of length 1 makes none.
         grows = equation.outvars[0].aval.size > equation.invars[0].aval.size
@@ -247,8 +250,8 @@ def _keeps_gradients(equation: Any) -> bool:
 JOINS = frozenset({"concatenate", "stack"})
 SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
 KEEP = frozenset(
-    {"add", "add_any", "copy_p", "dot_general", "dynamic_update_slice", "expand_dims", "pad", "reduce_sum", "reshape"}
-    | {"rev", "scatter", "select_n", "squeeze", "tile", "transpose", "pvary", "pcast", "all_gather", "ppermute"}
+    {"add", "add_any", "dot_general", "dynamic_update_slice", "expand_dims", "pad", "reduce_sum", "reshape"}
+    | {"rev", "scatter", "select_n", "squeeze", "tile", "transpose"}
 )
 """Linear operations that select or move: their transposes change no element that arrives."""
 
@@ -338,7 +341,9 @@ def _of_shard_map(equation: Any, outs: list[Uses]) -> list[Uses]:
     # with check_vma=True layers see from the types which devices share a state
     if params["check_vma"]:
         return each
-    axes = {axis for axis in params["newly_manual_axes"] if params["mesh"].shape[axis] > 1}
+    # named so since JAX 0.10.2
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    axes = {axis for axis in manual if params["mesh"].shape[axis] > 1}
     for place, (variable, spec) in enumerate(zip(body.invars, params["in_specs"], strict=True)):
         named = {axis for part in spec for axis in (part if isinstance(part, tuple) else (part,))}
         if axes - named - _replicated_axes(body, variable):
