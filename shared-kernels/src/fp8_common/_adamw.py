@@ -5,7 +5,7 @@ sum that follows into one rounding, the others are rounded by themselves, and ro
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,13 @@ class AdamWStep(NamedTuple):
         size: Size of the step, below 0.
     """
 
-    keep: float
-    first: float
-    keep_second: float
-    second: float
-    root: float
-    eps: float
-    size: float
+    keep: Any
+    first: Any
+    keep_second: Any
+    second: Any
+    root: Any
+    eps: Any
+    size: Any
 
     @classmethod
     def of(cls, step: int, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> "AdamWStep":
@@ -68,17 +68,15 @@ def adamw_step(
         return x * n.keep + n.size * first / (np.sqrt(second) / n.root + n.eps), first, second
 
 
-def fused_multiply_add(
-    a: NDArray[np.float32] | np.float32, b: NDArray[np.float32], c: NDArray[np.float32]
-) -> NDArray[np.float32]:
+def fused_multiply_add(a: Any, b: NDArray[np.float32], c: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return RN32(a * b + c), rounded once."""
     # The product is exact in float64. The sum is not, so that it may be rounded to a tie of float32: then what it lost
     # decides between the two neighbours.
-    product, c = np.float64(a) * np.float64(b), np.float64(c)
+    product, added = np.float64(a) * np.float64(b), np.float64(c)
     with np.errstate(all="ignore"):
-        total = product + c
+        total = product + added
         back = total - product
-        lost = (product - (total - back)) + (c - back)
+        lost = (product - (total - back)) + (added - back)
         nearest = total.astype(np.float32)
         rest = total - nearest
         other = nearest + 2 * rest

@@ -5,6 +5,7 @@ The bits are those of torch's own `AdamW` on whole float32 numbers; the first us
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from fp8_common.torch._remainder_compiled import MAGNITUDE, join_of, write_bytes
 Function = Callable[..., torch.Tensor]
 # torch's own kernels are compiled like that, which joins products and sums in two places.
 _OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
-_SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 class CompiledAdamW:
@@ -29,7 +30,7 @@ class CompiledAdamW:
 
     def __init__(self, fmt: Format, *, fused: bool) -> None:
         self._fused, self._fmt = fused, fmt
-        options = {"dynamic": True, "fullgraph": True, "options": _OPTIONS}
+        options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": _OPTIONS}
         self._moments = torch.compile(_moments, **options)
         self._apply = torch.compile(_apply_of(fmt, fused=fused), **options)
 

@@ -89,8 +89,12 @@ class PartSteps:
         one_pass = OnePass.of(master, self._inner, group, self._inner.state.get(master.key, {}))
         if one_pass is None:
             return False
+
+        def step(values: torch.Tensor, own: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+            return self._step_one(values, own, state, group)
+
         for index, part in enumerate(master.parts()):
-            one_pass.part(index, master, gradient[part], lambda *x: self._step_one(*x, group))
+            one_pass.part(index, master, gradient[part], step)
         one_pass.end()
         return True
 
