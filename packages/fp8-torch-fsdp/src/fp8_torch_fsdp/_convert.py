@@ -319,7 +319,7 @@ def _by_weight(layers: Iterable[Float8Linear]) -> list[list[Float8Linear]]:
 
 
 def _refuse_sharded(model: nn.Module, chosen: Collection[nn.Module]) -> None:
-    if any(module in chosen for module, _, _ in fsdp.held_parameters(model)):
+    if any(held.module in chosen for held in fsdp.held_parameters(model)):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
