@@ -16,6 +16,7 @@ from fp8_common.testing.arrays import as_numpy
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton_masters as triton_masters
 from fp8_common.torch._quantize import Cast
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -423,7 +424,7 @@ def test_masters_are_stepped_and_cast_in_their_bytes(dtype, fmt, n):
     second[5:7] = [0, 1e-40]
     codes, lower = f8.quantize(x, scale, fmt), lower_bytes(x)
     inverse, held = f8.reciprocal(scale), [tensor(a) for a in (codes.view(np.uint8), lower, first, second)]
-    key = triton_backend.step_masters(
+    key = triton_masters.step_masters(
         held[0], number(inverse), held[1], tensor(gradient), tuple(held[2:]), tensor(np.float32(numbers)), form
     )
     # what three bytes cannot give back is stepped from what they do give
@@ -434,5 +435,5 @@ def test_masters_are_stepped_and_cast_in_their_bytes(dtype, fmt, n):
     for got, want in zip(held[2:], moments, strict=True):
         assert_same_bits(got, want)
     assert_same_bits(key.view(torch.float32), np.abs(after).max(keepdims=True))
-    triton_backend.cast_masters(held[0], number(scale), held[1], form)
+    triton_masters.cast_masters(held[0], number(scale), held[1], form)
     assert_same_bits(held[0], f8.quantize(after, scale, fmt).view(np.uint8))

@@ -22,7 +22,6 @@ from fp8_common._formats import Format, get_data_format
 from fp8_common._launch import LaunchPlan
 from fp8_common._launch_both import amax_both_plan, cast_both_plan, delayed_current_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
-from fp8_common._launch_masters import PLANES, cast_masters_plan, step_masters_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _capture as capture
@@ -417,34 +416,6 @@ def sum_gradients(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, diviso
     plan = sum_gradients_plan(ranks, columns, codes.stride(0), fmt, "float32", divisor)
     run(plan, codes.device, q_ptr=codes, scale_ptr=scales, y_ptr=total)
     return total
-
-
-def step_masters(
-    codes: torch.Tensor,
-    inverse: torch.Tensor,
-    lower: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    numbers: torch.Tensor,
-    fmt: Format,
-) -> torch.Tensor:
-    """Make a step of AdamW with numbers in their bytes; arguments as of `CompiledAdamW.step`, `numbers` float32 [7].
-
-    Returns:
-        int32 [1], the key of the largest magnitude after the step.
-    """
-    key = torch.zeros(1, dtype=torch.int32, device=codes.device)
-    places = dict(zip(PLANES, (codes, *lower), strict=True))
-    given = {"gradient_ptr": gradient, "inverse_ptr": inverse, "numbers_ptr": numbers, "amax_ptr": key}
-    plan = step_masters_plan(codes.numel(), _name(gradient.dtype), fmt)
-    run(plan, codes.device, **places, **given, first_ptr=moments[0], second_ptr=moments[1])
-    return key
-
-
-def cast_masters(codes: torch.Tensor, scale: torch.Tensor, lower: torch.Tensor, fmt: Format) -> None:
-    """Replace the highest bytes [n] of numbers by their codes, with one float32 scale."""
-    places = dict(zip(PLANES, (codes, *lower), strict=True))
-    run(cast_masters_plan(codes.numel(), fmt), codes.device, **places, scale_ptr=_scale(scale))
 
 
 def module_for(x: torch.Tensor, fmt: str | Format, policy: ScalePolicy | None = None) -> ModuleType:
