@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever fol
 from tools.machine import digest, gpu_tests, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
 from tools.maxtext import maxtext  # noqa: E402
 from tools.package_index import package_sources  # noqa: E402
-from tools.packages import AHEAD_OF_TIME, ISOLATED, PACKAGES, editable, folders  # noqa: E402
+from tools.packages import AHEAD_OF_TIME, INTERPRETED, ISOLATED, PACKAGES, editable, folders  # noqa: E402
 from tools.sessions import ON_ALL_CORES, PROJECT, install, install_xla_for_gpus, pinned, run_benchmarks, run_tests  # noqa: E402
 
 nox.needs_version = ">=2025.11.12"
@@ -28,9 +28,7 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "types", "test", "isolated", "docs", "build"]
 
-CONFORMANCE = "tests/conformance/test_conformance.py"
 UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
-INTERPRETED = ("shared-kernels/tests/interpreter", "packages/fp8-torch-fsdp/tests/interpreter", CONFORMANCE)
 # what every test needs; the first asks for triton, which no plugin does
 EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
 
@@ -137,7 +135,7 @@ def browser(session: nox.Session) -> None:
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """Run every kernel in Triton's interpreter against the NumPy definition."""
-    install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", groups=["test"])
+    install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", "fp8-te-init", groups=["test"])
     session.run("pytest", *ON_ALL_CORES, *INTERPRETED, *session.posargs, env={"TRITON_INTERPRET": "1"})
 
 

@@ -9,6 +9,12 @@ AHEAD_OF_TIME = (
     *(f"tests/benchmarks/test_{name}.py" for name in ("static_cost", "host_time", "fused_casts")),
 )
 """What compiles for GPUs and runs nothing there."""
+INTERPRETED = (
+    "shared-kernels/tests/interpreter",
+    *(f"packages/{name}/tests/interpreter" for name in ("fp8-torch-fsdp", "fp8-te-init")),
+    "tests/conformance/test_conformance.py",
+)
+"""What Triton's interpreter runs."""
 
 
 class Alone(NamedTuple):

@@ -293,9 +293,9 @@ def mark_late(modules: Sequence[DelayedScale]) -> None:
 
 def due(modules: Sequence[DelayedScale], force: bool) -> torch.Tensor:
     """Return int32 [1]: 1 if an optimizer step followed what any of `modules` observed here, or if forced."""
-    if force:
-        return torch.ones(1, dtype=torch.int32, device=modules[0].late.device)
-    return _stacked(modules, "late").any().reshape(1).int()
+    # Also where it is multiplied: a CUDA graph can capture only operators that an earlier step has launched.
+    one = torch.ones(1, dtype=torch.int32, device=modules[0].late.device)
+    return one if force else one * _stacked(modules, "late").any()
 
 
 @torch.no_grad()

@@ -194,7 +194,8 @@ def scales_together(renewed: list[tuple[Member, torch.Tensor]]) -> list[torch.Te
         found = current_together(list(in_use.values()), [renewed[i][1] for i in in_use])
         for i, scale in zip(in_use, found, strict=True):
             member = renewed[i][0]
-            scales[i] = scale.view(member.state.strategy.layout.shape(member.geometry.full_shape))
+            shape = member.state.strategy.layout.shape(member.geometry.full_shape)
+            scales[i] = scale if scale.shape == shape else scale.view(shape)
     return scales
 
 

@@ -42,7 +42,7 @@ class CompiledAdamW:
         lower: torch.Tensor,
         gradient: torch.Tensor,
         moments: tuple[torch.Tensor, torch.Tensor],
-        numbers: AdamWStep,
+        numbers: torch.Tensor,
     ) -> torch.Tensor:
         """Step numbers that codes and lower bytes give back; all tensors are contiguous.
 
@@ -52,13 +52,13 @@ class CompiledAdamW:
             lower: uint8 [3, n], written.
             gradient: bfloat16 or float32 [n].
             moments: Both float32 [n], written.
-            numbers: Of this step.
+            numbers: float32 [7], the `AdamWStep`.
 
         Returns:
             int32 [], the key of the largest magnitude after the step.
         """
         first, second = moments
-        scalars = torch.tensor(numbers).unbind()
+        scalars = numbers.unbind()
         if self._fused:
             return self._apply(codes, inverse, *lower, gradient, first, second, *scalars)
         self._moments(gradient, first, second, *scalars)
@@ -88,7 +88,7 @@ class CompiledAdamW:
             whole.grad = gradient.float()
             optimizer.step()
             codes, lower = _cast(x, scale, self._fmt), reference.lower_bytes(x)
-            numbers = AdamWStep.of(step, **_SETTINGS)
+            numbers = torch.tensor(AdamWStep.of(step, **_SETTINGS))
             key = self.step(codes, inverse, lower, gradient, (first, second), numbers)
             x = reference.join_bytes(codes, lower)
             state = optimizer.state[whole]

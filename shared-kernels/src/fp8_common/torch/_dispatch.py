@@ -8,6 +8,7 @@ operators take strings.
 
 import torch
 
+from fp8_common._adamw import AdamWStep as AdamWStep
 from fp8_common._blocks import Block
 from fp8_common._formats import Format
 from fp8_common._moments import MOMENT_BLOCK as MOMENT_BLOCK
@@ -25,6 +26,7 @@ from fp8_common.torch._quantize import Cast
 from fp8_common.torch._rounding import values as _values
 from fp8_common.torch._scaling import divide
 from fp8_common.torch._scaling import scale_from_amax as _scale_from_amax
+from fp8_common.torch._triton_masters import KernelAdamW
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -35,7 +37,21 @@ join_lower_bytes, not_joined = remainder.join_lower_bytes, remainder.not_joined
 join_scaled, usable_inverse = remainder.join_scaled, remainder.usable_inverse
 is_unusual, places_that_may_fail = remainder.is_unusual, remainder.places_that_may_fail
 compiled_bytes = remainder_compiled.compiled_bytes
-compiled_adamw, AdamWStep = adamw_compiled.compiled_adamw, adamw_compiled.AdamWStep
+
+
+def adamw_in_bytes(
+    codes: torch.Tensor, fmt: Format, *, fused: bool
+) -> KernelAdamW | adamw_compiled.CompiledAdamW | None:
+    """Return what steps masters in their bytes where `codes` are; None where nothing makes the bits of AdamW there.
+
+    Args:
+        codes: uint8, of the masters.
+        fmt: Their format.
+        fused: Whether the steps are those of `AdamW(fused=True)`, which on GPUs the definition's take the place of.
+    """
+    if fused and triton_backend.applies(codes, fmt):
+        return KernelAdamW(fmt)
+    return adamw_compiled.compiled_adamw(fmt, fused=fused) if codes.device.type == "cpu" else None
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,29 @@ from fp8_common._launch_masters import PLANES, cast_masters_plan, step_masters_p
 from fp8_common.torch._triton_backend import run
 
 
+class KernelAdamW:
+    """Steps of AdamW by a kernel: on every device the numbers of `fp8_common._adamw`, torch's fused ones on a CPU.
+
+    Args:
+        fmt: E4M3 or E5M2, the format of the codes.
+    """
+
+    def __init__(self, fmt: Format) -> None:
+        self._fmt = fmt
+
+    def step(
+        self,
+        codes: torch.Tensor,
+        inverse: torch.Tensor,
+        lower: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: tuple[torch.Tensor, torch.Tensor],
+        numbers: torch.Tensor,
+    ) -> torch.Tensor:
+        """Step numbers as `CompiledAdamW.step` does, n being a multiple of 16."""
+        return step_masters(codes, inverse, lower, gradient, moments, numbers, self._fmt).view(())
+
+
 def step_masters(
     codes: torch.Tensor,
     inverse: torch.Tensor,
@@ -16,7 +39,7 @@ def step_masters(
     numbers: torch.Tensor,
     fmt: Format,
 ) -> torch.Tensor:
-    """Make a step of AdamW with numbers in their bytes; arguments as of `CompiledAdamW.step`, `numbers` float32 [7].
+    """Make a step of AdamW with numbers in their bytes; arguments as of `CompiledAdamW.step`.
 
     Returns:
         int32 [1], the key of the largest magnitude after the step.

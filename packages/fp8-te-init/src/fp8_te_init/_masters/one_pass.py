@@ -1,7 +1,8 @@
 """`OnePass`: a step of AdamW that reads codes, lower bytes, gradient and moments once, and writes them back.
 
-The bits are those of `torch.optim.AdamW` on float32 masters. It takes what torch's class does by default: other options
-are stepped by the optimizer itself, part by part.
+On a CPU the bits are those of `torch.optim.AdamW` on float32 masters. On a GPU a kernel makes the steps of
+`AdamW(fused=True)` with the bits that a CPU gives, which are not those of torch's CUDA kernels; unrun there. Options
+that torch's class does not have by default are stepped by the optimizer itself, part by part.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,30 +27,35 @@ class OnePass:
     """One step of one parameter.
 
     Args:
-        compiled: What steps rows of bytes.
+        bytewise: What steps rows of bytes.
         group: The options of the parameter.
         state: What the inner optimizer keeps for it; written.
     """
 
-    def __init__(self, compiled: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
-        self._compiled, self._count = compiled, state["step"]
+    def __init__(self, bytewise: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self._bytewise, self._count = bytewise, state["step"]
         self._moments = tuple(local_of(state[name]) for name in (FIRST, SECOND))
+        self._device = self._moments[0].device
         names = ("lr", "betas", "eps", "weight_decay")
-        self._numbers = dispatch.AdamWStep.of(int(self._count) + 1, **{name: group[name] for name in names})
+        numbers = torch.tensor(dispatch.AdamWStep.of(int(self._count) + 1, **{name: group[name] for name in names}))
+        self._numbers = (
+            numbers if self._device.type == "cpu" else numbers.pin_memory().to(self._device, non_blocking=True)
+        )
 
     @classmethod
     def of(cls, master: RemainderMaster, inner: Any, group: dict[str, Any], state: dict[str, Any]) -> "OnePass | None":
         """Return the step of a parameter; None where the optimizer has to make it, as for the first one."""
         if type(inner) is not torch.optim.AdamW or not _is_usual(group) or not {FIRST, SECOND} <= state.keys():
             return None
-        device, elements = local_of(state[FIRST]).device, master.shape.numel()
+        elements = master.shape.numel()
         # Of what is left of 16 elements torch computes some in another way.
-        if not (master.compiled and master.is_in_bytes) or device.type != "cpu" or not elements or elements % GROUP:
+        if not (master.compiled and master.is_in_bytes) or not elements or elements % GROUP:
             return None
         if not all(local_of(state[name]).is_contiguous() for name in (FIRST, SECOND)):
             return None
-        compiled = dispatch.compiled_adamw(master.fmt, fused=bool(group["fused"]))
-        return None if compiled is None else cls(compiled, group, state)
+        codes = master.bytes_of(0).codes
+        bytewise = dispatch.adamw_in_bytes(codes, master.fmt, fused=bool(group["fused"]))
+        return None if bytewise is None else cls(bytewise, group, state)
 
     def part(self, index: int, master: RemainderMaster, gradient: torch.Tensor, step: Step) -> None:
         """Step a part of `master`.
@@ -69,7 +75,7 @@ class OnePass:
             groups = range(held.codes.numel() // GROUP)
         largest = []
         if groups:
-            at = (torch.tensor(groups).unsqueeze(1) * GROUP + torch.arange(GROUP)).view(-1)
+            at = (torch.tensor(groups).unsqueeze(1) * GROUP + torch.arange(GROUP)).view(-1).to(self._device)
             values = master.read_at(index, at)
             after = step(values, gradient[at], {"step": self._count.clone(), FIRST: first[at], SECOND: second[at]})
             first[at], second[at] = after[FIRST], after[SECOND]
@@ -78,7 +84,7 @@ class OnePass:
         for start, stop in _between(groups, held.codes.numel()):
             own, moments = slice(start, stop), (first[start:stop], second[start:stop])
             largest.append(
-                self._compiled.step(
+                self._bytewise.step(
                     held.codes[own], held.inverse, held.lower[:, own], gradient[own], moments, self._numbers
                 )
             )
