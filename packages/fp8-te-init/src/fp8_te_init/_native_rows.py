@@ -63,6 +63,15 @@ class NativeRows:
         """Return values [n, columns] that were written and wait for a scale that the ranks agree on."""
         return self._state.held
 
+    @property
+    def casts_alone(self) -> bool:
+        """Whether no other rank, and no earlier step, has a say in the scales."""
+        return self._state.casts_alone
+
+    def store_alone(self, values: torch.Tensor) -> None:
+        """Quantize values [n, columns] with scales of their own; see `PrimaryState.store_alone`."""
+        self._state.store_alone(values)
+
     def keys(self, values: torch.Tensor) -> torch.Tensor:
         """Return int32 keys [k] of the amax of values [n, columns]."""
         return self._state.keys(values)

@@ -17,6 +17,13 @@ class Requantizable(QuantizedRows, Protocol):
     def pending(self) -> torch.Tensor | None:
         """Return values [n, columns] that were written and wait for a scale that the ranks agree on."""
 
+    @property
+    def casts_alone(self) -> bool:
+        """Whether `store_alone` works: no other rank, and no earlier step, has a say in the scales."""
+
+    def store_alone(self, values: torch.Tensor) -> None:
+        """Quantize values [n, columns] with scales of their own: amax, scales and codes in one cast."""
+
     def keys(self, values: torch.Tensor) -> torch.Tensor:
         """Return int32 keys [k] of the amax of values [n, columns]; MAX combines them over ranks."""
 

@@ -43,12 +43,19 @@ class Agreement:
     group: dist.ProcessGroup | None = None
 
     def keys(self) -> torch.Tensor:
-        """Return int32 keys [k] of the amax of the values."""
-        return self.weight.keys(self.values)
+        """Return int32 keys [k] of the amax of the values; none where there is nobody to agree with."""
+        return self.weight.keys(self.values) if self._is_shared else self.values.new_empty(0, dtype=torch.int32)
 
     def store(self, keys: torch.Tensor, *, step: bool) -> None:
         """Quantize the values with scales from the agreed `keys`."""
-        self.weight.store(self.values, keys, step=step)
+        if self._is_shared:
+            self.weight.store(self.values, keys, step=step)
+        else:
+            self.weight.store_alone(self.values)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.group is not None or not self.weight.casts_alone
 
 
 @torch.no_grad()

@@ -250,6 +250,22 @@ class PrimaryState:
         self.codes[: self.rows] = self.quantized(values)
         self.unagreed, self.held = False, None
 
+    @property
+    def casts_alone(self) -> bool:
+        """Whether scales follow from the values held here: all of the weight, and no history."""
+        return self.history is None and self.part is None and self.rows == self.full_shape[0]
+
+    def store_alone(self, values: torch.Tensor) -> None:
+        """Quantize values of the whole weight with scales of their own, of which `casts_alone` has to say that it can.
+
+        Amax, scales and codes come from one cast, with the bits of `store`.
+        """
+        self.about_to_change()
+        cast = self.layout.cast_whole(values)
+        self.scale, self.unscaled = cast.scale.view(self.scale.shape), False
+        self.codes[: self.rows] = cast.codes.view(torch.uint8)
+        self.unagreed, self.held = False, None
+
     def take_keys(self, keys: torch.Tensor, *, step: bool) -> None:
         """Make the scale from the agreed `keys`, as `store` does; the codes are left to the caller."""
         self.about_to_change()
@@ -301,7 +317,10 @@ class PrimaryState:
             keep: Called with the values [n, columns] instead of holding them here.
         """
         own = values[: self.rows]
-        self.store(own, self.keys(own), step=False)
+        if self.casts_alone:
+            self.store_alone(own)
+        else:
+            self.store(own, self.keys(own), step=False)
         self._wait_for_agreement(own, keep)
 
     def _wait_for_agreement(self, own: torch.Tensor, keep: "Callable[[torch.Tensor], None] | None") -> None:

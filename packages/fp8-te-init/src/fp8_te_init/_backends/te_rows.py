@@ -191,6 +191,15 @@ class TeRows:
             return torch.zeros(0, dtype=torch.int32, device=values.device)
         return _ONE_SCALE.keys(values, ShardGeometry(full_shape=self.full_shape))
 
+    @property
+    def casts_alone(self) -> bool:
+        """False: TransformerEngine's tensors are cast in `store`."""
+        return False
+
+    def store_alone(self, values: torch.Tensor) -> None:
+        """Quantize with the scale of the values themselves."""
+        self.store(values, self.keys(values), step=False)
+
     def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
         """Quantize values [n, columns] with the scale from the agreed `keys`, and let go of transposed codes."""
         tensor = self._tensor
