@@ -58,11 +58,10 @@ class CompiledAdamW:
             int32 [], the key of the largest magnitude after the step.
         """
         first, second = moments
-        scalars = numbers.unbind()
         if self._fused:
-            return self._apply(codes, inverse, *lower, gradient, first, second, *scalars)
-        self._moments(gradient, first, second, *scalars)
-        return self._apply(codes, inverse, *lower, first, second.sqrt(), *scalars)
+            return self._apply(codes, inverse, *lower, gradient, first, second, numbers)
+        self._moments(gradient, first, second, numbers)
+        return self._apply(codes, inverse, *lower, first, second.sqrt(), numbers)
 
     def is_torchs(self) -> bool:
         """Compare with torch's `AdamW` for three steps; False where the compiler makes other bits, or cannot work."""
@@ -132,8 +131,8 @@ def _next_moments(
     )
 
 
-def _moments(gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *scalars: torch.Tensor) -> None:
-    after = _next_moments(gradient, first, second, AdamWStep(*scalars))
+def _moments(gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: torch.Tensor) -> None:
+    after = _next_moments(gradient, first, second, AdamWStep._make(numbers.unbind()))
     first.copy_(after[0])
     second.copy_(after[1])
 
@@ -149,7 +148,7 @@ def _apply_of(fmt: Format, *, fused: bool) -> Function:
         high: torch.Tensor,
         *rest: torch.Tensor,
     ) -> torch.Tensor:
-        numbers = AdamWStep(*rest[-7:])
+        numbers = AdamWStep._make(rest[-1].unbind())
         x = join(codes, inverse, low, middle, high)
         if fused:
             gradient, first, second = rest[:3]
