@@ -147,6 +147,8 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connect
             path, name, args = _unpacked(pipe.recv_bytes())
         except EOFError:
             return
+        # A compiler counts what it made of a function, and makes no more of it after some.
+        torch.compiler.reset()
         try:
             pipe.send_bytes(_packed((True, _load(path, name)(rank, world_size, *args))))
         except BaseException:  # whatever it was, the parent reports it

@@ -60,6 +60,7 @@ OPTIMIZERS = {
 def small_parts(monkeypatch):
     """Weights of these tests have several parts."""
     monkeypatch.setattr(remainder, "PART", 256)
+    monkeypatch.setattr(remainder, "COMPILED_PARTS", 1)
 
 
 def model(preserve="cpu", recipe="tensorwise", dtype=torch.float32) -> nn.Sequential:

@@ -18,7 +18,7 @@ KEPT = ["remainder", "float32"]
 
 
 def built(world_size, recipe, kept, preserve="cpu", moments="float32"):
-    remainder.PART = 256  # several parts on each rank
+    remainder.PART, remainder.COMPILED_PARTS = 256, 1  # several parts on each rank
     torch.manual_seed(0 if preserve == "cpu" else 99)
     model = shard(fti.convert_linear(mlp(), recipe=recipe, preserve=preserve), world_size)
     optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2, masters=kept, moments=moments)

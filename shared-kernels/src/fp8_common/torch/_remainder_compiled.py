@@ -17,6 +17,8 @@ from fp8_common.torch import _remainder as reference
 from fp8_common.torch._quantize import quantize
 
 MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+# Inductor would write what takes so many operations, and is read so often, to memory, and make a second pass of it.
+_ONE_PASS = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
 
 class CompiledBytes:
@@ -34,7 +36,7 @@ class CompiledBytes:
             raise Fp8Error(f"compiled=True knows e4m3 and e5m2, got {fmt}. Leave it out for weights in {fmt}.")
         self._join = torch.compile(join_of(fmt), dynamic=True, fullgraph=True)
         self._split = torch.compile(_split, dynamic=True, fullgraph=True)
-        self._cast = torch.compile(_cast_of(fmt), dynamic=True, fullgraph=True)
+        self._cast = torch.compile(_cast_of(fmt), dynamic=True, fullgraph=True, options=_ONE_PASS)
         try:
             self._compare(fmt)
         except Fp8Error:
@@ -59,7 +61,7 @@ class CompiledBytes:
         """Write the codes of what `join_bytes` returns to `top`, cast with float32 `scale` into FP8.
 
         Returns:
-            float32 [], not 0 if `join` may give back other numbers anywhere; scales are to be usual ones.
+            int32 [], negative if `join` may give back other numbers anywhere; scales are to be usual ones.
         """
         return _alike(self._cast, top, (scale, inverse), *lower)
 
@@ -78,7 +80,7 @@ class CompiledBytes:
             same &= torch.equal(top, quantize(values, scale, fmt).view(torch.uint8))
             joined = reference.join_lower_bytes(top, scale, lower, fmt).view(torch.int32)
             same &= torch.equal(self.join(top, inverse, lower).view(torch.int32), joined)
-            same &= bool(other) or torch.equal(joined, values.view(torch.int32))
+            same &= bool(other < 0) or torch.equal(joined, values.view(torch.int32))
             if not same:
                 raise Fp8Error(
                     "compiled=True makes other bits than the references with this compiler. Leave it out, and report "
@@ -145,30 +147,33 @@ def join_of(fmt: Format) -> Callable[..., torch.Tensor]:
 def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
     least, most = fmt.smallest_subnormal * 9 / 32, fmt.max * 7 / 4
     shift, rebias = 23 - fmt.mantissa_bits, (127 - fmt.bias) << fmt.mantissa_bits
-    greatest, least_normal, nan_code = fmt.max, fmt.smallest_normal, fmt.nan_code
+    nan_code = fmt.nan_code
     # Adding it leaves no bit below the smallest subnormal.
     magic = fmt.smallest_subnormal * 2.0**23
-    magic_bits = int(torch.tensor(magic).view(torch.int32))
+    magic_bits, greatest, least_normal = (_bits_of(number) for number in (magic, fmt.max, fmt.smallest_normal))
 
     def cast(top: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, *lower: torch.Tensor) -> torch.Tensor:
         rest = _lower(lower)
         bits = (top.to(torch.int32) << 24) | rest
         values = bits.view(torch.float32)
         # As `nan_where_infinite` does; the sign of the NaN that this makes is the processor's choice.
-        product = (values + values * 0.0) * scale
-        signed = product.view(torch.int32)
-        magnitude = (signed & MAGNITUDE).view(torch.float32).clamp(max=greatest)
-        rounded = magnitude.view(torch.int32)
-        normal = ((rounded + ((1 << (shift - 1)) - 1) + ((rounded >> shift) & 1)) >> shift) - rebias
-        subnormal = (magnitude + magic).view(torch.int32) - magic_bits
+        signed = ((values + values * 0.0) * scale).view(torch.int32)
+        magnitude = (signed & MAGNITUDE).clamp(max=greatest)
+        normal = ((magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift) - rebias
+        subnormal = (magnitude.view(torch.float32) + magic).view(torch.int32) - magic_bits
         code = torch.where(magnitude < least_normal, subnormal, normal)
         code = torch.where((signed & MAGNITUDE) > _INFINITY, nan_code, code)
-        code = code | ((signed >> 24) & 0x80)
-        top.copy_(code.to(torch.uint8))
+        top.copy_((code | ((signed >> 24) & 0x80)).to(torch.uint8))
         # The least and the first too large of what the codes 0 and the largest are joined with.
-        ends = [(anchor * inverse).view(torch.int32) for anchor in (least, most)]
+        first, last = ((anchor * inverse).view(torch.int32) for anchor in (least, most))
         number = bits & MAGNITUDE
-        outside = (number < ends[0] - OCTAVE) | (number >= ends[1] + OCTAVE) | (((code & 0x7F) == 0) & (rest == 0))
-        return (outside & (number != 0)).to(torch.float32).amax()
+        # Negative where the number is below the first, or not below the last, or has the bytes of zero; sign bits take
+        # the place of comparisons, of which a processor makes masks. Zero itself is no such number.
+        outside = (number - (first - OCTAVE)) | (last + OCTAVE - 1 - number) | (((code & 0x7F) | rest) - 1)
+        return (outside & -number).amin()
 
     return cast
+
+
+def _bits_of(number: float) -> int:
+    return int(torch.tensor(number).view(torch.int32))

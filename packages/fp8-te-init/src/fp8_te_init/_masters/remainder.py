@@ -23,6 +23,8 @@ from fp8_te_init._weight import primary_of
 
 PART = 1 << 20
 """Elements that are joined, stepped and split at a time: 4 MiB of float32."""
+COMPILED_PARTS = 4
+"""Times as many in compiled code, whose calls cost as much as 100,000 elements, and which writes no float32."""
 
 _Escapes = tuple[torch.Tensor, torch.Tensor]
 
@@ -140,7 +142,8 @@ class RemainderMaster:
         shape = self._state.own_codes.shape
         # A weight that is cut along another dimension is not cut twice.
         cut = self._in_parts and self.has_whole_rows
-        rows = max(1, PART // max(1, shape[1:].numel())) if cut else max(1, shape[0])
+        most = PART * COMPILED_PARTS if self.compiled else PART
+        rows = max(1, most // max(1, shape[1:].numel())) if cut else max(1, shape[0])
         # torch computes what is left of 16 elements in another way: only the last part may end so.
         rows -= rows % 16 if cut and rows > 16 else 0
         return [slice(start, min(start + rows, shape[0])) for start in range(0, max(1, shape[0]), rows)]
@@ -295,7 +298,7 @@ class RemainderMaster:
             top, inverse = codes.clone(), dispatch.usable_inverse(state.scale)
             scales = self._of_part(state.scale, part), self._of_part(inverse, part)
             may_fail = dispatch.compiled_bytes(fmt).cast(codes, *scales, lower)
-            if may_fail or dispatch.is_unusual(state.scale):
+            if may_fail < 0 or dispatch.is_unusual(state.scale):
                 self._list(index, lambda places: dispatch.join_bytes(top.view(-1)[places], lower.flatten(1)[:, places]))
             return
         values = self.read(index)
