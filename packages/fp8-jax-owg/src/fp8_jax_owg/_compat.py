@@ -77,3 +77,9 @@ def is_mapped(x: Any) -> bool:
     """Return whether `vmap` maps a value of the function that it runs."""
     # only its own traced values have this attribute
     return getattr(x, "batch_dim", None) is not None
+
+
+def mapped_axes(equation: Any) -> Any:
+    """Return the mesh axes along which a `shard_map` in a traced program maps its body."""
+    params = equation.params
+    return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
 from fp8_jax_owg._sharing import as_float32, share
@@ -171,7 +172,7 @@ def _run_shard_map(equation: Any, values: list[Any]) -> list[Any]:
         return tuple(map(plain, _run(params["jaxpr"], values)))
 
     with equation.ctx.manager:
-        inside = jax.shard_map(body, axis_names=params["newly_manual_axes"], **settings)
+        inside = jax.shard_map(body, axis_names=compat.mapped_axes(equation), **settings)
         return list(inside(*map(plain, values)))
 
 
