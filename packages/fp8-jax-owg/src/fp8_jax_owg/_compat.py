@@ -71,3 +71,15 @@ def name_of_rule(equation: Any) -> str:
     # With or without its constants around it, depending on the version of JAX.
     program = equation.params["call_jaxpr"]
     return str(getattr(program, "jaxpr", program).debug_info.func_name)
+
+
+def is_mapped(x: Any) -> bool:
+    """Return whether `vmap` maps a value of the function that it runs."""
+    # only its own traced values have this attribute
+    return getattr(x, "batch_dim", None) is not None
+
+
+def mapped_axes(equation: Any) -> Any:
+    """Return the mesh axes along which a `shard_map` in a traced program maps its body."""
+    params = equation.params
+    return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]

@@ -34,6 +34,7 @@ FEW = 32
 """XLA on CPUs compiles a loop of windows for reductions of more elements than these, which takes twice as long."""
 
 
+# Primitives from here on, where `jnp` would trace a function for each operator: each product of a program traces these.
 def encode(value: jax.Array) -> jax.Array:
     """Return observations as cotangents.
 
@@ -43,22 +44,32 @@ def encode(value: jax.Array) -> jax.Array:
     key = float_key(value)
     # Exponent field 1 instead of 0 with the mantissa as it was: a normal number, which nothing flushes. Below zero,
     # where no scale and no amax lies, so that `decode` knows it.
-    return jnp.where(key < SMALLEST_NORMAL_KEY, from_bits((key + SMALLEST_NORMAL_KEY) | jnp.int32(SIGN_BIT)), value)
+    raised = lax.bitwise_or(lax.add(key, np.int32(SMALLEST_NORMAL_KEY)), np.int32(SIGN_BIT))
+    return lax.select(lax.lt(key, np.int32(SMALLEST_NORMAL_KEY)), from_bits(raised), value)
 
 
 def decode(cotangent: jax.Array) -> jax.Array:
     """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
     bits, key = to_bits(cotangent), float_key(cotangent)
     # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
-    is_small = (bits < 0) & (key >= SMALLEST_NORMAL_KEY) & (key < 2 * SMALLEST_NORMAL_KEY)
-    observed = jnp.where(is_small, from_bits(key - SMALLEST_NORMAL_KEY), cotangent)
+    lowest = lax.bitwise_and(lax.ge(key, np.int32(SMALLEST_NORMAL_KEY)), lax.lt(key, np.int32(2 * SMALLEST_NORMAL_KEY)))
+    is_small = lax.bitwise_and(lax.lt(bits, np.int32(0)), lowest)
+    observed = lax.select(is_small, from_bits(lax.sub(key, np.int32(SMALLEST_NORMAL_KEY))), cotangent)
     # `key` has no sign: -0, -inf and every NaN are among these, too.
-    return jnp.where((key == 0) | (key >= INFINITY_KEY), NOT_OBSERVED, observed)
+    nothing = lax.bitwise_or(lax.eq(key, np.int32(0)), lax.ge(key, np.int32(INFINITY_KEY)))
+    return observed_where(lax.bitwise_not(nothing), observed)
+
+
+def observed_where(flags: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `value` where the flags of its shape are true, else `NOT_OBSERVED`."""
+    # As integers, so that `jax_debug_infs` stops at no constant.
+    bits = to_bits(value)
+    return from_bits(lax.select(flags, bits, lax.full_like(bits, NOT_OBSERVED_BITS)))
 
 
 def is_observed(value: jax.Array) -> jax.Array:
     """Return, for decoded observations, where there is one; bool."""
-    return to_bits(value) != NOT_OBSERVED_BITS
+    return lax.ne(to_bits(value), np.int32(NOT_OBSERVED_BITS))
 
 
 def greatest_bits(history: jax.Array) -> jax.Array:
@@ -70,9 +81,11 @@ def greatest_bits(history: jax.Array) -> jax.Array:
     """
     bits = to_bits(history)
     # below zero, from the binade above that of encoded zeros to the greatest finite number
-    unsound = (bits >= SIGN_BIT + 2 * SMALLEST_NORMAL_KEY) & (bits < SIGN_BIT + INFINITY_KEY)
+    unsound = lax.bitwise_and(
+        lax.ge(bits, np.int32(SIGN_BIT + 2 * SMALLEST_NORMAL_KEY)), lax.lt(bits, np.int32(SIGN_BIT + INFINITY_KEY))
+    )
     # One reduction for both: XLA on CPUs compiles several loops for each.
-    return _greatest(jnp.maximum(jnp.where(unsound, jnp.int32(UNSOUND_BITS), bits), 0))
+    return _greatest(lax.max(lax.select(unsound, lax.full_like(bits, UNSOUND_BITS), bits), np.int32(0)))
 
 
 def _greatest(keys: jax.Array) -> jax.Array:
@@ -86,7 +99,7 @@ def _greatest(keys: jax.Array) -> jax.Array:
 
 def maximum(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the greater observation, subnormals included, which XLA's float maximum takes for zero."""
-    return from_ordered(jnp.maximum(to_ordered(x), to_ordered(y)))
+    return from_ordered(lax.max(to_ordered(x), to_ordered(y)))
 
 
 def maximum_over(x: jax.Array, axis: int) -> jax.Array:
@@ -98,9 +111,13 @@ def to_ordered(x: jax.Array) -> jax.Array:
     """Return int32 that sort as the float32 `x` do; what collectives take the maximum of."""
     bits = to_bits(x)
     # Of negative floats the greater has the smaller bits: turn their order round.
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return _turned(bits)
 
 
 def from_ordered(keys: jax.Array) -> jax.Array:
     """Undo `to_ordered`."""
-    return from_bits(jnp.where(keys < 0, keys ^ jnp.int32(0x7FFFFFFF), keys))
+    return from_bits(_turned(keys))
+
+
+def _turned(bits: jax.Array) -> jax.Array:
+    return lax.select(lax.lt(bits, np.int32(0)), lax.bitwise_xor(bits, np.int32(0x7FFFFFFF)), bits)

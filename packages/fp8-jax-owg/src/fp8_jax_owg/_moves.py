@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from fp8_jax_owg import _compat as compat
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
 from fp8_jax_owg._sharing import as_float32, share
@@ -110,7 +111,9 @@ def _run_equation(equation: Any, values: list[Any]) -> list[Any]:
     if name in ("checkpoint", "remat2"):
         options = {key: params[key] for key in ("prevent_cse", "policy")}
         return jax.checkpoint(lambda *values: _run(params["jaxpr"], values), **options)(*values)
-    if name in ("while", "shard_map", "custom_vmap_call", "custom_jvp_call"):
+    if name == "shard_map":
+        return _run_shard_map(equation, values)
+    if name in ("while", "custom_vmap_call", "custom_jvp_call"):
         raise CannotCombineError(f"shared state enters {name}")
     # Each reads for itself, so that the cotangents of several meet by MAX; what was traced with shared values, a `read`
     # in a loop of this package, gets them.
@@ -158,6 +161,19 @@ def _run_branches(equation: Any, values: list[Any]) -> list[Any]:
     each = [jax.eval_shape(lambda *x, run=run: run(x), *operands) for run in branches]
     flags = [any(map(is_shared, results)) for results in zip(*each, strict=True)]
     return lax.switch(index, [lambda *x, run=run: _shared_where(flags, run(x)) for run in branches], *operands)
+
+
+def _run_shard_map(equation: Any, values: list[Any]) -> list[Any]:
+    # It takes no shared values and returns none: each is read before, and shared again by what the body calls.
+    params = equation.params
+    settings = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+
+    def body(*values: Any) -> tuple[Any, ...]:
+        return tuple(map(plain, _run(params["jaxpr"], values)))
+
+    with equation.ctx.manager:
+        inside = jax.shard_map(body, axis_names=compat.mapped_axes(equation), **settings)
+        return list(inside(*map(plain, values)))
 
 
 def _move(equation: Any, values: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from fp8_common.jax.plugin import dispatch
+from fp8_jax_owg import _compat as compat
 from fp8_jax_owg._first_order import refuse_second_order
 
 Results = Sequence[jax.Array]
@@ -61,16 +62,15 @@ def as_one_equation(name: str, function: Any) -> Callable[..., Any]:
 
 def _axes_of_results(run: Callable[..., Any], leaves: Results, dims: Sequence[int | None]) -> list[int | None]:
     """Return 0 for each result that `vmap` maps, None for the others: a shared state must not seem to differ."""
-    mapped = partial(jax.vmap, in_axes=tuple(dims))
+    axes: list[int | None] = []
 
-    def is_mapped(index: int) -> bool:
-        try:
-            jax.eval_shape(mapped(lambda *x: run(*x)[index], out_axes=None), *leaves)
-        except ValueError:  # what `vmap` says of a mapped result that should not be
-            return True
-        return False
+    def look(*x: jax.Array) -> Results:
+        results = run(*x)
+        axes[:] = [0 if compat.is_mapped(result) else None for result in results]
+        return results
 
-    return [0 if is_mapped(index) else None for index in range(len(jax.eval_shape(mapped(run), *leaves)))]
+    jax.eval_shape(jax.vmap(look, in_axes=tuple(dims)), *leaves)
+    return axes
 
 
 def _types_tell_more() -> bool:

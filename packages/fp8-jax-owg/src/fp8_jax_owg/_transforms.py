@@ -46,7 +46,7 @@ def value_and_grad(
             used twice outside of `fp8_jax_owg.scan` and pipelines; pass such a leaf through `fp8_jax_owg.share`. In
             mode "extended" a loss that JAX cannot differentiate because of how it slices, gathers or repeats shared
             leaves is traced and run equation by equation (`fp8_jax_owg._moves`), which combines its uses as well;
-            where such a leaf enters a `shard_map` or a `while_loop`, uses are counted as in mode "fan_out".
+            where such a leaf enters a `while_loop`, uses are counted as in mode "fan_out".
         argnums: Which arguments to differentiate.
         has_aux: Whether `fun` returns (loss, anything).
         unobserved: What the gradient holds where nothing was observed: the old value ("old"), which any optimizer

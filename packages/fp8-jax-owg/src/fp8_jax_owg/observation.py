@@ -97,16 +97,16 @@ def observe(amax: jax.Array, scale_inv: jax.Array, history: jax.Array) -> tuple[
     Returns:
         (gradient of scale [1], gradient of history [L]), float32, encoded for autodiff.
     """
-    is_finite = float_key(amax) < cotangents.INFINITY_KEY
+    is_finite = lax.lt(float_key(amax), np.int32(cotangents.INFINITY_KEY))
 
     def encoded(x: jax.Array) -> jax.Array:
-        return jnp.where(is_finite, cotangents.encode(x), cotangents.NOT_OBSERVED)
+        return cotangents.observed_where(lax.broadcast(is_finite, x.shape), cotangents.encode(x))
 
     # As `fp8_common.jax.update_history` rolls, padded instead of concatenated: XLA on CPUs compiles one loop for this,
     # and one for each part of a concatenation.
     rolled = lax.pad(history, history[0], [(-1, 1, 0)])
-    is_newest = lax.iota(jnp.int32, history.shape[0]) == 0
-    return encoded(scale_inv), encoded(jnp.where(is_newest, amax, rolled))
+    is_newest = lax.eq(lax.iota(jnp.int32, history.shape[0]), np.int32(0))
+    return encoded(scale_inv), encoded(lax.select(is_newest, lax.broadcast(amax, history.shape), rolled))
 
 
 def not_observed(tree: jax.Array) -> jax.Array:

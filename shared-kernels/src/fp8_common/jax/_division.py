@@ -6,6 +6,7 @@ significands is therefore taken as an estimate and mended with its remainder, by
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8_common._amax import INF_KEY, MIN_NORMAL_KEY
@@ -59,17 +60,20 @@ def _times_2_to_149(x: jax.Array) -> jax.Array:
     return from_bits(jnp.where(overflows, jnp.int32(INF_KEY), bits + jnp.int32(149 << 23)))
 
 
+# Primitives from here on, where `jnp` would trace a function for each operator: every program that casts traces this.
 @jax.named_scope("divide_nearest")
 def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     """Return the quotient of two float32 arrays of one shape, from the estimated one of their significands."""
     above, below = float_key(numerator), float_key(denominator)
-    significands = [from_bits((key & jnp.int32(MANTISSA_MASK)) | jnp.int32(ONE_BITS)) for key in (above, below)]
-    quotient = nearest_quotient(lax.div(*significands), *significands)
-    field = (float_key(quotient) >> 23) + (above >> 23) - (below >> 23)
-    bits = (field << 23) | (float_key(quotient) & jnp.int32(MANTISSA_MASK))
-    bits = jnp.where(field >= 255, jnp.int32(INF_KEY), jnp.where(field <= 0, 0, bits))
-    usual = (_is_normal(above)) & _is_normal(below)
-    return jnp.where(usual, from_bits(bits), lax.div(numerator, denominator))
+    significands = [from_bits(_with_mantissa(ONE_BITS, key)) for key in (above, below)]
+    quotient = float_key(nearest_quotient(lax.div(*significands), *significands))
+    exponents = [lax.shift_right_arithmetic(key, np.int32(23)) for key in (quotient, above, below)]
+    field = lax.sub(lax.add(exponents[0], exponents[1]), exponents[2])
+    bits = lax.bitwise_or(lax.shift_left(field, np.int32(23)), lax.bitwise_and(quotient, np.int32(MANTISSA_MASK)))
+    bits = lax.select(lax.le(field, np.int32(0)), lax.full_like(bits, 0), bits)
+    bits = lax.select(lax.ge(field, np.int32(255)), lax.full_like(bits, INF_KEY), bits)
+    usual = lax.bitwise_and(_is_normal(above), _is_normal(below))
+    return lax.select(usual, from_bits(bits), lax.div(numerator, denominator))
 
 
 def nearest_quotient(estimate: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
@@ -82,19 +86,28 @@ def nearest_quotient(estimate: jax.Array, numerator: jax.Array, denominator: jax
         numerator: float32 in [1, 2), of the same shape.
         denominator: float32 in [1, 2), of the same shape.
     """
-    dividend, divisor = (
-        (float_key(x) & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT) for x in (numerator, denominator)
-    )
-    halved = (dividend < divisor).astype(jnp.int32)  # the quotient is in [1/2, 1), otherwise in [1, 2)
-    lowest = jnp.int32(ONE_BITS) - (halved << 23)
+    dividend, divisor = (_with_mantissa(HIDDEN_BIT, float_key(x)) for x in (numerator, denominator))
+    halved = _as_int(lax.lt(dividend, divisor))  # the quotient is in [1/2, 1), otherwise in [1, 2)
+    lowest = lax.sub(np.int32(ONE_BITS), lax.shift_left(halved, np.int32(23)))
     # An estimate beyond the interval would have another unit in the last place.
-    bits = jnp.clip(float_key(estimate), lowest, lowest | jnp.int32(MANTISSA_MASK))
-    significand = (bits & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)
-    twice_left = 2 * ((dividend << (23 + halved)) - significand * divisor)
+    bits = lax.clamp(lowest, float_key(estimate), lax.bitwise_or(lowest, np.int32(MANTISSA_MASK)))
+    product = lax.mul(_with_mantissa(HIDDEN_BIT, bits), divisor)
+    left = lax.sub(lax.shift_left(dividend, lax.add(halved, np.int32(23))), product)
+    twice_left = lax.mul(left, np.int32(2))
     for odd in (1, 3):
-        bits += (twice_left > odd * divisor).astype(jnp.int32) - (twice_left < -odd * divisor).astype(jnp.int32)
+        limit = lax.mul(divisor, np.int32(odd))
+        above, below = lax.gt(twice_left, limit), lax.lt(twice_left, lax.neg(limit))
+        bits = lax.add(bits, lax.sub(_as_int(above), _as_int(below)))
     return from_bits(bits)
 
 
+def _with_mantissa(upper: int, key: jax.Array) -> jax.Array:
+    return lax.bitwise_or(lax.bitwise_and(key, np.int32(MANTISSA_MASK)), np.int32(upper))
+
+
+def _as_int(flags: jax.Array) -> jax.Array:
+    return lax.convert_element_type(flags, np.int32)
+
+
 def _is_normal(key: jax.Array) -> jax.Array:
-    return (key > jnp.int32(MANTISSA_MASK)) & (key < jnp.int32(INF_KEY))
+    return lax.bitwise_and(lax.gt(key, np.int32(MANTISSA_MASK)), lax.lt(key, np.int32(INF_KEY)))
