@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import triton
 
+from fp8_common._kernels import KERNELS
 from fp8_common.bench import static
 from fp8_common.testing import aot
 
@@ -26,3 +27,12 @@ def test_the_page_shows_the_figures_of_this_triton(case):
     name, _, *figures, gates = cells(static._row(aot.measure(case, 90)))
     assert [name, *figures] == ROWS[name][:-1], UPDATE
     assert gates == "pass"
+
+
+def test_the_page_says_how_many_variants_there_are():
+    variants = len(aot.cases())
+    each, all_of_them = variants * len(aot.ARCHITECTURES), variants * len(aot.ARCHITECTURES) * 3 * 2
+    page = PAGE.read_text()
+    assert f"{variants} variants of the {len(KERNELS)} kernels" in page
+    assert f"| {each}, each variant on each architecture | {all_of_them} |" in page
+    assert f"byte for byte | {variants} | {variants} |" in page
