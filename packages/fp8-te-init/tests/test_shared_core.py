@@ -10,6 +10,7 @@ import fp8_te_init as fti
 from fp8_common import CANONICAL, CastRecipe, Fp8Error, Recipe, update_history
 from fp8_common.torch import _linear as products
 from fp8_common.torch import _operands as operands
+from fp8_common.torch import _saved_input as saved_input
 
 
 def layer(recipe="tensorwise"):
@@ -33,7 +34,8 @@ def test_each_operand_is_cast_as_often_as_its_scales_ask(monkeypatch, recipe, ca
         calls.append(tuple(x.shape))
         return cast(x, *rest, **options)
 
-    monkeypatch.setattr(products, "cast_operand", counted)
+    for module in (products, saved_input):
+        monkeypatch.setattr(module, "cast_operand", counted)
     x = torch.randn(4, 32, requires_grad=True)
     layer(recipe)(x).square().sum().backward()
     folded = 1 if recipe == "rowwise" else 0  # the gradient that row scales of the weight are folded into

@@ -12,6 +12,7 @@ import numpy as np
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import E4M3, E5M2, Format, get_data_format
+from fp8_common._plan_cache import remembered
 from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
 
 MIN_CAPABILITY = (8, 9)
@@ -39,9 +40,9 @@ ScaleRule = tuple[str, int, int, int, bool, str, str, float]
 as plain values, which Triton can hash and compile into a kernel."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchPlan:
-    """One kernel launch, without its data.
+    """One kernel launch, without its data. Two are the same if they are one object, which caches ask for.
 
     Attributes:
         kernel: Name in `fp8_common._kernels.KERNELS`.
@@ -113,6 +114,7 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
     return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
 
 
+@remembered
 def amax_plan(n: int, dtype: str) -> LaunchPlan:
     """Plan the int32 key of max |x| of `n` elements."""
     # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
@@ -129,6 +131,7 @@ def amax_plan(n: int, dtype: str) -> LaunchPlan:
     )
 
 
+@remembered
 def cast_plan(
     n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
 ) -> LaunchPlan:
@@ -150,6 +153,7 @@ def cast_plan(
     )
 
 
+@remembered
 def cast_transpose_plan(
     m: int,
     n: int,
@@ -181,6 +185,7 @@ def cast_transpose_plan(
     )
 
 
+@remembered
 def rowwise_plan(
     m: int,
     n: int,
@@ -222,6 +227,7 @@ def rowwise_plan(
     )
 
 
+@remembered
 def block_plan(
     m: int,
     n: int,
@@ -289,6 +295,7 @@ def mx_plan(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil
     )
 
 
+@remembered
 def scales_plan(n: int, fmt: str | Format, policy: ScalePolicy) -> LaunchPlan:
     """Plan the scales into and back from FP8 of `n` float32 amax."""
     return LaunchPlan(

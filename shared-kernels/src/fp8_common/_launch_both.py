@@ -2,8 +2,10 @@
 
 from fp8_common._formats import Format
 from fp8_common._launch import LaunchPlan, fp8_type, input_type, matrix_sizes, tile_count
+from fp8_common._plan_cache import remembered
 
 
+@remembered
 def amax_both_plan(m: int, n: int, dtype: str, *, fold: bool = False) -> LaunchPlan:
     """Plan the int32 keys of the amax of all rows and of all columns of x [m, n]; `fold` as in `rowwise_plan`.
 
@@ -26,6 +28,7 @@ def amax_both_plan(m: int, n: int, dtype: str, *, fold: bool = False) -> LaunchP
     )
 
 
+@remembered
 def cast_both_plan(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = False) -> LaunchPlan:
     """Plan casts of x [m, n], m % 4 == 0, with float32 scales of its rows, and with those of its columns, turned."""
     return LaunchPlan(
@@ -47,6 +50,7 @@ def cast_both_plan(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool 
     )
 
 
+@remembered
 def delayed_current_plan(*, record: bool, check: bool) -> LaunchPlan:
     """Plan the scale in use of one operand under delayed scaling, which is NaN if `check` and `late_ptr` is set.
 

@@ -22,6 +22,8 @@ class PrimaryConfig(LinearConfig):
         pad_inner_dim: Pad contracted dimensions to a multiple of 16 for FP8 hardware.
         emulate: "auto" decodes and multiplies in high precision where the device has no FP8 products; True always
             does; False raises there.
+        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
+            stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
         gather: What FSDP2 sends: "fp8" codes, one byte per element, or "high_precision" float32 values, four; both
             arrive as the same codes.
 

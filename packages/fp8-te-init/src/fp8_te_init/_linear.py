@@ -141,7 +141,7 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
         if not isinstance(weight, PrimaryFloat8Weight):
             return Operand.of_cast(layout.cast_whole(weight), self.config.weight.fp8_format, layout.block)
         weight.state.check_loaded()
-        scale_inv = dispatch.reciprocal(weight.state.scale_of_all_rows(weight.scale))
+        scale_inv = dispatch.reciprocal(weight.state.scale_of_all_rows(weight.scale).contiguous())
         return Operand(weight.codes, scale_inv, self.config.weight.fp8_format, layout.block)
 
     @torch.no_grad()

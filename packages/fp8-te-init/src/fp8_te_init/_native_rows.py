@@ -3,6 +3,7 @@
 import torch
 
 from fp8_common import Format
+from fp8_te_init._own_cast import OwnCast, cast_own
 from fp8_te_init._rows import Rows
 from fp8_te_init._state import PrimaryState
 
@@ -71,6 +72,10 @@ class NativeRows:
     def store_alone(self, values: torch.Tensor) -> None:
         """Quantize values [n, columns] with scales of their own; see `PrimaryState.store_alone`."""
         self._state.store_alone(values)
+
+    def cast_own(self, values: torch.Tensor, ranks: int) -> OwnCast | None:
+        """Return the cast of values [n, columns] with scales of their own; see `_own_cast.cast_own`."""
+        return cast_own(self._state, values, ranks)
 
     def keys(self, values: torch.Tensor) -> torch.Tensor:
         """Return int32 keys [k] of the amax of values [n, columns]."""

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from fp8_te_init._own_cast import OwnCast
 from fp8_te_init._sources.base import QuantizedRows
 
 
@@ -23,6 +24,14 @@ class Requantizable(QuantizedRows, Protocol):
 
     def store_alone(self, values: torch.Tensor) -> None:
         """Quantize values [n, columns] with scales of their own: amax, scales and codes in one cast."""
+
+    def cast_own(self, values: torch.Tensor, ranks: int) -> OwnCast | None:
+        """Return the cast of values [n, columns] with scales of their own; None, on all ranks, where ranks share one.
+
+        Args:
+            values: float16, bfloat16 or float32, on the device of the codes.
+            ranks: How many ranks hold the weight, each an equal part of its rows, the last ones less or nothing.
+        """
 
     def keys(self, values: torch.Tensor) -> torch.Tensor:
         """Return int32 keys [k] of the amax of values [n, columns]; MAX combines them over ranks."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_common.torch.plugin import max_over_ranks
+from fp8_te_init._own_cast import OwnCast
 from fp8_te_init._requantizable import Requantizable
 
 
@@ -28,9 +29,9 @@ class Agreeing(Protocol):
         """Quantize the values with scales from the agreed `keys`; see `Requantizable.store`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Agreement:
-    """One weight whose scale is to be agreed on.
+    """One weight whose scale is to be agreed on, once.
 
     Attributes:
         weight: What the codes are written to.
@@ -42,20 +43,29 @@ class Agreement:
     values: torch.Tensor
     group: dist.ProcessGroup | None = None
 
+    _own: OwnCast | None = dataclasses.field(default=None, init=False)
+
     def keys(self) -> torch.Tensor:
-        """Return int32 keys [k] of the amax of the values; none where there is nobody to agree with."""
-        return self.weight.keys(self.values) if self._is_shared else self.values.new_empty(0, dtype=torch.int32)
+        """Return int32 keys [k] of the amax of the values, or scales; none where there is nobody to agree with."""
+        if self._is_alone:
+            return self.values.new_empty(0, dtype=torch.int32)
+        if self.group is not None:
+            self._own = self.weight.cast_own(self.values, self.group.size())
+        return self.weight.keys(self.values) if self._own is None else self._own.keys
 
     def store(self, keys: torch.Tensor, *, step: bool) -> None:
         """Quantize the values with scales from the agreed `keys`."""
-        if self._is_shared:
+        if self._is_alone:
+            self.weight.store_alone(self.values)
+        elif self._own is None:
             self.weight.store(self.values, keys, step=step)
         else:
-            self.weight.store_alone(self.values)
+            self._own.store(keys)
+            self._own = None
 
     @property
-    def _is_shared(self) -> bool:
-        return self.group is not None or not self.weight.casts_alone
+    def _is_alone(self) -> bool:
+        return self.group is None and self.weight.casts_alone
 
 
 @torch.no_grad()

@@ -192,9 +192,9 @@ class PrimaryState:
         return Rows(row + first, row + first + count, columns)
 
     def scale_of_all_rows(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the scales of `full_shape` among the `scale` of the whole weight, as products take them."""
+        """Return the scales of `full_shape` among the `scale` of the whole weight: a view."""
         layout = self.layout
-        return layout.own(scale, self.full_shape).contiguous() if isinstance(layout, PartLayout) else scale
+        return layout.own(scale, self.full_shape) if isinstance(layout, PartLayout) else scale
 
     @property
     def geometry(self) -> ShardGeometry:
@@ -262,8 +262,16 @@ class PrimaryState:
         """
         self.about_to_change()
         cast = self.layout.cast_whole(values)
-        self.scale, self.unscaled = cast.scale.view(self.scale.shape), False
-        self.codes[: self.rows] = cast.codes.view(torch.uint8)
+        self._take(cast.codes.view(torch.uint8), cast.scale.view(self.scale.shape))
+
+    def take_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Take over uint8 codes [n, columns] of the rows held here and the scales of the whole weight."""
+        self.about_to_change()
+        self._take(codes, scale)
+
+    def _take(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.scale, self.unscaled = scale, False
+        self.codes[: self.rows] = codes
         self.unagreed, self.held = False, None
 
     def take_keys(self, keys: torch.Tensor, *, step: bool) -> None:

@@ -289,7 +289,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         """Make the gathered weight from the buffers of all ranks, or bring an existing one up to date."""
         scale, state = metadata
         target: Any = None if out is None else getattr(out, "_local_tensor", out)
-        own_scale = state.scale_of_all_rows(scale)
+        own_scale = state.scale_of_all_rows(scale).contiguous()
         if target is not None and state.gather == "fp8":
             fsdp.refill(target.scale, own_scale)  # FSDP2 has refilled the buffer that the codes alias
             return None

@@ -99,6 +99,8 @@ class Float8LinearConfig(LinearConfig):
         pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
         emulate: "auto" decodes and multiplies in high precision where the device has no FP8 products, with one
             warning for GPUs; True always does; False raises there.
+        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
+            stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
         all_gather: How FSDP2 gathers the weights.
         delayed: What operands with delayed scaling share; None keeps what the recipe says.
 

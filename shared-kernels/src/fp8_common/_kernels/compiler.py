@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from fp8_common._kernels import get_kernel
 from fp8_common._launch import LaunchPlan
+from fp8_common._plan_cache import remembered
 
 DTYPES = {d.name: d for d in (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)}
 DTYPE_NAMES = ("DTYPE", "F8")
@@ -129,11 +130,19 @@ def run_plan(plan: LaunchPlan, tensors: Mapping[str, Any], *, refusal: Exception
     """
     if plan.grid == 0:  # CUDA refuses an empty grid
         return
-    # By name, as Triton binds arguments; those that are left out are among the constants.
-    arguments = {name: tensors[name] for name, kind in plan.pointers.items() if kind}
-    arguments |= {name: value for name, (_, value) in plan.scalars.items()}
+    pointers, fixed = _arguments(plan)
+    launch = get_kernel(plan.kernel)[(plan.grid,)]
     with nullcontext() if refusal is None else _loading_refused(refusal):
-        get_kernel(plan.kernel)[(plan.grid,)](**arguments, **constants(plan), num_warps=plan.num_warps, **OPTIONS)
+        launch(**{name: tensors[name] for name in pointers}, **fixed)
+
+
+@remembered
+def _arguments(plan: LaunchPlan) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of the pointers, and all other arguments by name, as Triton binds them."""
+    # Pointers that are left out are among the constants.
+    scalars = {name: value for name, (_, value) in plan.scalars.items()}
+    fixed = scalars | constants(plan) | {"num_warps": plan.num_warps} | OPTIONS
+    return tuple(name for name, kind in plan.pointers.items() if kind), fixed
 
 
 @contextmanager

@@ -7,14 +7,12 @@ A layer brings its operands: how activation and gradient are cast, and where the
 products are made of, what the backward saves, and which casts serve twice is the same for all layers.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
-from fp8_common._recipe import CastRecipe
 from fp8_common.torch._compat import in_function_transform
 from fp8_common.torch._gathered_weight import GatheredFloat8Weight
 from fp8_common.torch._grouped_products import multiply_over_rows, multiply_rows, multiply_wide
@@ -22,6 +20,7 @@ from fp8_common.torch._linear_config import LinearConfig
 from fp8_common.torch._multiply import ProductOptions, multiply, should_emulate
 from fp8_common.torch._operands import Operand, ScaleState, cast_folded, cast_operand, turned
 from fp8_common.torch._row_groups import RowGroups
+from fp8_common.torch._saved_input import cast_over_rows, keep_input, kept_input
 
 
 class LinearOperands:
@@ -204,9 +203,9 @@ class _Products(torch.autograd.Function):
         saved = () if kept is None else (kept.codes, kept.scale_inv)
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.
-        ctx.save_for_backward(offsets, *sent, *saved, *_saved_input(layer.config, rows, x_operand))
+        ctx.way, kept_of_input = keep_input(layer.config, rows, x_operand, groups) if needs_weight else (None, ())
+        ctx.save_for_backward(offsets, *sent, *saved, *kept_of_input)
         ctx.kept = None if kept is None else (kept.fmt, kept.block)
-        ctx.turned, ctx.across = x_operand.turned is not None, x_operand.across is not None
         ctx.layer, ctx.access, ctx.record, ctx.shape, ctx.dtype = layer, access, record, x.shape, x.dtype
         ctx.sent, ctx.weight_dtype = len(sent), weight.dtype
         y = _multiply(x_operand, w_operand, layer.config, "output", x.dtype, groups)
@@ -236,8 +235,7 @@ class _Products(torch.autograd.Function):
             kept = access.finish_weight(layer, started, record=False) if kept is None else kept
             shared = layer.cast_folded(rows, kept.scale_inv.reshape(-1), both=True)
         if needs_weight:
-            x = _saved_operand(layer.config, saved_input, turned=ctx.turned, across=ctx.across)
-            product = _grad_weight(layer, rows, x, shared, ctx.weight_dtype, groups)
+            product = _grad_weight(layer, rows, kept_input(ctx.way, saved_input), shared, ctx.weight_dtype, groups)
             grad_weight = access.start_gradient(layer, product)
         if needs_x:
             # Delayed scaling has observed the weight in the forward.
@@ -251,38 +249,6 @@ class _Products(torch.autograd.Function):
 def _folds_and_turns(config: LinearConfig) -> bool:
     """Return whether the gradient is cast with the weight's row scales folded in, and alike by columns without them."""
     return config.folds_weight_scales and config.gradient_is_cast_alike and not torch.compiler.is_compiling()
-
-
-def _saved_input(config: LinearConfig, rows: torch.Tensor, cast: Operand) -> tuple[torch.Tensor, ...]:
-    """Return what the weight's gradient needs of the input: its codes and scale if they serve there, else the input.
-
-    Codes serve where they have one scale, whatever dimension is contracted, or were cast by columns too.
-    """
-    if cast.across is not None:
-        return cast.across.codes, cast.across.scale_inv
-    # Codes are a quarter of a float32 input, or half of one of 16 bits.
-    if not config.input_has_one_cast:
-        return (rows,)
-    return cast.codes if cast.turned is None else cast.turned, cast.scale_inv
-
-
-def _saved_operand(
-    config: LinearConfig, saved: tuple[torch.Tensor, ...], *, turned: bool, across: bool
-) -> torch.Tensor | Operand:
-    """Return what `_saved_input` saved: the input, or its codes, contracted over rows if they were saved turned.
-
-    An operand `across` is contracted over rows as it is.
-    """
-    if across:
-        codes, scale_inv = saved
-        columns = Operand(codes, scale_inv, config.input.fp8_format)
-        return dataclasses.replace(columns, across=columns)
-    if not config.input_has_one_cast:
-        return saved[0]
-    codes, scale_inv = saved
-    fmt = config.input.fp8_format
-    # transposed once more, the turned codes are at hand
-    return Operand(codes.t(), scale_inv, fmt, turned=codes) if turned else Operand(codes, scale_inv, fmt)
 
 
 def _grad_input(
@@ -318,11 +284,11 @@ def _grad_weight(
         # Disabled means for both operands: `Recipe` refuses a product of one.
         x = x.to(grad.dtype)
         return (grad.t() @ x if groups is None else multiply_wide(grad, x, groups)).to(dtype)
-    x = _over_rows(x, groups) if isinstance(x, Operand) else _cast_over_rows(x, input_cast, groups)
+    x = _over_rows(x, groups) if isinstance(x, Operand) else cast_over_rows(x, input_cast, groups)
     if shared is not None and (config.gradient_has_one_cast or shared.across is not None):
         g = _over_rows(shared, groups)
     else:
-        g = _cast_over_rows(grad, grad_cast, groups)
+        g = cast_over_rows(grad, grad_cast, groups)
     options = _options(config, "grad_weight", dtype, grad.device)
     return multiply(g, x, **options._asdict()) if groups is None else multiply_over_rows(g, x, groups, options)
 
@@ -333,11 +299,6 @@ def _over_rows(operand: Operand, groups: RowGroups | None) -> Operand:
         return operand.across
     # rows in groups stay as they are: each group is transposed where it is multiplied
     return operand.transposed() if groups is None else operand
-
-
-def _cast_over_rows(x: torch.Tensor, cast: CastRecipe, groups: RowGroups | None) -> Operand:
-    """Cast [rows, columns] for a product contracted over rows."""
-    return cast_operand(x.t(), cast) if groups is None else groups.cast_over_rows(x, cast)
 
 
 def _multiply(

@@ -46,6 +46,8 @@ class LinearConfig:
         pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
         emulate: "auto" decodes and multiplies in high precision where the device has no FP8 products, with one
             warning for GPUs; True always does; False raises there.
+        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
+            stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
 
     Raises:
         Fp8Error: A recipe that is unknown, or that these layers cannot honour.
@@ -61,6 +63,7 @@ class LinearConfig:
     gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
     pad_inner_dim: bool = False
     emulate: Literal["auto"] | bool = "auto"
+    fp8_saved_input: bool = False
 
     def __post_init__(self) -> None:
         """Look the recipe up, and refuse what has no products."""

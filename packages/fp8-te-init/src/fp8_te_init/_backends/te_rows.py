@@ -200,6 +200,9 @@ class TeRows:
         """Quantize with the scale of the values themselves."""
         self.store(values, self.keys(values), step=False)
 
+    def cast_own(self, values: torch.Tensor, ranks: int) -> None:
+        """Return None: TransformerEngine's tensors are cast in `store`."""
+
     def store(self, values: torch.Tensor, keys: torch.Tensor, *, step: bool) -> None:
         """Quantize values [n, columns] with the scale from the agreed `keys`, and let go of transposed codes."""
         tensor = self._tensor
