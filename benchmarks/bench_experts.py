@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_experts [--save]
 
-Of torchao 0.18's grouped recipes, MXFP8 alone is emulated without Triton, so that it runs on a CPU: its scales are
-those of 32 values, ours those that a recipe says. Its row-wise recipe has Triton kernels and no emulation. The block is
-that of Qwen3-MoE, a quarter as wide: gate and up in one product, SiLU, down, forward and both gradients.
+Of torchao 0.18's grouped recipes, MXFP8 has an emulation (`KernelPreference.EMULATED`) that runs on a CPU: its scales
+are those of 32 values, ours those that a recipe says. The casts of its row-wise recipe are Triton kernels. The block is
+that of Qwen3-MoE, a quarter as wide: gate and up in one product, SiLU, down, forward and both gradients; experts as a
+conversion leaves them, not sharded.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def converted_forward(experts: Any, x: Tensor, offsets: Tensor) -> Tensor:
 
 def ours(recipe: str) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
     """Return converted experts and their forward."""
-    config = Float8LinearConfig.from_recipe_name(recipe, all_gather=AllGatherConfig(enabled=False))
+    config = Float8LinearConfig.from_recipe_name(recipe, all_gather=AllGatherConfig())
     layout = ExpertLayout(forward=converted_forward, weights=("gate_up", "down"))
     experts = convert_to_float8_training(Experts(), config=config, experts={Experts: layout})
     return experts, experts

@@ -2,7 +2,8 @@
 
     python -m benchmarks.render_static_cost
 
-Writes docs/guides/torch-fsdp-speed.md (blocks) and docs/numerics/kernels.md (one layer) between their marks.
+Writes docs/guides/torch-fsdp-speed.md (Llama blocks), docs/guides/torch-experts.md (a Qwen3-MoE block) and
+docs/numerics/kernels.md (one layer) between their marks.
 `python -m benchmarks.static_cost --save` and `python -m benchmarks.host_time --save` make the figures.
 """
 
@@ -20,9 +21,9 @@ HOST = ROOT / "benchmarks/results/host_time.json"
 HEAD = ("launches (small)", "host operators", "GB outside of products", "modelled, H100", "x bf16", "x torchao")
 
 
-def section(result: dict[str, Any]) -> str:
-    """Return the tables, one for each width, and what the model assumes."""
-    steps = [step for step in result["steps"] if step["model"] == "block"]
+def section(result: dict[str, Any], model: str = "block") -> str:
+    """Return the tables of a model, one for each width, and what the model of time assumes."""
+    steps = [step for step in result["steps"] if step["model"] == model]
     order = {(mode, name): place for place, (mode, name) in enumerate((m, c) for m in MODES for c in CONTENDERS)}
     lines = []
     for width in sorted({step["width"] for step in steps}):
@@ -93,7 +94,16 @@ def host_times(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-PAGES = {ROOT / "docs/guides/torch-fsdp-speed.md": section, ROOT / "docs/numerics/kernels.md": layers}
+def mixture(result: dict[str, Any]) -> str:
+    """Return the table of a Qwen3-MoE block."""
+    return section(result, "moe")
+
+
+PAGES = {
+    ROOT / "docs/guides/torch-fsdp-speed.md": section,
+    ROOT / "docs/guides/torch-experts.md": mixture,
+    ROOT / "docs/numerics/kernels.md": layers,
+}
 """What stands between the marks of each page."""
 
 

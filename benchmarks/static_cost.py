@@ -1,12 +1,13 @@
-"""The static cost of a training step of a Llama block, without a GPU: launches, bytes, FLOPs and a modelled time.
+"""The static cost of a training step of a block, without a GPU: launches, bytes, FLOPs and a modelled time.
 
-    python -m benchmarks.static_cost [--model block|linear] [--width 4096] [--tokens 8192] [--only NAME ...] [--save]
+    python -m benchmarks.static_cost [--model block|linear|moe] [--width 4096] [--tokens 8192] [--only NAME ...]
+                                     [--save]
 
-Tensors are fake, on a GPU that torch is made to believe in; nothing is compiled for it or launched. Every time is
-modelled, by the assumptions of `benchmarks.modelled.prices`. `--save` puts the rows into
-benchmarks/results/static_cost.json, beside those of other widths, and the documents' tables follow from that file:
-`python -m benchmarks.render_static_cost`. Compiled steps need triton, the rows of torchao torchao; all contenders of a
-block take two to three minutes of a processor.
+The models are a Llama block, a linear layer and a Qwen3-MoE block. Tensors are fake, on a GPU that torch is made to
+believe in; nothing is compiled for it or launched. Every time is modelled, by the assumptions of
+`benchmarks.modelled.prices`. `--save` puts the rows into benchmarks/results/static_cost.json, beside those of other
+widths, and the documents' tables follow from that file: `python -m benchmarks.render_static_cost`. Compiled steps need
+triton, the rows of torchao torchao; all contenders of a block take two to three minutes of a processor.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.modelled.models import CONTENDERS, MODELS, MODES, measure
+from benchmarks.modelled.models import MODELS, MODES, contenders, measure
 from benchmarks.modelled.pretended_gpu import pretend_gpu
 from benchmarks.modelled.prices import GPUS, assumptions, seconds
 from benchmarks.modelled.record import SMALL, Step
@@ -101,7 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--only", nargs="+", default=CONTENDERS, metavar="NAME", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of " + "; ".join(map(str, map(contenders, MODELS))))
     parser.add_argument("--save", type=Path, nargs="?", const=RESULT, metavar="PATH")
     return parser.parse_args(arguments)
 
@@ -111,7 +112,7 @@ def main() -> int:
     options, rows, failures = parse(sys.argv[1:]), [], 0
     pretend_gpu()
     for mode in options.modes:
-        for contender in options.only:
+        for contender in options.only or contenders(options.model):
             try:
                 step = measure(contender, mode, model=options.model, width=options.width, tokens=options.tokens)
             except Exception as error:  # the others go on; the exit status says that one failed

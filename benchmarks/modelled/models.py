@@ -9,23 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import fp8_torch_fsdp as ours
+from benchmarks.modelled import moe
 from benchmarks.modelled.inductor import recording_compiled
+from benchmarks.modelled.parts import HEAD, Norm, attention
 from benchmarks.modelled.record import Step, recording
 
-HEAD = 128
 KV_HEADS = 8
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
 CONTENDERS = ("bf16", "torchao-tensorwise", "torchao-rowwise", *(f"ours-{recipe}" for recipe in RECIPES))
 MODES = ("compiled", "eager")
-
-
-class Norm(nn.RMSNorm):
-    """RMSNorm as CUDA computes it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension."""
-        # By name: a torch that was built without CUDA would choose the one that is not fused.
-        return torch.ops.aten._fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)[0]
 
 
 class Block(nn.Module):
@@ -41,12 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attend, then transform each token; `cos` and `sin` [tokens, 64]."""
-        n = self.norms[0](x)
-        q, k, v = (self.w[name](n).unflatten(-1, (-1, HEAD)).transpose(1, 2) for name in "qkv")
-        # By name, for the same reason as the norm.
-        attend = torch.ops.aten._scaled_dot_product_flash_attention
-        y = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, 0.0, True)[0]
-        x = x + self.w["o"](y.transpose(1, 2).flatten(2))
+        x = x + attention(self.w, self.norms[0](x), cos, sin)
         n = self.norms[1](x)
         return x + self.w["down"](functional.silu(self.w["gate"](n)) * self.w["up"](n))
 
@@ -62,13 +49,12 @@ class Layer(nn.Sequential):
         return self[0](x)
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of features by the angle of their position."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+MODELS = {"block": Block, "linear": Layer, "moe": moe.MoeBlock}
 
 
-MODELS = {"block": Block, "linear": Layer}
+def contenders(model: str) -> tuple[str, ...]:
+    """Return who computes a model."""
+    return ("bf16", "torchao-rowwise", *(f"ours-{recipe}" for recipe in moe.RECIPES)) if model == "moe" else CONTENDERS
 
 
 def convert(model: nn.Module, contender: str, mode: str) -> None:
@@ -77,7 +63,11 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
     if family == "torchao":
         import torchao.float8 as torchao
 
-        torchao.convert_to_float8_training(model, config=torchao.Float8LinearConfig.from_recipe_name(recipe))
+        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+        torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "router")
+        for module in model.modules():
+            if isinstance(module, moe.Experts):
+                module.product = moe.by_torchao
     elif family == "ours":
         # Compilers copy what they guard: the state of weights that can be gathered in FP8, and copies of its buffers
         # cannot be made on a GPU that is not there.
@@ -85,7 +75,7 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
         # scales that are there before the operands are, as `settle_delayed_scales` finds them in the third step
         delayed = ours.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
         config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather, delayed=delayed)
-        ours.convert_to_float8_training(model, config=config)
+        ours.convert_to_float8_training(model, config=config, experts=moe.LAYOUTS)
 
 
 @contextlib.contextmanager

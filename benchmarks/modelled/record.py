@@ -25,6 +25,8 @@ NO_KERNEL = re.compile(r"aten\.(_unsafe_view|empty|new_empty|detach|alias|lift_f
 """Operators that launch nothing, beside views."""
 WAITS = re.compile(r"aten\.(_local_scalar_dense|item|is_nonzero|nonzero|equal)\b")
 """Operators for which the host waits."""
+GROUPED = re.compile(r"aten\._(scaled_)?grouped_mm\b")
+"""Products of rows in groups: each row is multiplied once, whatever the groups."""
 SMALL = 1 << 20
 """Bytes below which a launch counts as small: its latency, not its bytes, is what it costs."""
 
@@ -78,7 +80,9 @@ class Step:
         """Add the launch of an ATen operator."""
         name, count = str(operator), flop_registry.get(operator.overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        kind = "other" if not flops else "fp8" if "_scaled_mm" in name else "bf16"
+        if GROUPED.match(name):
+            flops = _flops_of_groups(*args[:2])
+        kind = "other" if not flops else "fp8" if "_scaled_" in name and "mm" in name else "bf16"
         if "attention" in name:
             kind, flops = "attention", flops / 2  # causal: half of the products are masked
         if kind == "fp8":
@@ -100,11 +104,19 @@ class Step:
         return sum(kernel.flops for kernel in self.kernels if kernel.kind == kind)
 
 
+def _flops_of_groups(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the FLOPs of rows [M, K] in groups by matrices [groups, K, N], or of [N, rows] by [rows, K] by groups."""
+    return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+
+
 def _kind_of_product(args: tuple, kwargs: dict) -> str:
     """Name the scales and the accumulation of an operator `_scaled_mm`."""
     scale = args[2] if len(args) > 2 else kwargs["scale_a"]
-    granularity = "tensorwise" if scale.numel() == 1 else "rowwise" if scale.shape[1] == 1 else "blockwise"
-    fast = kwargs.get("use_fast_accum", args[7] if len(args) > 7 else False)
+    if scale.ndim == 1 and scale.numel() > 1:  # of rows in groups
+        granularity = "grouped"
+    else:
+        granularity = "tensorwise" if scale.numel() == 1 else "rowwise" if scale.shape[1] == 1 else "blockwise"
+    fast = kwargs.get("use_fast_accum", args[-1] if isinstance(args[-1], bool) else False)
     return f"{granularity}, {'fast' if fast else 'full'} accumulation"
 
 

@@ -1,4 +1,4 @@
-"""Transformers' save_pretrained and from_pretrained with FP8 primary weights: values travel, codes are refused."""
+"""Transformers' save_pretrained and from_pretrained with FP8 primary weights: values travel, and become codes again."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed: `nox -s ecosystem` does it")
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -17,25 +16,32 @@ SIZES = {
 Llama = transformers.LlamaForCausalLM
 
 
-def primary(recipe):
+def primary(recipe, **options):
     torch.manual_seed(0)
     with fti.primary_weights(recipe):
-        return Llama(transformers.LlamaConfig(**SIZES))
+        return Llama(transformers.LlamaConfig(**SIZES | options))
 
 
 def values_of(model):
-    """Return what a plain model would hold, as the guide does it."""
     weights = model.named_parameters()
     return {name: w.dequantize() if isinstance(w, fti.PrimaryFloat8Weight) else w.detach() for name, w in weights}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-def test_saved_values_are_the_weights_of_a_plain_model_and_become_codes_again(tmp_path, recipe):
-    model = primary(recipe)
-    model.save_pretrained(tmp_path, state_dict=values_of(model))
-    plain, info = Llama.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+def loaded(folder):
+    """Return what Transformers loads, all of whose keys must fit."""
+    model, info = Llama.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert [info[kind] for kind in ("unexpected_keys", "missing_keys", "mismatched_keys") if info[kind]] == []
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_saved_values_are_the_weights_of_a_plain_model_and_become_codes_again(tmp_path, recipe, tied):
+    model = primary(recipe, tie_word_embeddings=tied)
     wanted = values_of(model)
+    model.save_pretrained(tmp_path)
+    plain = loaded(tmp_path)
+    assert not any(isinstance(w, fti.PrimaryFloat8Weight) for w in plain.parameters())
     assert all(torch.equal(weight, wanted[name]) for name, weight in plain.named_parameters())
     again = fti.convert_linear(plain, recipe=recipe)
     found = values_of(again)
@@ -44,8 +50,24 @@ def test_saved_values_are_the_weights_of_a_plain_model_and_become_codes_again(tm
     assert all(torch.allclose(found[name], wanted[name], rtol=1e-6, atol=0) for name in wanted)
 
 
-def test_loading_inside_primary_weights_is_refused_and_takes_no_codes_for_values(tmp_path):
-    model = primary("tensorwise")
-    model.save_pretrained(tmp_path)
-    with fti.primary_weights(), pytest.raises(Fp8Error, match="codes are made of float32, bfloat16 or float16"):
-        Llama.from_pretrained(tmp_path)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_loading_inside_primary_weights_is_converting_what_was_loaded(tmp_path, recipe):
+    torch.manual_seed(1)
+    Llama(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    with fti.primary_weights(recipe):
+        model = loaded(tmp_path)
+    after = fti.convert_linear(Llama.from_pretrained(tmp_path, dtype=torch.float32), recipe=recipe)
+    expected, found = values_of(after), values_of(model)
+    assert sum(isinstance(w, fti.PrimaryFloat8Weight) for w in model.parameters()) == 8
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # the values before rounding are kept for masters, exactly
+    name, weight = "model.layers.0.mlp.up_proj.weight", model.model.layers[0].mlp.up_proj.weight
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=1.0)
+    fti.seed_masters(optimizer, model)
+    assert torch.equal(optimizer.master_of(weight), loaded(tmp_path).get_parameter(name))
+
+
+def test_state_dicts_that_others_ask_for_hold_codes_as_before():
+    state = primary("tensorwise").state_dict()
+    assert state["lm_head.weight"].dtype == torch.float8_e4m3fn
+    assert "lm_head.weight_quant_scale" in state

@@ -21,7 +21,7 @@ ALLOWED = {
     "fp8_common/advise": {"numpy", "matplotlib"},
     "fp8_common/testing": {"numpy", "ml_dtypes", "hypothesis", "pytest"},
     "fp8_torch_fsdp": {"numpy", "torch", "fp8_common"},
-    "fp8_torch_fsdp/integrations": {"torch", "fp8_common", "torchtitan", "lightning"},
+    "fp8_torch_fsdp/integrations": {"torch", "fp8_common", "torchtitan", "lightning", "transformers"},
     "fp8_jax_owg": {"numpy", "jax", "fp8_common"},
     "fp8_jax_owg/linen": {"numpy", "jax", "flax", "optax", "fp8_common"},
     "fp8_jax_owg/nnx": {"numpy", "jax", "flax", "optax", "fp8_common"},

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from fp8_common import Fp8Error
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
@@ -139,6 +140,48 @@ def test_a_rank_that_dies_between_reductions_of_codes_is_an_error_and_the_run_re
         check_death(pool, tmp_path, "tensorwise", signal.SIGKILL, compressed=True)
     finally:
         pool.close()
+
+
+# ---------------------------------------------------------------- a rank whose input does not fit
+
+
+class Experts(nn.Module):
+    """Two experts of one layer, which keeps its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 16, 16))
+
+
+def wrong_offsets(rank, world_size, folder):
+    """Multiply by two sharded modules of experts; the last rank has offsets that fall, and its error ends it."""
+    layout = f8.ExpertLayout(forward=lambda own, x, offsets: own.grouped_product("up", x, offsets), weights=("up",))
+    layers = nn.ModuleList(Experts() for _ in range(2))
+    f8.convert_to_float8_training(layers, experts={Experts: layout})
+    for layer in layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+    x, offsets = torch.randn(8, 16), torch.tensor([8, 4] if rank == world_size - 1 else [4, 8])
+    began = time.monotonic()
+    try:
+        for layer in layers:
+            x = layer(x, offsets)
+    except Fp8Error as error:
+        Path(folder, f"refused{rank}").write_text(str(error))
+        os._exit(1)
+    except RuntimeError:
+        Path(folder, f"ended{rank}").write_text(str(time.monotonic() - began))
+        raise
+
+
+def test_offsets_that_do_not_fit_on_one_rank_end_the_others_with_its_process(tmp_path):
+    pool = RankPool(2, collective_timeout=60.0)
+    try:
+        with pytest.raises(RankError, match="rank 1: died with exit code 1"):
+            pool.run(wrong_offsets, str(tmp_path))
+    finally:
+        pool.close()
+    assert "must begin at 0 or above, never fall" in (tmp_path / "refused1").read_text()
+    assert float((tmp_path / "ended0").read_text()) < 55, "gloo notices, and not the time-out"
 
 
 # ---------------------------------------------------------------- NaN and infinity on one rank

@@ -10,7 +10,7 @@ from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _ops as ops
 from fp8_common.torch._compat import FakeTensor
-from fp8_common.torch._rounding import values_table
+from fp8_common.torch._rounding import pairs_table, values_table
 
 ROWS, COLUMNS = 8, 128
 
@@ -55,7 +55,7 @@ def outputs(found):
 @pytest.mark.parametrize("tables", ["none yet", "kept"])
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name, tables):
-    for kept in (values_table, delayed_ops._has_format, delayed_ops._numerators):
+    for kept in (values_table, pairs_table, delayed_ops._has_format, delayed_ops._numerators):
         kept.cache_clear()
     want = None
     if tables == "kept":
@@ -73,7 +73,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name
 @pytest.mark.parametrize("name", CALLS)
 def test_a_default_device_decides_nothing(name):
     want = outputs(CALLS[name]("cpu"))
-    for kept in (values_table, delayed_ops._has_format, delayed_ops._numerators):
+    for kept in (values_table, pairs_table, delayed_ops._has_format, delayed_ops._numerators):
         kept.cache_clear()
     with torch.device("meta"):
         found = outputs(CALLS[name]("cpu"))

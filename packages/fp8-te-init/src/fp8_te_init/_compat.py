@@ -3,6 +3,8 @@
 Written for torch 2.11 to 2.15. FSDP2's private parts are read by `fp8_common.torch._fsdp.compat` alone.
 """
 
+import inspect
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -156,6 +158,15 @@ def load_state_dict_around(frame: FrameType | None) -> tuple[nn.Module, bool] | 
     """Return the module whose `load_state_dict` called a frame, and whether it is strict; None if there is none."""
     found = _caller(frame, nn.Module.load_state_dict)
     return None if found is None else (found.f_locals["self"], found.f_locals["strict"])
+
+
+def transformers_around(frame: FrameType | None) -> bool:
+    """Return whether `save_pretrained` or `from_pretrained` of a Transformers model called a frame."""
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if models is None:
+        return False
+    named = (inspect.unwrap(getattr(models, name)) for name in ("save_pretrained", "from_pretrained"))
+    return any(_caller(frame, getattr(function, "__func__", function)) is not None for function in named)
 
 
 def _caller(frame: FrameType | None, function: Callable) -> FrameType | None:

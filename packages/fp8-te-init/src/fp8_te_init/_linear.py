@@ -57,7 +57,9 @@ class PrimaryFloat8Linear(PrimaryWeightHolder, nn.Linear, LinearOperands):
         """
         # "config" is there once `adopt` has run: before that, nn.Linear is being built and its weight is a plain one.
         if name == "weight" and param is not None and "config" in self.__dict__ and _is_plain(param):
-            param = self._quantized(param)
+            marks, param = dict(vars(param)), self._quantized(param)
+            # what loaders note on a parameter (that it is initialized) holds of what stands in its place
+            vars(param).update(marks)
         super().register_parameter(name, param)
         if name == "weight" and primary_of(param) is not None:
             reconcile(self, name)

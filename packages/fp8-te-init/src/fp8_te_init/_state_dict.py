@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8Error
 from fp8_common.torch import FLOAT8_DTYPES
 from fp8_te_init._checkpoint_names import HISTORY, SCALE
-from fp8_te_init._compat import Loading, dtensor_like, load_state_dict_around
+from fp8_te_init._compat import Loading, dtensor_like, load_state_dict_around, transformers_around
 from fp8_te_init._gatherable_codes import GatherableCodes
 from fp8_te_init._kept_values import keeper
 from fp8_te_init._undone_loads import Before, undo_if_refused
@@ -97,6 +97,11 @@ def _unwrap(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: st
     state, key = primary.state, f"{prefix}{name}"
     # a checkpoint of codes with this rank's guess of a scale could be read by nobody
     agree_on_waiting(state_dict[key])
+    if transformers_around(sys._getframe(1)):
+        # its files hold values: it would take codes for them, and scales for keys of another model
+        values = state.lend(primary.dequantize().detach(), state_dict)
+        state_dict[key] = _with_local(state_dict[key], values)
+        return
     # Copies: `dcp.load` writes to what is here, one tensor after the other, and may fail between codes and scales.
     state_dict[key] = _codes_in(state_dict[key], state.lend(primary.codes, state_dict))
     # Not a buffer: the state has another scale tensor after every write.

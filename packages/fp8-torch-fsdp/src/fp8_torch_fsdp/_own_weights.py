@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand, WeightAccess
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearOperands, Operand
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._delayed import DelayedScale
-from fp8_torch_fsdp._linear import DelayedWeight, Unsharded, delayed_scale
+from fp8_torch_fsdp._linear import WHOLE, DelayedWeight, Distribution, Unsharded, delayed_scale
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp._strategies import DelayedStrategy, Strategy, strategy_for_layer
@@ -153,7 +153,7 @@ class WeightProducts(LinearOperands):
     def __init__(self, config: Float8LinearConfig, layout: WeightLayout, scales: Mapping[str, DelayedScale]) -> None:
         self.config, self.stacked, self.transposed, self.scales = config, layout.stacked, layout.transposed, scales
         self.contracted = -2 if self.transposed else -1
-        self.access = _TRANSPOSED if self.transposed else _AS_STORED
+        self.access = _TRANSPOSED if self.transposed else WHOLE
         self.strategy: Strategy = strategy_for_layer(
             config.weight, stacked=self.stacked, transposed=self.transposed, delayed=scales.get("weight")
         )
@@ -177,7 +177,7 @@ class WeightProducts(LinearOperands):
         return operand.transposed() if self.transposed else operand
 
 
-class _Transposed(WeightAccess):
+class _Transposed(Distribution):
     """Weights [..., in_features, out_features] at hand; so is their gradient."""
 
     def finish_gradient(self, layer: LinearOperands, started: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class _Transposed(WeightAccess):
         return started.mT
 
 
-_AS_STORED, _TRANSPOSED = WeightAccess(), _Transposed()
+_TRANSPOSED = _Transposed()
 
 
 def unsharded_of(module: Float8Weights, weight: Any) -> Unsharded:

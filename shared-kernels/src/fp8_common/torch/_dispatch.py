@@ -81,11 +81,14 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return ops.reciprocal(scale) if opaque else divide(1.0, scale)
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`."""
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`.
+
+    Absolute maxima of all of `x`, where they are known, may save a pass.
+    """
     if torch.compiler.is_compiling():
         return visible_casts.quantize(x, scale, fmt) if fused(x) else ops.quantize(x, scale, fmt.name)
-    return triton_backend.module_for(x, fmt).quantize(x, scale, fmt)
+    return triton_backend.module_for(x, fmt).quantize(x, scale, fmt, amax)
 
 
 def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:

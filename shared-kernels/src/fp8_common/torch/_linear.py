@@ -199,7 +199,7 @@ class _Products(torch.autograd.Function):
         w_operand = access.finish_weight(layer, started, record=record)
         if groups is not None:
             w_operand = groups.checked(w_operand)
-        kept = w_operand if needs_x and groups is None and access.keeps_operand(weight) else None
+        kept = w_operand if needs_x and access.keeps_operand(weight) else None
         saved = () if kept is None else (kept.codes, kept.scale_inv)
         # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
         # everything else stays on the context.

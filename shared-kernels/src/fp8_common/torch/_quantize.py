@@ -105,7 +105,7 @@ def quantize_blockwise(
     """Return data [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)]."""
     amax = block_amax(x, block)
     scale = scale_from_amax(amax, fmt, policy)
-    return quantize(x, expand_blocks(scale, block, x.shape), fmt, amax), scale
+    return quantize(*split_blocks(x, scale, block), fmt, amax).view(x.shape), scale
 
 
 def dequantize_blockwise(
@@ -113,7 +113,7 @@ def dequantize_blockwise(
 ) -> torch.Tensor:
     """Undo `quantize_blockwise`."""
     check_block(block, q.ndim)
-    return dequantize(q, expand_blocks(scale, block, q.shape), fmt, dtype)
+    return dequantize(*split_blocks(q, scale, block), fmt, dtype).view(q.shape)
 
 
 def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:
@@ -166,9 +166,24 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     if x.ndim == 1:
         return block_amax(x[None], block)[0]
     grid = block_grid(tuple(x.shape), block)
-    # Zeros do not change an amax.
-    padded = F.pad(x, (0, grid[-1] * columns - x.shape[-1], 0, grid[-2] * rows - x.shape[-2]))
+    missing = (0, grid[-1] * columns - x.shape[-1], 0, grid[-2] * rows - x.shape[-2])
+    # zeros do not change an amax; padded with none, `x` would be copied
+    padded = F.pad(x, missing) if any(missing) else x
     return amax_over(padded.reshape(*grid[:-1], rows, grid[-1], columns), (-3, -1), keepdim=False)
+
+
+def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a view of `x` and its blocks' scales in shapes that broadcast; scales are repeated if blocks are cut off.
+
+    Raises:
+        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+    """
+    rows, columns = check_block(block, x.ndim)
+    if x.ndim == 1 or x.shape[-2] % rows or x.shape[-1] % columns:
+        return x, expand_blocks(scale, block, x.shape)
+    _check_grid(scale, block, x.shape)
+    grid = scale.shape[-2:]
+    return x.unflatten(-1, (grid[1], columns)).unflatten(-3, (grid[0], rows)), scale[..., :, None, :, None]
 
 
 def expand_blocks(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
@@ -177,12 +192,16 @@ def expand_blocks(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch
     Raises:
         Fp8Error: `scale` does not have the shape that `block_grid` gives.
     """
+    _check_grid(scale, block, shape)
+    wide = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+    if len(shape) == 1 or block[0] == 1:
+        return wide
+    return wide.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
+
+
+def _check_grid(scale: torch.Tensor, block: Block, shape: torch.Size) -> None:
     if tuple(scale.shape) != block_grid(tuple(shape), block):
         raise Fp8Error(
             f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
             f"{block_grid(tuple(shape), block)}, got {tuple(scale.shape)}."
         )
-    wide = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
-    if len(shape) == 1 or block[0] == 1:
-        return wide
-    return wide.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]

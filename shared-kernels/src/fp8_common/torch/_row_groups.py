@@ -99,6 +99,7 @@ class RowGroups:
         if cast.granularity != "tensorwise":
             return cast_operand(x, cast)  # what lies within a row knows no groups
         fmt = FORMATS[cast.format]
+        amax = None
         if cast.static_scale is None:
             amax = grouped_ops.segment_amax(x, self.of_row, self.count, per_column=False)
             if delayed is None:
@@ -107,7 +108,7 @@ class RowGroups:
                 scale = delayed.current(amax, record, self.filled)
         else:
             scale = torch.full((self.count,), cast.static_scale, dtype=torch.float32, device=x.device)
-        codes = dispatch.quantize(x, self.per_row(scale)[:, None], fmt)
+        codes = dispatch.quantize(x, self.per_row(scale)[:, None], fmt, amax)
         return Operand(codes, dispatch.reciprocal(scale), fmt)
 
     def cast_folded(self, x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operand:
@@ -129,7 +130,7 @@ class RowGroups:
         amax = grouped_ops.segment_amax(x, segments, count, per_column=True)
         scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
         wide = torch.cat([scale, torch.ones_like(scale[:1])])[segments]
-        codes, scale_inv = dispatch.quantize(x, wide, fmt), dispatch.reciprocal(scale)
+        codes, scale_inv = dispatch.quantize(x, wide, fmt, amax), dispatch.reciprocal(scale)
         return Operand(codes, scale_inv[:, None], fmt) if rowwise else Operand(codes, scale_inv, fmt, (BLOCK, 1))
 
     def _blocks(self) -> tuple[torch.Tensor, int]:

@@ -81,8 +81,8 @@ def amax_key(x: torch.Tensor) -> torch.Tensor:
     return key
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return RN_fmt(RN32(x * scale)); one scale for the whole tensor has a kernel."""
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)); one scale for the whole tensor has a kernel. `amax` saves nothing here."""
     # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which only the reference does.
     if scale.numel() != 1 or scale.ndim > x.ndim:
         return _quantize.quantize(x, scale, fmt)

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from fp8_common import Fp8UnsupportedError
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._convert import convert_to_float8_training
-from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._filters import ModuleFilter
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._synchronize import sync_float8_amax_and_scale_history
+from fp8_torch_fsdp.integrations._scales_apart import ScalesApart
 
 try:
     from lightning.pytorch.plugins.precision import Precision
@@ -53,32 +53,25 @@ class Float8Precision(Precision):
     ) -> None:
         self._config = config or Float8LinearConfig.from_recipe_name(recipe)
         self._filter, self._autocast_dtype = module_filter_fn, autocast_dtype
-        self._scales: dict[str, DelayedScale] = {}
+        self._scales: ScalesApart | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless it has FP8 layers already."""
         if any(isinstance(child, Float8Linear) for child in module.modules()):
             return module
         module = convert_to_float8_training(module, config=self._config, module_filter_fn=self._filter)
-        self._scales = {name: one for name, one in module.named_modules() if isinstance(one, DelayedScale)}
         # Lightning loads before it lets the plugin convert: the module that loads knows no delayed scales.
-        module._register_state_dict_hook(self._leave_out_scales)
+        self._scales = ScalesApart(module)
         return module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the delayed scales, which a checkpoint holds here and not among the weights."""
-        scales = [scale.state_dict(prefix=f"{name}.") for name, scale in self._scales.items()]
-        return {name: value for scale in scales for name, value in scale.items()}
+        return {} if self._scales is None else dict(self._scales.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the delayed scales; Lightning calls this after `convert_module`."""
-        for name, scale in self._scales.items():
-            length = len(name) + 1
-            scale.load_state_dict({key[length:]: v for key, v in state_dict.items() if key.startswith(f"{name}.")})
-
-    def _leave_out_scales(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name in self.state_dict():
-            state_dict.pop(f"{prefix}{name}", None)
+        if self._scales is not None:
+            self._scales.load_state_dict(state_dict)
 
     def forward_context(self) -> AbstractContextManager:
         """Return autocast if it was asked for."""

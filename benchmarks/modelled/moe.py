@@ -1,0 +1,94 @@
+"""A Qwen3-MoE block on fake CUDA tensors, and its experts' products as bf16, torchao and this project make them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fp8_torch_fsdp as ours
+from benchmarks.modelled.parts import HEAD, Norm, attention
+
+EXPERTS, CHOSEN = 128, 8
+KV_HEADS = 4
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise")
+"""Block-wise scales are left out: for them the host would wait for the offsets, which a model cannot price."""
+
+
+class Experts(nn.Module):
+    """The stacks [128, 2 * hidden, width] and [128, width, hidden]; `product` multiplies rows that are sorted."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * hidden, width))
+        self.down = nn.Parameter(torch.empty(EXPERTS, width, hidden))
+        self.product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = in_bfloat16
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return [rows, width]."""
+        return _gated(
+            x, lambda x: self.product(x, self.gate_up, offsets), lambda x: self.product(x, self.down, offsets)
+        )
+
+
+class MoeBlock(nn.Module):
+    """A block of Qwen3-30B-A3B where `width` is 2048: 2 * width features of heads, 128 experts of which 8 take a token.
+
+    Input and output [1, tokens, width]; experts are 3/8 of the width wide.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        keys = HEAD * KV_HEADS
+        sizes = {"q": (width, 2 * width), "k": (width, keys), "v": (width, keys), "o": (2 * width, width)}
+        self.w = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+        self.norms = nn.ModuleList(Norm(n, eps=1e-6) for n in (width, width, HEAD, HEAD))
+        self.router = nn.Linear(width, EXPERTS, bias=False)
+        self.experts = Experts(width, width * 3 // 8)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Attend, then send each token through its experts; `cos` and `sin` [tokens, 64]."""
+        x = x + attention(self.w, self.norms[0](x), cos, sin, self.norms[2], self.norms[3])
+        n = self.norms[1](x)
+        return x + self.mixture(n.flatten(0, 1)).view_as(n)
+
+    def mixture(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Route [tokens, width], multiply rows sorted by expert, and add up."""
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(CHOSEN)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype).flatten()
+        by_expert, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(EXPERTS, device=tokens.device)
+        offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        y = self.experts(tokens[order // CHOSEN], offsets) * weights[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // CHOSEN, y)
+
+
+def _gated(
+    x: torch.Tensor, up: Callable[[torch.Tensor], torch.Tensor], down: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    gate, value = up(x).chunk(2, dim=-1)
+    return down(functional.silu(gate) * value)
+
+
+def in_bfloat16(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return torch's grouped product."""
+    return torch._grouped_mm(x, weights.mT, offs=offsets)
+
+
+def by_torchao(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the product of torchao's grouped row-wise recipe; it takes groups of multiples of 16 rows."""
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
+
+    return _to_fp8_rowwise_then_scaled_grouped_mm(
+        x, weights.mT, offsets, pad_token_groups_for_grouped_mm=False, out_dtype=x.dtype
+    )
+
+
+def _converted(experts: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    product = experts.grouped_product
+    return _gated(x, lambda x: product("gate_up", x, offsets), lambda x: product("down", x, offsets))
+
+
+LAYOUTS = {Experts: ours.ExpertLayout(forward=_converted, weights=("gate_up", "down"))}
+"""Where the weights of `Experts` are, for a conversion."""

@@ -1,0 +1,39 @@
+"""Parts of the models that are priced."""
+
+import torch
+from torch import nn
+
+HEAD = 128
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm as CUDA computes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension."""
+        # By name: a torch that was built without CUDA would choose the one that is not fused.
+        return torch.ops.aten._fused_rms_norm(x, self.normalized_shape, self.weight, self.eps)[0]
+
+
+def attention(
+    w: nn.ModuleDict,
+    n: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: nn.Module | None = None,
+    k_norm: nn.Module | None = None,
+) -> torch.Tensor:
+    """Return what attention adds to [1, tokens, width], of the normalized input; `w` has q, k, v and o."""
+    q, k, v = (w[name](n).unflatten(-1, (-1, HEAD)) for name in "qkv")
+    q, k = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # By name, for the same reason as the norm.
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    y = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, 0.0, True)[0]
+    return w["o"](y.transpose(1, 2).flatten(2))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of features by the angle of their position."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
