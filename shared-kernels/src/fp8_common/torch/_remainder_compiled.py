@@ -18,7 +18,7 @@ from fp8_common.torch._quantize import quantize
 
 MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 # Inductor would write what takes so many operations, and is read so often, to memory, and make a second pass of it.
-_ONE_PASS = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
+_ONE_PASS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
 
 class CompiledBytes:
