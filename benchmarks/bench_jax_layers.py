@@ -4,9 +4,9 @@
 
 A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows. Programs take turns, and
 each round gives one ratio of times; its median is kept. Beside it stand the ratios of the bytes that XLA allocates for
-temporaries and of the processor times to lower and to compile (once), and the numbers of traced equations and of
-lowered operations. "products alone" is the same program with products of float32 operands, which is how XLA on CPUs
-multiplies FP8 ones, and without casts, amax and state: what is beyond it is what FP8 costs.
+temporaries and of the processor times to lower and to compile (medians of five turns), and the numbers of traced
+equations and of lowered operations. "products alone" is the same program with products of float32 operands, which is
+how XLA on CPUs multiplies FP8 ones, and without casts, amax and state: what is beyond it is what FP8 costs.
 Writes benchmarks/results/jax-layers.json and the table of docs/guides/jax-owg.md that `tools.pages` makes of it.
 """
 
@@ -33,6 +33,8 @@ from tools import pages
 
 RESULT = Path(__file__).parent / "results" / "jax-layers.json"
 ROWS, WIDTH = 128, 256
+TURNS = 5
+"""How often each program is lowered and compiled; odd."""
 OWG = "_overwrite_with_gradient"
 OURS, FLAX, PRODUCTS, PLAIN = "fp8_jax_owg", "flax direct", "products alone", "unquantized"
 
@@ -199,26 +201,30 @@ def mean_square(y: jax.Array) -> jax.Array:
     return jnp.square(y.astype(jnp.float32)).mean()
 
 
-def build(case: Case, operation: str) -> tuple[Callable[[], None], dict[str, float]]:
-    """Return what runs one step, and what is known of its program."""
+def build(case: Case, operation: str) -> Callable[[], tuple[Callable[[], None], dict[str, float]]]:
+    """Return a function that lowers and compiles one step anew: it returns what runs it, and what is known of it."""
     loss, variables = linen(case, LINEN[operation]) if case.flavour == "linen" else nnx_stack(case, operation)
     x, gradient = example(case), jax.grad(loss)
     equations = count_equations(jax.make_jaxpr(gradient)(variables, x).jaxpr)
-    jax.clear_caches()
-    # of the processor, which others on the machine change less than those of the clock
-    start = time.process_time()
-    lowered = jax.jit(gradient).lower(variables, x)
-    middle = time.process_time()
-    compiled = lowered.compile()
-    end = time.process_time()
-    facts = {
-        "equations": equations,
-        "operations": lowered.as_text().count("stablehlo."),
-        "lower": middle - start,
-        "compile": end - middle,
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-    }
-    return lambda: jax.block_until_ready(compiled(variables, x)), facts
+
+    def compile_anew() -> tuple[Callable[[], None], dict[str, float]]:
+        jax.clear_caches()
+        # of the processor, which others on the machine change less than those of the clock
+        start = time.process_time()
+        lowered = jax.jit(gradient).lower(variables, x)
+        middle = time.process_time()
+        compiled = lowered.compile()
+        end = time.process_time()
+        facts = {
+            "equations": equations,
+            "operations": lowered.as_text().count("stablehlo."),
+            "lower": middle - start,
+            "compile": end - middle,
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        }
+        return lambda: jax.block_until_ready(compiled(variables, x)), facts
+
+    return compile_anew
 
 
 def count_equations(program: Any, seen: set[int] | None = None) -> int:
@@ -241,18 +247,26 @@ def _programs(equation: Any) -> Iterator[Any]:
     return (getattr(leaf, "jaxpr", leaf) for leaf in leaves if is_program(leaf))
 
 
-def measure(case: Case, rounds: int) -> dict[str, Any]:
+def measure(case: Case, rounds: int, turns: int = TURNS) -> dict[str, Any]:
     """Return one row of the report: what ours takes, divided by what the others take."""
-    built = {name: build(case, name) for name in LINEN}
-    times: dict[str, list[float]] = {name: [] for name in built}
+    builders = {name: build(case, name) for name in LINEN}
+    made: dict[str, list[Any]] = {name: [] for name in builders}
+    for i in range(turns):
+        for name in _rotated(i):
+            made[name].append(builders[name]())
+    times: dict[str, list[float]] = {name: [] for name in builders}
     for i in range(rounds + 2):
-        names = list(built)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in _rotated(i):
+            run, _ = made[name][-1]
             start = time.perf_counter()
-            built[name][0]()
+            run()
             # the first two rounds warm up
             times[name] += [time.perf_counter() - start] * (i > 1)
-    facts = {name: facts for name, (_, facts) in built.items()}
+    # turns are odd, so that the median of counts is one of them
+    facts = {
+        name: {fact: statistics.median(one[fact] for _, one in each) for fact in each[0][1]}
+        for name, each in made.items()
+    }
     row: dict[str, Any] = {"case": case.name, "milliseconds": round(statistics.median(times[OURS]) * 1e3, 2)}
     for other in (FLAX, PLAIN):
         row[f"time / {other}"] = round(statistics.median(map(_ratio, times[OURS], times[other])), 2)
@@ -262,6 +276,11 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     for fact in ("equations", "operations"):
         row |= {fact: facts[OURS][fact], f"{fact}, {FLAX}": facts[FLAX][fact]}
     return row
+
+
+def _rotated(turn: int) -> list[str]:
+    names = list(LINEN)
+    return names[turn % len(names) :] + names[: turn % len(names)]
 
 
 def _ratio(a: float, b: float) -> float:
@@ -289,7 +308,7 @@ def main() -> None:
     versions = {name: version(name) for name in ("jax", "flax", "numpy")}
     device = processor_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
     machine = {"device": device, "cores": usable_cores(), "versions": versions}
-    report = {"schema": 1, **machine, "rounds": options.rounds, "rows": rows}
+    report = {"schema": 1, **machine, "rounds": options.rounds, "turns": TURNS, "rows": rows}
     if options.cases is None:
         RESULT.write_text(json.dumps(report, indent=1) + "\n")
         pages.main()

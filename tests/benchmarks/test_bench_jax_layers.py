@@ -12,7 +12,7 @@ from tools import pages
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
 def test_a_row_has_every_figure(flavour):
     with jax.numpy_dtype_promotion("standard"):  # flax's function mixes dtypes
-        row = bench.measure(bench.Case(flavour, "scan", 2, "bfloat16"), 1)
+        row = bench.measure(bench.Case(flavour, "scan", 2, "bfloat16"), rounds=1, turns=1)
     assert row["case"] == f"{flavour}-scan-2-bfloat16"
     assert row["equations"] > 0
     assert all(value > 0 for name, value in row.items() if name != "case")
