@@ -1,5 +1,11 @@
 """The adapter for torchtitan, with torchtitan's own configurations, models and checks."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +24,7 @@ from torchtitan.models.llama3 import model_registry
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
 from tests.helpers.ranks import RankPool
+from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -125,3 +132,38 @@ def test_torchtitans_tensor_parallelism_trains_like_one_process(recipe):
             assert split[-1] < split[0]
     finally:
         pool.close()
+
+
+RECIPES = ["tensorwise", "rowwise"]  # torchtitan's check of the module protocol refuses modules of delayed scales
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_torchtitans_trainer_resumes_runs_with_the_bits_of_uninterrupted_ones(tmp_path):
+    """On two ranks of gloo; in processes of their own, because torchtitan chooses a device when it is imported."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-m", "tests.ecosystem.torchtitan_trainer", str(tmp_path), *RECIPES]
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as file:
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(timeout=1700) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], logs[0].read_text()[-3000:]
+    for log in logs:
+        found = json.loads(log.read_text().splitlines()[-1])
+        assert list(found) == RECIPES
+        for runs in found.values():
+            whole, resumed = runs["whole"], runs["resumed"]
+            assert whole["losses"][2:] == resumed["losses"]
+            assert whole["digest"] == resumed["digest"]
+            assert whole["losses"][-1] < whole["losses"][0]
+            assert whole["layers"] == whole["gathered"] == 30
+        assert len({runs["whole"]["digest"] for runs in found.values()}) == len(RECIPES)
