@@ -300,7 +300,7 @@ MUTANTS = [
         "test_expert_parallel.py -k plain_exchange",
     ),
     _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_sharing.py"),
-    _owg("an unused parameter counts as observed", "decode", swap("(K == 0) | I", "I"), "test_observation.py"),
+    _owg("an unused parameter counts as observed", "decode", swap("bitwise_or(eq(key, Z), I)", "I"), "test_observation.py"),
     _owg(
         "bubbles are observed",
         "_gate_backward",
@@ -317,7 +317,7 @@ MUTANTS = [
     _owg(
         "what is not finite is recorded",
         "observe",
-        swap("where(R, N, NOT_OBSERVED)", "N"),
+        swap("observed_where(R, N)", "N"),
         "test_observation.py",
     ),
     _owg(
