@@ -239,8 +239,15 @@ def urls() -> str:
 
 def site() -> str:
     """Return the addresses for mkdocs.yml."""
-    names = {"site_url": addresses()["site"], "repo_url": addresses()["repository"]}
-    return "\n".join(f"{name}: {address}" for name, address in names.items() if address) or "# none yet"
+    root, repository = addresses()["site"].rstrip("/"), addresses()["repository"]
+    # each version lies in a folder of its own, see tools/versions.py
+    lines = [f"site_url: {root}/{version()}/", "extra: { version: { provider: mike } }"] if root else []
+    return "\n".join([*lines, f"repo_url: {repository}"] if repository else lines) or "# none yet"
+
+
+def version() -> str:
+    """Return the version of the packages."""
+    return str(tomllib.loads((ROOT / "shared-kernels/pyproject.toml").read_text())["project"]["version"])
 
 
 def citation() -> str:

@@ -40,8 +40,9 @@ def fp8_layers(model):
     return sorted(name for name, module in model.named_modules() if isinstance(module, f8.Float8Linear))
 
 
-def test_a_model_of_the_registry_is_built_with_fp8_layers():
-    spec = model_registry("debugmodel", converters=[Float8Converter.Config(recipe="rowwise")])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise_delayed"])
+def test_a_model_of_the_registry_is_built_with_fp8_layers(recipe):
+    spec = model_registry("debugmodel", converters=[Float8Converter.Config(recipe=recipe)])
     with torch.device("meta"):
         model, plain = spec.model.build(), model_registry("debugmodel").model.build()
     model.verify_module_protocol()
@@ -134,7 +135,7 @@ def test_torchtitans_tensor_parallelism_trains_like_one_process(recipe):
         pool.close()
 
 
-RECIPES = ["tensorwise", "rowwise"]  # torchtitan's check of the module protocol refuses modules of delayed scales
+RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
 
 
 @pytest.mark.distributed

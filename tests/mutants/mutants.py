@@ -300,7 +300,12 @@ MUTANTS = [
         "test_expert_parallel.py -k plain_exchange",
     ),
     _owg("cotangents add up", "MaxGradRules.add", swap("maximum(*P)", "lax.add(*P)"), "test_sharing.py"),
-    _owg("an unused parameter counts as observed", "decode", swap("bitwise_or(eq(key, Z), I)", "I"), "test_observation.py"),
+    _owg(
+        "an unused parameter counts as observed",
+        "decode",
+        swap("bitwise_or(eq(key, Z), I)", "I"),
+        "test_observation.py",
+    ),
     _owg(
         "bubbles are observed",
         "_gate_backward",

@@ -82,7 +82,7 @@ class DelayedScale(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> "DelayedScale":
         """Copy the buffers; the copy belongs to the plan of the copied model."""
-        twin = DelayedScale(
+        twin = type(self)(
             self.cast, initial=self.initial, device=self.scale.device, count=self.count if self.shape else None
         )
         for name, buffer in self.named_buffers():

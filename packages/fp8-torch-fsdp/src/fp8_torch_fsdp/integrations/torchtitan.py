@@ -14,17 +14,23 @@ from torch import nn
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._convert import convert_to_float8_training
+from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._filters import auto_filter_for_recipe
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._tensor_parallel.placed import ByWeight
 
 try:
     from torchtitan.components.quantization import QuantizationConverter
+    from torchtitan.protocols.module import Module
 except ImportError as error:
     raise Fp8UnsupportedError(
         f"fp8_torch_fsdp.integrations.torchtitan needs torchtitan 0.3 with its converters of configurations ({error}). "
         "Install torchtitan and Triton, which it imports, or call convert_to_float8_training on your model."
     ) from error
+
+
+class ProtocolScale(DelayedScale, Module):
+    """A `DelayedScale` that is a torchtitan `Module`, as torchtitan wants each part of its models to be."""
 
 
 class Float8Converter(QuantizationConverter):
@@ -75,9 +81,11 @@ class Float8Converter(QuantizationConverter):
             return not any(part in name for part in self.config.filter_fqns)
 
         model = convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
-        for layer in model.modules():
-            if isinstance(layer, Float8Linear):
-                layer.distribution = ByWeight()  # torchtitan cuts the weights later
+        for module in model.modules():
+            if isinstance(module, Float8Linear):
+                module.distribution = ByWeight()  # torchtitan cuts the weights later
+            elif isinstance(module, DelayedScale):
+                module.__class__ = ProtocolScale
         return model
 
 
