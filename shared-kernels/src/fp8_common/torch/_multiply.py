@@ -118,7 +118,8 @@ def _multiply_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.T
     # Not float16 for a result in float16: sums of codes overflow it.
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     # Scales afterwards, in float32: decoded values times scales would be rounded once more before the product.
-    product = _matmul(_values(a, exact), _values(b, exact)).float()
+    # Contiguous, however the codes lie: a product of turned matrices adds up in another order.
+    product = _matmul(values(a.codes, a.fmt, exact), values(b.codes, b.fmt, exact)).float()
     if a.scale_inv.ndim == b.scale_inv.ndim == 0:
         return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
     # the product itself stays as it is: selective checkpointing may have kept it
@@ -140,20 +141,12 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize(operand: Operand) -> torch.Tensor:
-    decoded = _values(operand, torch.float32)
+    decoded = values(operand.codes, operand.fmt)
     if operand.block is None or torch.compiler.is_compiling():
         return decoded * operand.wide_scale_inv
     own, scale_inv = split_blocks(decoded, operand.scale_inv, operand.block)
     own.mul_(scale_inv)  # a view
     return decoded
-
-
-def _values(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of the codes; those of a transposed matrix as they lie, without a copy that turns them."""
-    codes = operand.codes
-    if codes.is_contiguous() or not codes.t().is_contiguous():
-        return values(codes, operand.fmt, dtype)
-    return values(codes.t(), operand.fmt, dtype).t()
 
 
 def _multiply_scaled(
