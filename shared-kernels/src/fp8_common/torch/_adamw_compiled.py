@@ -12,7 +12,7 @@ import torch
 from fp8_common._adamw import AdamWStep
 from fp8_common._formats import Format
 from fp8_common.torch import _remainder as reference
-from fp8_common.torch._remainder_compiled import MAGNITUDE, join_of, write_bytes
+from fp8_common.torch._remainder_compiled import MAGNITUDE, join_of, with_own_code, write_bytes
 
 Function = Callable[..., torch.Tensor]
 # torch's own kernels are compiled like that, which joins products and sums in two places.
@@ -32,7 +32,7 @@ class CompiledAdamW:
         self._fused, self._fmt = fused, fmt
         options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": _OPTIONS}
         self._moments = torch.compile(_moments, **options)
-        self._apply = torch.compile(_apply_of(fmt, fused=fused), **options)
+        self._apply = torch.compile(with_own_code(_apply_of(fmt, fused=fused)), **options)
 
     @torch.no_grad()
     def step(

@@ -34,9 +34,9 @@ class CompiledBytes:
     def __init__(self, fmt: Format) -> None:
         if fmt.fnuz:
             raise Fp8Error(f"compiled=True knows e4m3 and e5m2, got {fmt}. Leave it out for weights in {fmt}.")
-        self._join = torch.compile(join_of(fmt), dynamic=True, fullgraph=True)
+        self._join = torch.compile(with_own_code(join_of(fmt)), dynamic=True, fullgraph=True)
         self._split = torch.compile(_split, dynamic=True, fullgraph=True)
-        self._cast = torch.compile(_cast_of(fmt), dynamic=True, fullgraph=True, options=_ONE_PASS)
+        self._cast = torch.compile(with_own_code(_cast_of(fmt)), dynamic=True, fullgraph=True, options=_ONE_PASS)
         try:
             self._compare(fmt)
         except Fp8Error:
@@ -121,36 +121,48 @@ def _lower(planes: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (high << 16) | (middle << 8) | low
 
 
+def with_own_code(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function made by another one with a copy of its code.
+
+    Dynamo counts what it compiled by code, and refuses more than some: formats and optimizers must not share a count.
+    """
+    function.__code__ = function.__code__.replace()
+    return function
+
+
 def join_of(fmt: Format) -> Callable[..., torch.Tensor]:
     """Return the function that makes numbers of codes, scales back from FP8 and lower bytes; to be compiled."""
     # Numbers, not the format: what is computed when it is asked for cannot be compiled.
     shift, first_normal, rebias = 23 - fmt.mantissa_bits, 1 << fmt.mantissa_bits, (127 - fmt.bias) << 23
     smallest, largest = fmt.smallest_subnormal, fmt.max_code
-    # Arithmetic instead of a table of anchors, which would be looked up one element after the other.
-    special = ((0, smallest * 9 / 32), (1, smallest * 7 / 8), (largest, fmt.max * 7 / 4))
+    # Arithmetic instead of a table of anchors, which would be looked up one element after the other, and instead of
+    # comparisons, of which a processor makes masks. All of it is exact: 0 becomes 9/32, 1 becomes 7/8 of the smallest
+    # number, and the largest one 7/4 of itself.
+    below = fmt.max - 2.0 ** (fmt.max_exponent - fmt.mantissa_bits)
+    factor = fmt.max * 0.75 / (fmt.max - below)
 
     def join(codes: torch.Tensor, inverse: torch.Tensor, *lower: torch.Tensor) -> torch.Tensor:
         rest, code = _lower(lower), codes.to(torch.int32)
         magnitude, sign = code & 0x7F, (code & 0x80) << 24
         normal = ((magnitude << shift) + rebias).view(torch.float32)
-        anchor = torch.where(magnitude < first_normal, magnitude.to(torch.float32) * smallest, normal)
-        for place, value in special:
-            anchor = torch.where(magnitude == place, value, anchor)
+        normal = normal + (normal - below).clamp(min=0) * factor
+        number = magnitude.to(torch.float32)
+        subnormal = (number - (0.25 - number * 0.125).clamp(min=0)).clamp(min=9 / 32) * smallest
+        anchor = torch.where(magnitude < first_normal, subnormal, normal)
         anchor = torch.where(magnitude > largest, torch.inf, anchor)
         first = ((anchor * inverse).view(torch.int32) - OCTAVE) | sign
         bits = ((rest - first) & LOWER_BYTES) + first
-        return torch.where((magnitude == 0) & (rest == 0), sign, bits).view(torch.float32)
+        not_zero = ~(((magnitude | rest) - 1) >> 31)
+        return ((bits & not_zero) | sign).view(torch.float32)
 
     return join
 
 
 def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
     least, most = fmt.smallest_subnormal * 9 / 32, fmt.max * 7 / 4
-    shift, rebias = 23 - fmt.mantissa_bits, (127 - fmt.bias) << fmt.mantissa_bits
-    nan_code = fmt.nan_code
-    # Adding it leaves no bit below the smallest subnormal.
-    magic = fmt.smallest_subnormal * 2.0**23
-    magic_bits, greatest, least_normal = (_bits_of(number) for number in (magic, fmt.max, fmt.smallest_normal))
+    shift, nan_code, greatest = 23 - fmt.mantissa_bits, fmt.nan_code, _bits_of(fmt.max)
+    # Added to a number it leaves no bit below the smallest subnormal.
+    least_power = _bits_of(fmt.smallest_subnormal * 2.0**23)
 
     def cast(top: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, *lower: torch.Tensor) -> torch.Tensor:
         rest = _lower(lower)
@@ -159,9 +171,10 @@ def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
         # As `nan_where_infinite` does; the sign of the NaN that this makes is the processor's choice.
         signed = ((values + values * 0.0) * scale).view(torch.int32)
         magnitude = (signed & MAGNITUDE).clamp(max=greatest)
-        normal = ((magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift) - rebias
-        subnormal = (magnitude.view(torch.float32) + magic).view(torch.int32) - magic_bits
-        code = torch.where(magnitude < least_normal, subnormal, normal)
+        # The power of two whose last place is that of the code: what is added to it is rounded there.
+        power = ((magnitude & _INFINITY) + (shift << 23)).clamp(min=least_power)
+        places = (magnitude.view(torch.float32) + power.view(torch.float32)).view(torch.int32) - power
+        code = places + ((power - least_power) >> shift)
         code = torch.where((signed & MAGNITUDE) > _INFINITY, nan_code, code)
         top.copy_((code | ((signed >> 24) & 0x80)).to(torch.uint8))
         # The least and the first too large of what the codes 0 and the largest are joined with.
