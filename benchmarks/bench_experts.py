@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = {"width": WIDTH, "hidden": HIDDEN, "experts": EXPERTS, "rows": ROWS, "threads": 1, "quiet": False}
+    sizes = {"width": WIDTH, "hidden": HIDDEN, "experts": EXPERTS, "rows": ROWS, "threads": 1}
     kept = {"settings": sizes, "machine": machine_facts(), "versions": package_versions(), "rows": measure()}
     for row in kept["rows"]:
         name = row["contender"]

@@ -25,6 +25,7 @@ from benchmarks.convergence_runs import BETAS, DECAY, DIM, LAYERS, LENGTH, RATE,
 from demos.common.corpus import load_corpus
 from demos.te_init.model import ByteModel, loss_of
 from fp8_common._machine import processor_name, usable_cores
+from fp8_common.torch import _moments as definition
 from fp8_te_init._masters import moments
 from fp8_te_init._report import host_rss
 
@@ -34,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "remainder": {"masters": "remainder"},
     "remainder, compiled": {"masters": "remainder", "compiled": True},
     "remainder, fp8 moments": {"masters": "remainder", "moments": "fp8"},
+    "remainder, fp8 moments, compiled": {"masters": "remainder", "moments": "fp8", "compiled": True},
 }
 SIDE = 2048
 
@@ -102,7 +104,7 @@ def step_times(count: int, rounds: int, *, fused: bool) -> dict[str, Any]:
     }
 
 
-def nearest(values: torch.Tensor, step: int) -> torch.Tensor:
+def nearest(values: torch.Tensor, own_bits: int) -> torch.Tensor:
     """Return "random" bits with which stochastic rounding is rounding to nearest."""
     return torch.full(values.shape, -(1 << 31), dtype=torch.int32)
 
@@ -110,9 +112,9 @@ def nearest(values: torch.Tensor, step: int) -> torch.Tensor:
 # name: state of squares that is stored as its root, random bits; None for float32 state
 MOMENTS: dict[str, tuple[frozenset[str], Callable[..., torch.Tensor]] | None] = {
     "float32": None,
-    "root, stochastic": (moments.SQUARES, moments.random_bits),
+    "root, stochastic": (moments.SQUARES, definition.hashed_bits),
     "root, nearest": (moments.SQUARES, nearest),
-    "plain, stochastic": (frozenset(), moments.random_bits),
+    "plain, stochastic": (frozenset(), definition.hashed_bits),
 }
 
 
@@ -128,8 +130,8 @@ def held_out_loss(way: str, steps: int, seed: int) -> float:
         torch.optim.AdamW, model.parameters(), masters="remainder", moments=kept, **settings
     )
     fti.seed_masters(optimizer, model)
-    before = moments.SQUARES, moments.random_bits
-    moments.SQUARES, moments.random_bits = chosen or before
+    before = moments.SQUARES, definition.hashed_bits
+    moments.SQUARES, definition.hashed_bits = chosen or before
     try:
         for step in range(steps):
             windows = corpus.batch(seed=seed, step=step, rank=0, rows=ROWS, length=LENGTH)
@@ -139,7 +141,7 @@ def held_out_loss(way: str, steps: int, seed: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        moments.SQUARES, moments.random_bits = before
+        moments.SQUARES, definition.hashed_bits = before
     with torch.no_grad():
         losses = [loss_of(model, torch.from_numpy(windows).long()).item() for windows in held_out(corpus)]
     return sum(losses) / len(losses)

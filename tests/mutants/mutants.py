@@ -391,7 +391,7 @@ MUTANTS = [
     ),
     _te(
         "a second moment becomes zero",
-        "packed",
+        "encode_blocks",
         swap("where((C == 0) & (B > 0), 1, C)", "C"),
         "test_fp8_moments.py -k squares",
     ),

@@ -9,6 +9,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
+from fp8_common.torch import _moments as definition
 from fp8_te_init._masters import moments, remainder
 
 
@@ -53,9 +54,9 @@ def model(preserve="cpu", seed=0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(24, 200), nn.GELU(), nn.Linear(200, 16))
 
 
-def optimizer_for(net, name="adamw", kept="fp8", masters="remainder"):
+def optimizer_for(net, name="adamw", kept="fp8", masters="remainder", **more):
     cls, options, _ = OPTIMIZERS[name]
-    return fti.MasterOptimizer(cls, net.parameters(), masters=masters, moments=kept, **options)
+    return fti.MasterOptimizer(cls, net.parameters(), masters=masters, moments=kept, **options, **more)
 
 
 def train(net, optimizer, steps=20, seed=1) -> list[float]:
@@ -104,10 +105,11 @@ def test_rounding_is_right_on_average_and_repeats():
 
 
 def test_random_bits_are_spread_over_the_words():
-    bits = moments.random_bits(torch.randn(1 << 16), 3)
+    bits = definition.hashed_bits(torch.randn(1 << 16), definition.step_bits(3))
     for bit in range(32):
         assert abs(((bits >> bit) & 1).float().mean() - 0.5) < 0.02
-    other = moments.random_bits(torch.ones(1), 4) ^ moments.random_bits(torch.ones(1), 5)
+    one, other = (definition.hashed_bits(torch.ones(1), definition.step_bits(step)) for step in (4, 5))
+    other ^= one
     assert bin(other.item() & 0xFFFFFFFF).count("1") > 5
 
 
@@ -161,6 +163,23 @@ def test_a_step_of_foreach_and_of_fused_is_that_of_the_loop():
         fti.seed_masters(optimizer, net)
         runs.append(train(net, optimizer, 5))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.matrix(name=["adamw", "fused", "adam", "momentum"])
+def test_compiled_steps_keep_the_bits_of_others(name):
+    runs = []
+    for compiled in (False, True):
+        net = model()
+        optimizer = optimizer_for(net, name, compiled=compiled)
+        fti.seed_masters(optimizer, net)
+        losses = train(net, optimizer, 6)
+        state = [dict(optimizer.state[weight]) for weight in (net[0].weight, net[2].weight)]
+        runs.append((losses, state, [optimizer.master_of(weight) for weight in (net[0].weight, net[2].weight)]))
+    assert runs[0][0] == runs[1][0]
+    for expected, found in zip(runs[0][1], runs[1][1], strict=True):
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert all(map(torch.equal, runs[0][2], runs[1][2]))
 
 
 @pytest.mark.matrix(kept=["fp8", "float32"], again=["fp8", "float32"])

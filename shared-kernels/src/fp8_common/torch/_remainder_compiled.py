@@ -16,7 +16,7 @@ from fp8_common._remainder import LOWER_BYTES, OCTAVE
 from fp8_common.torch import _remainder as reference
 from fp8_common.torch._quantize import quantize
 
-MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 # Inductor would write what takes so many operations, and is read so often, to memory, and make a second pass of it.
 _ONE_PASS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
@@ -160,9 +160,9 @@ def join_of(fmt: Format) -> Callable[..., torch.Tensor]:
 
 def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
     least, most = fmt.smallest_subnormal * 9 / 32, fmt.max * 7 / 4
-    shift, nan_code, greatest = 23 - fmt.mantissa_bits, fmt.nan_code, _bits_of(fmt.max)
+    shift, nan_code, greatest = 23 - fmt.mantissa_bits, fmt.nan_code, bits_of(fmt.max)
     # Added to a number it leaves no bit below the smallest subnormal.
-    least_power = _bits_of(fmt.smallest_subnormal * 2.0**23)
+    least_power = bits_of(fmt.smallest_subnormal * 2.0**23)
 
     def cast(top: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, *lower: torch.Tensor) -> torch.Tensor:
         rest = _lower(lower)
@@ -172,10 +172,10 @@ def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
         signed = ((values + values * 0.0) * scale).view(torch.int32)
         magnitude = (signed & MAGNITUDE).clamp(max=greatest)
         # The power of two whose last place is that of the code: what is added to it is rounded there.
-        power = ((magnitude & _INFINITY) + (shift << 23)).clamp(min=least_power)
+        power = ((magnitude & INFINITY) + (shift << 23)).clamp(min=least_power)
         places = (magnitude.view(torch.float32) + power.view(torch.float32)).view(torch.int32) - power
         code = places + ((power - least_power) >> shift)
-        code = torch.where((signed & MAGNITUDE) > _INFINITY, nan_code, code)
+        code = torch.where((signed & MAGNITUDE) > INFINITY, nan_code, code)
         top.copy_((code | ((signed >> 24) & 0x80)).to(torch.uint8))
         # The least and the first too large of what the codes 0 and the largest are joined with.
         first, last = ((anchor * inverse).view(torch.int32) for anchor in (least, most))
@@ -188,5 +188,6 @@ def _cast_of(fmt: Format) -> Callable[..., torch.Tensor]:
     return cast
 
 
-def _bits_of(number: float) -> int:
+def bits_of(number: float) -> int:
+    """Return the bits of a float32 number."""
     return int(torch.tensor(number).view(torch.int32))

@@ -75,8 +75,8 @@ def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> 
     # Scaled so that the grid of the format in this binade becomes the integers; exact, since only exponents change.
     grid = magnitude * _power_of_2(fmt.mantissa_bits - exponent)
     below = grid.floor()
-    # Through int64: torch shifts int32 with its sign, and has few operators for uint32.
-    upper_bits = (random_bits.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) >> 9
+    # torch shifts int32 with its sign, and has few operators for uint32
+    upper_bits = (random_bits.view(torch.int32) >> 9) & 0x7FFFFF
     threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
     rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
     # NaN has no binade, so what was computed for it is meaningless.

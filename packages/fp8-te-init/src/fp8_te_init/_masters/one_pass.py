@@ -12,6 +12,7 @@ import torch
 
 from fp8_common.torch.plugin import dispatch
 from fp8_te_init._compat import local_of
+from fp8_te_init._masters.moments import CODES
 from fp8_te_init._masters.remainder import RemainderMaster
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -29,15 +30,14 @@ class OnePass:
     Args:
         bytewise: What steps rows of bytes.
         group: The options of the parameter.
-        state: What the inner optimizer keeps for it; written.
+        count: Steps that were made.
+        device: Of the masters.
     """
 
-    def __init__(self, bytewise: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
-        self._bytewise, self._count = bytewise, state["step"]
-        self._moments = tuple(local_of(state[name]) for name in (FIRST, SECOND))
-        self._device = self._moments[0].device
+    def __init__(self, bytewise: Any, group: dict[str, Any], count: torch.Tensor, device: torch.device) -> None:
+        self._bytewise, self._device = bytewise, device
         names = ("lr", "betas", "eps", "weight_decay")
-        numbers = torch.tensor(dispatch.AdamWStep.of(int(self._count) + 1, **{name: group[name] for name in names}))
+        numbers = torch.tensor(dispatch.AdamWStep.of(int(count) + 1, **{name: group[name] for name in names}))
         self._numbers = (
             numbers if self._device.type == "cpu" else numbers.pin_memory().to(self._device, non_blocking=True)
         )
@@ -45,29 +45,36 @@ class OnePass:
     @classmethod
     def of(cls, master: RemainderMaster, inner: Any, group: dict[str, Any], state: dict[str, Any]) -> "OnePass | None":
         """Return the step of a parameter; None where the optimizer has to make it, as for the first one."""
-        if type(inner) is not torch.optim.AdamW or not _is_usual(group) or not {FIRST, SECOND} <= state.keys():
+        kept = [state[name] for name in (FIRST, SECOND, FIRST + CODES, SECOND + CODES) if name in state]
+        if type(inner) is not torch.optim.AdamW or not _is_usual(group) or len(kept) != 2:
             return None
         elements = master.shape.numel()
         # Of what is left of 16 elements torch computes some in another way.
         if not (master.compiled and master.is_in_bytes) or not elements or elements % GROUP:
             return None
-        if not all(local_of(state[name]).is_contiguous() for name in (FIRST, SECOND)):
+        if not all(local_of(moment).is_contiguous() for moment in kept):
             return None
         codes = master.bytes_of(0).codes
         bytewise = dispatch.adamw_in_bytes(codes, master.fmt, fused=bool(group["fused"]))
-        return None if bytewise is None else cls(bytewise, group, state)
+        return None if bytewise is None else cls(bytewise, group, state["step"], codes.device)
 
-    def part(self, index: int, master: RemainderMaster, gradient: torch.Tensor, step: Step) -> None:
+    def part(
+        self, index: int, master: RemainderMaster, gradient: torch.Tensor, state: dict[str, Any], step: Step
+    ) -> dict[str, Any]:
         """Step a part of `master`.
 
         Args:
             index: Of the part.
             master: Its bytes are written.
             gradient: Of the part, of any floating-point dtype.
+            state: Of the part, moments in float32; written.
             step: Steps values where the bytes do not give them back.
+
+        Returns:
+            `state`, with the step counted.
         """
-        part, held = master.parts()[index], master.bytes_of(index)
-        first, second = (moment[part].view(-1) for moment in self._moments)
+        held, count = master.bytes_of(index), state["step"]
+        first, second = (state[name].view(-1) for name in (FIRST, SECOND))
         gradient = gradient.reshape(-1)
         gradient = gradient if gradient.dtype == torch.bfloat16 else gradient.to(torch.float32)
         groups = [] if held.listed is None else (held.listed // GROUP).unique().tolist()
@@ -77,7 +84,7 @@ class OnePass:
         if groups:
             at = (torch.tensor(groups).unsqueeze(1) * GROUP + torch.arange(GROUP)).view(-1).to(self._device)
             values = master.read_at(index, at)
-            after = step(values, gradient[at], {"step": self._count.clone(), FIRST: first[at], SECOND: second[at]})
+            after = step(values, gradient[at], {"step": count.clone(), FIRST: first[at], SECOND: second[at]})
             first[at], second[at] = after[FIRST], after[SECOND]
             held.codes[at], held.lower[:, at] = dispatch.top_byte(values), dispatch.lower_bytes(values)
             largest.append((values.view(torch.int32) & 0x7FFFFFFF).amax())
@@ -89,10 +96,7 @@ class OnePass:
                 )
             )
         master.stepped(index, torch.stack(largest).amax())
-
-    def end(self) -> None:
-        """Count the step."""
-        self._count += 1
+        return {**state, "step": count + 1}
 
 
 def _between(groups: Sequence[int], elements: int) -> Iterator[tuple[int, int]]:

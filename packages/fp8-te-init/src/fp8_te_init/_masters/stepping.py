@@ -74,29 +74,22 @@ class PartSteps:
             Fp8Error: The optimizer changed the options of the group; nothing was stepped.
         """
         fp8 = group.get("moments", "float32") == "fp8" and master.has_whole_rows
-        if not fp8 and self._in_one_pass(master, gradient, group):
-            return
-        state = _PartState(self._inner.state.get(master.key, {}), master.key, fp8=fp8)
-        parts = master.parts()
-        for index, part in enumerate(parts):
-            values = master.read(index)
-            state.put_back(part, self._step_one(values, gradient[part], state.of(part), group))
-            master.write(index, values)
-        self._inner.state[master.key] = state.result()
-
-    def _in_one_pass(self, master: RemainderMaster, gradient: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Step the bytes of a parameter where they lie, if there is code for that; return whether it was done."""
-        one_pass = OnePass.of(master, self._inner, group, self._inner.state.get(master.key, {}))
-        if one_pass is None:
-            return False
+        before = self._inner.state.get(master.key, {})
+        state = _PartState(before, master.key, fp8=fp8, compiled=master.compiled)
+        one_pass = OnePass.of(master, self._inner, group, before)
 
         def step(values: torch.Tensor, own: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
             return self._step_one(values, own, state, group)
 
         for index, part in enumerate(master.parts()):
-            one_pass.part(index, master, gradient[part], step)
-        one_pass.end()
-        return True
+            if one_pass is not None:
+                after = one_pass.part(index, master, gradient[part], state.of(part), step)
+            else:
+                values = master.read(index)
+                after = step(values, gradient[part], state.of(part))
+                master.write(index, values)
+            state.put_back(part, after)
+        self._inner.state[master.key] = state.result()
 
     def _step_one(
         self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -135,10 +128,11 @@ class _PartState:
         before: What the inner optimizer holds for the parameter.
         key: A tensor that is distributed like the parameter.
         fp8: Whether it is to be in FP8 after the step.
+        compiled: Whether compiled code may take it into FP8 and back.
     """
 
-    def __init__(self, before: dict[str, Any], key: torch.Tensor, *, fp8: bool) -> None:
-        self._key, self._shape, self._fp8 = key, local_of(key).shape, fp8
+    def __init__(self, before: dict[str, Any], key: torch.Tensor, *, fp8: bool, compiled: bool) -> None:
+        self._key, self._shape, self._fp8, self._compiled = key, local_of(key).shape, fp8, compiled
         held = {name: local_of(value) if isinstance(value, torch.Tensor) else value for name, value in before.items()}
         self._rows = {name: value for name, value in held.items() if _has_rows(value, self._shape)}
         self._before = {name: value for name, value in held.items() if name not in self._rows}
@@ -149,7 +143,8 @@ class _PartState:
     def of(self, part: slice) -> dict[str, Any]:
         """Return the state of some rows: views or unpacked copies, and copies of what all rows share."""
         shared = {name: _copied(value) for name, value in self._before.items()}
-        return moments.unpacked({**shared, **{name: rows[part] for name, rows in self._rows.items()}})
+        rows = {name: rows[part] for name, rows in self._rows.items()}
+        return moments.unpacked({**shared, **rows}, compiled=self._compiled)
 
     def put_back(self, part: slice, after: dict[str, Any]) -> None:
         """Take over the state of some rows after their step."""
@@ -158,8 +153,11 @@ class _PartState:
             if name in self._before or not _has_rows(value, torch.Size((part.stop - part.start, *shape)), same=True):
                 self._shared[name] = value
                 continue
-            for key, rows in (moments.packed(name, value, self._steps) if self._fp8 else {name: value}).items():
+            for key, rows in self._stored(name, value).items():
                 self._write(key, part, rows)
+
+    def _stored(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return moments.packed(name, value, self._steps, compiled=self._compiled) if self._fp8 else {name: value}
 
     def _write(self, name: str, part: slice, rows: torch.Tensor) -> None:
         # The first step makes state. It is not handed to the parts that follow: they have to make theirs.
