@@ -140,8 +140,7 @@ def cast_plan(
     With a policy, `scale_ptr` is the int32 key from `amax_plan` and the scale is an output: dynamic scaling in two
     launches. Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
     """
-    # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
-    return LaunchPlan(
+    return LaunchPlan(  # 4096 elements in 8 warps: 16 a thread, in bfloat16 two loads of 16 bytes and one such store
         kernel="cast",
         grid=tile_count(n, 4096),
         pointers=_cast_pointers(dtype, fmt, policy, with_amax, inverse=False, transpose=False),
@@ -194,17 +193,17 @@ def rowwise_plan(
     policy: ScalePolicy = CANONICAL,
     *,
     fold: bool = False,
+    groups: bool = False,
     inverse: bool = False,
 ) -> LaunchPlan:
     """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first.
 
-    `inverse` also returns the scales back from FP8.
+    With `groups`, it has a row for each one that int32 `group_ptr` [m] names. `inverse` also returns the scales back.
     """
     constexprs = scale_constexprs(fmt, policy) | {"ALIGNED": n % 16 == 0}
     # Triton tiles have sides that are powers of two; what is beyond the row is masked.
     bn = max(16, _next_power_of_2(n))
-    if n > LONGEST_ROW:
-        # Longer rows do not fit into the registers of one program: they are read twice, in tiles.
+    if n > LONGEST_ROW:  # too long for the registers of one program: read twice, in tiles
         kernel, grid, tile, warps = "rowwise_long", m, {"BN": 4096}, 8
     else:
         # Short rows share a program. A warp holds 1024 elements, 32 a thread, so that the longest row needs 16 warps.
@@ -216,6 +215,7 @@ def rowwise_plan(
         pointers={
             "x_ptr": input_type(dtype),
             "fold_ptr": "fp32" if fold else None,
+            "group_ptr": "i32" if groups else None,
             "y_ptr": fp8_type(fmt),
             "scale_ptr": "fp32",
             "scale_inv_ptr": "fp32" if inverse else None,
@@ -255,7 +255,7 @@ def block_plan(
     pointers: dict[str, str | None] = {"x_ptr": input_type(dtype), "y_ptr": fp8_type(fmt)}
     outputs: tuple[str, ...] = ("y_ptr", "scale_ptr")
     if rows == 1:
-        # 64 elements a thread: with fewer, computing the row's scale in every thread is too large a share of the work.
+        # 64 elements a thread: with fewer, each thread's own computing of the row's scale is too large a share.
         tile, aligned, bm, warps = {"BM": 64}, n % 16 == 0, 64, 4
     else:
         # Rows of the transpose start at multiples of m, so both sides must be multiples of 16.
@@ -385,7 +385,7 @@ def stochastic_plan(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset
 
 FOREACH_BLOCK, FOREACH_ITERS = 4096, 4
 FOREACH_CHUNK = FOREACH_BLOCK * FOREACH_ITERS
-# What both kernels read besides the addresses: per tensor its length, per program its tensor and its chunk.
+# What both read besides the addresses: per tensor its length, per program its tensor and its chunk.
 _TABLE = {"numel_ptr": "i64", "tensor_ptr": "i32", "chunk_ptr": "i32"}
 
 

@@ -9,6 +9,7 @@ from fp8_common import CANONICAL, POWER_OF_2
 from fp8_common import _launch as launch
 from fp8_common._launch_both import amax_both_plan, cast_both_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
+from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import aot
 
@@ -43,6 +44,13 @@ VARIANTS = {
         3, 517, (517, 576), x, f, random=(7, 9), residual=True
     ),
     "sum gradients": lambda x, f: sum_gradients_plan(3, 517, 576, f, x, 3),
+    "groups, amax": lambda x, f: group_amax_plan(*ODD, 5, x, columns=False),
+    "groups": lambda x, f: group_cast_plan(*ODD, 5, x, f, columns=False),
+    "columns of groups, amax": lambda x, f: group_amax_plan(*ODD, 5, x, columns=True),
+    "columns of groups": lambda x, f: group_cast_plan(*ODD, 5, x, f, columns=True),
+    "groups, folded, long": lambda x, f: launch.rowwise_plan(*LONG, x, f, fold=True, groups=True),
+    "groups, turned": lambda x, f: turn_rows_plan(304, 517),
+    "rows cleared": lambda x, f: clear_rows_plan(*ODD, x),
     "foreach amax": lambda x, f: launch.foreach_amax_plan(9, x, aligned=False),
     "foreach cast": lambda x, f: launch.foreach_cast_plan(9, x, f, aligned=False),
 }

@@ -175,7 +175,7 @@ class DelayedScale(nn.Module):
 
     def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `current` and its reciprocal, both float32 scalars, if `always_ready`: one launch on a GPU."""
-        if dispatch.delayed_current_applies(amax):
+        if dispatch.launches(amax):
             late = self.late if self._must_be_synchronized(record) else None
             with torch.no_grad():
                 return dispatch.delayed_current(self.scale, late, self.own_key if record else None, amax)

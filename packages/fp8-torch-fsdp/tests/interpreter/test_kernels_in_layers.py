@@ -46,3 +46,44 @@ def test_kernels_give_the_bits_of_the_references(recipe, monkeypatch):
     for g, w in zip(got, step(recipe, changes), strict=True):
         assert torch.equal(g, w)
     assert launched == kernels
+
+
+class Experts(nn.Module):
+    """Stacked weights of three experts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(3, 48, 64) / 8)
+
+
+GROUPS = ["group_amax", "group_cast"]
+EXPERTS = {
+    "tensorwise": [*GROUPS, "rowwise", *GROUPS],
+    "rowwise": ["rowwise", "rowwise", *GROUPS, *GROUPS, "rowwise"],
+}
+
+
+def experts_step(recipe):
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=f8.AllGatherConfig())
+    layout = f8.ExpertLayout(forward=lambda e, x, offsets: e.grouped_product("up", x, offsets), weights=("up",))
+    experts = f8.convert_to_float8_training(Experts(), config=config, experts={Experts: layout})
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = experts(x, torch.tensor([17, 17, 38], dtype=torch.int32))
+    y.square().sum().backward()
+    return y.detach(), x.grad, experts.up.grad
+
+
+@pytest.mark.parametrize("recipe", EXPERTS)
+def test_kernels_of_experts_give_the_bits_of_the_references(recipe, monkeypatch):
+    launched, run = [], triton_backend.run
+    monkeypatch.setattr(
+        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.kernel), run(plan, *x, **tensors))
+    )
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+    got = experts_step(recipe)
+    of_groups = [name for name in launched if name in (*GROUPS, "rowwise")]
+    assert of_groups == EXPERTS[recipe]
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
+    for g, w in zip(got, experts_step(recipe), strict=True):
+        assert torch.equal(g, w)

@@ -39,6 +39,10 @@ KERNELS: dict[str, str] = {
     "sum_gradients": "gradients",
     "step_masters": "masters",
     "cast_masters": "masters",
+    "group_amax": "groups",
+    "group_cast": "groups",
+    "turn_rows": "groups",
+    "clear_rows": "groups",
 }
 """Module of each kernel; the function there is called `<name>_kernel`."""
 

@@ -15,6 +15,7 @@ from fp8_common._gradient_compression import MessageRows
 from fp8_common._launch import LaunchPlan
 from fp8_common._launch_both import amax_both_plan, cast_both_plan, delayed_current_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
+from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
 from fp8_common._launch_masters import BLOCK as MASTER_BLOCK
 from fp8_common._launch_masters import cast_masters_plan, step_masters_plan
 from fp8_common._policy import CANONICAL
@@ -99,6 +100,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
         _dequantize_cases,
         _gradient_cases,
         _master_cases,
+        _group_cases,
     )
     return [case for family in families for case in family(dtype, fmt)]
 
@@ -360,6 +362,42 @@ def _master_cases(dtype: str, fmt: str) -> list[Case]:
         # four bytes of the number and two float32 moments there and back, and the gradient
         Case(name="step masters", plan=step, read=12 + INPUT_BYTES[dtype], written=12, narrow=8, **x),
         Case(name="cast masters", plan=cast, read=4, written=1, narrow=1, **x),
+    ]
+
+
+def _group_cases(dtype: str, fmt: str) -> list[Case]:
+    """Rows in groups; the text has the loop over the groups of a tile once, which is what most tiles make."""
+    b, square, count = INPUT_BYTES[dtype], (SIZE, SIZE), 128
+    fold = launch.rowwise_plan(*square, dtype, fmt, fold=True, groups=True, inverse=True)
+    clear = clear_rows_plan(*square, dtype)
+    casts = [
+        case
+        for name, columns in (("groups", False), ("columns of groups", True))
+        for case in (
+            Case(
+                name=f"{name}, amax",
+                plan=group_amax_plan(*square, count, dtype, columns=columns),
+                elements=128 * 64,
+                read=b,
+                written=0,
+                narrow=8,
+            ),
+            Case(
+                # each thread reads the scales of its columns, which the threads of a tile have in their cache
+                name=name,
+                plan=group_cast_plan(*square, count, dtype, fmt, columns=columns),
+                elements=128 * 64,
+                read=b + columns,
+                written=1,
+                narrow=8,
+            ),
+        )
+    ]
+    return [
+        *casts,
+        Case(name="groups, folded", plan=fold, elements=SIZE, read=b + 4, written=1, narrow=4),
+        Case(name="groups, turned", plan=turn_rows_plan(*square), elements=128 * 64, read=1, written=1, narrow=8),
+        Case(name="rows cleared", plan=clear, elements=4096, read=0, written=b, narrow=4, memory_bound=False),
     ]
 
 

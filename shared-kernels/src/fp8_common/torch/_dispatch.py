@@ -149,9 +149,8 @@ def cast_both(
 
     The second has codes [N, M] and scales [N, 1], without `fold`; None stands for it elsewhere.
     """
-    launches = not torch.compiler.is_compiling() and triton_backend.applies(x, fmt, policy)
     # asked second: a compiler would make a guard of it
-    if launches and x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0:
+    if launches(x, fmt, policy) and x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0:
         return triton_backend.cast_both(x, fold, fmt, policy)
     return cast_rowwise(x, fmt, policy, fold), None
 
@@ -174,9 +173,9 @@ def cast_with_amax(
     return *fused_ops.quantize_with_amax(x, scale, fmt.name), None
 
 
-def delayed_current_applies(amax: torch.Tensor) -> bool:
-    """Return whether `delayed_current` is a launch here."""
-    return not torch.compiler.is_compiling() and triton_backend.applies(amax)
+def launches(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
+    """Return whether kernels of this package are launched for `x` here."""
+    return not torch.compiler.is_compiling() and triton_backend.applies(x, fmt, policy)
 
 
 delayed_current = triton_backend.delayed_current
@@ -209,7 +208,7 @@ def dequantize(
 def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the value of every code in `dtype`, float32 or bfloat16; exact."""
     if torch.compiler.is_compiling():
-        return ops.values(codes, fmt.name, dtype)
+        return visible_casts.values(codes, fmt, dtype) if fused(codes) else ops.values(codes, fmt.name, dtype)
     return _values(codes, fmt, dtype)
 
 

@@ -5,6 +5,10 @@ import itertools
 import torch
 
 from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton_groups as triton_groups
 from fp8_common.torch._amax import amax_over, check_input_dtype, float_key, key_to_float
 from fp8_common.torch._ops import NAMESPACE
 
@@ -23,6 +27,47 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, *, per_col
     """
     function = _segment_amax_op if torch.compiler.is_compiling() else _segment_amax
     return function(x, segments, count, per_column)
+
+
+def segment_cast(
+    x: torch.Tensor, segments: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the codes [rows, columns] of x with the float32 scales of each row's segment; others have any codes.
+
+    Args:
+        x: float16, bfloat16 or float32 [rows, columns].
+        segments: int32 [rows], as of `segment_amax`.
+        scale: float32 [count], or [count, columns].
+        fmt: Format of the codes.
+        amax: Of the shape of `scale`; where it is known, it may save a pass.
+    """
+    if dispatch.launches(x, fmt):
+        return triton_groups.group_cast(x, segments, scale, fmt)
+    of_rows = torch.cat([scale, torch.ones_like(scale[:1])])[segments]
+    return dispatch.quantize(x, of_rows if scale.ndim == 2 else of_rows[:, None], fmt, amax)
+
+
+def cleared(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Return y [n, ...], a new tensor of nobody else, with zeros where bool `keep` [n] is False."""
+    if dispatch.fused(y):
+        _clear_rows_op(y, keep)
+        return y
+    if dispatch.launches(y) and y.is_contiguous():
+        return triton_groups.clear_rows(y, keep)
+    return torch.where(keep.view(-1, *(1 for _ in y.shape[1:])), y, 0)
+
+
+def turned_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones."""
+    if dispatch.launches(codes):
+        return triton_groups.turn_rows(codes, source)
+    # as bytes, because few operators know float8; the byte 0 is the value 0
+    taken = (
+        codes.view(torch.uint8)[source.clamp(min=0)]
+        if len(codes)
+        else codes.new_zeros((len(source), codes.shape[1]), dtype=torch.uint8)
+    )
+    return torch.where((source >= 0)[:, None], taken, 0).t().contiguous().view(codes.dtype)
 
 
 def check_offsets(offsets: torch.Tensor, rows: int) -> None:
@@ -46,6 +91,8 @@ def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
+    if triton_backend.applies(x):
+        return triton_groups.group_amax(x, segments, count, columns=per_column)
     if per_column and x.device.type == "cpu":
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
@@ -58,6 +105,15 @@ def _segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_colum
     places = segments.long()[:, None].expand_as(keys) if per_column else segments.long()
     found.scatter_reduce_(0, places, keys, "amax")
     return key_to_float(found[:count])
+
+
+@torch.library.custom_op(f"{NAMESPACE}::clear_rows", mutates_args=("y",))
+def _clear_rows_op(y: torch.Tensor, keep: torch.Tensor) -> None:
+    """Write zeros to the entries of `y` [n, ...] whose bool in `keep` [n] is False: a few, where all else stays."""
+    if triton_backend.applies(y) and y.is_contiguous():
+        triton_groups.clear_rows(y, keep)
+    else:
+        y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::segment_amax", mutates_args=())

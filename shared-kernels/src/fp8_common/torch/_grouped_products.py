@@ -128,7 +128,7 @@ def _native_rows(a: Operand, b: Operand, groups: RowGroups, options: ProductOpti
         use_fast_accum=options.use_fast_accum,
     )
     # the kernel leaves rows of no group as the memory was
-    return torch.where((groups.of_row < groups.count)[:, None], product, 0)
+    return grouped_ops.cleared(product, groups.of_row < groups.count)
 
 
 def _native_over_rows(a: Operand, b: Operand, groups: RowGroups, options: ProductOptions) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _native_over_rows(a: Operand, b: Operand, groups: RowGroups, options: Produc
         use_fast_accum=options.use_fast_accum,
     )
     # nothing is accumulated for an empty group, so nothing need have been written
-    return torch.where(groups.filled[:, None, None], product, 0)
+    return grouped_ops.cleared(product, groups.filled)
 
 
 def _decoded_rows(a: Operand, b: Operand, groups: RowGroups) -> torch.Tensor:
@@ -185,19 +185,16 @@ class _Padded:
         sizes = ends.diff()
         padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         self.offsets = padded.cumsum(0).int()
-        # Enough for any offsets, because how many there are is known on the device alone; one more row takes what
-        # belongs to no group.
-        self._rows = -(-(groups.rows + groups.count * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
-        group = groups.of_row.clamp(max=groups.count - 1)
-        moved = torch.arange(groups.rows, device=ends.device) - ends[group] + (self.offsets - padded)[group]
-        self._place = torch.where(groups.of_row < groups.count, moved, self._rows)
+        # Enough for any offsets, because how many there are is known on the device alone.
+        rows = -(-(groups.rows + groups.count * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+        places = torch.arange(rows, dtype=torch.int32, device=ends.device)
+        group = torch.searchsorted(self.offsets, places, right=True).clamp(max=groups.count - 1)
+        inside = places - (self.offsets - padded)[group]
+        self._source = torch.where(inside < sizes[group], ends[group] + inside, -1).int()
 
     def transposed(self, codes: torch.Tensor) -> torch.Tensor:
         """Return [columns, padded rows], contiguous, of codes [rows, columns]."""
-        # as bytes, because few operators know float8; the byte 0 is the value 0
-        spread = codes.new_zeros((self._rows + 1, codes.shape[1]), dtype=torch.uint8)
-        spread[self._place] = codes.view(torch.uint8)
-        return spread[: self._rows].t().contiguous().view(codes.dtype)
+        return grouped_ops.turned_rows(codes, self._source)
 
 
 # ---------------------------------------------------------------- group after group

@@ -14,6 +14,7 @@ from fp8_common._formats import FORMATS
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _grouped_ops as grouped_ops
+from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._operands import BLOCK_1X128, Operand, ScaleState, cast_operand
 
 BLOCK = BLOCK_1X128[1]
@@ -108,11 +109,15 @@ class RowGroups:
                 scale = delayed.current(amax, record, self.filled)
         else:
             scale = torch.full((self.count,), cast.static_scale, dtype=torch.float32, device=x.device)
-        codes = dispatch.quantize(x, self.per_row(scale)[:, None], fmt, amax)
+        codes = grouped_ops.segment_cast(x, self.of_row, scale, fmt, amax)
         return Operand(codes, dispatch.reciprocal(scale), fmt)
 
     def cast_folded(self, x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe) -> Operand:
         """Cast float32(x) * fold, where each group has its own float32 `fold` [count, columns]."""
+        if cast.granularity == "rowwise" and dispatch.launches(x, cast.fp8_format, cast.policy):
+            folds = torch.cat([fold, torch.ones_like(fold[:1])])
+            made = triton_backend.cast_rowwise(x, folds, cast.fp8_format, cast.policy, self.of_row)
+            return Operand.of_cast(made, cast.fp8_format)
         return self.cast(x.float() * self.per_row(fold), cast)
 
     def cast_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
@@ -129,8 +134,7 @@ class RowGroups:
         segments, count = (self.of_row, self.count) if rowwise else self._blocks()
         amax = grouped_ops.segment_amax(x, segments, count, per_column=True)
         scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
-        wide = torch.cat([scale, torch.ones_like(scale[:1])])[segments]
-        codes, scale_inv = dispatch.quantize(x, wide, fmt, amax), dispatch.reciprocal(scale)
+        codes, scale_inv = grouped_ops.segment_cast(x, segments, scale, fmt, amax), dispatch.reciprocal(scale)
         return Operand(codes, scale_inv[:, None], fmt) if rowwise else Operand(codes, scale_inv, fmt, (BLOCK, 1))
 
     def _blocks(self) -> tuple[torch.Tensor, int]:

@@ -213,8 +213,13 @@ def quantize_folded(
     return cast_rowwise(x.contiguous(), fold, fmt, policy)[:2]
 
 
-def cast_rowwise(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> Cast:
-    """Return data and scales [..., 1] of x, or of float32(x) * fold, `fold` being float32 [N]."""
+def cast_rowwise(
+    x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy, groups: torch.Tensor | None = None
+) -> Cast:
+    """Return data and scales [..., 1] of x, or of float32(x) * fold, `fold` being float32 [N].
+
+    With `groups`, int32 [M], which names a row of `fold` for each row of x [M, N], it is [groups, N].
+    """
     if fold is None and (x.numel() == 0 or not x.is_contiguous()):
         return _quantize.cast_rowwise(x, fold, fmt, policy)
     x = x.contiguous()
@@ -222,8 +227,10 @@ def cast_rowwise(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy
     m = x.numel() // n if n else 0
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     scales = [torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2)]
-    plan = launch.rowwise_plan(m, n, _name(x.dtype), fmt, policy, fold=fold is not None, inverse=True)
+    given = {"fold": fold is not None, "groups": groups is not None, "inverse": True}
+    plan = launch.rowwise_plan(m, n, _name(x.dtype), fmt, policy, **given)
     folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
+    folds |= {} if groups is None else {"group_ptr": groups}
     run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1], **folds)
     return Cast(y, *scales)
 

@@ -4,7 +4,7 @@ import torch
 
 from fp8_common._formats import Format
 from fp8_common._launch_masters import PLANES, cast_masters_plan, step_masters_plan
-from fp8_common.torch._triton_backend import run
+from fp8_common.torch import _triton_backend as triton_backend
 
 
 class KernelAdamW:
@@ -48,11 +48,11 @@ def step_masters(
     places = dict(zip(PLANES, (codes, *lower), strict=True))
     given = {"gradient_ptr": gradient, "inverse_ptr": inverse, "numbers_ptr": numbers, "amax_ptr": key}
     plan = step_masters_plan(codes.numel(), str(gradient.dtype).removeprefix("torch."), fmt)
-    run(plan, codes.device, **places, **given, first_ptr=moments[0], second_ptr=moments[1])
+    triton_backend.run(plan, codes.device, **places, **given, first_ptr=moments[0], second_ptr=moments[1])
     return key
 
 
 def cast_masters(codes: torch.Tensor, scale: torch.Tensor, lower: torch.Tensor, fmt: Format) -> None:
     """Replace the highest bytes [n] of numbers by their codes, with one scale, float32 [1]."""
     places = dict(zip(PLANES, (codes, *lower), strict=True))
-    run(cast_masters_plan(codes.numel(), fmt), codes.device, **places, scale_ptr=scale)
+    triton_backend.run(cast_masters_plan(codes.numel(), fmt), codes.device, **places, scale_ptr=scale)

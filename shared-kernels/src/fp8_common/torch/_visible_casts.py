@@ -43,6 +43,11 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     return product.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt))
 
 
+def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Return the value of every code in `dtype`, float32 or bfloat16; exact."""
+    return codes.view(torch_dtype(fmt)).to(dtype)
+
+
 def amax(x: torch.Tensor) -> torch.Tensor:
     """Return max |x| over all elements as a float32 scalar tensor."""
     # By rows first: that becomes a part of kernels that reduce rows, such as norms.

@@ -1,0 +1,119 @@
+"""Kernels on rows in consecutive groups: amax and casts by group, or by group and column, and padded transposes.
+
+The group of each row is an int32 index that never falls; rows of no group have the number of groups. A tile spans few
+groups, one after the other, so that its programs go through those alone.
+Dims: x_MN is [M, N], group_M is [M]; amax and scales are [groups, N] with COLUMNS, else [groups].
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._kernels.device import multiple_of_16, narrow_key, scaled, to_fp8, widen_key
+
+
+@triton.jit
+def rows_of_tile(group_ptr, M, N, COUNT, BM: tl.constexpr, BN: tl.constexpr):
+    """Indices of the rows [BM, 1] and columns [1, BN] of a tile, their groups, and the first and last group there."""
+    tiles_n = tl.cdiv(N, BN)
+    r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)
+    c = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    group = tl.load(group_ptr + r, mask=r < M, other=COUNT)
+    last = tl.max(tl.where(group < COUNT, group, -1), axis=0)
+    return r[:, None], c[None, :], group[:, None], tl.min(group, axis=0), last
+
+
+@triton.jit(do_not_specialize=["M", "N", "COUNT"])
+def group_amax_kernel(
+    x_ptr,
+    group_ptr,
+    amax_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    COUNT: tl.int32,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Set amax[g] or amax[g, n] to the larger of itself and the key of max |x|; `amax` is int32 and starts at zero."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    r, c, group, first, last = rows_of_tile(group_ptr, M, N, COUNT, BM, BN)
+    x = tl.load(x_ptr + r.to(tl.int64) * N + c, mask=(r < M) & (c < N), other=0.0)
+    key = narrow_key(x)
+    columns = tl.reshape(c, (BN,))
+    for g in range(first, last + 1):
+        top = widen_key(tl.max(tl.where(group == g, key, 0), axis=0), x_ptr.dtype.element_ty)
+        if COLUMNS:
+            tl.atomic_max(amax_ptr + N.to(tl.int64) * g + columns, top, mask=columns < N, sem="relaxed")
+        else:
+            tl.atomic_max(amax_ptr + g, tl.max(top, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["M", "N", "COUNT"])
+def group_cast_kernel(
+    x_ptr,
+    group_ptr,
+    scale_ptr,
+    y_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    COUNT: tl.int32,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Compute y[m, n] = fp8(x[m, n] * scale[group of m] or scale[group of m, n]); rows of no group are not written."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    r, c, group, first, last = rows_of_tile(group_ptr, M, N, COUNT, BM, BN)
+    at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    # Cast once for each group instead of choosing scales first: nearly all tiles have one group or two, and what a loop
+    # carries from one group to the next would lie in another order than x.
+    for g in range(first, last + 1):
+        if COLUMNS:
+            scale = tl.load(scale_ptr + N.to(tl.int64) * g + c, mask=c < N, other=1.0)
+        else:
+            scale = tl.load(scale_ptr + g)
+        tl.store(y_ptr + at, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask & (group == g))
+
+
+@triton.jit(do_not_specialize=["P", "N"])
+def turn_rows_kernel(
+    q_ptr,
+    source_ptr,
+    t_ptr,
+    P: tl.int32,
+    N: tl.int32,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Compute t[n, p] = q[source[p], n] of bytes, and 0 where the source is negative; t is [N, P], 16 divides P."""
+    P = multiple_of_16(P)
+    if ALIGNED:
+        N = multiple_of_16(N)
+    tiles_n = tl.cdiv(N, BN)
+    p = ((tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM))[:, None]
+    c = ((tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN))[None, :]
+    source = tl.load(source_ptr + p, mask=p < P, other=-1)
+    q = tl.load(q_ptr + source.to(tl.int64) * N + c, mask=(source >= 0) & (c < N), other=0)
+    tl.store(t_ptr + c.to(tl.int64) * P + p, q, mask=(p < P) & (c < N))
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def clear_rows_kernel(
+    y_ptr, keep_ptr, M: tl.int32, N: tl.int64, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Set the rows of y [M, N] to zero whose byte in `keep` [M] is 0; what is kept is not read."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    tiles_n = tl.cdiv(N, BN)
+    tile = tl.program_id(0).to(tl.int64)
+    r = ((tile // tiles_n) * BM + tl.arange(0, BM))[:, None]
+    c = ((tile % tiles_n) * BN + tl.arange(0, BN))[None, :]
+    keep = tl.load(keep_ptr + r, mask=r < M, other=1)
+    zero = tl.zeros((BM, BN), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + r * N + c, zero, mask=(keep == 0) & (c < N))
