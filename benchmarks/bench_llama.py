@@ -1,13 +1,13 @@
 """Times of a training step of a Llama-like stack of blocks in bfloat16, with torchao and with this package.
 
     python -m benchmarks.bench_llama [--size tiny|1b|8b] [--blocks 4] [--tokens 4096] [--rounds 10] [--only NAME ...]
-                                     [--model block|layer] [--modes eager compiled]
+                                     [--model block|layer|experts] [--modes eager compiled]
 
 Writes benchmarks/results/llama-<device>.json after each implementation, so that an interrupted run loses nothing: every
 recipe eager and compiled block by block, in one process, and the ratio to bfloat16 in the same run. The blocks have
 RMSNorm, rotary attention with grouped keys, and SwiGLU; all their linear layers are converted. `--model layer` takes
-linear layers of the hidden width alone in their place, two for each. Without a GPU the
-default is a tiny stack, whose times say nothing about FP8 hardware.
+linear layers of the hidden width alone in their place, two for each; `--model experts` the router and the experts of a
+Qwen3-MoE block of that width. Without a GPU the default is a tiny stack, whose times say nothing about FP8 hardware.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn import functional
 
 import fp8_torch_fsdp as f8
+from benchmarks.modelled import moe
 from fp8_common._machine import processor_name
 from fp8_common.bench.record import versions
 
@@ -103,7 +104,21 @@ class Layers(nn.Module):
         return self.down(self.up(x))
 
 
-MODELS = {"block": Block, "layer": Layers}
+class Experts(nn.Module):
+    """The mixture of experts of a block; input and output [1, tokens, width]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.mixture = moe.Mixture(size.width)
+        for weight in self.mixture.experts.parameters():
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Send each token through its experts; there is nothing to rotate."""
+        return x + self.mixture(x[0])[None]
+
+
+MODELS = {"block": Block, "layer": Layers, "experts": Experts}
 
 
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -131,19 +146,23 @@ class Stack(nn.Module):
         return x
 
 
-def contestants() -> dict[str, Callable[[nn.Module], object]]:
-    """Return by name what converts the layers of a model in place; torchao's recipes where it is installed."""
+def contestants(model: str = "block") -> dict[str, Callable[[nn.Module], object]]:
+    """Return by name what converts a model in place; torchao's recipes where it is installed, for experts row-wise."""
     found: dict[str, Callable[[nn.Module], object]] = {"bf16": lambda model: model}
     for recipe in RECIPES:
-        found[f"ours, {recipe}"] = lambda model, recipe=recipe: f8.convert_to_float8_training(model, recipe=recipe)
+        found[f"ours, {recipe}"] = lambda model, recipe=recipe: f8.convert_to_float8_training(
+            model, recipe=recipe, experts=moe.LAYOUTS
+        )
     with contextlib.suppress(ImportError):
         from torchao import float8
 
-        for recipe in PEER_RECIPES:
+        for recipe in PEER_RECIPES if model != "experts" else ():
             config = float8.Float8LinearConfig.from_recipe_name(recipe)
             found[f"torchao, {recipe}"] = lambda model, config=config: float8.convert_to_float8_training(
                 model, config=config
             )
+        if model == "experts":
+            found["torchao, rowwise"] = moe.use_torchao
     return found
 
 
@@ -185,7 +204,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     seconds: dict[tuple[str, bool], float] = {}
     for compiled in (mode == "compiled" for mode in options.modes):
-        for name, convert in contestants().items():
+        for name, convert in contestants(options.model).items():
             if options.only and name not in (*options.only, "bf16"):
                 continue
             seconds[name, compiled] = step_seconds(convert, options, compiled=compiled)

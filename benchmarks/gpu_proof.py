@@ -3,12 +3,12 @@
     python -m benchmarks.gpu_proof [--plan] [--only speed|layers|bits] [--full] [--minutes 8.5] [--results FOLDER] [...]
 
 The bandwidth of the kernels; then every recipe against bfloat16 and torchao, linear layers alone and a Llama block that
-is compiled; by default all that in the first five minutes. Then the tests of the bits, with the time that is left. It
-needs torch, triton and pytest, and JAX for what runs there; the packages need not be installed. `--plan` says what
-would run and what is missing, and runs nothing. Other arguments are those of fp8-bench. Every GPU test writes a line,
-timings are saved after each task, and all stop before the time limit, so an interrupted run loses nothing, and the
-result names what was left out. It is gpu-<name>.json in benchmarks/results; the figures go into
-docs/numerics/kernels.md, and the output says which documented claims hold.
+is compiled; by default all that in the first five minutes. Then compiled experts of a Qwen3-MoE block, and the tests of
+the bits with the time that is left. It needs torch, triton and pytest, and JAX for what runs there; the packages need
+not be installed. `--plan` says what would run and what is missing, and runs nothing. Other arguments are those of
+fp8-bench. Every GPU test writes a line, timings are saved after each task, and all stop before the time limit, so an
+interrupted run loses nothing, and the result names what was left out. It is gpu-<name>.json in benchmarks/results; the
+figures go into docs/numerics/kernels.md, and the output says which documented claims hold.
 """
 
 import argparse
@@ -34,11 +34,12 @@ WELCOME = ("jax", "matplotlib", "xdist", "pytest_timeout", "torchao", "transform
 BANDWIDTH_KERNELS = ("amax", "cast", "cast + transpose", "row-wise", "mx")
 SHARE_OF_COPY, SHARE_OF_BEST_PEER, FOREACH_SPEEDUP = 0.90, 0.95, 3.0
 PROMISED_FROM_BYTES = 64 << 20
-SHARES = {"speed": 0.25, "layer": 0.1, "block": 0.22}
+SHARES = {"speed": 0.25, "layer": 0.1, "block": 0.22, "experts": 0.12}
 """Of the time, in this order; the tests have what is left."""
 LAYERS = {
     "layer": ("--model", "layer", "--blocks", "1", "--modes", "eager"),
     "block": ("--model", "block", "--blocks", "1", "--modes", "compiled"),
+    "experts": ("--model", "experts", "--size", "1b", "--blocks", "1", "--modes", "compiled"),
 }
 """What `benchmarks.bench_llama` times."""
 PROCESSES = "4"

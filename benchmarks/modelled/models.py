@@ -64,10 +64,8 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
         import torchao.float8 as torchao
 
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
-        torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "router")
-        for module in model.modules():
-            if isinstance(module, moe.Experts):
-                module.product = moe.by_torchao
+        torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "router" not in name)
+        moe.use_torchao(model)
     elif family == "ours":
         # Compilers copy what they guard: the state of weights that can be gathered in FP8, and copies of its buffers
         # cannot be made on a GPU that is not there.
@@ -76,6 +74,8 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
         delayed = ours.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
         config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather, delayed=delayed)
         ours.convert_to_float8_training(model, config=config, experts=moe.LAYOUTS)
+    elif contender != "bf16":
+        raise ValueError(f"{contender!r} is none of the contenders.")
 
 
 @contextlib.contextmanager

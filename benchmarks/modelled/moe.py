@@ -1,4 +1,4 @@
-"""A Qwen3-MoE block on fake CUDA tensors, and its experts' products as bf16, torchao and this project make them."""
+"""A Qwen3-MoE block, and its experts' products as bf16, torchao and this project make them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +32,29 @@ class Experts(nn.Module):
         )
 
 
-class MoeBlock(nn.Module):
-    """A block of Qwen3-30B-A3B where `width` is 2048: 2 * width features of heads, 128 experts of which 8 take a token.
+class Mixture(nn.Module):
+    """A router and 128 experts, 3/8 of the width wide, of which 8 take each token; input and output [tokens, width]."""
 
-    Input and output [1, tokens, width]; experts are 3/8 of the width wide.
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS, bias=False)
+        self.experts = Experts(width, width * 3 // 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Route the tokens, multiply rows sorted by expert, and add up."""
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(CHOSEN)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype).flatten()
+        by_expert, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(EXPERTS, device=tokens.device)
+        offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        y = self.experts(tokens[order // CHOSEN], offsets) * weights[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // CHOSEN, y)
+
+
+class MoeBlock(nn.Module):
+    """A block of Qwen3-30B-A3B where `width` is 2048: 2 * width features of heads, and a `Mixture`.
+
+    Input and output [1, tokens, width].
     """
 
     def __init__(self, width: int) -> None:
@@ -44,24 +63,13 @@ class MoeBlock(nn.Module):
         sizes = {"q": (width, 2 * width), "k": (width, keys), "v": (width, keys), "o": (2 * width, width)}
         self.w = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
         self.norms = nn.ModuleList(Norm(n, eps=1e-6) for n in (width, width, HEAD, HEAD))
-        self.router = nn.Linear(width, EXPERTS, bias=False)
-        self.experts = Experts(width, width * 3 // 8)
+        self.mixture = Mixture(width)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attend, then send each token through its experts; `cos` and `sin` [tokens, 64]."""
         x = x + attention(self.w, self.norms[0](x), cos, sin, self.norms[2], self.norms[3])
         n = self.norms[1](x)
         return x + self.mixture(n.flatten(0, 1)).view_as(n)
-
-    def mixture(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Route [tokens, width], multiply rows sorted by expert, and add up."""
-        weights, chosen = self.router(tokens).float().softmax(-1).topk(CHOSEN)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype).flatten()
-        by_expert, order = chosen.flatten().sort(stable=True)
-        experts = torch.arange(EXPERTS, device=tokens.device)
-        offsets = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-        y = self.experts(tokens[order // CHOSEN], offsets) * weights[order, None]
-        return torch.zeros_like(tokens).index_add(0, order // CHOSEN, y)
 
 
 def _gated(
@@ -83,6 +91,13 @@ def by_torchao(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) ->
     return _to_fp8_rowwise_then_scaled_grouped_mm(
         x, weights.mT, offsets, pad_token_groups_for_grouped_mm=False, out_dtype=x.dtype
     )
+
+
+def use_torchao(model: nn.Module) -> None:
+    """Have the experts of a model multiply by torchao's grouped row-wise recipe."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.product = by_torchao
 
 
 def _converted(experts: Any, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -51,3 +51,14 @@ def test_a_step_is_one_of_delayed_scaling_too():
     histories = [buffer for name, buffer in model.named_buffers() if name.endswith("fp8_input.history")]
     assert len(histories) == 7
     assert all(history[0] > 0 for history in histories)
+
+
+def test_experts_are_timed_in_the_recipes_that_convert_them(tmp_path):
+    options = ["--device=cpu", "--size=tiny", "--model=experts", "--blocks=1", "--tokens=16", "--rounds=1"]
+    options += ["--modes", "eager", "--only", "ours, rowwise", "--output", str(tmp_path / "experts.json")]
+    result = bench_llama.run(bench_llama.parse(options))
+    assert [step["implementation"] for step in result["steps"]] == ["bf16", "ours, rowwise"]
+    model = bench_llama.Stack(bench_llama.SIZES["tiny"], 1, "experts")
+    bench_llama.contestants("experts")["ours, rowwise"](model)
+    assert {type(module).__name__ for module in model.modules() if hasattr(module, "grouped_product")}
+    assert type(model.blocks[0].mixture.router) is torch.nn.Linear

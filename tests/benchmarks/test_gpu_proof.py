@@ -148,21 +148,21 @@ def commands(monkeypatch, tmp_path):
 def test_wrong_bits_fail_the_proof_and_are_named_beside_the_timing(commands, tmp_path, capsys):
     assert gpu_proof.main(["--full", "--minutes", "6", "--results", str(tmp_path)]) == 1
     *timings, (tests, last) = commands
-    assert [command[2] for command, _ in timings] == ["benchmarks.kernel_peers", *["benchmarks.bench_llama"] * 2]
-    assert sum(seconds for _, seconds in timings) < 0.6 * 360, "of 8.5 minutes, the first five"
+    assert [command[2] for command, _ in timings] == ["benchmarks.kernel_peers", *["benchmarks.bench_llama"] * 3]
+    assert sum(seconds for _, seconds in timings[:3]) < 0.6 * 360, "of 8.5 minutes, the first five"
     assert {"pytest", "--full", str(tmp_path / "gpu-tests.jsonl")} <= set(tests)
     assert {"packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py", "shared-kernels/tests/gpu"} <= set(tests)
     assert 0 < last <= 360
     assert "test_mx" in capsys.readouterr().out
     result = json.loads((tmp_path / "gpu-a-gpu-that-does-not-exist.json").read_text())
     assert result["tests"] == {"failed": 1, "not passed": ["test_mx"]}
-    assert result["models"] == {"layer": STEPS, "block": STEPS}
+    assert result["models"] == {"layer": STEPS, "block": STEPS, "experts": STEPS}
 
 
 def test_layers_alone_are_timed_and_leave_their_results(commands, tmp_path, capsys):
     assert gpu_proof.main(["--only", "layers", "--results", str(tmp_path)]) == 0
-    assert [command[command.index("--model") + 1] for command, _ in commands] == ["layer", "block"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-block.json", "gpu-layer.json"]
+    assert [command[command.index("--model") + 1] for command, _ in commands] == ["layer", "block", "experts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-block.json", "gpu-experts.json", "gpu-layer.json"]
     assert "bf16 1.00, ours, tensorwise 0.75" in capsys.readouterr().out
 
 
@@ -190,7 +190,7 @@ def test_what_times_layers_runs(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         steps = json.loads(output.read_text())["steps"]
         assert [(step["implementation"], step["compiled"]) for step in steps] == [
-            (implementation, name == "block") for implementation in ("bf16", "ours, rowwise")
+            (implementation, name != "layer") for implementation in ("bf16", "ours, rowwise")
         ]
 
 
