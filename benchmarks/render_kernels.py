@@ -110,7 +110,8 @@ def models(result: dict) -> list[str]:
         steps = (steps.get(implementation) for steps in times.values())
         cells = (f"{s['milliseconds']:.2f} ms, {s['times_bf16']:.2f}x" if s else "not measured" for s in steps)
         lines.append(f"| {implementation} | {' | '.join(cells)} |")
-    return [*lines, "", "Multiples are of the time of bfloat16: below 1 is faster. Widths are those of Llama 3.1 8B; experts are those of Qwen3-30B-A3B."]
+    widths = "Widths are those of Llama 3.1 8B; experts are those of Qwen3-30B-A3B."
+    return [*lines, "", f"Multiples are of the time of bfloat16: below 1 is faster. {widths}"]
 
 
 def task(row: dict) -> tuple:
