@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8_common import E4M3, Fp8Error
+from fp8_common.torch import _grouped_ops as grouped_ops
 from fp8_common.torch import _grouped_products as grouped_products
 from fp8_common.torch._grouped_products import applies
 from fp8_common.torch._multiply import ProductOptions
@@ -219,3 +220,14 @@ def test_compiled_products_refuse_offsets_that_do_not_fit():
     assert product(x, weight, torch.tensor([2, 2, 5])).isfinite().all()
     with pytest.raises(Fp8Error, match="must begin at 0 or above, never fall"):
         product(x, weight, torch.tensor([2, 1, 5]))
+
+
+@pytest.mark.parametrize("casts", ["fused", "opaque"])
+def test_what_belongs_to_no_group_is_zero_in_compiled_code(monkeypatch, casts):
+    """Where compilers see casts as on a GPU, zeros are written in place, and nothing else changes."""
+    monkeypatch.setenv("FP8_COMMON_COMPILED_CASTS", casts)
+    y, keep = torch.randn(5, 3, 2), torch.tensor([True, False, True, True, False])
+    before = y.clone()
+    cleared = torch.compile(lambda y, keep: grouped_ops.cleared(y * 2, keep) + 1, fullgraph=True)(y, keep)
+    assert torch.equal(cleared, torch.where(keep[:, None, None], before * 2, 0) + 1)
+    assert torch.equal(y, before)

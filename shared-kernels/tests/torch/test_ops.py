@@ -67,6 +67,7 @@ OPERATORS = {
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
+    "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "grouped_product": (
         *(CODES, torch.ones(2), "e4m3", []),
         *(WEIGHTS, torch.ones(2), "e4m3", []),
