@@ -34,7 +34,7 @@ RESULT = ROOT / "benchmarks/results/convergence-large.json"
 WAYS = ("bf16", "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 REGIMES = ("plain", "outliers", "spikes")
 CORPORA = ("python-stdlib", "arithmetic")
-SIZES = {"steps": 3000, "dim": 320, "layers": 4, "ranks": 2, "rows": 2, "checkpoint_every": 100}
+SIZES = {"steps": 3000, "dim": 320, "layers": 4, "ranks": 2, "rows": 1, "checkpoint_every": 100}
 ARITHMETIC_LINES = 200_000
 
 

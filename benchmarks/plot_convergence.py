@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.convergence_runs import FAMILIES
+from benchmarks.marked import between_marks
 from demos.common.plot import smooth
 
 HERE = Path(__file__).parent
@@ -129,8 +130,7 @@ def main() -> None:
     """Draw the picture and put the figures into the page."""
     result = json.loads(RESULT.read_text())
     figure_of(grouped(result)).savefig(PICTURE, dpi=130)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{sizes(result)}\n\n{table(result)}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(between_marks(PAGE.read_text(), BEGIN, END, f"\n{sizes(result)}\n\n{table(result)}\n"))
 
 
 if __name__ == "__main__":

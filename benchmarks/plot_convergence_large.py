@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.convergence_large import RESULT, WAYS, table
+from benchmarks.marked import between_marks
 from benchmarks.plot_convergence import PAGE, draw_family
 from demos.torch_fsdp.train import LENGTH
 
@@ -59,8 +60,7 @@ def main() -> None:
     """Draw the picture and put the table into the page."""
     result = json.loads(RESULT.read_text())
     figure_of(curves(result)).savefig(PICTURE, dpi=130)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{text(result)}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(between_marks(PAGE.read_text(), BEGIN, END, f"\n{text(result)}\n"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.marked import between_marks
+
 ROOT = Path(__file__).parents[1]
 PAGE = Path("docs/numerics/kernels.md")
 PICTURE = Path("docs/assets/numerics/bandwidth.svg")
@@ -40,9 +42,7 @@ def render(result_path: Path, root: Path = ROOT) -> None:
     result = json.loads(result_path.read_text())
     page = root / PAGE
     text = with_cells(page.read_text(), cells(result))
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{section(result, result_path.name)}\n{END}{after}")
+    page.write_text(between_marks(text, BEGIN, END, section(result, result_path.name)))
     draw(result, root / PICTURE)
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import between_marks
 from benchmarks.modelled.models import CONTENDERS, MODES
 
 ROOT = Path(__file__).parents[1]
@@ -109,9 +110,7 @@ PAGES = {
 
 def rendered(page: str, table: str) -> str:
     """Return the page with its tables brought up to date."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return between_marks(page, BEGIN, END, table)
 
 
 def main() -> int:

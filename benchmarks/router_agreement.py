@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.marked import between_marks
 from demos.common.corpus import Corpus, load_corpus
 from demos.common.machine import machine_facts, package_versions
 from fp8_torch_fsdp import ExpertLayout, convert_to_float8_training
@@ -191,9 +192,8 @@ def main() -> None:
     kept = measure()
     RESULT.write_text(json.dumps(kept, indent=1) + "\n")
     page = PAGE.read_text()
-    begin, end = "<!-- figures of benchmarks/results/router_agreement.json -->\n", "\n<!-- end of figures -->"
-    before, _, rest = page.partition(begin)
-    PAGE.write_text(before + begin + table(kept) + end + rest.partition(end)[2])
+    begin, end = "<!-- figures of benchmarks/results/router_agreement.json -->", "<!-- end of figures -->"
+    PAGE.write_text(between_marks(page, begin, end, table(kept)))
     print(table(kept))
 
 

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
+from benchmarks.marked import between_marks
 from fp8_common.bench.record import versions
 
 HERE = Path(__file__).parent
@@ -241,8 +242,7 @@ def main() -> None:
         "between_nodes": between_nodes(),
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(between_marks(PAGE.read_text(), BEGIN, END, f"\n{table(result)}\n"))
 
 
 if __name__ == "__main__":
