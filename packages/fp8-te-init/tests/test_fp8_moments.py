@@ -10,7 +10,9 @@ from torch import nn
 import fp8_te_init as fti
 from fp8_common import Fp8Error
 from fp8_common.torch import _moments as definition
+from fp8_common.torch._moments_compiled import CompiledMoments
 from fp8_te_init._masters import moments, remainder
+from fp8_te_init._masters.one_pass import OnePass
 
 
 class Lion(torch.optim.Optimizer):
@@ -180,6 +182,21 @@ def test_compiled_steps_keep_the_bits_of_others(name):
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
     assert all(map(torch.equal, runs[0][2], runs[1][2]))
+
+
+def test_compiled_steps_are_made_by_compiled_code(monkeypatch):
+    """Slower code would give the same bits: what is called is counted, two moments of each of two weights."""
+    net = model()
+    optimizer = optimizer_for(net, compiled=True)
+    fti.seed_masters(optimizer, net)
+    train(net, optimizer, 1)
+    calls = []
+    for cls, name in ((CompiledMoments, "quantize"), (CompiledMoments, "dequantize"), (OnePass, "part")):
+        made = getattr(cls, name)
+        counted = lambda *args, made=made, name=name: (calls.append(name), made(*args))[1]  # noqa: E731
+        monkeypatch.setattr(cls, name, counted)
+    train(net, optimizer, 1)
+    assert sorted(calls) == ["dequantize"] * 4 + ["part"] * 2 + ["quantize"] * 4
 
 
 @pytest.mark.matrix(kept=["fp8", "float32"], again=["fp8", "float32"])
