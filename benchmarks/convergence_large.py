@@ -1,14 +1,14 @@
 """Long training runs of a larger model with every recipe, under conditions that break some; resumable, JSON.
 
-    python -m benchmarks.convergence_large --folder FOLDER [--minutes 60] [--seeds 1] [PART OF A NAME ...]
+    python -m benchmarks.convergence_large --folder FOLDER [--small] [--minutes 60] [--seeds 1] [PART OF A NAME ...]
 
-A run is "corpus/regime/way/seed": FSDP2 on two ranks, 5.1 million parameters, 3,000 steps. Its checkpoints lie in
-FOLDER, outside of the repository; when the time is up the run stops behind a checkpoint, and the next call goes on bit
-for bit. A run that has ended is an entry of results/convergence-large.json and is not repeated. `--table` prints which
-recipe survives what.
+A run is "corpus/regime/way/seed": FSDP2 on two ranks, 5.1 million parameters, 3,000 steps; with `--small` 0.5 million
+and 600 steps. Its checkpoints lie in FOLDER, outside of the repository; when the time is up the run stops behind a
+checkpoint, and the next call goes on bit for bit. A run that has ended is an entry of results/convergence-large.json
+(convergence-small.json) and is not repeated. `--table` prints which recipe survives what.
 
 Regimes: "plain"; "outliers", in which 4 channels of what enters attention and perceptron are 64 times larger; "spikes",
-in which the learning rate is 20 times larger for 10 steps of every 500.
+in which the learning rate is 20 times larger for 10 steps, five times in a run.
 """
 
 import argparse
@@ -31,10 +31,12 @@ from fp8_common._machine import installed_versions
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/convergence-large.json"
+SMALL_RESULT = ROOT / "benchmarks/results/convergence-small.json"
 WAYS = ("bf16", "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 REGIMES = ("plain", "outliers", "spikes")
 CORPORA = ("python-stdlib", "arithmetic")
 SIZES = {"steps": 3000, "dim": 320, "layers": 4, "ranks": 2, "rows": 1, "checkpoint_every": 100}
+SMALL = {"steps": 600, "dim": 128, "layers": 2, "ranks": 2, "rows": 2, "checkpoint_every": 200}
 ARITHMETIC_LINES = 200_000
 
 
@@ -155,20 +157,23 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept, outside of the repository")
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ... (default %(default)s)")
     parser.add_argument("--minutes", type=float, default=24 * 60, help="stop behind a checkpoint after this time")
-    parser.add_argument("--out", type=Path, default=RESULT, help="the file (default benchmarks/results)")
+    parser.add_argument("--small", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument("--out", type=Path, help="the file (default: one for each size in benchmarks/results)")
     parser.add_argument("--table", action="store_true", help="print what the file says, and run nothing")
     for name, value in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="(default %(default)s)")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"(default {value}, small {SMALL[name]})")
     options = parser.parse_args()
+    usual, path = (SMALL, SMALL_RESULT) if options.small else (SIZES, RESULT)
+    path = options.out or path
     if options.table:
-        print(table(json.loads(options.out.read_text())))
+        print(table(json.loads(path.read_text())))
         return 0
     if options.folder is None:
         parser.error("--folder is needed: where checkpoints are kept")
     chosen = [n for n in names(options.seeds) if not options.parts or any(part in n for part in options.parts)]
-    sizes = {name: getattr(options, name) for name in SIZES}
+    sizes = {name: value if getattr(options, name) is None else getattr(options, name) for name, value in usual.items()}
     try:
-        return int(not run_all(options.out, options.folder, chosen, sizes, options.minutes))
+        return int(not run_all(path, options.folder, chosen, sizes, options.minutes))
     except (Fp8Error, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2

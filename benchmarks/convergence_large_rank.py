@@ -19,7 +19,7 @@ from demos.torch_fsdp.checkpointing import Checkpoints
 from demos.torch_fsdp.options import Options
 
 OUTLIERS, GAIN = 4, 64.0
-SPIKE_EVERY, SPIKE_STEPS, SPIKE = 500, 10, 20.0
+SPIKES, SPIKE_STEPS, SPIKE = 5, 10, 20.0
 
 
 def plant_outliers(model: nn.Module, dim: int) -> None:
@@ -35,9 +35,10 @@ def plant_outliers(model: nn.Module, dim: int) -> None:
             layer.register_forward_pre_hook(enlarge)
 
 
-def rate_factor(step: int, regime: str) -> float:
-    """Return what the learning rate of a step is multiplied by."""
-    spiked = regime == "spikes" and step >= SPIKE_EVERY and step % SPIKE_EVERY < SPIKE_STEPS
+def rate_factor(step: int, steps: int, regime: str) -> float:
+    """Return what the learning rate of a step is multiplied by; spikes divide a run into equal parts."""
+    part = steps // (SPIKES + 1)
+    spiked = regime == "spikes" and step >= part and step % part < SPIKE_STEPS
     return SPIKE if spiked else 1.0
 
 
@@ -70,7 +71,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         if step == task["stop_at"] or (step % options.checkpoint_every == 0 and is_late(task["end"])):
             return {"done": False, "step": step}
         for group, factor in zip(trainer.optimizer.param_groups, usual, strict=True):
-            group["width_factor"] = factor * rate_factor(step, regime)
+            group["width_factor"] = factor * rate_factor(step, options.steps, regime)
         trainer.step(step, record)
         if not math.isfinite(record.losses[-1]):
             break

@@ -100,7 +100,8 @@ def draw_family(axes: Axes, family: str, ways: dict[str, dict[int, dict[str, Any
         axes.plot(steps, shown.mean(axis=0), color=colour, linewidth=1.3, label=way)
     axes.set(title=family, xlabel="optimizer step", ylabel="loss minus control (nats per byte)")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")  # "best" is slow with as many points
+    # below, where no curve is
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
 
 
 def draw_losses(axes: Axes, whole: Runs) -> None:

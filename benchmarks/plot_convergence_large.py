@@ -1,4 +1,4 @@
-"""The picture and the table of results/convergence-large.json: `python -m benchmarks.plot_convergence_large`.
+"""Pictures and tables of results/convergence-large.json and -small.json: `python -m benchmarks.plot_convergence_large`.
 
 Curves are smoothed differences of the training loss from bf16; bands reach from the lowest seed to the highest. A run
 that diverged has no curve; the table says where.
@@ -10,13 +10,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.convergence_large import RESULT, WAYS, table
+from benchmarks.convergence_large import RESULT, SMALL_RESULT, WAYS, table
 from benchmarks.marked import between_marks
 from benchmarks.plot_convergence import PAGE, draw_family
 from demos.torch_fsdp.train import LENGTH
 
-PICTURE = PAGE.parents[1] / "assets" / "convergence-large.png"
-BEGIN, END = "<!-- figures of benchmarks/results/convergence-large.json -->\n", "\n<!-- end of larger figures -->"
+ASSETS = PAGE.parents[1] / "assets"
+MARKS = {RESULT: "larger", SMALL_RESULT: "smaller"}
+"""What the marks around the figures of a file call them."""
 Ways = dict[str, dict[int, dict[str, Any]]]
 
 
@@ -57,10 +58,12 @@ def text(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Draw the picture and put the table into the page."""
-    result = json.loads(RESULT.read_text())
-    figure_of(curves(result)).savefig(PICTURE, dpi=130)
-    PAGE.write_text(between_marks(PAGE.read_text(), BEGIN, END, f"\n{text(result)}\n"))
+    """Draw the pictures and put the tables into the page."""
+    for path, mark in MARKS.items():
+        result = json.loads(path.read_text())
+        figure_of(curves(result)).savefig(ASSETS / f"{path.stem}.png", dpi=130)
+        begin, end = f"<!-- figures of benchmarks/results/{path.name} -->\n", f"\n<!-- end of {mark} figures -->"
+        PAGE.write_text(between_marks(PAGE.read_text(), begin, end, f"\n{text(result)}\n"))
 
 
 if __name__ == "__main__":
