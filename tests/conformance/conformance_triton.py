@@ -6,7 +6,7 @@ Only what a kernel computes counts: a call that `fp8_common.torch` hands to its 
 import torch
 
 from fp8_common import CANONICAL, Quantized
-from fp8_common import _launch as launch
+from fp8_common._launch import scale_rule, supports
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import torch_dtype
 from tests.conformance.conformance_implementations import NotDefinedError
@@ -14,7 +14,7 @@ from tests.conformance.conformance_implementations import NotDefinedError
 
 def need(condition, fmt, policy=None):
     """Refuse what has no kernel."""
-    if not condition or fmt.name == "e8m0" or not launch.supports(fmt, policy):
+    if not condition or fmt.name == "e8m0" or not supports(fmt, policy):
         raise NotDefinedError
 
 
@@ -98,5 +98,5 @@ def _scales(amax, fmt, policy, prev):
 def delayed_step(window, observed, scale, fmt, policy):
     """Return the window after an observation, the next scale and its reciprocal."""
     need(True, fmt, policy)
-    fmax = torch.full_like(scale, launch.scale_rule(fmt, policy)[0])
+    fmax = torch.full_like(scale, scale_rule(fmt, policy)[0])
     return triton_backend.delayed_update(window, observed, scale, fmax, policy)

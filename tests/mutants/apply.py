@@ -3,6 +3,7 @@
 import ast
 import difflib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ def functions(within: tuple[str, ...]) -> Iterator[Home]:
     """
     for name in within:
         for file in files_of(name):
-            yield from _functions(ast.parse(file.read_text()), file, "")
+            yield from _functions_of(file, file.read_text())
 
 
 def files_of(package: str) -> Iterator[Path]:
@@ -92,6 +93,12 @@ def files_of(package: str) -> Iterator[Path]:
     for file in sorted(path.rglob("*.py")):
         if file.relative_to(path).parts[0] not in parts:
             yield file
+
+
+@cache
+def _functions_of(file: Path, text: str) -> tuple[Home, ...]:
+    # Every mutant looks through all files of its packages; each is parsed once, and again when its text changes.
+    return tuple(_functions(ast.parse(text), file, ""))
 
 
 def _functions(node: ast.AST, file: Path, owner: str) -> Iterator[Home]:

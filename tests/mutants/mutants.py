@@ -160,7 +160,7 @@ MUTANTS = [
         "a kernel's sum of gradients begins at +0",
         "sum_gradients_kernel",
         swap("as_float(full(...))", "tl.zeros((BLOCKS, 128), tl.float32)"),
-        "shared-kernels/tests/interpreter/test_kernels.py -k gradients",
+        "shared-kernels/tests/interpreter/test_gradient_kernels.py",
     ),
     _kernel("a kernel rounds MX exponents up one too often", "e8m0_of_key", swap("M > L", "M >= L")),
     _kernel(

@@ -119,7 +119,7 @@ def test_small_features_keep_their_bits():
             y = owg.fp8_einsum("bi,io->bo", x, w, meta=meta, scaling=scaling)
             return y.sum(), y
 
-        step = owg.grad(loss, has_aux=True)
+        step = jax.jit(owg.grad(loss, has_aux=True))
         return step(step(owg.Overwrite(owg.init_meta(scaling, **channels)).value)[0])[1]
 
     def errors(y):
@@ -218,7 +218,7 @@ def test_nnx_models_have_a_state_for_each_feature():
     model = owg_nnx.convert_to_fp8(Model(nnx.Rngs(0)), scaling=SCALING)
     kernels = [model.first.kernel, model.heads.kernel, model.last.kernel]
     amax = [np.abs(kernel[...]).max(axis).reshape(-1) for kernel, axis in zip(kernels, (0, 0, (0, 1)), strict=True)]
-    _, gradients = owg_nnx.value_and_grad(lambda model: model(some((4, 8))).sum())(model)
+    gradients = nnx.jit(owg_nnx.grad(lambda model: model(some((4, 8))).sum()))(model)
     places = {"first": "dot_general", "heads": "dot_general", "last": "einsum_op"}
     for (layer, product), wanted in zip(places.items(), amax, strict=True):
         history = gradients[layer][product]["kernel_amax_history"][...]

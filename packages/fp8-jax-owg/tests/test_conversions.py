@@ -32,7 +32,7 @@ def test_a_linen_model_keeps_its_parameters_and_gets_state():
 
     plain, x = Inner(), sample()
     model = owg_linen.convert_to_fp8(plain, ["*", "!last", "conv = tensorwise"], scaling=SCALING)
-    wanted = plain.init(jax.random.key(0), x)
+    wanted = jax.jit(plain.init)(jax.random.key(0), x)
     variables = jax.jit(model.init)(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, variables["params"], wanted["params"])
     assert set(variables[COLLECTION]) == {"first"}
@@ -60,7 +60,7 @@ def test_layers_of_a_converted_model_under_scan_and_in_attention():
 
     stack = nn.scan(Block, variable_axes={"params": 0, COLLECTION: 0}, split_rngs={"params": True}, length=2)
     model = owg_linen.convert_to_fp8(stack(), scaling=SCALING)
-    variables = model.init(jax.random.key(0), sample(), None)
+    variables = jax.jit(lambda key, x: model.init(key, x, None))(jax.random.key(0), sample())
     after = jax.jit(owg.grad(lambda v: (model.apply(v, sample(), None)[0] ** 2).sum()))(variables)[COLLECTION]
     histories = [a for p, a in jax.tree_util.tree_leaves_with_path(after) if "input_amax" in str(p)]
     assert len(histories) == 4
@@ -118,6 +118,6 @@ def test_stacked_equinox_layers_have_a_state_each():
         arrays, rest = eqx.partition(model, eqx.is_array)
         return jax.lax.scan(lambda h, one: (eqx.combine(one, rest)(h), None), x, arrays)[0].sum()
 
-    after = owg_eqx.filter_grad(loss)(stack, jnp.full(4, 3.0))
+    after = eqx.filter_jit(owg_eqx.filter_grad(loss))(stack, jnp.full(4, 3.0))
     assert after.fp8.value["input_amax_history"].shape == (3, 2)
     assert after.fp8.value["input_amax_history"][0, 0] == 3

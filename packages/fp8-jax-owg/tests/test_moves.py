@@ -130,7 +130,7 @@ def test_uses_of_moved_state_meet(loss, jit):
     np.testing.assert_array_equal(after["input_amax_history"], [[5, 0.25, 0.25], [3, 0.25, 0.25]])
     # what all uses agree on is kept, not multiplied by their number
     np.testing.assert_array_equal(after["kernel_scale"][:, 0], [after["kernel_scale"][0, 0]] * 2)
-    reference = owg.grad(lambda meta: use(1.0, meta))(layer(state(), 0))
+    reference = jax.jit(owg.grad(lambda meta: use(1.0, meta)))(layer(state(), 0))
     np.testing.assert_array_equal(after["kernel_scale"][0], reference["kernel_scale"])
 
 

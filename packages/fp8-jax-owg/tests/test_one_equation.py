@@ -39,9 +39,11 @@ def over_examples(x, kernel, state):
 
 @pytest.mark.parametrize("loss", [product, looped, over_examples])
 def test_the_bits_are_those_of_the_functions(loss, monkeypatch):
+    given = example()
+
     def results():
         # a function of its own, so that nothing traced before is taken
-        return jax.jit(lambda *args: jax.grad(loss, (0, 1, 2))(*args))(*example())
+        return jax.jit(lambda *args: jax.grad(loss, (0, 1, 2))(*args))(*given)
 
     one = results()
     monkeypatch.setattr(_one_equation, "_types_tell_more", lambda: True)
@@ -59,7 +61,7 @@ def test_a_gradient_has_an_equation_for_each_cast_and_one_for_the_next_state():
 
 def test_a_state_that_examples_share_gets_one_maximum():
     x, kernel, state = example()
-    observed = owg.grad(over_examples, 2)(x, kernel, state)["input_amax_history"]
+    observed = jax.jit(owg.grad(over_examples, 2))(x, kernel, state)["input_amax_history"]
     assert float(observed[0]) == float(jnp.abs(x).max())
 
 

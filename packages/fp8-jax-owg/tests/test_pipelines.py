@@ -194,9 +194,5 @@ def test_nothing_leaves_a_bubble(kind, how, trouble, rounds, remat):
     schedule = Schedule(stages=3, microbatches=2, rounds=rounds)
     settings = {"bias": 300.0} if trouble == "bias" else {"bubble": float(trouble)}
     with owg.use_mode(how):
-        assert_equal(KINDS[kind](schedule, remat=remat, **settings), schedule, *_fresh(kind, schedule, settings, remat))
-
-
-def _fresh(kind, schedule, settings, remat):
-    pipe = KINDS[kind](schedule, remat=remat, **settings)
-    return pipe.variables, microbatches(schedule, scale=0.01)
+        pipe = KINDS[kind](schedule, remat=remat, **settings)
+        assert_equal(pipe, schedule, pipe.variables, microbatches(schedule, scale=0.01))

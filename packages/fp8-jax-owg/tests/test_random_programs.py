@@ -1,6 +1,6 @@
 """Random compositions of transforms around layers: every state records what running the program step by step does.
 
-30 programs, with --full 300 that nest deeper; each in one of the two modes, with its states handed over in one of
+20 programs, with --full 300 that nest deeper; each in one of the two modes, with its states handed over in one of
 several forms.
 """
 
@@ -19,7 +19,7 @@ FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "nnx state", "b
 
 
 def pytest_generate_tests(metafunc):
-    programs = 300 if metafunc.config.getoption("full") else 30
+    programs = 300 if metafunc.config.getoption("full") else 20
     metafunc.parametrize("seed", range(programs))
 
 

@@ -164,8 +164,7 @@ def change_and_compare(rank, world_size, name, tmp):
     return torch.equal(before, after), torch.equal(after, expected), kept
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.matrix("each", name=list(CHANGES), world_size=[3, 2])
 def test_a_changed_weight_is_gathered_as_it_is_now(run_ranks, tmp_path, name, world_size):
     if name == "compiled_step" and world_size == 3 and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 cannot trace an optimizer over a subclass whose shard is shorter than its padding")

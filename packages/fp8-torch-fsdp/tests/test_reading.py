@@ -96,8 +96,7 @@ def read_on_one_rank(rank, world_size, recipe, keep, names, moments):
     return changed
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.matrix("each", recipe=RECIPES, keep=[False, True])
 def test_reading_on_one_rank_changes_nothing(run_ranks, recipe, keep, full):
     names = list(READERS) if full else ["state_dict", "data"]
     moments = MOMENTS if full else ["before_backward", "in_window", "after_precompute"]

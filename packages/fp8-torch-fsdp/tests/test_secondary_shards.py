@@ -92,8 +92,7 @@ def compare(rank, world_size, recipe, edit):
     return plain, found, between.sent, kept, again
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_delayed", "blockwise"])
-@pytest.mark.parametrize("edit", [False, True])
+@pytest.mark.matrix("each", recipe=["tensorwise", "tensorwise_delayed", "blockwise"], edit=[False, True])
 def test_codes_cross_nodes_once_for_each_change_and_numbers_stay(run_ranks, recipe, edit):
     shard = 40 * 40 // (NODES * RANKS)
     for plain, found, sent, kept, again in run_ranks(NODES * RANKS, compare, recipe, edit):

@@ -160,8 +160,7 @@ def test_fsdp2_itself_is_ordered(scenario):
     assert races(None, **SCENARIOS[scenario]) == {}
 
 
-@pytest.mark.parametrize("scenario", ["plain steps", "an event of the optimizer", "accumulation"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.matrix("each", recipe=RECIPES, scenario=["plain steps", "an event of the optimizer", "accumulation"])
 def test_every_access_is_ordered_with_tensor_parallelism(recipe, scenario):
     order = StreamOrder(parts)
     with ranks(4), order.streams():
@@ -206,8 +205,12 @@ def copied(state):
     return {kind: {name: tensor.clone() for name, tensor in tensors.items()} for kind, tensors in state.items()}
 
 
-@pytest.mark.parametrize("scenario", ["plain steps", "accumulation", "an edit"])
-@pytest.mark.parametrize("kind", ["flat", "nodes", "replicas", "secondary shards"])
+# in this order, so that by default secondary shards, which keep codes, meet the edit
+@pytest.mark.matrix(
+    "each",
+    kind=["secondary shards", "flat", "nodes", "replicas"],
+    scenario=["an edit", "plain steps", "accumulation"],
+)
 def test_reductions_of_codes_and_secondary_shards_are_ordered(kind, scenario):
     recipe = "tensorwise" if kind == "secondary shards" or scenario == "an edit" else None
     assert races_of_codes(kind, recipe, **SCENARIOS[scenario]) == {}

@@ -158,11 +158,14 @@ def both_ways(rank, ranks, settings, arrangement):
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, *SETTINGS], ids=str)
-@pytest.mark.parametrize(
-    ("arrangement", "ranks"), [("flat", 3), ("nodes", 4), ("replicas", 4), ("between replicas alone", 4)]
+# in this order, so that by default errors are fed back over nodes, and uneven shards are rounded at random
+@pytest.mark.matrix(
+    "each",
+    arrangement=["nodes", "flat", "between replicas alone", "replicas"],
+    settings=[SETTINGS[1], SETTINGS[0], {}],
 )
-def test_gradients_have_the_bits_of_fsdp2(run_ranks, arrangement, ranks, settings):
+def test_gradients_have_the_bits_of_fsdp2(run_ranks, arrangement, settings):
+    ranks = 3 if arrangement == "flat" else 4
     if arrangement == "between replicas alone":
         settings = settings | {"error_feedback": False}
     for eager, traceable in run_ranks(ranks, both_ways, settings, arrangement):
@@ -206,7 +209,7 @@ def test_a_graph_goes_on_with_the_state_of_roundings_and_a_resumed_one_too(run_r
 
 
 class Knotted(nn.Module):
-    """Layers that are used three times, once under a checkpoint, a head tied to the embedding, two bare matrices."""
+    """Layers that are used twice, once under a checkpoint, a head tied to the embedding, two bare matrices."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +222,7 @@ class Knotted(nn.Module):
         return x + self.down(self.up(x).relu())
 
     def forward(self, tokens):
-        x = self.again(self.again(self.embedding(tokens))) @ self.first @ self.second
+        x = self.again(self.embedding(tokens)) @ self.first @ self.second
         return self.head(checkpoint(self.again, x, use_reentrant=False))
 
 
@@ -249,7 +252,7 @@ def test_ties_checkpoints_and_layers_that_are_used_again_have_the_same_bits_comp
         assert "lost of second" in eager
         assert "lost of first" not in eager, "matrices of one module may travel in different ways"
         _, offset, step = eager["up.weight 0"].tolist()
-        assert offset // step == 6, "two backwards of three uses each: a recomputed forward draws nothing"
+        assert offset // step == 4, "two backwards of two uses each: a recomputed forward draws nothing"
 
 
 def spoiled(rank, ranks, settings):

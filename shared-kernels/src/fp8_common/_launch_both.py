@@ -1,4 +1,4 @@
-"""Launch plans of casts of rows and columns, and of delayed scales in use; see `fp8_common._launch`."""
+"""Launch plans of casts of rows and columns from two reads; see `fp8_common._launch`."""
 
 from fp8_common._formats import Format
 from fp8_common._launch import LaunchPlan, fp8_type, input_type, matrix_sizes, tile_count
@@ -47,29 +47,4 @@ def cast_both_plan(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool 
         constexprs={"ALIGNED": m % 16 == n % 16 == 0, "BM": 128, "BN": 64},
         num_warps=4,
         outputs=("y_ptr", "yt_ptr"),
-    )
-
-
-@remembered
-def delayed_current_plan(*, record: bool, check: bool) -> LaunchPlan:
-    """Plan the scale in use of one operand under delayed scaling, which is NaN if `check` and `late_ptr` is set.
-
-    `record` raises `own_key_ptr` to the operand's amax key.
-    """
-    return LaunchPlan(
-        kernel="delayed_current",
-        grid=1,
-        pointers={
-            "key_ptr": "i32" if record else None,
-            "scale_ptr": "fp32",
-            "late_ptr": "u8" if check else None,
-            "own_key_ptr": "i32" if record else None,
-            "current_ptr": "fp32",
-            "scale_inv_ptr": "fp32",
-        },
-        scalars={},
-        constexprs={"RECORD": record, "CHECK": check},
-        num_warps=1,
-        outputs=("own_key_ptr", "current_ptr", "scale_inv_ptr") if record else ("current_ptr", "scale_inv_ptr"),
-        updated=("own_key_ptr",) if record else (),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8_common import CANONICAL
-from fp8_common import _launch as launch
+from fp8_common import _launch_casts as casts
 from fp8_common._kernels.compiler import compile_plan
 from fp8_common.testing import aot
 
@@ -32,33 +32,33 @@ ROWS = partial(kernels.quantize_rowwise, fmt="e4m3")
 MX = partial(kernels.quantize_mx, fmt="e4m3")
 # The first word is the function's name: what JAX calls on x for a format, the plans that torch launches for the same.
 CALLS = {
-    "amax": (lambda x, f: kernels.amax(x), lambda d, f: [launch.amax_plan(SIZE, d)]),
-    "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [launch.cast_plan(SIZE, d, f)]),
+    "amax": (lambda x, f: kernels.amax(x), lambda d, f: [casts.amax_plan(SIZE, d)]),
+    "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [casts.cast_plan(SIZE, d, f)]),
     "quantize_with_amax": (
         lambda x, f: kernels.quantize_with_amax(x, SCALE, f),
-        lambda d, f: [launch.cast_plan(SIZE, d, f, with_amax=True)],
+        lambda d, f: [casts.cast_plan(SIZE, d, f, with_amax=True)],
     ),
     "quantize_tensorwise": (
         lambda x, f: kernels.quantize_tensorwise(x, f),
-        lambda d, f: [launch.amax_plan(SIZE, d), launch.cast_plan(SIZE, d, f, policy=CANONICAL)],
+        lambda d, f: [casts.amax_plan(SIZE, d), casts.cast_plan(SIZE, d, f, policy=CANONICAL)],
     ),
     "quantize_transposed": (
         lambda x, f: kernels.quantize_transposed(x, SCALE, f),
-        lambda d, f: [launch.cast_transpose_plan(*SHAPE, d, f)],
+        lambda d, f: [casts.cast_transpose_plan(*SHAPE, d, f)],
     ),
     "quantize_rowwise": (
         lambda x, f: kernels.quantize_rowwise(x, f),
-        lambda d, f: [launch.rowwise_plan(*SHAPE, d, f)],
+        lambda d, f: [casts.rowwise_plan(*SHAPE, d, f)],
     ),
     "quantize_blockwise 1x128": (
         lambda x, f: kernels.quantize_blockwise(x, f),
-        lambda d, f: [launch.block_plan(*SHAPE, d, f, 1)],
+        lambda d, f: [casts.block_plan(*SHAPE, d, f, 1)],
     ),
     "quantize_blockwise 128x128": (
         lambda x, f: kernels.quantize_blockwise(x, f, SQUARE),
-        lambda d, f: [launch.block_plan(*SHAPE, d, f, 128)],
+        lambda d, f: [casts.block_plan(*SHAPE, d, f, 128)],
     ),
-    "quantize_mx": (lambda x, f: kernels.quantize_mx(x, f), lambda d, f: [launch.mx_plan(*SHAPE, d, f)]),
+    "quantize_mx": (lambda x, f: kernels.quantize_mx(x, f), lambda d, f: [casts.mx_plan(*SHAPE, d, f)]),
 }
 
 

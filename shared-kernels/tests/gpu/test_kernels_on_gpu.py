@@ -7,16 +7,20 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
-CASES = Path(__file__).parents[1] / "interpreter" / "test_kernels.py"
+CASES = Path(__file__).parents[1] / "interpreter"
 
 
 def load_cases():
-    """Return the kernels' tests with their tensors on the GPU."""
-    spec = importlib.util.spec_from_file_location("kernel_cases_on_gpu", CASES)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.DEVICE = "cuda"
-    return module
+    """Return the tests of every file of kernels by name; each is collected here once more."""
+    found = {}
+    for path in sorted(CASES.glob("test_*kernels.py")):
+        spec = importlib.util.spec_from_file_location(f"{path.stem}_on_gpu", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        tests = {name: test for name, test in vars(module).items() if name.startswith("test_")}
+        assert not found.keys() & tests.keys(), "tests of one name would replace each other here"
+        found |= tests
+    return found
 
 
 if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
@@ -27,32 +31,34 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     from fp8_common.testing import adversarial, all_bfloat16, all_float16, assert_same_bits
     from fp8_common.torch import _foreach as foreach
     from fp8_common.torch import _triton_backend as triton_backend
+    from tests.helpers import kernel_inputs as inputs
 
-    cases = load_cases()
-    globals().update({name: test for name, test in vars(cases).items() if name.startswith("test_")})
+    globals().update(load_cases())
 
     @pytest.fixture(autouse=True)
     def kernels_on_gpu(monkeypatch):
         monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
+        # for these tests alone: what the interpreter runs in the same process stays on the CPU
+        monkeypatch.setattr(inputs, "DEVICE", "cuda")
 
     @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
     @pytest.mark.parametrize("scale", [1.0, 0.7, 448.0, 2.0**100, 2.0**-126])
     def test_adversarial_inputs_at_many_scales(fmt, scale):
         for values in (all_bfloat16(), all_float16(), adversarial(fmt), adversarial(fmt, np.float32, scale)):
-            got = triton_backend.quantize(cases.tensor(values), cases.number(scale), f8.get_format(fmt))
+            got = triton_backend.quantize(inputs.tensor(values), inputs.number(scale), f8.get_format(fmt))
             assert_same_bits(got, f8.quantize(values, np.float32(scale), fmt), fmt=fmt, source=values)
 
     @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
     def test_random_float32_patterns(fmt):
         bits = np.random.default_rng(0).integers(0, 2**32, size=1 << 24, dtype=np.uint32).view(np.float32)
-        got = triton_backend.quantize(cases.tensor(bits), cases.number(1), f8.get_format(fmt))
+        got = triton_backend.quantize(inputs.tensor(bits), inputs.number(1), f8.get_format(fmt))
         assert_same_bits(got, f8.quantize(bits, np.float32(1), fmt), fmt=fmt, source=bits)
 
     def test_more_than_two_to_the_31_elements():
         x = torch.ones((1 << 31) + 7, dtype=torch.bfloat16, device="cuda")
         x[-1] = -500
         assert triton_backend.amax_all(x).item() == 500
-        data = triton_backend.quantize(x, cases.number(2), f8.E4M3)
+        data = triton_backend.quantize(x, inputs.number(2), f8.E4M3)
         assert data[-2:].float().tolist() == [2.0, -448.0]
 
     def graphed(work):
@@ -67,8 +73,8 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
         return graph
 
     def test_cuda_graphs_replay_on_new_data():
-        x = cases.tensor(cases.calm((256, 512), "bfloat16"))
-        shards = [cases.tensor(cases.calm((n,), "bfloat16")) for n in (0, 5, 70000)]
+        x = inputs.tensor(inputs.calm((256, 512), "bfloat16"))
+        shards = [inputs.tensor(inputs.calm((n,), "bfloat16")) for n in (0, 5, 70000)]
         history, scale = torch.zeros(4, 3, device="cuda"), torch.ones(3, device="cuda")
         fmax, results = torch.full((3,), 448.0, device="cuda"), {}
 
@@ -100,7 +106,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     def test_operators_under_torch_compile_have_the_same_bits():
         from fp8_common import torch as f8t
 
-        x = cases.tensor(cases.calm((256, 512), "bfloat16"))
+        x = inputs.tensor(inputs.calm((256, 512), "bfloat16"))
         compiled = torch.compile(lambda x: f8t.quantize_mx(x * 2, "e4m3"), fullgraph=True)
         assert_same_bits(compiled(x).data, f8t.quantize_mx(x * 2, "e4m3").data)
 

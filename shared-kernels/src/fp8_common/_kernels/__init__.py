@@ -1,6 +1,6 @@
 """The Triton kernels by name. The only part of fp8-common that imports triton.
 
-`fp8_common._launch` chooses the kernel, its tile and its warps, for torch and JAX alike. Every kernel equals the NumPy
+`fp8_common._launch_*` choose the kernel, its tile and its warps, for torch and JAX alike. Every kernel equals the NumPy
 definition of its function bit for bit (NaN codes apart).
 
 Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments are compiled in. Scalars are not

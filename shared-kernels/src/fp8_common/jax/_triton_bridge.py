@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 
-from fp8_common import _launch as launch
 from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
-from fp8_common._launch import LaunchPlan
+from fp8_common._launch import MIN_CAPABILITY, LaunchPlan
 from fp8_common.jax import _compat as compat
 
 CALL_TARGET = "triton_kernel_call_ffi"
@@ -107,7 +106,7 @@ def _obstacle() -> str | None:
     capability = _capability.get() or _gpu_capability()
     if capability is None:
         return "this JAX sees no NVIDIA GPU"
-    if divmod(capability, 10) < launch.MIN_CAPABILITY:
+    if divmod(capability, 10) < MIN_CAPABILITY:
         return f"compute capability {capability / 10} has no FP8 conversion (8.9 and newer do)"
     return None
 

@@ -10,14 +10,17 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from fp8_common import _launch as launch
+from fp8_common import _launch_casts as casts
 from fp8_common._gradient_compression import MessageRows
 from fp8_common._launch import LaunchPlan
-from fp8_common._launch_both import amax_both_plan, cast_both_plan, delayed_current_plan
+from fp8_common._launch_both import amax_both_plan, cast_both_plan
+from fp8_common._launch_dequantize import dequantize_mx_plan, dequantize_plan
+from fp8_common._launch_foreach import foreach_amax_plan, foreach_cast_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
 from fp8_common._launch_masters import BLOCK as MASTER_BLOCK
 from fp8_common._launch_masters import cast_masters_plan, step_masters_plan
+from fp8_common._launch_scales import delayed_current_plan, delayed_update_plan, scales_plan
 from fp8_common._policy import CANONICAL
 from fp8_common.testing.sass import Sass, disassemble
 
@@ -110,11 +113,11 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
     b, n = INPUT_BYTES[dtype], SIZE * SIZE
     x = {"dtype": dtype, "fmt": fmt}
     return [
-        Case(name="amax", plan=launch.amax_plan(n, dtype), elements=16384, read=b, written=0, tail=True),
-        Case(name="cast", plan=launch.cast_plan(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
+        Case(name="amax", plan=casts.amax_plan(n, dtype), elements=16384, read=b, written=0, tail=True),
+        Case(name="cast", plan=casts.cast_plan(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
         Case(
             name="cast + amax",
-            plan=launch.cast_plan(n, **x, with_amax=True),
+            plan=casts.cast_plan(n, **x, with_amax=True),
             elements=4096,
             read=b,
             written=1,
@@ -123,7 +126,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="cast, dynamic scale",
-            plan=launch.cast_plan(n, **x, policy=CANONICAL),
+            plan=casts.cast_plan(n, **x, policy=CANONICAL),
             elements=4096,
             read=b,
             written=1,
@@ -132,7 +135,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="stochastic cast",
-            plan=launch.stochastic_plan(n, **x),
+            plan=casts.stochastic_plan(n, **x),
             elements=2048,
             read=b,
             written=1,
@@ -142,7 +145,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="foreach amax",
-            plan=launch.foreach_amax_plan(1000, dtype, aligned=True),
+            plan=foreach_amax_plan(1000, dtype, aligned=True),
             elements=16384,
             read=b,
             written=0,
@@ -151,7 +154,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="foreach cast",
-            plan=launch.foreach_cast_plan(1000, dtype, fmt, aligned=True),
+            plan=foreach_cast_plan(1000, dtype, fmt, aligned=True),
             elements=16384,
             read=b,
             written=1,
@@ -168,9 +171,9 @@ def _transposed_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         Case(name=name, plan=plan, elements=tile, read=b, written=2, narrow=narrow)
         for name, plan, narrow in (
-            ("cast + transpose", launch.cast_transpose_plan(*square, **x), 1),
-            ("cast + transpose + amax", launch.cast_transpose_plan(*square, **x, with_amax=True), 1),
-            ("cast + transpose, dynamic", launch.cast_transpose_plan(*square, **x, policy=CANONICAL, inverse=True), 3),
+            ("cast + transpose", casts.cast_transpose_plan(*square, **x), 1),
+            ("cast + transpose + amax", casts.cast_transpose_plan(*square, **x, with_amax=True), 1),
+            ("cast + transpose, dynamic", casts.cast_transpose_plan(*square, **x, policy=CANONICAL, inverse=True), 3),
         )
     ]
 
@@ -210,7 +213,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         Case(
             name="row-wise",
-            plan=launch.rowwise_plan(*square, **x, inverse=True),
+            plan=casts.rowwise_plan(*square, **x, inverse=True),
             elements=SIZE,
             read=b,
             written=1,
@@ -218,7 +221,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="row-wise, folded",
-            plan=launch.rowwise_plan(*square, **x, fold=True, inverse=True),
+            plan=casts.rowwise_plan(*square, **x, fold=True, inverse=True),
             elements=SIZE,
             read=b + 4,
             written=1,
@@ -227,7 +230,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         Case(
             # without the scales back, whose division takes it 2 % beyond what an H100 issues while the bytes move
             name="row-wise, 1024 columns",
-            plan=launch.rowwise_plan(SIZE, 1024, **x),
+            plan=casts.rowwise_plan(SIZE, 1024, **x),
             elements=4096,
             read=b,
             written=1,
@@ -235,7 +238,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="row-wise, 32768 columns",
-            plan=launch.rowwise_plan(SIZE, 32768, **x, inverse=True),
+            plan=casts.rowwise_plan(SIZE, 32768, **x, inverse=True),
             elements=4096,
             read=2 * b,
             written=1,
@@ -244,7 +247,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="1x128",
-            plan=launch.block_plan(*square, **x, rows=1, inverse=True),
+            plan=casts.block_plan(*square, **x, rows=1, inverse=True),
             elements=SIZE,
             read=b,
             written=1,
@@ -252,7 +255,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="128x128",
-            plan=launch.block_plan(*square, **x, rows=128, inverse=True),
+            plan=casts.block_plan(*square, **x, rows=128, inverse=True),
             elements=16384,
             read=b,
             written=1,
@@ -260,7 +263,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="128x128 + transpose",
-            plan=launch.block_plan(*square, **x, rows=128, transpose=True),
+            plan=casts.block_plan(*square, **x, rows=128, transpose=True),
             elements=16384,
             read=b,
             written=2,
@@ -275,7 +278,7 @@ def _mx_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         Case(
             name=f"MX {mode}",
-            plan=launch.mx_plan(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
+            plan=casts.mx_plan(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
             elements=4096,
             read=b,
             written=1,
@@ -292,7 +295,7 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
     back = [
         Case(
             name=f"dequantize, {name}",
-            plan=launch.dequantize_plan(SIZE, SIZE, fmt, dtype, block),
+            plan=dequantize_plan(SIZE, SIZE, fmt, dtype, block),
             elements=4096,
             read=1,
             written=b,
@@ -300,10 +303,10 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
         )
         for name, block in blocks.items()
     ]
-    mx_plan = launch.dequantize_mx_plan(SIZE, SIZE, fmt, dtype)
+    mx_plan = dequantize_mx_plan(SIZE, SIZE, fmt, dtype)
     back.append(Case(name="dequantize, MX", plan=mx_plan, elements=2048, read=1, written=b, narrow=8))
-    update = launch.delayed_update_plan(400, 16, CANONICAL)
-    scales = launch.scales_plan(SIZE, fmt, CANONICAL)
+    update = delayed_update_plan(400, 16, CANONICAL)
+    scales = scales_plan(SIZE, fmt, CANONICAL)
     return [
         *back,
         Case(name="scales", plan=scales, elements=256, read=0, written=0, narrow=99, memory_bound=False),
@@ -368,9 +371,9 @@ def _master_cases(dtype: str, fmt: str) -> list[Case]:
 def _group_cases(dtype: str, fmt: str) -> list[Case]:
     """Rows in groups; the text has the loop over the groups of a tile once, which is what most tiles make."""
     b, square, count = INPUT_BYTES[dtype], (SIZE, SIZE), 128
-    fold = launch.rowwise_plan(*square, dtype, fmt, fold=True, groups=True, inverse=True)
+    fold = casts.rowwise_plan(*square, dtype, fmt, fold=True, groups=True, inverse=True)
     clear = clear_rows_plan(*square, dtype)
-    casts = [
+    grouped = [
         case
         for name, columns in (("groups", False), ("columns of groups", True))
         for case in (
@@ -394,7 +397,7 @@ def _group_cases(dtype: str, fmt: str) -> list[Case]:
         )
     ]
     return [
-        *casts,
+        *grouped,
         Case(name="groups, folded", plan=fold, elements=SIZE, read=b + 4, written=1, narrow=4),
         Case(name="groups, turned", plan=turn_rows_plan(*square), elements=128 * 64, read=1, written=1, narrow=8),
         Case(name="rows cleared", plan=clear, elements=4096, read=0, written=b, narrow=4, memory_bound=False),
@@ -436,7 +439,7 @@ def failures(figures: Figures, *, slack: float = 1.0) -> list[str]:
     ideal = case.read + case.written
     budget = INSTRUCTIONS_PER_BYTE[figures.capability] * ISSUE_SHARE[figures.capability] * ideal
     # Pointers named y... are FP8 results of a cast; q_ptr is an FP8 input.
-    casts = any(kind and kind.startswith("fp8") for name, kind in case.plan.pointers.items() if name[0] == "y")
+    converts = any(kind and kind.startswith("fp8") for name, kind in case.plan.pointers.items() if name[0] == "y")
     # Every message with its condition, all evaluated: a report names everything that is wrong at once.
     found = {
         f"spills {sass.spilled} bytes per thread": sass.spilled > 0,
@@ -453,7 +456,7 @@ def failures(figures: Figures, *, slack: float = 1.0) -> list[str]:
             r"\b(min|max)\.(?!s|u|relaxed)[\w.]*(f32|f16|bf16)", ptx
         )
         is not None,
-        "does not convert with cvt.rn.satfinite from float32": casts
+        "does not convert with cvt.rn.satfinite from float32": converts
         and re.search(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", ptx) is None,
         "rounds to float16 on the way": re.search(r"cvt\.rn\.satfinite\.e\dm\dx2\.f16x2", ptx) is not None,
     }

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
-from fp8_common import _launch as launch
+from fp8_common import _launch_casts as casts
 from fp8_common._blocks import Block, block_grid
 from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import Format, get_data_format
-from fp8_common._launch import LaunchPlan
-from fp8_common._launch_both import amax_both_plan, cast_both_plan, delayed_current_plan
+from fp8_common._launch import MIN_CAPABILITY, LaunchPlan, supports
+from fp8_common._launch_both import amax_both_plan, cast_both_plan
+from fp8_common._launch_dequantize import dequantize_mx_plan, dequantize_plan
 from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
+from fp8_common._launch_scales import delayed_current_plan, delayed_update_plan, scales_plan
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _capture as capture
@@ -44,7 +46,7 @@ def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolic
     obstacle = _obstacle(x.device)
     if obstacle is not None and choice != "triton":
         return False
-    if fmt is not None and not launch.supports(fmt, policy):
+    if fmt is not None and not supports(fmt, policy):
         return False
     if obstacle is not None:
         raise Fp8UnsupportedError(
@@ -77,7 +79,7 @@ def amax_key(x: torch.Tensor) -> torch.Tensor:
     dense = _dense(x)
     # The kernel takes an atomic maximum with what is stored there; 0 is the smallest key.
     key = torch.zeros(1, dtype=torch.int32, device=x.device)
-    run(launch.amax_plan(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
+    run(casts.amax_plan(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
     return key
 
 
@@ -87,7 +89,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
     if scale.numel() != 1 or scale.ndim > x.ndim:
         return _quantize.quantize(x, scale, fmt)
     dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
-    plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt)
+    plan = casts.cast_plan(x.numel(), _name(x.dtype), fmt)
     run(plan, x.device, x_ptr=dense, scale_ptr=_scale(scale), y_ptr=y)
     return y
 
@@ -167,10 +169,10 @@ def _cast(
     dense, y = _dense(x) if dense is None else dense, torch.empty_like(x, dtype=torch_dtype(fmt))
     wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax}
     if turned is None:
-        plan = launch.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted)
+        plan = casts.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted)
     else:
         places["yt_ptr"], wanted["inverse"] = turned, policy is not None
-        plan = launch.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted)
+        plan = casts.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted)
     run(plan, x.device, x_ptr=dense, y_ptr=y, **places)
     return y
 
@@ -186,7 +188,7 @@ def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tu
     m, n = x.shape
     y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
     yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
-    plan = launch.cast_transpose_plan(m, n, _name(x.dtype), fmt)
+    plan = casts.cast_transpose_plan(m, n, _name(x.dtype), fmt)
     run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y, yt_ptr=yt)
     return y, yt
 
@@ -194,7 +196,7 @@ def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tu
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed: int, offset: int = 0) -> torch.Tensor:
     """Return `x * scale` rounded at random with the bits of `fp8_common._philox.random_bits(seed, x.shape, offset)`."""
     y = torch.empty(x.shape, dtype=torch_dtype(fmt), device=x.device)
-    plan = launch.stochastic_plan(x.numel(), _name(x.dtype), fmt, seed, offset)
+    plan = casts.stochastic_plan(x.numel(), _name(x.dtype), fmt, seed, offset)
     run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y)
     return y
 
@@ -228,7 +230,7 @@ def cast_rowwise(
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     scales = [torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2)]
     given = {"fold": fold is not None, "groups": groups is not None, "inverse": True}
-    plan = launch.rowwise_plan(m, n, _name(x.dtype), fmt, policy, **given)
+    plan = casts.rowwise_plan(m, n, _name(x.dtype), fmt, policy, **given)
     folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
     folds |= {} if groups is None else {"group_ptr": groups}
     run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1], **folds)
@@ -267,7 +269,7 @@ def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePoli
         return _quantize.cast_blockwise(x, fmt, block, policy)
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     scales = [torch.empty(block_grid(tuple(x.shape), block), dtype=torch.float32, device=x.device) for _ in range(2)]
-    plan = launch.block_plan(*_matrix(x), _name(x.dtype), fmt, rows, policy, inverse=True)
+    plan = casts.block_plan(*_matrix(x), _name(x.dtype), fmt, rows, policy, inverse=True)
     run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1])
     return Cast(y, *scales)
 
@@ -280,7 +282,7 @@ def quantize_block_transposed(
     y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
     yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
     scale = torch.empty(block_grid((m, n), (128, 128)), dtype=torch.float32, device=x.device)
-    plan = launch.block_plan(m, n, _name(x.dtype), fmt, 128, policy, transpose=True)
+    plan = casts.block_plan(m, n, _name(x.dtype), fmt, 128, policy, transpose=True)
     run(plan, x.device, x_ptr=x.contiguous(), y_ptr=y, yt_ptr=yt, scale_ptr=scale)
     return y, yt, scale
 
@@ -291,7 +293,7 @@ def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, 
         return _quantize.quantize_mx(x, fmt, mode)
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     codes = torch.empty(block_grid(tuple(x.shape), MX_BLOCK), dtype=torch.uint8, device=x.device)
-    plan = launch.mx_plan(*_matrix(x), _name(x.dtype), fmt, mode)  # pyrefly: ignore[bad-argument-type]
+    plan = casts.mx_plan(*_matrix(x), _name(x.dtype), fmt, mode)  # pyrefly: ignore[bad-argument-type]
     run(plan, x.device, x_ptr=x, y_ptr=y, code_ptr=codes)
     return y, codes.view(torch.float8_e8m0fnu)
 
@@ -322,14 +324,14 @@ def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: Format, dtype: torc
     if not _regular(q) or tuple(codes.shape) != block_grid(tuple(q.shape), MX_BLOCK):
         return _quantize.dequantize_mx(q, codes, fmt, dtype)
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
-    plan = launch.dequantize_mx_plan(*_matrix(q), fmt, _name(dtype))
+    plan = dequantize_mx_plan(*_matrix(q), fmt, _name(dtype))
     run(plan, q.device, q_ptr=_native(q, fmt), code_ptr=codes.view(torch.uint8).contiguous(), y_ptr=y)
     return y
 
 
 def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block) -> torch.Tensor:
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
-    plan = launch.dequantize_plan(*_matrix(q), fmt, _name(dtype), block)
+    plan = dequantize_plan(*_matrix(q), fmt, _name(dtype), block)
     run(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale), y_ptr=y)
     return y
 
@@ -337,7 +339,7 @@ def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.
 def scales_of_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float32 scales into and back from FP8, of the shape of float32 `amax`: one launch."""
     scale, scale_inv = (torch.empty_like(amax, memory_format=torch.contiguous_format) for _ in range(2))
-    plan = launch.scales_plan(amax.numel(), fmt, policy)
+    plan = scales_plan(amax.numel(), fmt, policy)
     run(plan, amax.device, amax_ptr=amax.contiguous(), scale_ptr=scale, scale_inv_ptr=scale_inv)
     return scale, scale_inv
 
@@ -380,7 +382,7 @@ def delayed_update(
     new_history = torch.empty((length, tensors), dtype=torch.float32, device=history.device)
     new_scale, scale_inv = torch.empty_like(scale), torch.empty_like(scale)
     run(
-        launch.delayed_update_plan(tensors, length, policy),
+        delayed_update_plan(tensors, length, policy),
         history.device,
         history_ptr=history.contiguous(),
         amax_ptr=amax.contiguous(),
@@ -440,7 +442,7 @@ def _obstacle(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip:
         return f"the kernels need an NVIDIA GPU, and the tensor is on {device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < launch.MIN_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 conversion (8.9 and newer do)"
     return None
 

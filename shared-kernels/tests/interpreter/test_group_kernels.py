@@ -1,0 +1,69 @@
+"""Kernels of rows in groups equal the NumPy definition bit for bit, whatever groups are empty."""
+
+import numpy as np
+import pytest
+
+import fp8_common as f8
+from fp8_common.testing import assert_same_bits
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton_groups as triton_groups
+from tests.helpers.kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
+
+# rows of the groups: empty ones at the start, in the middle and at the end, several in a tile, and rows of no group
+GROUPS = {"many": [0, 5, 5, 130, 131, 260, 290, 290], "one": [300], "none": [0, 0], "short": [7, 300]}
+
+
+def group_of_rows(name, rows):
+    """Return the ends of groups within so many rows, and the group of each row."""
+    ends = np.minimum(GROUPS[name], rows)
+    return ends, np.searchsorted(ends, np.arange(rows), side="right").astype(np.int32)
+
+
+@pytest.mark.matrix(
+    dtype=list(DTYPES),
+    fmt=FORMATS,
+    shape=[(300, 517), (128, 160), (300, 16)],
+    name=list(GROUPS),
+    columns=[False, True],
+)
+def test_groups_of_rows_are_cast_with_scales_of_their_own(dtype, fmt, shape, name, columns):
+    x, (ends, group) = planted(shape, dtype, fmt), group_of_rows(name, shape[0])
+    found = triton_groups.group_amax(tensor(x), tensor(group), len(ends), columns=columns)
+    starts, axis = [0, *ends[:-1]], 0 if columns else None
+    expected = np.stack([f8.amax(x[start:end], axis=axis) for start, end in zip(starts, ends, strict=True)])
+    assert_same_bits(found, expected)
+    scale, inside = f8.amax_to_scale(expected, fmt), x[: ends[-1]]  # other rows are not written
+    codes = triton_groups.group_cast(tensor(x), tensor(group), tensor(scale), f8.get_format(fmt))
+    of_rows = scale[group[: ends[-1]]]
+    expected = f8.quantize(inside, of_rows if columns else of_rows[:, None], fmt)
+    assert_same_bits(codes[: ends[-1]], expected, fmt=fmt, source=inside)
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), shape=[(300, 517), (128, 160), (9, 16384 + 8)], name=list(GROUPS))
+def test_rows_are_cast_with_the_fold_of_their_group(dtype, shape, name):
+    x, (ends, group) = planted(shape, dtype, "e4m3"), group_of_rows(name, shape[0])
+    folds = np.abs(calm((len(ends) + 1, shape[1]), "float32")) + np.float32(0.1)
+    made = triton_backend.cast_rowwise(tensor(x), tensor(folds), f8.E4M3, f8.CANONICAL, tensor(group))
+    with np.errstate(all="ignore"):
+        want = f8.quantize_rowwise(x.astype(np.float32) * folds[group], "e4m3")
+    assert_same_bits(made.scale, want.scale)
+    assert_same_bits(made.scale_inv, f8.reciprocal(want.scale))
+    assert_same_bits(made.codes, want.data, fmt="e4m3", source=x)
+
+
+@pytest.mark.matrix(shape=[(300, 517), (128, 160), (5, 16)], p=[16, 272])
+def test_rows_are_turned_in_the_order_of_an_index(shape, p):
+    rng = np.random.default_rng(SEED)
+    q = rng.integers(0, 256, shape, dtype=np.uint8)
+    source = rng.integers(-1, shape[0], p, dtype=np.int32)
+    expected = np.where(source[:, None] >= 0, q[source], 0).T
+    assert_same_bits(triton_groups.turn_rows(tensor(q), tensor(source)), np.ascontiguousarray(expected))
+
+
+@pytest.mark.matrix(dtype=list(DTYPES), shape=[(300, 517), (7, 3, 5), (4, 1, 1024)])
+def test_rows_that_are_not_kept_become_zero(dtype, shape):
+    y, keep = planted(shape, dtype, "e4m3"), np.random.default_rng(SEED).random(shape[0]) < 0.5
+    expected = y.copy()
+    expected[~keep] = 0
+    cleared = triton_groups.clear_rows(tensor(y), tensor(keep))
+    assert_same_bits(cleared, expected)

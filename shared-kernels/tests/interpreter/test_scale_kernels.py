@@ -1,0 +1,71 @@
+"""Kernels of scales and of delayed scaling equal the NumPy definition bit for bit, under every policy."""
+
+import numpy as np
+import pytest
+import torch
+
+import fp8_common as f8
+from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common.testing import adversarial_amax, assert_same_bits
+from fp8_common.torch import _triton_backend as triton_backend
+from tests.helpers import kernel_inputs
+from tests.helpers.kernel_inputs import FORMATS, SEED, number, tensor
+
+
+@pytest.mark.parametrize("policy", [f8.CANONICAL, te_delayed(), te_current(), torchao(), flax(), msamp(), deepgemm()])
+def test_scales_of_amax(policy):
+    amax = adversarial_amax()
+    scale, inverse = triton_backend.scales_of_amax(tensor(amax), f8.E4M3, policy)
+    want = f8.amax_to_scale(amax, "e4m3", policy)
+    assert_same_bits(scale, want, source=amax)
+    assert_same_bits(inverse, f8.reciprocal(want), source=amax)
+
+
+@pytest.mark.parametrize("policy", [
+    f8.CANONICAL, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
+    torchao(), torchao(True), flax(), flax(margin=3), msamp(), msamp(margin=1), deepgemm(), deepgemm(True),
+], ids=lambda policy: f"{policy.name}-{policy.margin}-{policy.power_of_2}")  # fmt: skip
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_policy_on_every_kind_of_amax(fmt, policy):
+    x = adversarial_amax()[:, None]
+    got = triton_backend.quantize_rowwise(tensor(x), f8.get_format(fmt), -1, policy)
+    want = f8.quantize_rowwise(x, fmt, policy=policy)
+    assert_same_bits(got[1], want.scale, source=x)
+    assert_same_bits(got[0], want.data, fmt=fmt, source=x)
+
+
+@pytest.mark.parametrize("amax", [0.0, 3.0, 7.0, np.inf, np.nan])
+@pytest.mark.parametrize("late", [None, False, True])
+@pytest.mark.parametrize("known", [None, -1, 5.0])
+def test_a_delayed_scale_in_use(amax, late, known):
+    own = None if known is None else tensor(np.int32(-1) if known == -1 else np.float32(known).view(np.int32))
+    scale = number(11.3)
+    flag = None if late is None else torch.tensor(late, device=kernel_inputs.DEVICE)
+    current, inverse = triton_backend.delayed_current(scale, flag, own, number(amax))
+    want = np.float32(np.nan if late else 11.3)
+    assert_same_bits(current, want)
+    assert_same_bits(inverse, f8.reciprocal(want))
+    assert current.data_ptr() != scale.data_ptr(), "the scale changes with the next step"
+    if own is not None:
+        observed = [np.float32(x).view(np.int32) for x in (known, amax) if x >= 0 and np.isfinite(x)]
+        assert own.item() == max([-1, *observed])
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 3, 16])
+def test_delayed_update_of_all_tensors_at_once(algo, length):
+    rng = np.random.default_rng(SEED)
+    policy, kinds = te_delayed(algo=algo), [f8.E4M3, f8.E5M2]
+    history = (rng.random((length, 37)) * 10).astype(np.float32)
+    observed = (rng.random(37) * 10).astype(np.float32)
+    history[:, 3], observed[3:8] = 0, [0, np.inf, np.nan, 1e-40, 1e30]
+    scale = (rng.random(37) + 0.5).astype(np.float32)
+    fmax = np.array([kinds[i % 2].max for i in range(37)], np.float32)
+    new_history, new_scale, inverse = triton_backend.delayed_update(
+        tensor(history), tensor(observed), tensor(scale), tensor(fmax), policy
+    )
+    want_history, amax = f8.update_history(history, observed, algo)
+    want = np.array([f8.amax_to_scale(a, kinds[i % 2], policy, scale[i]) for i, a in enumerate(amax)])
+    assert_same_bits(new_history, want_history)
+    assert_same_bits(new_scale, want)
+    assert_same_bits(inverse, f8.reciprocal(want))
