@@ -226,6 +226,18 @@ MUTANTS = [
         "test_token_exchange.py -k before_a_plain",
     ),
     _fsdp(
+        "offsets that do not fit stay with their rank",
+        "_agree",
+        swap('P != ""', "False"),
+        "test_group_offsets_check.py -k nothing_is_changed",
+    ),
+    _fsdp(
+        "ranks agree at different products",
+        "_agree",
+        swap("G == -L", "True"),
+        "test_group_offsets_check.py -k at_another",
+    ),
+    _fsdp(
         "a change on one rank is let through",
         "SyncPlan._raise_for_partial_edits",
         drop("Fp8StaleError(...)"),

@@ -27,6 +27,7 @@ from fp8_torch_fsdp._gradients.compress import CompressedGradients, compress_gra
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._mark_changed import mark_weights_changed
 from fp8_torch_fsdp._monitor import Float8Monitor
+from fp8_torch_fsdp._offsets_check import GroupOffsetsCheck
 from fp8_torch_fsdp._report import CommunicationReport, WeightReport, float8_communication_report
 from fp8_torch_fsdp._secondary_shards import SecondaryShards, keep_secondary_shards
 from fp8_torch_fsdp._serving import export_for_serving
@@ -68,6 +69,7 @@ __all__ = [
     "GatheredFloat8Weight",
     "GemmConfig",
     "GradientCompression",
+    "GroupOffsetsCheck",
     "PrepareFloat8ModuleInput",
     "Recipe",
     "SecondaryShards",

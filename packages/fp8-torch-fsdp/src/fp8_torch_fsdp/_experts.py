@@ -26,6 +26,7 @@ class Float8Experts(Float8Weights):
 
         Raises:
             Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
-                gathered.
+                gathered. What offsets hold is looked at on a CPU, and on all ranks alike under a `GroupOffsetsCheck`;
+                elsewhere those that do not fit give NaN.
         """
         return self.weight_product(name, x, offsets)

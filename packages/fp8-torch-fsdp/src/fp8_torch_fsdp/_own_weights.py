@@ -23,7 +23,7 @@ from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts
 from fp8_torch_fsdp._strategies import DelayedStrategy, Strategy, strategy_for_layer
 from fp8_torch_fsdp._weight_layout import WeightLayout
 
-_ADDED = {"fp8_config", "fp8_layout", "fp8_products", "fp8_unsharded", "fp8_plan"}
+_ADDED = {"fp8_config", "fp8_layout", "fp8_products", "fp8_unsharded", "fp8_plan", "fp8_offsets_check"}
 """What converted experts have more than the module that they were made of."""
 
 
@@ -39,12 +39,14 @@ class Float8Weights(nn.Module):
         fp8_layout: Where the weights are, and the forward.
         fp8_products: The products of each weight, by its name.
         fp8_unsharded: What is known of the weights before any sharding.
+        fp8_offsets_check: Called before each product of rows in groups, of a `GroupOffsetsCheck`; None costs nothing.
     """
 
     fp8_config: Float8LinearConfig
     fp8_layout: WeightLayout
     fp8_products: "dict[str, WeightProducts]"
     fp8_unsharded: tuple[Unsharded, ...]
+    fp8_offsets_check: Any = None
 
     @classmethod
     def from_module(cls, module: nn.Module, layout: WeightLayout, config: Float8LinearConfig) -> "Float8Weights":
@@ -130,6 +132,8 @@ class Float8Weights(nn.Module):
                 "in FP8."
             )
         products = self.fp8_products[name]
+        if self.fp8_offsets_check is not None and offsets is not None:
+            torch.compiler.disable(self.fp8_offsets_check)(name, products, x, weight, offsets)
         # as of linear layers: an evaluation must not move the scales of training
         record = self.training and torch.is_grad_enabled()
         return products.product(x, weight, access=products.access, record=record, offsets=offsets)

@@ -70,18 +70,26 @@ def turned_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return torch.where((source >= 0)[:, None], taken, 0).t().contiguous().view(codes.dtype)
 
 
-def check_offsets(offsets: torch.Tensor, rows: int) -> None:
+def check_offsets(offsets: torch.Tensor, rows: int, *, wait: bool = False) -> None:
     """Refuse offsets that fall, or lead past `rows`, where the host can look at them without waiting.
 
+    Args:
+        offsets: int32 or int64, at least one.
+        rows: The number of rows.
+        wait: Look at those that a GPU holds, too.
+
     Raises:
-        Fp8Error: They do, in eager mode on a CPU.
+        Fp8Error: They do, in eager mode.
     """
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu" or offsets_fit(offsets, rows):
+    readable = offsets.device.type == "cpu" or (wait and not offsets.is_meta)
+    if torch.compiler.is_compiling() or not readable or offsets_fit(offsets, rows):
         return
-    shown = ", ".join(map(str, offsets[:8].tolist())) + ", ..." * (len(offsets) > 8)
+    ends = offsets.tolist()
+    first = next(i for i, (start, end) in enumerate(itertools.pairwise([0, *ends])) if not start <= end <= rows)
+    shown = ", ".join(map(str, ends[:8])) + ", ..." * (len(ends) > 8)
     raise Fp8Error(
         f"Group offsets must begin at 0 or above, never fall, and end at the number of rows, {rows}, or before; "
-        f"got {shown}."
+        f"got {shown}: {ends[first]} for expert {first} does not fit."
     )
 
 

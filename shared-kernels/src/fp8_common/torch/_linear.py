@@ -109,6 +109,21 @@ class LinearOperands:
                 fit.
             Fp8UnsupportedError: `torch.func` transforms the layer.
         """
+        self.check_input(x, weight, offsets)
+        # there is no autocast for the meta device, and asking for it is an error
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _Products.apply(x, weight, offsets, self, access or AT_HAND, record)
+
+    def check_input(
+        self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, *, wait: bool = False
+    ) -> None:
+        """Refuse what `product` refuses, and with `wait` also offsets that a GPU holds: the host then waits for it.
+
+        Raises:
+            Fp8Error: See `product`.
+            Fp8UnsupportedError: See `product`.
+        """
         if not isinstance(x, torch.Tensor):
             raise Fp8Error(f"{type(self).__name__} expects a tensor as input, got {type(x).__name__}.")
         if in_function_transform():
@@ -120,11 +135,7 @@ class LinearOperands:
         if x.ndim == 0 or x.shape[-1] != columns:
             raise Fp8Error(f"{type(self).__name__} expects [..., {columns}] as input, got {tuple(x.shape)}.")
         if offsets is not None:
-            RowGroups.check(offsets, x, weight.shape[0])
-        # there is no autocast for the meta device, and asking for it is an error
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _Products.apply(x, weight, offsets, self, access or AT_HAND, record)
+            RowGroups.check(offsets, x, weight.shape[0], wait=wait)
 
 
 class WeightAccess:

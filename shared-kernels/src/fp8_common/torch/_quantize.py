@@ -19,6 +19,9 @@ from fp8_common.torch._compat import FakeTensor
 from fp8_common.torch._rounding import cast_stochastic, nan_where_infinite, torch_dtype, values
 from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, scale_inv_of_e8m0, scale_of_e8m0
 
+PIECE = 2**18
+"""Elements of a tensor that a thread of a CPU casts at a time: what lies between two passes then stays in its cache."""
+
 
 class Cast(NamedTuple):
     """A tensor in FP8, with what a product wants to know.
@@ -38,9 +41,31 @@ class Cast(NamedTuple):
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
     """Return RN_fmt(RN32(x * scale)) in the format's dtype; `amax` of all of `x`, where known, may save a pass."""
+    finite = amax is not None and _known_finite(amax)
+    count = _pieces(x, scale)
+    if count < 2:
+        return _in_range(x, scale, fmt, finite).to(torch_dtype(fmt))
+    codes = torch.empty_like(x, dtype=torch_dtype(fmt))
+    own = scale.ndim == x.ndim and len(scale) > 1
+    scales = scale.tensor_split(count) if own else [scale] * count
+    for part, its_scale, target in zip(x.tensor_split(count), scales, codes.tensor_split(count), strict=True):
+        target.copy_(_in_range(part, its_scale, fmt, finite))
+    return codes
+
+
+def _in_range(x: torch.Tensor, scale: torch.Tensor, fmt: Format, finite: bool) -> torch.Tensor:
     # The product is a new tensor, so clamping in place saves a copy. Clamped, because torch's cast does not saturate in
     # every version; clamp keeps NaN.
-    return _scaled(x, scale, amax).clamp_(-fmt.max, fmt.max).to(torch_dtype(fmt))
+    return _scaled(x, scale, finite=finite).clamp_(-fmt.max, fmt.max)
+
+
+def _pieces(x: torch.Tensor, scale: torch.Tensor) -> int:
+    """Return in how many pieces along its first dimension `x` is cast: several of a large tensor on a CPU."""
+    if x.device.type != "cpu" or x.ndim == 0 or isinstance(x, FakeTensor) or not x.is_contiguous():
+        return 1
+    if not _broadcasts_to(scale, x) or (x.requires_grad and torch.is_grad_enabled()):
+        return 1
+    return min(x.numel() // (PIECE * torch.get_num_threads()), len(x))
 
 
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
@@ -48,15 +73,18 @@ def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, rando
     return cast_stochastic(_scaled(x, scale), fmt, random_bits)
 
 
-def _scaled(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+def _scaled(x: torch.Tensor, scale: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
     value, scale = as_float32(x), as_float32(scale, "scale")
-    if amax is None or not _known_finite(amax):
+    if not finite:
         value = nan_where_infinite(value)
-    # In place where the result has the shape of x: another buffer costs more than the product. Not asked of
-    # `torch.broadcast_shapes`, which enters about 50 Python functions.
-    aligned = zip(reversed(scale.shape), reversed(value.shape), strict=False)
-    same = scale.ndim <= value.ndim and all(own in (1, size) for own, size in aligned)
-    return value.mul_(scale) if same and value is not x else value * scale
+    # In place where the result has the shape of x: another buffer costs more than the product.
+    return value.mul_(scale) if _broadcasts_to(scale, value) and value is not x else value * scale
+
+
+def _broadcasts_to(scale: torch.Tensor, x: torch.Tensor) -> bool:
+    # not asked of `torch.broadcast_shapes`, which enters about 50 Python functions
+    aligned = zip(reversed(scale.shape), reversed(x.shape), strict=False)
+    return scale.ndim <= x.ndim and all(own in (1, size) for own, size in aligned)
 
 
 def _known_finite(amax: torch.Tensor) -> bool:

@@ -34,11 +34,12 @@ class RowGroups:
         self._of_row: torch.Tensor | None = None
 
     @staticmethod
-    def check(offsets: torch.Tensor, rows: torch.Tensor, groups: int) -> None:
+    def check(offsets: torch.Tensor, rows: torch.Tensor, groups: int, *, wait: bool = False) -> None:
         """Refuse offsets that do not belong to rows [rows, columns] in so many groups; see `RowGroups`.
 
         Raises:
-            Fp8Error: Saying what does not fit. What the offsets hold is not looked at on a GPU: see `checked`.
+            Fp8Error: Saying what does not fit. What the offsets hold is not looked at on a GPU (see `checked`), unless
+                the host may `wait` for it.
         """
         if rows.ndim != 2:
             raise Fp8Error(f"Rows in groups must be a matrix [rows, features], got {tuple(rows.shape)}.")
@@ -53,7 +54,7 @@ class RowGroups:
                 f"Group offsets must be int32 or int64 [{groups}] on {rows.device}, one for each expert, got {found}."
             )
         if groups:
-            grouped_ops.check_offsets(offsets, rows.shape[0])
+            grouped_ops.check_offsets(offsets, rows.shape[0], wait=wait)
 
     def checked(self, operand: Operand) -> Operand:
         """Return an operand whose scales are NaN if the offsets do not fit, where `check` did not look at them.

@@ -221,27 +221,29 @@ def ranks_along(mesh: DeviceMesh, keep: Sequence[bool]) -> tuple[int, ...]:
 
 
 # By the default group, weakly: groups made under it are of no use after `destroy_process_group`.
-_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = (
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], bool], dist.ProcessGroup]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def group_of(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
+def group_of(ranks: tuple[int, ...], like: dist.ProcessGroup, *, apart: bool = False) -> dist.ProcessGroup:
     """Return a process group of these global ranks, the same one each time. They all call this, and only they.
 
     Args:
         ranks: Global ranks in order.
         like: A group that is taken if it has these ranks, and whose time-out a new one gets.
+        apart: Return one that no caller without `apart` has: what is sent there never meets what FSDP2 sends.
     """
     world = dist.group.WORLD
     if world is None:
         raise Fp8UnsupportedError("There is no default process group: call torch.distributed.init_process_group first.")
     known = _groups.setdefault(world, {})
-    if ranks not in known:
-        same = [group for group in (like, world) if tuple(sorted(dist.get_process_group_ranks(group))) == ranks]
+    if (ranks, apart) not in known:
         # An existing group where there is one: each new one costs communicators on GPUs.
-        known[ranks] = same[0] if same else _new_group(ranks, like)
-    return known[ranks]
+        existing = [] if apart else [like, world]
+        same = [group for group in existing if tuple(sorted(dist.get_process_group_ranks(group))) == ranks]
+        known[ranks, apart] = same[0] if same else _new_group(ranks, like)
+    return known[ranks, apart]
 
 
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:

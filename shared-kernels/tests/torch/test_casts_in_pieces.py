@@ -1,0 +1,85 @@
+"""Casts of large tensors on a CPU go piece by piece; codes and strides are those of a cast of the whole."""
+
+import pytest
+import torch
+
+from fp8_common import POWER_OF_2, get_format
+from fp8_common.torch import _quantize as casts
+
+FMT = get_format("e4m3")
+SHAPES = [(1000,), (37, 64), (3, 50, 8), (2, 4, 5, 16)]
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Casts of 100 elements and more are cut; returns the numbers of pieces that were asked for."""
+    monkeypatch.setattr(casts, "PIECE", 50 // torch.get_num_threads() or 1)
+    asked, count = [], casts._pieces
+
+    def counted(x, scale):
+        asked.append(count(x, scale))
+        return asked[-1]
+
+    monkeypatch.setattr(casts, "_pieces", counted)
+    return asked
+
+
+def values(shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    x.view(-1)[[3, 70, 71, -1]] = torch.tensor([torch.inf, torch.nan, -0.0, 3e38])
+    return x.to(dtype)
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+@pytest.mark.matrix(
+    shape=SHAPES, dtype=[torch.float32, torch.bfloat16, torch.float16], rows=[True, False], known=[True, False]
+)
+def test_pieces_have_the_codes_of_the_whole(in_pieces, shape, dtype, rows, known):
+    x = values(shape, dtype)
+    if known:
+        x = x.nan_to_num(posinf=9.0, neginf=-9.0)
+    scale = torch.rand(shape[0], *(1 for _ in shape[1:])) * 100 if rows else torch.tensor(30.0)
+    amax = x.float().abs().max()
+    found = casts.quantize(x, scale, FMT, amax)
+    assert in_pieces[-1] > 1
+    # one element after the other is the definition
+    flat, scales = x.reshape(-1), scale.expand(shape).reshape(-1)
+    wanted = torch.cat([casts.quantize(one, own, FMT) for one, own in zip(flat.split(1), scales, strict=True)])
+    assert in_pieces[-1] < 2
+    assert torch.equal(bits(found), bits(wanted.view(shape)))
+    assert found.stride() == x.stride()
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (16, 8)])
+def test_blocks_of_pieces_keep_their_scales(in_pieces, monkeypatch, block):
+    x = values((256, 384), torch.bfloat16).nan_to_num(posinf=9.0)
+    found = casts.quantize_blockwise(x, FMT, block, POWER_OF_2)
+    assert in_pieces[-1] > 1
+    monkeypatch.setattr(casts, "PIECE", 2**40)
+    for actual, wanted in zip(found, casts.quantize_blockwise(x, FMT, block, POWER_OF_2), strict=True):
+        assert torch.equal(bits(actual), bits(wanted))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(40, 30).t(),
+        torch.ones(1, 1000),
+        torch.ones(30, 30, requires_grad=True),
+        torch.ones(30, 30, device="meta"),
+        torch.ones(9, 9),
+    ],
+    ids=["turned", "one row", "differentiated", "meta", "small"],
+)
+def test_others_are_cast_as_a_whole(in_pieces, x):
+    scale = torch.tensor(2.0, device=x.device)
+    assert casts.quantize(x, scale, FMT).stride() == x.stride()
+    assert max(in_pieces) < 2
+
+
+def test_a_scale_that_widens_the_result_is_cast_as_a_whole(in_pieces):
+    assert casts.quantize(torch.ones(200, 1), torch.ones(200, 3), FMT).shape == (200, 3)
+    assert max(in_pieces) < 2
