@@ -1,6 +1,7 @@
 """Inputs of the conformance tests: the values on which casts differ, in shapes with every kind of block."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -121,8 +122,17 @@ def shapes(full: bool, dtype: str, square: bool = False) -> tuple[tuple[int, ...
     return few + more if full else few if dtype == "float32" else few[:1]
 
 
+MIXED_ANSWERS: tuple[tuple[Any, Any], ...] = (
+    ("previous", "one"),
+    ("one", "previous"),
+    ("previous", "propagate"),
+    ("one", "propagate"),
+)
+"""What policies that no preset has say where amax is zero, and where it is infinite or NaN."""
+
+
 def policies(full: bool, fmt: Format) -> tuple[ScalePolicy, ...]:
-    """Return the canonical rules and every preset with the options that change its arithmetic.
+    """Return the canonical rules, with each answer to zero beside each to infinity, and every preset's arithmetic.
 
     Without `full` an FNUZ format, for which nothing but the maximum differs, gets one preset of each formula.
     """
@@ -133,6 +143,7 @@ def policies(full: bool, fmt: Format) -> tuple[ScalePolicy, ...]:
     return (
         CANONICAL,
         POWER_OF_2,
+        *(ScalePolicy(zero=zero, nonfinite=other) for zero, other in MIXED_ANSWERS),
         *(te(margin=margin) for margin in margins),
         *(current(pow2=pow2, eps=eps) for pow2, eps in ((False, 0.0), (True, 0.0), (False, 1e-6), (True, 2.0**-126))),
         *(PRESETS["torchao"](power_of_2=flag) for flag in (False, True)),

@@ -143,7 +143,7 @@ MUTANTS = [
     _jax(
         "a zero amax replaces the scale",
         "_replace_unusable",
-        swap("where(K == 0, P, S)", "jnp.where(K == 0, 1.0, S)"),
+        swap("replaced(is_zero, policy.zero)", 'replaced(is_zero, "one")'),
     ),
     _jax(
         "the newest amax goes to the last slot",
@@ -334,7 +334,7 @@ MUTANTS = [
     _owg(
         "what is not finite is recorded",
         "observe",
-        swap("observed_where(R, N)", "N"),
+        swap("observed_bits_where(R, N)", "N"),
         "test_observation.py",
     ),
     _owg(

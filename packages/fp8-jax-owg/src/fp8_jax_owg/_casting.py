@@ -140,7 +140,8 @@ def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, po
 
 def nan_unless(sound: jax.Array, scale_inv: jax.Array) -> jax.Array:
     """Return the dequantization scale, NaN where the state that it comes from is not sound."""
-    return from_bits(jnp.where(sound, to_bits(scale_inv), NAN_BITS))
+    bits = to_bits(scale_inv)
+    return from_bits(lax.select(jnp.broadcast_to(sound, bits.shape), bits, lax.full_like(bits, NAN_BITS)))
 
 
 def computed_once(scale: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array, jax.Array]:

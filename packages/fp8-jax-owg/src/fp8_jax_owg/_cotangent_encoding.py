@@ -41,11 +41,17 @@ def encode(value: jax.Array) -> jax.Array:
     Args:
         value: float32, any shape: not negative, or -inf for "not observed".
     """
-    key = float_key(value)
+    return from_bits(encode_bits(to_bits(value)))
+
+
+def encode_bits(bits: jax.Array) -> jax.Array:
+    """Return `encode` of bits, int32, as bits."""
+    # what is negative is large without a sign
+    is_small = lax.lt(lax.bitcast_convert_type(bits, np.uint32), np.uint32(SMALLEST_NORMAL_KEY))
     # Exponent field 1 instead of 0 with the mantissa as it was: a normal number, which nothing flushes. Below zero,
     # where no scale and no amax lies, so that `decode` knows it.
-    raised = lax.bitwise_or(lax.add(key, np.int32(SMALLEST_NORMAL_KEY)), np.int32(SIGN_BIT))
-    return lax.select(lax.lt(key, np.int32(SMALLEST_NORMAL_KEY)), from_bits(raised), value)
+    raise_by = lax.mul(lax.convert_element_type(is_small, np.int32), np.int32(SIGN_BIT + SMALLEST_NORMAL_KEY))
+    return lax.add(bits, raise_by)
 
 
 def decode(cotangent: jax.Array) -> jax.Array:
@@ -62,9 +68,12 @@ def decode(cotangent: jax.Array) -> jax.Array:
 
 def observed_where(flags: jax.Array, value: jax.Array) -> jax.Array:
     """Return `value` where the flags of its shape are true, else `NOT_OBSERVED`."""
-    # As integers, so that `jax_debug_infs` stops at no constant.
-    bits = to_bits(value)
-    return from_bits(lax.select(flags, bits, lax.full_like(bits, NOT_OBSERVED_BITS)))
+    return from_bits(observed_bits_where(flags, to_bits(value)))
+
+
+def observed_bits_where(flags: jax.Array, bits: jax.Array) -> jax.Array:
+    """Return `observed_where` of bits, int32, as bits: `jax_debug_infs` stops at no constant among integers."""
+    return lax.select(flags, bits, lax.full_like(bits, NOT_OBSERVED_BITS))
 
 
 def is_observed(value: jax.Array) -> jax.Array:

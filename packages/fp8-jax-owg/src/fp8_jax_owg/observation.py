@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
-from fp8_common.jax import amax, amax_to_scale, reciprocal
-from fp8_common.jax.plugin import dispatch, float_key
+from fp8_common.jax import amax, reciprocal
+from fp8_common.jax.plugin import dispatch, float_key, key_to_scale
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
@@ -62,15 +62,16 @@ def checked_scale(
     stored = lax.clamp(SMALLEST_SCALE_INV, scale, GREATEST_SCALE_INV)
     # The bits of what is not negative sort as the values do, subnormals and NaN included.
     greatest = cotangents.greatest_bits(history)
-    key = jnp.maximum(to_bits(history[0]), 0) if policy.algo == "most_recent" else greatest
-    into = amax_to_scale(
-        jnp.broadcast_to(from_bits(key), scale.shape), fmt, policy, prev=dispatch.divide_nearest(1.0, stored)
-    )
-    is_finite = key < cotangents.INFINITY_KEY
-    keeps = ((key == 0) & (policy.zero == "previous")) | (~is_finite & (policy.nonfinite == "previous"))
-    # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
+    newest_or_greatest = lax.max(to_bits(history[0]), np.int32(0)) if policy.algo == "most_recent" else greatest
+    key = lax.broadcast(newest_or_greatest, scale.shape)
+    into = key_to_scale(key, dispatch.divide_nearest(1.0, stored), fmt, policy)
     back = reciprocal(into) if policy.upper > MAX_SCALE else dispatch.divide_nearest(1.0, into)
-    return into, jnp.where(keeps, stored, back), greatest != cotangents.UNSOUND_BITS
+    # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
+    if policy.zero == "previous":
+        back = lax.select(lax.eq(key, np.int32(0)), stored, back)
+    if policy.nonfinite == "previous":
+        back = lax.select(lax.ge(key, np.int32(cotangents.INFINITY_KEY)), stored, back)
+    return into, back, lax.ne(greatest, np.int32(cotangents.UNSOUND_BITS))
 
 
 def observed_amax(x: jax.Array, history: jax.Array) -> jax.Array:
@@ -97,16 +98,18 @@ def observe(amax: jax.Array, scale_inv: jax.Array, history: jax.Array) -> tuple[
     Returns:
         (gradient of scale [1], gradient of history [L]), float32, encoded for autodiff.
     """
+    newest, stored = to_bits(amax), to_bits(history)
     is_finite = lax.lt(float_key(amax), np.int32(cotangents.INFINITY_KEY))
 
-    def encoded(x: jax.Array) -> jax.Array:
-        return cotangents.observed_where(lax.broadcast(is_finite, x.shape), cotangents.encode(x))
+    def encoded(bits: jax.Array) -> jax.Array:
+        flags = lax.broadcast(is_finite, bits.shape)
+        return from_bits(cotangents.observed_bits_where(flags, cotangents.encode_bits(bits)))
 
     # As `fp8_common.jax.update_history` rolls, padded instead of concatenated: XLA on CPUs compiles one loop for this,
     # and one for each part of a concatenation.
-    rolled = lax.pad(history, history[0], [(-1, 1, 0)])
+    rolled = lax.pad(stored, stored[0], [(-1, 1, 0)])
     is_newest = lax.eq(lax.iota(jnp.int32, history.shape[0]), np.int32(0))
-    return encoded(scale_inv), encoded(lax.select(is_newest, lax.broadcast(amax, history.shape), rolled))
+    return encoded(to_bits(scale_inv)), encoded(lax.select(is_newest, lax.broadcast(newest, stored.shape), rolled))
 
 
 def not_observed(tree: jax.Array) -> jax.Array:

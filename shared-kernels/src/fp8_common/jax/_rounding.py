@@ -152,7 +152,9 @@ def _assemble(
         return jnp.where(is_nan, jnp.int32(fmt.nan_code), signed).astype(jnp.uint8)
     # A NaN has been limited to the greatest magnitude by now. A constant to select would be an array of the shape of
     # `x`, and loops hand it in.
-    to_nan = lax.mul(lax.convert_element_type(is_nan, np.int32), np.int32(fmt.nan_code - fmt.max_code))
+    to_nan = lax.convert_element_type(is_nan, np.int32)
+    if fmt.nan_code != fmt.max_code + 1:
+        to_nan = lax.mul(to_nan, np.int32(fmt.nan_code - fmt.max_code))
     return lax.convert_element_type(lax.bitwise_or(lax.add(code, to_nan), sign), np.uint8)
 
 

@@ -83,17 +83,28 @@ def reciprocal(scale: ArrayLike) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("fmt", "policy"), inline=True)
 def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: ScalePolicy) -> jax.Array:
+    return key_to_scale(float_key(lax.stop_gradient(amax)), lax.stop_gradient(prev), fmt, policy)
+
+
+def key_to_scale(key: jax.Array, prev: jax.Array, fmt: str | Format, policy: ScalePolicy) -> jax.Array:
+    """Return `amax_to_scale` of amax that are given by their bits.
+
+    Args:
+        key: int32, any shape, not negative.
+        prev: float32, broadcastable to `key`.
+        fmt: The format the values go to; static under jit.
+        policy: The rule; static under jit.
+    """
+    fmt = get_data_format(fmt)
     if policy.formula == "e8m0":
-        return e8m0_to_scale(amax_to_e8m0(amax, fmt, policy.mx_mode))
+        return e8m0_to_scale(amax_to_e8m0(from_bits(key), fmt, policy.mx_mode))
     if policy.formula == "descale":
-        return _reciprocal(_descale(amax, fmt=fmt, policy=policy))
-    key = float_key(lax.stop_gradient(amax))
+        return _reciprocal(_descale(from_bits(key), fmt=fmt, policy=policy))
     # The usual policies take a shorter way: what can be subnormal in it, amax and quotient, comes out at the limits
     # anyhow.
     if _stays_normal(policy):
-        return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, lax.stop_gradient(prev))
-    scale = _limit(_quotient(_at_least_eps(key, policy), fmt, policy), policy)
-    return _replace_unusable(scale, key, policy, lax.stop_gradient(prev))
+        return _replace_unusable(_normal_scale(key, fmt, policy), key, policy, prev)
+    return _replace_unusable(_limit(_quotient(_at_least_eps(key, policy), fmt, policy), policy), key, policy, prev)
 
 
 @partial(jax.jit, static_argnames=("fmt", "policy"), inline=True)
@@ -138,7 +149,7 @@ def _stays_normal(policy: ScalePolicy) -> bool:
 
 def _normal_scale(key: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
     """Return the limited quotient of amax given by its bits: a subnormal amax gives the upper limit, as 2^-126 does."""
-    amax = from_bits(jnp.maximum(key, jnp.int32(MIN_NORMAL_KEY)))
+    amax = from_bits(lax.max(key, np.int32(MIN_NORMAL_KEY)))
     return _limit(divide_nearest(fmt.max * 2.0**-policy.margin, amax), policy)
 
 
@@ -156,21 +167,26 @@ def _quotient(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
 
 def _limit(scale: jax.Array, policy: ScalePolicy) -> jax.Array:
     scale = lax.clamp(np.float32(policy.lower), scale, np.float32(policy.upper))
-    return from_bits(to_bits(scale) & jnp.int32(EXPONENT_MASK)) if policy.power_of_2 else scale
+    return from_bits(lax.bitwise_and(to_bits(scale), np.int32(EXPONENT_MASK))) if policy.power_of_2 else scale
 
 
 def _replace_unusable(scale: jax.Array, key: jax.Array, policy: ScalePolicy, prev: jax.Array) -> jax.Array:
     """Put the policy's answer where amax is zero, infinite or NaN; bits of `prev` pass unchanged."""
+
     # Selected, never multiplied: a subnormal `prev` would come out as zero.
-    replacement = {"previous": jnp.broadcast_to(prev, scale.shape), "one": jnp.ones_like(scale)}
+    def replaced(flags: jax.Array, by: str) -> jax.Array:
+        other = jnp.broadcast_to(prev, scale.shape) if by == "previous" else lax.full_like(scale, 1)
+        return lax.select(flags, other, scale)
+
+    is_zero, is_nonfinite = lax.eq(key, np.int32(0)), lax.ge(key, np.int32(INF_KEY))
     if policy.zero == policy.nonfinite:
-        return jnp.where((key == 0) | (key >= INF_KEY), replacement[policy.zero], scale)
+        return replaced(lax.bitwise_or(is_zero, is_nonfinite), policy.zero)
     if policy.zero != "eps":
-        scale = jnp.where(key == 0, replacement[policy.zero], scale)
+        scale = replaced(is_zero, policy.zero)
     if policy.nonfinite == "propagate":
         finite = jnp.where(key == INF_KEY, 0, to_bits(scale))
         return from_bits(jnp.where(key > INF_KEY, jnp.int32(NAN_KEY), finite))
-    return jnp.where(key >= INF_KEY, replacement[policy.nonfinite], scale)
+    return replaced(is_nonfinite, policy.nonfinite)
 
 
 def _power_of_2_above(x: jax.Array) -> jax.Array:
