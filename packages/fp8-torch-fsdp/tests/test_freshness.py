@@ -124,6 +124,12 @@ def with_numpy(model, tmp):
         value.to_local().detach().numpy()[:] *= GROWTH
 
 
+def with_numpy_of_what_lives_on(model, tmp):
+    object.__setattr__(model, "held", model.state_dict())
+    for value in model.held.values():
+        value.to_local().detach().numpy()[:] *= GROWTH
+
+
 def with_sgd(model, tmp):
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0, momentum=0.9)
     model(torch.randn(4, 16)).sum().backward()
@@ -149,6 +155,7 @@ CHANGES = {
     "state_dict_alias": edit_state_dict_alias,
     "by_address": by_address,
     "numpy": with_numpy,
+    "numpy_of_an_alias_that_lives_on": with_numpy_of_what_lives_on,
 }
 
 

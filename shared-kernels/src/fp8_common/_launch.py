@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common._errors import Fp8Error
 from fp8_common._formats import E4M3, E5M2, Format, get_data_format
 from fp8_common._policy import CANONICAL, ScalePolicy
 
@@ -72,19 +72,6 @@ class LaunchPlan:
 def supports(fmt: str | Format, policy: ScalePolicy | None = None) -> bool:
     """Return whether there are kernels for a format and a policy; the reference covers everything else."""
     return get_data_format(fmt) in FORMATS and (policy is None or policy.formula != "e8m0")
-
-
-def check_capability(capability: tuple[int, int]) -> None:
-    """Refuse GPUs without FP8 conversion.
-
-    Raises:
-        Fp8UnsupportedError: The compute capability is below 8.9.
-    """
-    if capability < MIN_CAPABILITY:
-        raise Fp8UnsupportedError(
-            f"The FP8 kernels need compute capability 8.9 or newer, got {capability[0]}.{capability[1]}. "
-            "Set FP8_COMMON_BACKEND=reference (or auto) to use the framework's own operations."
-        )
 
 
 def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
