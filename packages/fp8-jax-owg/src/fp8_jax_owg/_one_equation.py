@@ -6,7 +6,7 @@ not, several times for each call. An equation it takes as it is. It is lowered t
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import ShapedArray
@@ -19,6 +19,21 @@ from fp8_jax_owg import _compat as compat
 from fp8_jax_owg._first_order import refuse_second_order
 
 Results = Sequence[jax.Array]
+Axes = tuple[int | None, ...]
+
+
+class _Call(NamedTuple):
+    """What is static about an equation.
+
+    Attributes:
+        structure: Of the positional arguments.
+        params: The keyword arguments.
+        maps: The `vmap`s around the function, the innermost first: which axes of arguments and of results they map.
+    """
+
+    structure: Any
+    params: tuple[tuple[str, Any], ...]
+    maps: tuple[tuple[Axes, Axes], ...] = ()
 
 
 def as_one_equation(name: str, function: Any) -> Callable[..., Any]:
@@ -31,17 +46,22 @@ def as_one_equation(name: str, function: Any) -> Callable[..., Any]:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def flat(*leaves: jax.Array, structure: Any, **params: Any) -> Results:
-        return jax.tree.leaves(function(*structure.unflatten(leaves), **params))
+    @partial(jax.jit, static_argnames="call", inline=True)
+    def flat(*leaves: jax.Array, call: _Call) -> Results:
+        def run(*x: jax.Array) -> Results:
+            return jax.tree.leaves(function(*call.structure.unflatten(x), **dict(call.params)))
 
-    def abstract(*avals: Any, structure: Any, **params: Any) -> list[ShapedArray]:
-        given = structure.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
-        return [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(function.eval_shape(*given, **params))]
+        for in_axes, out_axes in call.maps:
+            run = jax.vmap(run, in_axes=in_axes, out_axes=list(out_axes))
+        return run(*leaves)
 
-    def batch(leaves: Results, dims: Sequence[int | None], **params: Any) -> tuple[Results, list[int | None]]:
-        run = partial(flat, **params)
-        axes = _axes_of_results(run, leaves, dims)
-        return jax.vmap(run, in_axes=tuple(dims), out_axes=axes)(*leaves), axes
+    def abstract(*avals: Any, call: _Call) -> list[ShapedArray]:
+        results = flat.eval_shape(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), call=call)
+        return [ShapedArray(r.shape, r.dtype) for r in results]
+
+    def batch(leaves: Results, dims: Sequence[int | None], call: _Call) -> tuple[Results, Axes]:
+        axes = tuple(_axes_of_results(partial(flat, call=call), leaves, dims))
+        return primitive.bind(*leaves, call=call._replace(maps=(*call.maps, (tuple(dims), axes)))), axes
 
     primitive.def_impl(flat)
     primitive.def_abstract_eval(abstract)
@@ -54,7 +74,7 @@ def as_one_equation(name: str, function: Any) -> Callable[..., Any]:
         if dispatch.selects_kernels() or _types_tell_more():
             return function(*trees, **params)
         leaves, structure = jax.tree.flatten(trees)
-        results = primitive.bind(*leaves, structure=structure, **params)
+        results = primitive.bind(*leaves, call=_Call(structure, tuple(params.items())))
         return jax.tree.unflatten(jax.tree.structure(function.eval_shape(*trees, **params)), results)
 
     return apply
