@@ -1,7 +1,7 @@
 """The functions of `fp8_common.jax` that have kernels: operations with kernels on a GPU, jnp code elsewhere.
 
 The choice is made while a function is traced. Both give the same bits; the jnp code compiles for any device. Division,
-which chooses when it is lowered, is here for plugins.
+which chooses when it is lowered, and scales of amax given by its bits are here for plugins.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,13 @@ from fp8_common.jax import _kernels as kernels
 from fp8_common.jax import _quantize as references
 from fp8_common.jax._arrays import as_float32, broadcast_scale
 from fp8_common.jax._division import divide_nearest
-from fp8_common.jax._scaling import amax_to_scale
+from fp8_common.jax._scaling import amax_to_scale, key_to_scale
 from fp8_common.jax._triton_bridge import selects_kernels
 
 __all__ = [
     "amax",
     "divide_nearest",
+    "key_to_scale",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",

@@ -1,4 +1,4 @@
-"""What plugins need of `fp8_common.jax` beside the public names: keys, casts, scales, division, axes of `shard_map`.
+"""What plugins need of `fp8_common.jax` beside the public names: keys, casts, division, axes of `shard_map`.
 
 Nothing else of `fp8_common.jax` is for plugins: modules and names with an underscore change without notice.
 """
@@ -7,6 +7,5 @@ from fp8_common.jax import _dispatch as dispatch
 from fp8_common.jax._arrays import float_key
 from fp8_common.jax._compat import vary_alike, varying_axes
 from fp8_common.jax._quantize import multiply_back
-from fp8_common.jax._scaling import key_to_scale
 
-__all__ = ["dispatch", "float_key", "key_to_scale", "multiply_back", "vary_alike", "varying_axes"]
+__all__ = ["dispatch", "float_key", "multiply_back", "vary_alike", "varying_axes"]
