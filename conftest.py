@@ -8,6 +8,7 @@ combination under `pytest --full`, else a small subset in which any two values o
 import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether the whole matrix of cases was asked for."""
     return request.config.getoption("full")
+
+
+@pytest.fixture(autouse=True)
+def _empty_compiler() -> None:
+    """Forget what earlier tests of this process have compiled: their number would decide what a function still may."""
+    # not imported here: most tests do not compile, and some count what is imported
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture(scope="session")
