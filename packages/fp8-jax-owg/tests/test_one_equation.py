@@ -70,3 +70,21 @@ def test_a_second_derivative_of_a_state_alone_is_refused():
     inner = jax.grad(lambda x, state: product(x, kernel, state))
     with pytest.raises(Fp8UnsupportedError, match="first derivatives only"):
         jax.grad(lambda state: inner(x, state).sum())(state)
+
+
+def test_a_call_stays_one_equation_under_nested_vmaps_of_different_axes():
+    def weighted(x, y):
+        return jnp.cumsum(x) * 2 + y, y
+
+    def mapped(function):
+        inner = jax.vmap(function, in_axes=(1, None))
+        return jax.vmap(inner, in_axes=(2, 0))
+
+    once = _one_equation.as_one_equation("weighted", jax.jit(weighted))
+    x, y = jnp.arange(60.0).reshape(3, 4, 5), jnp.arange(5.0)
+    found, expected = jax.jit(mapped(once))(x, y), mapped(weighted)(x, y)
+    assert all(a.shape == b.shape and (a == b).all() for a, b in zip(found, expected, strict=True))
+    names = [equation.primitive.name for equation in jax.make_jaxpr(mapped(once))(x, y).jaxpr.eqns]
+    assert names.count("weighted") == 1
+    assert "cumsum" not in names
+    assert not any("jit" in name for name in names)
