@@ -24,7 +24,7 @@ from demos.common.machine import machine_facts, package_versions
 from fp8_torch_fsdp import AllGatherConfig, ExpertLayout, Float8LinearConfig, convert_to_float8_training
 
 RESULT = Path(__file__).parent / "results" / "experts.json"
-WIDTH, HIDDEN, EXPERTS, ROWS, ROUNDS = 512, 192, 16, 2048, 9
+WIDTH, HIDDEN, EXPERTS, ROWS, ROUNDS = 512, 192, 16, 2048, 31
 TORCHAO = "torchao MXFP8, emulated"
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 
 # What tests of several ranks import anyway; nothing here starts a thread, so that forking is safe.
+CALLS = 150
+"""How many calls the processes of a pool answer. Groups that tests make have threads that poll, and live as long as
+their process, because torch remembers them: those of a thousand calls would slow all ranks down."""
 PRELOADED = ["tests.helpers.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"]
 
 
@@ -43,6 +46,7 @@ class RankPool:
         self.collective_timeout = collective_timeout
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._calls = 0
 
     def run(self, function: Callable[..., Any], *args: object, timeout: float = 120.0) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank and return the results in rank order.
@@ -55,8 +59,11 @@ class RankPool:
         Raises:
             RankError: Any rank raised, died or was late. The pool starts new processes for the next call.
         """
+        if self._calls == CALLS:
+            self.close()
         if not self._processes:
             self._start()
+        self._calls += 1
         path = str(Path(function.__code__.co_filename).resolve())
         for pipe in self._pipes:
             pipe.send_bytes(_packed((path, function.__qualname__, args)))
@@ -75,7 +82,7 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._calls = [], [], 0
 
     def _start(self) -> None:
         rank_process = _process_type()

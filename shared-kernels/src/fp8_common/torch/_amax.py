@@ -72,10 +72,21 @@ def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tens
         reduced = {d % x.ndim for d in dims}
         shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    integer, mask = _KEY_DTYPES[x.element_size()]
-    # Keys of 16-bit values are 16 bits wide: half the memory of keys of their float32 values.
-    key = torch.amax(x.view(integer) & mask, dim=tuple(dims), keepdim=keepdim)
-    return key.view(x.dtype).float()
+    return of_narrow_keys(torch.amax(narrow_keys(x), dim=tuple(dims), keepdim=keepdim), x.dtype)
+
+
+def narrow_keys(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of float16, bfloat16 or float32 values without sign, as integers of their width.
+
+    Those of 16-bit values take half the memory of keys of their float32 values.
+    """
+    integer, mask = _KEY_DTYPES[check_input_dtype(x).element_size()]
+    return x.view(integer) & mask
+
+
+def of_narrow_keys(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the float32 values of `narrow_keys` of an array of `dtype`."""
+    return keys.view(dtype).float()
 
 
 def float_key(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from fp8_common._formats import Format
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import _triton_groups as triton_groups
-from fp8_common.torch._amax import amax_over, check_input_dtype, float_key, key_to_float
+from fp8_common.torch._amax import amax_over, check_input_dtype, float_key, key_to_float, narrow_keys, of_narrow_keys
 from fp8_common.torch._ops import NAMESPACE
 
 
@@ -43,7 +43,7 @@ def segment_cast(
     """
     if dispatch.launches(x, fmt):
         return triton_groups.group_cast(x, segments, scale, fmt)
-    of_rows = torch.cat([scale, torch.ones_like(scale[:1])])[segments]
+    of_rows = torch.cat([scale, torch.ones_like(scale[:1])]).index_select(0, segments)
     return dispatch.quantize(x, of_rows if scale.ndim == 2 else of_rows[:, None], fmt, amax)
 
 
@@ -82,9 +82,12 @@ def check_offsets(offsets: torch.Tensor, rows: int, *, wait: bool = False) -> No
         Fp8Error: They do, in eager mode.
     """
     readable = offsets.device.type == "cpu" or (wait and not offsets.is_meta)
-    if torch.compiler.is_compiling() or not readable or offsets_fit(offsets, rows):
+    if torch.compiler.is_compiling() or not readable:
         return
+    # numbers of Python: operators would take several times as long for so few
     ends = offsets.tolist()
+    if all(start <= end <= rows for start, end in itertools.pairwise([0, *ends])):
+        return
     first = next(i for i, (start, end) in enumerate(itertools.pairwise([0, *ends])) if not start <= end <= rows)
     shown = ", ".join(map(str, ends[:8])) + ", ..." * (len(ends) > 8)
     raise Fp8Error(
@@ -104,8 +107,12 @@ def _segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_colum
     if per_column and x.device.type == "cpu":
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
-        parts = [amax_over(x[start:end], (0,), keepdim=False) for start, end in itertools.pairwise(ends)]
-        return torch.stack(parts) if parts else x.new_zeros((0, x.shape[1]), dtype=torch.float32)
+        keys = narrow_keys(x)
+        found = keys.new_zeros((count, x.shape[1]))
+        for segment, (start, end) in enumerate(itertools.pairwise(ends)):
+            if start < end:
+                torch.amax(keys[start:end], 0, out=found[segment])
+        return of_narrow_keys(found, x.dtype)
     # Keys, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
     keys = float_key(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
     found = keys.new_zeros((count + 1, *keys.shape[1:]))

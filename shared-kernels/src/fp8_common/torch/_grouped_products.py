@@ -212,23 +212,23 @@ def _looped(a: Operand, b: Operand, groups: RowGroups, options: ProductOptions, 
 
 
 def _each_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: ProductOptions) -> torch.Tensor:
-    y = a.codes.new_zeros((a.codes.shape[0], b.codes.shape[1]), dtype=options.out_dtype)
-    for group, (start, end) in enumerate(_bounds(offsets, a.codes)):
+    y = a.codes.new_empty((a.codes.shape[0], b.codes.shape[1]), dtype=options.out_dtype)
+    bounds = _bounds(offsets, a.codes)
+    for group, (start, end) in enumerate(bounds):
         if start < end:
             y[start:end] = multiply(_rows_of_group(a, group, start, end), _matrix(b, group), **options._asdict())
+    y[bounds[-1][1] if bounds else 0 :] = 0
     return y
 
 
 def _each_over_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: ProductOptions) -> torch.Tensor:
     shape = (offsets.shape[0], a.codes.shape[1], b.codes.shape[1])
-    y, block = a.codes.new_zeros(shape, dtype=options.out_dtype), 0
+    y, block = a.codes.new_empty(shape, dtype=options.out_dtype), 0
     for group, (start, end) in enumerate(_bounds(offsets, a.codes)):
         blocks = slice(block, block + -(-(end - start) // BLOCK_1X128[1]))
         block = blocks.stop
-        if start < end:
-            rows = slice(start, end)
-            own = _columns_of_group(a, group, rows, blocks), _columns_of_group(b, group, rows, blocks)
-            y[group] = multiply(own[0], own[1], **options._asdict())
+        own = (_columns_of_group(x, group, slice(start, end), blocks) for x in (a, b))
+        y[group] = multiply(*own, **options._asdict()) if start < end else 0
     return y
 
 

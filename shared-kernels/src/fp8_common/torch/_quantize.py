@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from fp8_common._blocks import Block, block_grid, check_block
 from fp8_common._errors import Fp8Error
@@ -193,25 +192,36 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     rows, columns = check_block(block, x.ndim)
     if x.ndim == 1:
         return block_amax(x[None], block)[0]
+    for dim, side in ((-1, columns), (-2, rows)):
+        if cut := x.shape[dim] % side:
+            # blocks that are cut off by themselves, with sides that fit: padded, `x` would be copied
+            whole = x.shape[dim] - cut
+            rest = block_amax(x.narrow(dim, whole, cut), (rows, cut) if dim == -1 else (cut, columns))
+            return torch.cat([block_amax(x.narrow(dim, 0, whole), block), rest], dim) if whole else rest
     grid = block_grid(tuple(x.shape), block)
-    missing = (0, grid[-1] * columns - x.shape[-1], 0, grid[-2] * rows - x.shape[-2])
-    # zeros do not change an amax; padded with none, `x` would be copied
-    padded = F.pad(x, missing) if any(missing) else x
-    return amax_over(padded.reshape(*grid[:-1], rows, grid[-1], columns), (-3, -1), keepdim=False)
+    return amax_over(x.reshape(*grid[:-1], rows, grid[-1], columns), (-3, -1), keepdim=False)
 
 
 def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a view of `x` and its blocks' scales in shapes that broadcast; scales are repeated if blocks are cut off.
+    """Return a view of `x` and its blocks' scales in shapes that broadcast.
+
+    A dimension whose last block is cut off stays whole in the view: the scales are repeated along it.
 
     Raises:
         Fp8Error: `scale` does not have the shape that `block_grid` gives.
     """
     rows, columns = check_block(block, x.ndim)
-    if x.ndim == 1 or x.shape[-2] % rows or x.shape[-1] % columns:
-        return x, expand_blocks(scale, block, x.shape)
     _check_grid(scale, block, x.shape)
-    grid = scale.shape[-2:]
-    return x.unflatten(-1, (grid[1], columns)).unflatten(-3, (grid[0], rows)), scale[..., :, None, :, None]
+    if rows > 1:
+        x, scale = _split_along(x, scale, x.ndim - 2, rows)
+    # -1 of `x` is a dimension of its own still, whatever became of the rows
+    return _split_along(x, scale, x.ndim - 1, columns)
+
+
+def _split_along(x: torch.Tensor, scale: torch.Tensor, dim: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.shape[dim] % side:
+        return x, scale.repeat_interleave(side, dim).narrow(dim, 0, x.shape[dim])
+    return x.unflatten(dim, (scale.shape[dim], side)), scale.unsqueeze(dim + 1)
 
 
 def expand_blocks(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:

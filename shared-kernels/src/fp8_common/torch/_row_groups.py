@@ -32,6 +32,7 @@ class RowGroups:
     def __init__(self, offsets: torch.Tensor, rows: int) -> None:
         self.offsets, self.rows, self.count = offsets, rows, offsets.shape[0]
         self._of_row: torch.Tensor | None = None
+        self._block_of_row: torch.Tensor | None = None
 
     @staticmethod
     def check(offsets: torch.Tensor, rows: torch.Tensor, groups: int, *, wait: bool = False) -> None:
@@ -82,7 +83,7 @@ class RowGroups:
 
     def per_row(self, of_groups: torch.Tensor) -> torch.Tensor:
         """Return [rows, ...]: the entry of each row's group in [count, ...]; ones for rows of no group."""
-        return torch.cat([of_groups, torch.ones_like(of_groups[:1])])[self.of_row]
+        return torch.cat([of_groups, torch.ones_like(of_groups[:1])]).index_select(0, self.of_row)
 
     def cast(
         self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None = None, *, record: bool = False
@@ -141,10 +142,13 @@ class RowGroups:
     def _blocks(self) -> tuple[torch.Tensor, int]:
         """Return the block of each row, int32 [rows], and how many there can be: a group may begin one more."""
         count = self.rows // BLOCK + self.count
+        if self._block_of_row is not None:
+            return self._block_of_row, count
         ends = torch.cat([self.offsets.new_zeros(1), self.offsets])
         blocks = (ends.diff() + BLOCK - 1) // BLOCK
         before = blocks.cumsum(0) - blocks
         group = self.of_row.clamp(max=self.count - 1)
         inside = torch.arange(self.rows, dtype=ends.dtype, device=ends.device) - ends[group]
         block = before[group] + inside // BLOCK
-        return torch.where(self.of_row < self.count, block, count).int(), count
+        self._block_of_row = torch.where(self.of_row < self.count, block, count).int()
+        return self._block_of_row, count
