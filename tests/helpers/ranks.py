@@ -22,11 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What tests of several ranks import anyway; nothing here starts a thread, so that forking is safe.
-CALLS = 150
+CALLS = 20
 """How many calls the processes of a pool answer. Groups that tests make have threads that poll, and live as long as
-their process, because torch remembers them: those of a thousand calls would slow all ranks down."""
-PRELOADED = ["tests.helpers.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"]
+their process, because torch remembers them: 50 meshes of four ranks take half a core, idle."""
+# What tests of several ranks import anyway; nothing here starts a thread, so that forking is safe.
+PRELOADED = [
+    *("tests.helpers.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
+    *("fp8_torch_fsdp", "fp8_te_init"),
+]
 
 
 class RankError(AssertionError):
