@@ -112,8 +112,8 @@ MUTANTS = [
         "float maximum over rows",
         "amax_over",
         swap(
-            "amax(X.view(I) & M, dim=D, keepdim=K)",
-            "X.nan_to_num(posinf=torch.inf).abs().amax(dim=D, keepdim=K).view(I)",
+            "amax(narrow_keys(X), dim=D, keepdim=K)",
+            "X.nan_to_num(posinf=torch.inf).abs().amax(dim=D, keepdim=K)",
         ),
     ),
     _torch("a NaN amax is recorded", "update_history", swap("K >= INF_KEY", "K == INF_KEY")),
