@@ -7,6 +7,7 @@ is a tiny Llama with random weights; nothing is downloaded.
 """
 
 import argparse
+import gc
 
 import torch
 from accelerate import Accelerator
@@ -54,6 +55,11 @@ def main() -> None:
         optimizer.zero_grad()
         if accelerator.is_main_process:
             print(f"step {step:3}  loss {loss.item():.4f}", flush=True)
+    # A DDP model must not outlive its process group: with torch 2.13 over gloo its release can deadlock. It joins the
+    # threads of the group while it holds Python's lock (GIL), and these may still wait for that lock to free a result.
+    del model, optimizer
+    accelerator.free_memory()
+    gc.collect()
     accelerator.end_training()
 
 
