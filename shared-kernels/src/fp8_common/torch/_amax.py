@@ -67,12 +67,12 @@ def _larger(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
     """Return max |x| over `dims` as float32, by the integer order of the bits without sign."""
-    check_input_dtype(x)
+    keys = narrow_keys(x)
     if x.numel() == 0:  # torch.amax refuses to reduce a dimension of length 0
         reduced = {d % x.ndim for d in dims}
         shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    return of_narrow_keys(torch.amax(narrow_keys(x), dim=tuple(dims), keepdim=keepdim), x.dtype)
+    return of_narrow_keys(torch.amax(keys, dim=tuple(dims), keepdim=keepdim), x.dtype)
 
 
 def narrow_keys(x: torch.Tensor) -> torch.Tensor:

@@ -86,13 +86,13 @@ def check_offsets(offsets: torch.Tensor, rows: int, *, wait: bool = False) -> No
         return
     # numbers of Python: operators would take several times as long for so few
     ends = offsets.tolist()
-    if all(start <= end <= rows for start, end in itertools.pairwise([0, *ends])):
+    pairs = enumerate(itertools.pairwise([0, *ends]))
+    if (wrong := next((i for i, (start, end) in pairs if not start <= end <= rows), None)) is None:
         return
-    first = next(i for i, (start, end) in enumerate(itertools.pairwise([0, *ends])) if not start <= end <= rows)
     shown = ", ".join(map(str, ends[:8])) + ", ..." * (len(ends) > 8)
     raise Fp8Error(
         f"Group offsets must begin at 0 or above, never fall, and end at the number of rows, {rows}, or before; "
-        f"got {shown}: {ends[first]} for expert {first} does not fit."
+        f"got {shown}: {ends[wrong]} for expert {wrong} does not fit."
     )
 
 
