@@ -89,7 +89,7 @@ def train(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not found:
-        raise RuntimeError(f"{name}: failed\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{name}: failed\n{done.stderr}")
     return found[-1] if found[-1]["done"] else None
 
 

@@ -37,7 +37,7 @@ def plant_outliers(model: nn.Module, dim: int) -> None:
 
 def rate_factor(step: int, steps: int, regime: str) -> float:
     """Return what the learning rate of a step is multiplied by; spikes divide a run into equal parts."""
-    part = steps // (SPIKES + 1)
+    part = max(steps // (SPIKES + 1), 1)
     spiked = regime == "spikes" and step >= part and step % part < SPIKE_STEPS
     return SPIKE if spiked else 1.0
 

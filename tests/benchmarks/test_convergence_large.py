@@ -33,6 +33,8 @@ def test_the_rate_is_spiked_for_a_few_steps_after_the_warm_up():
     spiked = [step for step in range(600) if rate_factor(step, 600, "spikes") == SPIKE]
     assert spiked == [start + step for start in (100, 200, 300, 400, 500) for step in range(SPIKE_STEPS)]
     assert [step for step in range(1000) if rate_factor(step, 3000, "spikes") == SPIKE] == list(range(500, 510))
+    # shorter than its spikes are many, as in the tests below
+    assert [rate_factor(step, 4, "spikes") for step in range(4)] == [1, SPIKE, SPIKE, SPIKE]
     assert rate_factor(100, 600, "plain") == rate_factor(100, 600, "outliers") == 1
 
 
