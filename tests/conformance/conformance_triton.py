@@ -89,8 +89,9 @@ def amax_to_scale_inv(amax, fmt, policy=CANONICAL, prev=None):
 
 
 def _scales(amax, fmt, policy, prev):
-    """Let the update of delayed scaling make scales: its window of one is empty where amax is not finite."""
-    need(amax.ndim == 1 and policy.formula != "descale" and policy.nonfinite == "previous", fmt, policy)
+    """Let the update of delayed scaling make scales: what is not finite leaves its window of one as zero does."""
+    alike = policy.zero == policy.nonfinite == "previous"
+    need(amax.ndim == 1 and policy.formula != "descale" and alike, fmt, policy)
     scale = torch.ones_like(amax) if prev is None else prev
     return delayed_step(torch.zeros(1, *amax.shape), amax, scale, fmt, policy)[1:]
 

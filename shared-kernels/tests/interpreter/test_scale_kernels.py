@@ -21,10 +21,17 @@ def test_scales_of_amax(policy):
     assert_same_bits(inverse, f8.reciprocal(want), source=amax)
 
 
+MIXED_ANSWERS = [
+    f8.ScalePolicy(zero=zero, nonfinite=nonfinite, eps=1e-6 * (zero == "eps"))
+    for zero in ("previous", "one", "eps")
+    for nonfinite in ("previous", "one", "propagate")
+]
+
+
 @pytest.mark.parametrize("policy", [
-    f8.CANONICAL, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
+    *MIXED_ANSWERS, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
     torchao(), torchao(True), flax(), flax(margin=3), msamp(), msamp(margin=1), deepgemm(), deepgemm(True),
-], ids=lambda policy: f"{policy.name}-{policy.margin}-{policy.power_of_2}")  # fmt: skip
+], ids=lambda policy: f"{policy.name}-{policy.margin}-{policy.power_of_2}-{policy.zero}-{policy.nonfinite}")  # fmt: skip
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_policy_on_every_kind_of_amax(fmt, policy):
     x = adversarial_amax()[:, None]
