@@ -31,7 +31,7 @@ MIXED_ANSWERS = [
 @pytest.mark.parametrize("policy", [
     *MIXED_ANSWERS, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
     torchao(), torchao(True), flax(), flax(margin=3), msamp(), msamp(margin=1), deepgemm(), deepgemm(True),
-], ids=lambda policy: f"{policy.name}-{policy.margin}-{policy.power_of_2}-{policy.zero}-{policy.nonfinite}")  # fmt: skip
+], ids=lambda p: f"{p.name}-{p.margin}-{p.power_of_2}-{p.zero}-{p.nonfinite}")  # fmt: skip
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_policy_on_every_kind_of_amax(fmt, policy):
     x = adversarial_amax()[:, None]
