@@ -22,7 +22,7 @@ from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _history as _history
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all, amax_over
-from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch._compat import constant_of_record
 from fp8_common.torch._quantize import quantize_stochastic as _quantize_stochastic
 from fp8_common.torch._rounding import torch_dtype
 from fp8_common.torch._rounding import values as _values
@@ -31,13 +31,16 @@ from fp8_common.torch._scaling import divide, e8m0_from_amax, scale_from_amax, s
 NAMESPACE = "fp8_common"
 
 
-@assume_constant_result
+@constant_of_record
 def policy_key(policy: ScalePolicy) -> str:
     """Return the string that stands for `policy` in operator arguments; `policy_of_key` reads it back."""
-    # A constant to compilers: with dynamic shapes, the integers of a policy would be symbols to them.
+    # Where a compiler traces this, numbers may be symbols, which are no part of a string: `int` and `float` make them
+    # constants, with guards.
+    numbers = int(policy.margin), float(policy.eps), float(policy.upper), float(policy.lower), int(policy.history)
+    margin, eps, upper, lower, history = numbers
     return (
-        f"{policy.name}|{policy.margin}|{policy.power_of_2}|{policy.eps}|{policy.zero}|{policy.nonfinite}|"
-        f"{policy.upper}|{policy.lower}|{policy.formula}|{policy.mx_mode}|{policy.history}|{policy.algo}"
+        f"{policy.name}|{margin}|{policy.power_of_2}|{eps}|{policy.zero}|{policy.nonfinite}|"
+        f"{upper}|{lower}|{policy.formula}|{policy.mx_mode}|{history}|{policy.algo}"
     )
 
 
