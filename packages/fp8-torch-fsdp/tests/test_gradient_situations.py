@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -123,6 +123,8 @@ def both(rank, ranks, situation):
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_gradients_are_near_whatever_the_loop_does(run_ranks, situation):
+    if SITUATIONS[situation][0] is use_less_on_one_rank and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip(f"torch {torch.__version__} cannot be told that a rank may lack gradients")
     ranks = 4 if "integer" in situation or "columns" in situation else 3
     for plain, ours in run_ranks(ranks, both, situation):
         for name, gradient in plain.items():

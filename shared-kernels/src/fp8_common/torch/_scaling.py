@@ -25,7 +25,8 @@ def scale_from_amax(
     if policy.formula == "e8m0":
         return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
     if policy.formula == "descale":
-        return divide(1.0, scale_inv_from_amax(value, fmt, policy))
+        # By its bits, so that it is rounded: compiled by torch 2.11, two conversions in a row become one.
+        return divide(1.0, key_to_float(float_key(scale_inv_from_amax(value, fmt, policy))))
     if policy.formula == "divide_then_margin":
         # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
         scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
