@@ -151,6 +151,18 @@ def test_a_policy_may_have_any_name(name):
     assert_same_bits(scale.numpy(), want[1])
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_function_follows_the_policies_it_is_given(dynamic):
+    """No policy is taken for an earlier one, and its numbers do not become symbols."""
+    compiled = torch.compile(
+        lambda policy: f8t.quantize_rowwise(X, "e4m3", -1, policy)[1], fullgraph=True, backend="eager", dynamic=dynamic
+    )
+    numbers = [(0, 0.0, 2.0**100, 0), (3, 1e-6, 2.0**99, 16), (-2, 1e-3, 2.0, 4), (3, 10.0, 2.0**99, 16)]
+    for margin, eps, upper, history in numbers:
+        policy = f8.ScalePolicy(margin=margin, eps=eps, upper=upper, history=history)
+        assert_same_bits(compiled(policy).numpy(), f8.quantize_rowwise(X.numpy(), "e4m3", -1, policy)[1])
+
+
 def test_compiled_equals_eager():
     def step(x):
         scale = f8t.amax_to_scale(f8t.amax(x), "e4m3")
