@@ -17,7 +17,6 @@ from typing import Any
 
 from tools import architectures
 from tools import gradient_runs as runs_of_gradients
-from tools.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 STATUS = Path("shared-kernels/src/fp8_common/status.json")
@@ -79,29 +78,6 @@ def status_of(names: Sequence[str]) -> str:
 def status_note(link: str, names: Sequence[str]) -> Callable[[], str]:
     """Return the part of a guide that says so, with a link to the whole table."""
     return lambda: f"**Status** ([all devices]({link})). {status_of(names)}"
-
-
-# ---------------------------------------------------------------- how to install
-
-
-def source(package: str, address: str) -> str:
-    """Return what pip needs to install a package from the repository."""
-    return f'"{package} @ git+{address}#subdirectory={PACKAGES[package].partition("[")[0]}"'
-
-
-def pip_line(plugin: str, address: str) -> str:
-    """Return the command for a plugin and fp8-common, which it pins and no index has."""
-    names = dict.fromkeys(("fp8-common", plugin))
-    return "$ pip install " + " ".join(source(name, address) for name in names)
-
-
-def install(plugins: Sequence[str]) -> str:
-    """Return the commands that work today: from the published repository, else from a clone."""
-    address = addresses()["repository"]
-    # without an address the commands read from the clone that they are run in
-    lines = [] if address else ["$ cd fp8-plugins  # your clone"]
-    lines += [pip_line(plugin, address or "file://$PWD") for plugin in plugins]
-    return "\n".join(["```console", *lines, "```"])
 
 
 # ---------------------------------------------------------------- the demo
@@ -256,7 +232,6 @@ def citation() -> str:
     return f"repository-code: {address}" if address else "# none yet"
 
 
-PLUGINS = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
 PARTS: dict[str, Callable[[], str]] = {
     "status": status,
@@ -265,8 +240,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "status of casts": status_note("../status.md", ("casts",)),
     "status of collectives": status_note("../status.md", ("collectives",)),
     "status of choices": status_note("status.md", RECIPES),
-    "install one": lambda: install(PLUGINS[:1]),
-    "install each": lambda: install(PLUGINS),
     "demo": demo,
     "jax layers": jax_layers,
     "masters memory": masters_memory,

@@ -1,11 +1,11 @@
-"""Each figure of a measurement in README, index and guides equals what its file says."""
+"""Each figure of a measurement in index and guides equals what its file says."""
 
 import pytest
 
 from tests.helpers.repository import ROOT
 from tests.pages import figures
 
-PAGES = [ROOT / "README.md", ROOT / "docs/index.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
+PAGES = [ROOT / "docs/index.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
 CLAIMS = [(path.name, claim) for path in PAGES for claim in figures.claims(path.read_text())]
 
 

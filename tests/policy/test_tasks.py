@@ -152,13 +152,10 @@ def test_every_test_that_a_document_names_exists():
     assert lost == []
 
 
-def test_ci_runs_the_command_of_the_readme():
-    commands = re.findall(r"^(?:\$ )?(python -m pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    install = 'python -m pip install "nox[uv]"'
-    assert commands == [f"{install} && python -m nox -s demo", f"{install} && python -m nox"]
+def test_ci_runs_every_default_session():
     lines = (ROOT / ".ci/run").read_text().splitlines()
     steps = [line for line in lines if line and not line.startswith(("#", "set ", "cd "))]
-    assert steps == [commands[1]]
+    assert steps == ['python -m pip install "nox[uv]" && python -m nox']
     assert (ROOT / ".ci/run").stat().st_mode & 0o111, "CI and people start .ci/run directly: make it executable."
 
 

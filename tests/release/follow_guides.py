@@ -1,11 +1,10 @@
 """A newcomer's way, in empty environments: `python -m tests.release.follow_guides [PART OF A NAME ...]`.
 
-1. README: for each plugin its line for pip, with the checkout's own git address, and its change of a job.
-2. Guides: each gets what its `pip install` lines name, and nothing else; packages of this repository come from their
+1. Guides: each gets what its `pip install` lines name, and nothing else; packages of this repository come from their
    folders. Its Python blocks run in order in one process, its programs before and after a change each in its own.
-3. Notebooks: the same, with what the first cell says that it needs.
+2. Notebooks: the same, with what the first cell says that it needs.
 
-The time of each is printed. What git gives out are commits: changes that are not committed are not in part 1.
+The time of each is printed. `tests/test_first_hour.py` follows the README.
 """
 
 import os
@@ -22,15 +21,12 @@ from typing import NamedTuple
 
 from tests.helpers.repository import ROOT, packages
 from tests.pages import notebooks, programs
-from tools import pages
 
 GUIDES = ROOT / "docs" / "guides"
 INSTALL = re.compile(r"^ *\$ pip install (.+)$", re.MULTILINE)
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NOT_HERE = {"transformer_engine", "deepspeed"}
 """What programs before a change import and guides do not install: they need a GPU."""
-EXTRAS = {"fp8-jax-owg": ["flax", "optax"]}
-"""What the README's change needs besides the plugin."""
 
 
 class Case(NamedTuple):
@@ -67,19 +63,8 @@ def runnable(page: str) -> list[str]:
     return [code for code in found if code.strip() and NOT_HERE.isdisjoint(programs.NEEDS.findall(code))]
 
 
-def readme_cases() -> Iterator[Case]:
-    """Yield the README's way for each plugin."""
-    changes = list(programs.changes((ROOT / "README.md").read_text()))
-    # TransformerEngine cannot be imported without a GPU: its page has the same change without it
-    changes[2] = list(programs.changes((GUIDES / "from-transformer-engine.md").read_text()))[1]
-    for plugin, change in zip(pages.PLUGINS, changes, strict=True):
-        line = shlex.split(pages.pip_line(plugin, f"file://{ROOT}").removeprefix("$ pip install "))
-        yield Case(f"README, {plugin}", [*line, *EXTRAS.get(plugin, [])], [change.after])
-
-
 def cases() -> Iterator[Case]:
     """Yield everything that can be followed."""
-    yield from readme_cases()
     for path in sorted(GUIDES.glob("*.md")):
         page = path.read_text()
         if code := runnable(page):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.repository import ROOT, packages
+from tests.helpers.repository import packages
 from tests.pages import notebooks
 from tests.release import follow_guides
 
@@ -48,15 +48,10 @@ def test_everything_that_is_followed_says_what_to_install_and_is_made_of_program
         compile(code, case.name, "exec")
 
 
-def test_the_way_begins_with_the_readme_and_leads_through_guides_and_notebooks():
-    names = list(CASES)
-    assert names[:3] == ["README, fp8-torch-fsdp", "README, fp8-jax-owg", "README, fp8-te-init"]
+def test_guides_and_notebooks_are_followed():
     assert {path.name for path in PAGES if follow_guides.program(path.read_text())} <= CASES.keys()
     assert {path.name for path in notebooks.NOTEBOOKS} <= CASES.keys()
     assert {"from-torchao.md", "from-flax.md", "from-transformer-engine.md", "from-deepspeed.md"} <= CASES.keys()
-    first = CASES[names[0]]
-    assert first.wanted[1] == f"fp8-torch-fsdp @ git+file://{ROOT}#subdirectory=packages/fp8-torch-fsdp"
-    assert "convert_to_float8_training(model" in first.programs[0]
 
 
 def test_programs_that_need_a_gpu_are_left_out():

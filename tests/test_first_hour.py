@@ -1,0 +1,164 @@
+"""The README's first hour: its install lines with the pip that this Python brings, its changes of a job, `fp8 doctor`.
+
+The environment is empty but for that pip. Its dependencies are links to those of the environment that runs the tests:
+downloading torch would take minutes. So pip reads, builds, resolves and installs the packages of this repository, and
+finds that everything else is there; no index is asked.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.timeout(600)  # a few seconds each, but pip starts many processes on a busy machine
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^(?:\$ )?((?:pip install \./|fp8 ).*)$", README, re.MULTILINE)
+CHANGES = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+OURS = re.compile(r"(_+editable.*)?fp8[_-].*")
+"""Entries of an environment's site-packages that belong to the packages of this repository."""
+
+JAX_JOB = """
+import jax
+import optax
+from flax import linen as nn
+from flax.linen import Dense
+from flax.training.train_state import TrainState
+
+model = nn.Sequential([Dense(64), nn.relu, Dense(16)])
+x = jax.random.normal(jax.random.key(0), (32, 16))
+state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-3))
+losses = []
+for step in range(10):
+    loss, grads = jax.value_and_grad(lambda variables: ((model.apply(variables, x) - x) ** 2).mean())(state.params)
+    state = state.apply_gradients(grads=grads)
+    losses.append(float(loss))
+assert losses[-1] < losses[0], losses
+assert state.params.keys() == {KEYS}, state.params.keys()
+"""
+TORCH_JOB = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+
+model = build()
+optimizer = torch.optim.AdamW(model.parameters())
+x = torch.randn(32, 64)
+losses = []
+for step in range(10):
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+print(model[0])
+"""
+
+
+def before(change: str) -> str:
+    """Return a block of differences as it was before the change."""
+    return "".join(line[1:] for line in change.splitlines(keepends=True) if not line.startswith("+"))
+
+
+def after(change: str) -> str:
+    """Return a block of differences as it is after the change."""
+    return "".join(line[1:] or line for line in change.splitlines(keepends=True) if not line.startswith("-"))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Return the folder of the programs of an environment that holds this Python's own pip, and its settings."""
+    missing = [name for name in ("ensurepip", "hatchling") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not there: the environment cannot be made, or nothing built in it")
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    settings |= {
+        "PATH": os.pathsep.join([paths["scripts"], settings["PATH"]]),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # to pip, this means that builds see what is installed
+    }
+    # Python 3.11 brings an old setuptools with its pip, which would hide the one that torch asks for
+    run("pip uninstall --quiet --yes setuptools", settings)
+    dependencies = folder / "dependencies"
+    dependencies.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not OURS.fullmatch(entry.name) and not entry.name.startswith("pip"):
+            (dependencies / entry.name).symlink_to(entry)
+    (Path(paths["purelib"]) / "dependencies.pth").write_text(f"{dependencies}\n")
+    return settings
+
+
+def run(command: str, settings: dict[str, str], folder: Path = ROOT) -> str:
+    """Run a command as a shell would find it, and return what it prints."""
+    done = subprocess.run(shlex.split(command), cwd=folder, env=settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(environment):
+    """Return the settings of the environment once the README's first line has run in it."""
+    assert COMMANDS[0] == "pip install ./shared-kernels ./packages/fp8-torch-fsdp"
+    run(COMMANDS[0], environment)
+    return environment
+
+
+def test_the_first_line_installs_and_doctor_answers(installed, tmp_path):
+    look = "import importlib.util as u; print(u.find_spec('fp8_torch_fsdp').origin)"
+    where = run(f'python -c "{look}"', installed, tmp_path)
+    assert "site-packages" in where
+    assert str(ROOT) not in where
+    said = run(COMMANDS[-1], installed, tmp_path)
+    assert "fp8-torch-fsdp 0." in said
+    assert "PROBLEM" not in said
+
+
+@pytest.mark.parametrize("line", COMMANDS[1:-1])
+def test_the_other_lines_resolve(line, environment):
+    assert "Would install fp8-" in run(f"{line} --dry-run", environment)
+
+
+@pytest.mark.distributed
+def test_the_first_change_is_a_program_that_trains_on_two_ranks(installed, tmp_path):
+    (tmp_path / "train.py").write_text(after(CHANGES[0]))
+    run("python -m torch.distributed.run --nproc-per-node 2 train.py", installed | {"OMP_NUM_THREADS": "1"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "job", "needs"),
+    [
+        (CHANGES[1], JAX_JOB.replace("{KEYS}", "{'params', '_overwrite_with_gradient'}"), "flax"),
+        (CHANGES[2], TORCH_JOB, "torch"),
+    ],
+    ids=["jax", "te-init"],
+)
+def test_the_other_changes_fit_a_plain_job(change, job, needs, tmp_path):
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    assert before(change) in job
+    (tmp_path / "train.py").write_text(job.replace(before(change), after(change)))
+    # as users run it: the tests' strictness about promotion is off
+    settings = {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_DTYPE_PROMOTION"}
+    run(f"{sys.executable} train.py", settings, tmp_path)
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 600
+    assert README[: README.index("```diff")].count("\n") < 12, "the change is on the first screen"
