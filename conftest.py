@@ -30,7 +30,7 @@ if importlib.util.find_spec("sybil") and importlib.util.find_spec("torch"):
     from sybil.evaluators.python import PythonEvaluator
     from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
-    from tests.pages.programs import Printing, check_output
+    from tests.helpers.programs import Printing, check_output
 
     # a block "output" stands for what the Python block before it prints
     blocks = [CodeBlockParser("python", Printing(PythonEvaluator())), CodeBlockParser("output", check_output)]

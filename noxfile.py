@@ -2,23 +2,22 @@
 # /// script
 # dependencies = ["nox[uv]>=2025.11.12"]
 # ///
-"""Every task of the repository: `nox -l` lists them, `nox` tests all, `nox -s NAME -- ARGS` runs one."""
+"""Every task: `nox` checks all, `nox -l` lists the rest, `nox -s "test(torch)" -- FILE -k NAME` runs a part."""
 
+import ast
+import hashlib
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT)]  # nox loads this file by its path, from whatever folder
-
-from tools.machine import digest, gpu_tests, newest_interpreter, select_pyenv_interpreter, why_no_gpu  # noqa: E402
-from tools.maxtext import maxtext  # noqa: E402
-from tools.package_index import package_sources  # noqa: E402
-from tools.packages import AHEAD_OF_TIME, INTERPRETED, ISOLATED, PACKAGES, editable, folders  # noqa: E402
-from tools.sessions import ON_ALL_CORES, PROJECT, install, install_xla_for_gpus, pinned, run_benchmarks, run_tests  # noqa: E402
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -26,11 +25,80 @@ nox.options.reuse_venv = "yes"
 # A session that wants another interpreter is skipped, with its reason, where there is no such interpreter.
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "test", "isolated", "docs", "build"]
+nox.options.sessions = ["lint", "test", "docs"]
 
-UNCONSTRAINED = {"PIP_CONSTRAINT": "", "UV_CONSTRAINT": ""}
-# what every test needs; the first asks for triton, which no plugin does
-EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
+COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
+OWG_WITH_ALL = f"{OWG}[flax,optax,orbax,equinox]"
+PACKAGES = (f"{COMMON}[torch,jax,testing]", FSDP, OWG_WITH_ALL, TE)
+WITH_TRITON = (f"{COMMON}[torch,jax,triton,testing]", *PACKAGES[1:])
+
+
+class Stack(NamedTuple):
+    """What `test` installs, the tests that pass with it, the modules that must not have come along."""
+
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+    absent: tuple[str, ...]
+
+
+STACKS = {
+    "numpy": Stack((COMMON,), (f"{COMMON}/tests/numpy",), ("torch", "jax", "flax", "triton")),
+    "torch": Stack(
+        (f"{COMMON}[torch]", FSDP, TE), (f"{COMMON}/tests/torch", f"{FSDP}/tests", f"{TE}/tests"), ("jax", "flax")
+    ),
+    "jax": Stack((f"{COMMON}[jax]", OWG_WITH_ALL), (f"{COMMON}/tests/jax", f"{OWG}/tests"), ("torch", "triton")),
+    "all": Stack(PACKAGES, ("tests",), ()),
+}
+DOCUMENTS = ("README.md", "shared-kernels/README.md", *(f"{package}/README.md" for package in (FSDP, OWG, TE)), "docs")
+PARALLEL = ("-n", "auto", "--dist", "loadgroup")
+
+
+def package_sources() -> dict[str, str]:
+    """Return the settings that make uv and pip install the same builds from the same places.
+
+    uv reads no pip configuration, so it is told. On Linux without a GPU and without any such configuration torch comes
+    from PyTorch's index of CPU builds, which saves gigabytes of CUDA libraries.
+    """
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    # the environment wins over files
+    lines = sorted(listing.splitlines(), key=lambda line: line.startswith(":env:"))
+    pairs = (line.partition("=")[::2] for line in lines)
+    pip = {name.rpartition(".")[2]: ast.literal_eval(value) for name, value in pairs}
+    told = {
+        "UV_DEFAULT_INDEX": pip.get("index-url"),
+        "UV_INDEX": " ".join(pip.get("extra-index-url", "").split()),
+        "UV_FIND_LINKS": ",".join(pip.get("find-links", "").split()),
+    }
+    if not any(told.values()) and sys.platform == "linux" and not shutil.which("nvidia-smi"):
+        told |= {"UV_TORCH_BACKEND": "cpu", "PIP_EXTRA_INDEX_URL": CPU_WHEELS}
+    # pip takes the best version of all indexes
+    told |= {"UV_INDEX_STRATEGY": "unsafe-best-match", "SSL_CERT_FILE": pip.get("cert")}
+    return {name: value for name, value in told.items() if value and name not in os.environ}
+
+
+def install(
+    session: nox.Session, *packages: str, groups: tuple[str, ...] = (), constraints: str | None = "constraints.txt"
+) -> None:
+    """Install packages of this repository (editable) and dependency groups, under `constraints`."""
+    session.env.update(package_sources())
+    if constraints:
+        session.env.update(dict.fromkeys(("PIP_CONSTRAINT", "UV_CONSTRAINT"), str(ROOT / constraints)))
+    # nox switches bytecode off; then each process compiles torch anew: importing it takes 3.6 s, not 1.6 s
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    editable = (word for package in packages for word in ("-e", f"./{package}"))
+    session.install(*editable, *nox.project.dependency_groups(PROJECT, *groups))
+
+
+def pytest(session: nox.Session, *options: str, paths: tuple[str, ...], documents: bool = False) -> None:
+    """Run the files that are named after `--`, else `paths` on all cores and then the programs of the documents."""
+    if any((ROOT / word.partition("::")[0]).exists() for word in session.posargs if word[:1] != "-"):
+        session.run("pytest", *options, *session.posargs)
+        return
+    session.run("pytest", *options, *PARALLEL, *paths, *session.posargs)
+    if documents and not session.posargs:
+        # file by file, and after the tests: they choose how many devices JAX sees, which a process can do once
+        session.run("pytest", *options, "-n", "auto", "--dist", "loadfile", *DOCUMENTS)
 
 
 # ---------------------------------------------------------------- what runs by default
@@ -38,81 +106,74 @@ EVERYTHING = ("fp8-common[torch,jax,triton,testing]", *list(PACKAGES)[1:])
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, spelling and who imports whom; print the style budget."""
-    install(session, groups=["lint"])
-    session.install("--no-deps", *editable(*PACKAGES, extras=False))
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("codespell")
-    session.run("lint-imports")
-    session.run("python", "-m", "tests.policy.style_budget")
+    """Check style, spelling, types and who imports whom."""
+    install(session, *PACKAGES, groups=("lint", "types"))
+    for command in ("ruff check .", "ruff format --check .", "codespell", "lint-imports", "pyrefly check"):
+        session.run(*command.split())
 
 
 @nox.session
-def types(session: nox.Session) -> None:
-    """Check the annotations."""
-    install(session, *PACKAGES, groups=["types"])
-    session.run("pyrefly", "check")
-
-
-@nox.session
-def test(session: nox.Session) -> None:
-    """Run what needs all packages: tests across frameworks, rules of the repository, examples of the documents."""
-    install(session, *PACKAGES, groups=["test", "demo", "peers"])
-    # what a package tests of itself, it tests alone: session `isolated`
-    run_tests(session, paths=("tests",))
-
-
-@nox.session
-@nox.parametrize("run", list(ISOLATED), ids=list(ISOLATED))
-def isolated(session: nox.Session, run: str) -> None:
-    """Run one package's own tests where nothing else is installed."""
-    packages, tests, absent = ISOLATED[run]
-    install(session, *packages, groups=["test"], extras=False)
-    look = f"import importlib.util as u; print(*filter(u.find_spec, {sorted(absent)}))"
-    if intruders := session.run("python", "-c", look, silent=True, log=False).strip():
+@nox.parametrize("stack", list(STACKS), ids=list(STACKS))
+def test(session: nox.Session, stack: str) -> None:
+    """Run the tests of one stack of packages where nothing else is installed."""
+    packages, tests, absent = STACKS[stack]
+    install(session, *packages, groups=("test", "demo", "peers") if stack == "all" else ("test",))
+    look = f"import importlib.util as u; print(*filter(u.find_spec, {absent}))"
+    if intruders := str(session.run("python", "-c", look, silent=True, log=False)).strip():
         session.error(f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it.")
-    run_tests(session, paths=(tests,), examples=False)
+    pytest(session, paths=tests, documents=stack == "all")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the site into site/; broken links and references are errors."""
-    install(session, groups=["docs"])
+    """Build the site into site/; warnings, broken links and broken references are errors."""
+    install(session, groups=("docs",))
     said = str(session.run("zensical", "build", "--clean", "--strict", silent=True))
     if "griffe:" in said:
         session.error(f"The generator of the reference warns:\n{said}")
-    session.run("python", "-m", "tests.pages.check_links")
-
-
-@nox.session
-def build(session: nox.Session) -> None:
-    """Build every sdist and wheel into dist/, check them, import the wheels in an empty environment."""
-    install(session, groups=["build"])
-    temporary = Path(session.create_tmp()).resolve()
-    session.env["HATCH_DATA_DIR"] = str(temporary / "hatch")
-    dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    # with UV_PYTHON hatch would install the build backend here and not into the environment it builds in
-    session.run("hatch", "build", "--all", env={"UV_PYTHON": None})
-    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run("python", "-m", "tests.release.check_wheels", str(dist))
-    empty = temporary / "empty"
-    python = str(empty / ("Scripts" if os.name == "nt" else "bin") / "python")
-    session.run("uv", "venv", "--quiet", "--clear", f"--python={sys.executable}", str(empty))
-    for wheel in sorted(dist.glob("*.whl")):
-        session.run("uv", "pip", "install", "--quiet", f"--python={python}", str(wheel), external=True)
-        module = wheel.name.partition("-")[0]
-        session.run(python, "-IB", "-c", f"import {module}; print({module})", external=True)
 
 
 # ---------------------------------------------------------------- what runs when asked for
 
 
 @nox.session
+def full(session: nox.Session) -> None:
+    """Run every case of every test, then session `kernels` on both supported Tritons."""
+    install(session, *PACKAGES, groups=("test", "demo", "peers"))
+    everything = ("--full", "--timeout=1800")
+    pytest(session, *everything, paths=(f"{COMMON}/tests", "packages", "tests"), documents=True)
+    if not session.posargs:
+        session.notify("kernels", posargs=everything)
+
+
+@nox.session
+@nox.parametrize("python,constraints", [("3.11", "constraints-oldest.txt"), ("3.13", None)], ids=["oldest", "newest"])
+def versions(session: nox.Session, constraints: str | None) -> None:
+    """Run every test on the oldest supported versions, or on the newest that the index has."""
+    install(session, *WITH_TRITON, groups=("test", "demo", "examples"), constraints=constraints)
+    pytest(session, paths=(f"{COMMON}/tests", "packages", "tests"), documents=True)
+
+
+@nox.session
+@nox.parametrize("constraints", ["constraints.txt", "constraints-oldest.txt"], ids=["newest", "oldest"])
+def kernels(session: nox.Session, constraints: str) -> None:
+    """Run kernels in Triton's interpreter; compile them, and JAX programs, for NVIDIA GPUs and judge the code."""
+    install(session, *WITH_TRITON, groups=("test",), constraints=constraints)
+    jax = str(session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)).strip()
+    # what XLA needs to compile for NVIDIA GPUs, without the libraries that it would call on one
+    session.install("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}", "nvidia-cuda-nvcc-cu12")
+    interpreted = [f"{package}/tests/interpreter" for package in (COMMON, FSDP, TE)]
+    interpreted.append("tests/conformance/test_conformance.py")
+    session.run("pytest", *PARALLEL, *interpreted, *session.posargs, env={"TRITON_INTERPRET": "1"})
+    compiled = [f"{COMMON}/tests/aot", f"{OWG}/tests/aot"]
+    compiled += [f"tests/benchmarks/test_{name}.py" for name in ("static_cost", "host_time", "fused_casts")]
+    session.run("pytest", *PARALLEL, *compiled, *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small language model with bf16 and with FP8 all-gather; the comparison is in demo-report/."""
-    install(session, *PACKAGES, groups=["demo"], extras=False)
+    """Train small language models with bf16 and with FP8, side by side; the comparison is in demo-report/."""
+    install(session, *PACKAGES, groups=("demo",))
     session.run("python", "-m", "demos.torch_fsdp", *session.posargs)
     if not session.posargs:
         session.run("python", "-m", "demos.te_init")
@@ -120,177 +181,52 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
-def browser(session: nox.Session) -> None:
-    """Look at every page of the built site in Chromium, as wide as a desktop and as a phone."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if not found:
-        session.skip(f"There is no browser: none of {', '.join(names)} is on the path.")
-    docs(session)
-    install(session, groups=["browser"])
-    pictures = Path(session.create_tmp()).resolve()
-    session.run("python", "-m", "tests.pages.check_browser", found, str(pictures))
-
-
-@nox.session
-def interpreter(session: nox.Session) -> None:
-    """Run every kernel in Triton's interpreter against the NumPy definition."""
-    install(session, "fp8-common[torch,triton]", "fp8-torch-fsdp", "fp8-te-init", groups=["test"])
-    session.run("pytest", *ON_ALL_CORES, *INTERPRETED, *session.posargs, env={"TRITON_INTERPRET": "1"})
-
-
-@nox.session
-def aot(session: nox.Session) -> None:
-    """Compile kernels for sm_89, sm_90 and sm_100 and JAX programs for an H200, and judge them; needs no GPU."""
-    install(session, "fp8-common[torch,jax,triton]", "fp8-torch-fsdp", "fp8-jax-owg", groups=["test"])
-    install_xla_for_gpus(session)
-    session.run("pytest", *ON_ALL_CORES, *AHEAD_OF_TIME, *session.posargs)
-    session.run("fp8-bench", "--static", "--arch", "90")
-
-
-@nox.session
-def aot_previous(session: nox.Session) -> None:
-    """Judge the machine code that the oldest supported Triton makes; alone, for its torch would be another."""
-    install(session, "fp8-common", groups=["test"], extras=False)
-    session.install(f"triton=={pinned('triton', 'constraints-oldest.txt')}", env=UNCONSTRAINED)
-    session.run("pytest", *ON_ALL_CORES, "shared-kernels/tests/aot", *session.posargs)
-
-
-@nox.session
-def full(session: nox.Session) -> None:
-    """Run every test on the whole matrix of cases; the kernels' sessions, on both Tritons, follow by themselves."""
-    install(session, *PACKAGES, groups=["test", "demo", "peers"])
-    run_tests(session, "--full", "--timeout=1800")
-    for kernels in () if session.posargs else ("interpreter", "aot", "aot_previous"):
-        session.notify(kernels, posargs=["--full", "--timeout=1800"])
-
-
-@nox.session
-def oldest(session: nox.Session) -> None:
-    """Run every test on the oldest supported torch, jax, triton and numpy."""
-    install(session, *EVERYTHING, groups=["test", "demo", "examples"], constraints="constraints-oldest.txt")
-    run_tests(session)
-
-
-@nox.session(python=newest_interpreter())
-def latest(session: nox.Session) -> None:
-    """Run every test on the newest torch, jax, triton, numpy and Python that install here."""
-    install(session, *EVERYTHING, groups=["test", "demo", "examples"], constraints=None)
-    session.run("python", "-c", "from fp8_common._machine import installed_versions as v; print(v())")
-    run_tests(session)
-
-
-@nox.session(python=select_pyenv_interpreter("3.12"))
-def py312(session: nox.Session) -> None:
-    """Run every test on Python 3.12 with the newest versions; after `-- maxtext` MaxText's own layers."""
-    for_maxtext = session.posargs == ["maxtext"]
-    packages = ("fp8-common[jax]", "fp8-jax-owg") if for_maxtext else EVERYTHING
-    install(session, *packages, groups=["test", "demo", "examples"], constraints=None)
-    maxtext(session) if for_maxtext else run_tests(session)
-
-
-@nox.session
-def mutants(session: nox.Session) -> None:
-    """Make mistakes on purpose, one at a time in a copy: the tests must find each (names after -- choose)."""
-    install(session, *EVERYTHING, groups=["test", "demo", "peers"])
-    session.run("python", "-m", "tests.mutants.run", *session.posargs)
-
-
-@nox.session(name="release-check")
-def release_check(session: nox.Session) -> None:
-    """Build everything twice and compare; check sizes, contents, versions, changelog and import times."""
-    build(session)
-    dist, first = ROOT / "dist", digest(ROOT / "dist")
-    # not --clean: each package's build would remove the files of the others
-    shutil.rmtree(dist)
-    session.run("hatch", "build", "--all", env={"UV_PYTHON": None})
-    second = digest(dist)
-    if changed := sorted(name for name in first | second if first.get(name) != second.get(name)):
-        session.error(f"The same sources gave other files, the build is not reproducible: {', '.join(changed)}.")
-    session.run("python", "-m", "tests.release.check_changelog")
-    install(session, *PACKAGES)
-    session.run("python", "-m", "tests.release.check_imports")
-
-
-@nox.session(python=select_pyenv_interpreter("3.12"))
-def te(session: nox.Session) -> None:
-    """Run fp8-te-init against the real TransformerEngine, where it can be installed."""
-    session.env.update(package_sources(None))
-    session.install("uv")
-    extension, releases = "transformer_engine_torch", ">=2.11,<2.21"
-    try:
-        # looked for alone: everything else that it needs has wheels, gigabytes of them
-        look = ("uv", "pip", "install", "--dry-run", "--no-deps", f"--only-binary={extension}", extension + releases)
-        session.run(*look, silent=True)
-    except nox.command.CommandFailed:
-        session.skip(
-            f"The index has no wheel of {extension}{releases} for this Python. Build its torch extension from source "
-            "for a Python of yours, then run pytest packages/fp8-te-init/tests with it, or nox -s gpu on a GPU."
-        )
-    install(session, "fp8-common", "fp8-te-init", groups=["test"], constraints=None, extras=False)
-    session.install(f"--only-binary={extension}", f"transformer_engine[pytorch]{releases}")
-    try:
-        session.run("python", "-c", "import transformer_engine.pytorch", silent=True)
-    except nox.command.CommandFailed:
-        session.skip("TransformerEngine is installed and does not import: see what it says about CUDA's libraries.")
-    session.run("pytest", "-m", "", "packages/fp8-te-init/tests/test_te_real.py", *session.posargs)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, or those named after `--`; results go to benchmarks/results/."""
+    install(session, *PACKAGES, groups=("demo", "peers"))
+    for name in session.posargs or [path.stem for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))]:
+        session.run("python", "-m", f"benchmarks.{name}")
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run the GPU tests and the benchmarks with this Python's own torch and jax."""
-    if reason := why_no_gpu():
-        session.error(f"There is nothing to run on: {reason}.")
-    sources = os.pathsep.join(str(ROOT / folder / "src") for folder in folders())
-    session.env["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
-    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *gpu_tests(session.posargs))
-    session.run(sys.executable, "-m", "benchmarks.gpu_proof", "--only", "speed", external=True)
-    run_benchmarks(session, sys.executable)
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Run benchmarks/bench_*.py (or those named after --); results go to benchmarks/results/."""
-    install(session, *PACKAGES, groups=["demo", "peers"])
-    run_benchmarks(session, "python", *session.posargs)
+    """Test and time on this machine's GPU, with this Python's own torch and jax; fails where there is none."""
+    session.run(sys.executable, "-m", "benchmarks.gpu_proof", *session.posargs)
 
 
 @nox.session
 def ecosystem(session: nox.Session) -> None:
-    """Test with the real torchtitan, Transformers, PEFT and Lightning, run every example, write the table of models."""
-    install(session, *EVERYTHING, groups=["test", "ecosystem"])
+    """Test with the real torchtitan, Transformers, PEFT and Lightning, and run every example."""
+    install(session, *WITH_TRITON, groups=("test", "ecosystem"))
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
-    session.posargs or session.run("python", "-m", "tests.ecosystem.architectures")
 
 
 @nox.session
-def newcomer(session: nox.Session) -> None:
-    """Follow every guide (or those named after --) in an empty environment that holds what the guide says."""
-    session.env.update(package_sources("constraints.txt"))
-    session.install("uv")
-    session.run("python", "-m", "tests.release.follow_guides", *session.posargs)
-
-
-@nox.session
-def golden(session: nox.Session) -> None:
-    """Write the golden vectors again; fails if a number changed."""
-    install(session, "fp8-common", extras=False)
-    folder = ROOT / "shared-kernels/src/fp8_common/golden"
-    before = digest(folder)
-    session.run("python", "-m", "fp8_common.golden", *session.posargs)
-    changed = sorted(name for name, value in digest(folder).items() if before.get(name) != value)
-    if changed:
-        session.error(f"Changed: {', '.join(changed)}. Look at the difference; commit it only if it is meant.")
+def release(session: nox.Session) -> None:
+    """Build every sdist and wheel twice into dist/, compare, check, and import each wheel where nothing else is."""
+    install(session, groups=("build",))
+    dist, hashes = ROOT / "dist", []
+    for _ in range(2):
+        shutil.rmtree(dist, ignore_errors=True)
+        for package in (COMMON, FSDP, OWG, TE):
+            session.run("uv", "build", f"./{package}", "--out-dir", "dist")
+        files = sorted((*dist.glob("*.whl"), *dist.glob("*.tar.gz")))
+        hashes.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files})
+    if hashes[0] != hashes[1]:
+        session.error(f"The same sources gave other files: {sorted(dict(hashes[0].items() ^ hashes[1].items()))}.")
+    session.run("twine", "check", "--strict", *map(str, files))
+    for wheel in dist.glob("*.whl"):
+        alone = ("uv", "run", "--isolated", "--no-project", f"--find-links={dist}", f"--with={wheel}")
+        session.run(*alone, "python", "-c", f"import {wheel.name.partition('-')[0]} as m; print(m)")
 
 
 @nox.session
 def dev(session: nox.Session) -> None:
     """Make .venv with every package editable and every tool, for an editor or a shell."""
-    session.env.update(package_sources("constraints.txt"))
     session.install("uv")
     session.run("uv", "venv", "--clear", f"--python={sys.executable}", ".venv")
-    tools = nox.project.dependency_groups(PROJECT, "test", "demo", "peers", "lint", "types")
-    session.run("uv", "pip", "install", "--python=.venv", *editable(*PACKAGES), *tools)
+    session.env["VIRTUAL_ENV"] = str(ROOT / ".venv")
+    install(session, *PACKAGES, groups=("test", "demo", "peers", "lint", "types"))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks import render_kernels
-from tools.machine import gpu_tests
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,6 +41,14 @@ LAYERS = {
     "experts": ("--model", "experts", "--size", "1b", "--blocks", "1", "--modes", "compiled"),
 }
 """What `benchmarks.bench_llama` times."""
+GPU_TESTS = {
+    "shared-kernels/tests/gpu": (),
+    "packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py": ("torch",),
+    "packages/fp8-te-init/tests/test_native_on_gpu.py": ("torch",),
+    "packages/fp8-te-init/tests/test_te_real.py": ("torch", "transformer_engine"),
+    "packages/fp8-jax-owg/tests/test_dots_on_gpu.py": ("jax",),
+}
+"""The tests that need a GPU, those of the kernels first, and what each imports beside pytest and NumPy."""
 PROCESSES = "4"
 """The tests compile kernels and compute definitions on the CPU most of the time."""
 
@@ -127,7 +134,8 @@ def run(command: list[str], seconds: float) -> int:
 
 def tests(record: Path, *, full: bool) -> list[str]:
     """Return the command of the GPU tests; warnings of other versions of the frameworks are no failures."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *gpu_tests(), "-q", "--durations=10"]
+    found = [place for place, needed in GPU_TESTS.items() if all(map(importlib.util.find_spec, needed))]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *found, "-q", "--durations=10"]
     command += ["-o", "filterwarnings=default", "-o", "timeout=300", "-p", "no:cacheprovider"]
     command += ["--record", str(record.absolute())]
     command += ["-n", PROCESSES] if importlib.util.find_spec("xdist") else []

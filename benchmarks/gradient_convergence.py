@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tools.gradient_runs import table, verdict
-
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/gradient_convergence.json"
 
@@ -49,6 +47,36 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings, **{name: report[name] for name in ("machine", "versions", "data")}, "runs": runs}
 
 
+RUNS = {"bf16": "bf16 gathers, float32 gradients", "fp8": "FP8 gathers, FP8 gradients"}
+"""What travels in each run, by its name in the result."""
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the Markdown table: held-out losses of every seed, their mean and spread; and whether the means differ."""
+    seeds = len(result["runs"]["bf16"]["held_out"])
+    lines = [
+        "| collectives | " + " | ".join(f"seed {s}" for s in range(seeds)) + " | mean | spread | received per step |"
+    ]
+    lines.append("|---|" + "---|" * (seeds + 3))
+    for name, words in RUNS.items():
+        run = result["runs"][name]
+        losses = run["held_out"]
+        received = (run["gathered_bytes"] + run["gradient_bytes"]) / 1e6
+        cells = [f"{loss:.4f}" for loss in (*losses, fmean(losses), max(losses) - min(losses))]
+        lines.append(f"| {words} | {' | '.join(cells)} | {received:.2f} MB |")
+    settings = result["settings"]
+    what = f"{settings['steps']} steps of {settings['params']:,} parameters on {settings['ranks']} ranks."
+    return "\n".join([*lines, "", f"{what} {verdict(result)}"])
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return one sentence: whether the means lie closer together than the seeds of bf16 do."""
+    bf16, fp8 = (result["runs"][name]["held_out"] for name in RUNS)
+    apart, spread = abs(fmean(fp8) - fmean(bf16)), max(bf16) - min(bf16)
+    where = "within" if apart <= spread else "beyond"
+    return f"The means are {apart:.4f} apart, {where} bf16's own spread of {spread:.4f}."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, write the result and print the table; returns the demo's exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
@@ -66,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     result = figures(json.loads((options.folder / "report" / "report.json").read_text()))
     options.result.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\n\n{verdict(result)}\n{options.result}")
+    options.result.with_suffix(".md").write_text(table(result) + "\n")
+    print(f"\n{table(result)}\n{options.result}")
     return 0
 
 

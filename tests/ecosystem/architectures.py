@@ -2,7 +2,8 @@
 
 Models are built by Transformers and Diffusers on the meta device, with the sizes of a published model, and converted
 with the default recipe; small ones train five steps beside their twins (`twins`). Nothing is downloaded: sizes that are
-not the defaults stand below. `python -m tools.pages` renders benchmarks/results/architectures.json into the guide.
+not the defaults stand below. The tables that guides include are written beside
+them.
 """
 
 import json
@@ -130,6 +131,29 @@ def write(models: Mapping[str, Any]) -> None:
     done = {name: model for name, model in models.items() if model}
     result = {"machine": platform.machine(), "packages": packages, "models": done}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.with_suffix(".md").write_text(shares(result) + "\n")
+    RESULT.with_name("architectures-trained.md").write_text(losses(result) + "\n")
+
+
+def shares(result: Mapping[str, Any]) -> str:
+    """Return the Markdown table of what was converted and gathered at real size, and what was left and why."""
+    lines = ["| model | 10^9 parameters | converted | gathered | left |", "|---|---|---|---|---|"]
+    for name, one in result["models"].items():
+        left = "; ".join(f"{share:.1%} {kind} ({why})" for kind, why, share in one["left"]) or "-"
+        size = f"{one['parameters'] / 1e9:.3g}"
+        lines.append(f"| {name} | {size} | {one['converted']:.1%} | {one['gathered']:.1%} | {left} |")
+    return "\n".join(lines)
+
+
+def losses(result: Mapping[str, Any]) -> str:
+    """Return the Markdown table of losses of small models, before the first step and after the last one."""
+    lines = ["| model | before | bf16 | FP8 | against bf16 | torchao |", "|---|---|---|---|---|---|"]
+    for name, one in result["models"].items():
+        bf16, fp8, torchao = (one["losses"][kind] for kind in ("bf16", "fp8", "torchao"))
+        apart = (fp8[-1] - bf16[-1]) / bf16[-1]
+        theirs = torchao if isinstance(torchao, str) else f"{torchao[-1]:.4f}"
+        lines.append(f"| {name} | {bf16[0]:.4f} | {bf16[-1]:.4f} | {fp8[-1]:.4f} | {apart:+.1%} | {theirs} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

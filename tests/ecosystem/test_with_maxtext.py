@@ -1,11 +1,19 @@
-"""The quantization hook for MaxText, in MaxText's own dense layers and pipelines."""
+"""The quantization hook for MaxText, in MaxText's own dense layers and pipelines.
+
+It needs Python 3.12. The wheel names hundreds of packages, so it is installed without them, and what its layers import
+is added:
+
+    pip install --no-deps maxtext==0.2.5 pathwaysutils cloud-accelerator-diagnostics google-cloud-mldiagnostics
+    pip install absl-py aqtp drjax etils fastapi google-cloud-logging google-cloud-monitoring jinja2 jsonlines
+        ml_collections omegaconf optax portpicker psutil pydantic qwix tensorboardX tokamax transformers uvicorn
+"""
 
 import functools
 import os
 
 import pytest
 
-REASON = "MaxText is not installed (it needs Python 3.12): `nox -s py312 -- maxtext` installs it"
+REASON = "MaxText is not installed (it needs Python 3.12): the docstring of this file says how"
 pytest.importorskip("maxtext.layers.pipeline", reason=REASON, exc_type=ImportError)
 # before JAX makes its first array: a pipeline of MaxText has a device for each stage
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"

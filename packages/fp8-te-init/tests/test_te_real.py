@@ -9,7 +9,7 @@ from fp8_te_init._backends.te_rows import NEEDED, PER_TENSOR, te_kind, te_rows
 
 te = pytest.importorskip(
     "transformer_engine.pytorch",
-    reason="TransformerEngine cannot be imported: it needs its CUDA libraries and a torch extension (nox -s te)",
+    reason="TransformerEngine cannot be imported: it needs its CUDA libraries and a torch extension",
     exc_type=(ImportError, OSError, AssertionError),
 )
 

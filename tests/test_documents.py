@@ -1,0 +1,64 @@
+"""The documents: programs before and after a change run, tabs are programs, and the status table is that of the file.
+
+README is followed by test_first_hour.py. Links and included files are checked by the strict build of the site; other
+Python blocks are run by Sybil (conftest.py).
+"""
+
+import json
+
+import pytest
+
+from tests.helpers import programs
+from tests.helpers.repository import ROOT
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+CHANGES = {
+    f"{path.stem}-{number}": change
+    for path in PAGES
+    for number, change in enumerate(programs.changes(path.read_text()))
+}
+TABS = [
+    pytest.param(code, id=f"{path.stem}-{name}".replace(" ", "-"))
+    for path in PAGES
+    for name, code in programs.tabs(path.read_text())
+    if code
+]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_program_is_valid_before_a_change_and_runs_after_it(change):
+    compile(change.before, "before", "exec")
+    compile(change.after, "after", "exec")
+    if absent := programs.missing(change.after):
+        pytest.skip(f"{', '.join(absent)} is not installed: the program is compiled and not run")
+    printed = programs.run(change.after, "after")
+    if change.output is not None:
+        assert programs.complaint(change.output, printed) is None
+
+
+@pytest.mark.parametrize("program", TABS)
+def test_a_tab_is_a_program_of_its_own(program):
+    if absent := programs.missing(program):
+        pytest.skip(f"{', '.join(absent)} is not installed: the program is compiled and not run")
+    programs.run(program, "tab")
+
+
+def test_a_block_of_differences_is_two_programs():
+    (change,) = programs.changes("```diff\n a = 1\n-b = 2\n+b = 3\n\n print(a + b)\n```\n\n```output\n4\n```\n")
+    assert (change.before, change.after) == ("a = 1\nb = 2\n\nprint(a + b)\n", "a = 1\nb = 3\n\nprint(a + b)\n")
+    assert programs.complaint(change.output, programs.run(change.after, "after")) is None
+    assert programs.complaint(change.output, programs.run(change.before, "before")) is not None
+
+
+def test_the_status_table_is_that_of_the_file():
+    """Columns that say the same of every device are one."""
+    status = json.loads((ROOT / "shared-kernels/src/fp8_common/status.json").read_text())
+    columns = {}
+    for name, title in status["columns"].items():
+        columns.setdefault(tuple(", ".join(one["status"][name]) for one in status["devices"]), []).append(title)
+    rows = [("device", *map(", ".join, columns.values())), ("---",) * (1 + len(columns))]
+    rows += zip([one["title"] for one in status["devices"]], *columns, strict=True)
+    table = "\n".join(f"| {' | '.join(row)} |".replace("| --- ", "|---").replace("--- |", "---|") for row in rows)
+    page = (ROOT / "docs/status.md").read_text()
+    assert table in page, f"docs/status.md should hold this table:\n{table}"
+    assert all(f"- **{word}**: {meaning}." in page for word, meaning in status["words"].items())

@@ -1,0 +1,179 @@
+"""Facts about the repository that no linter knows: packaging, imports, CI, and how its tests are chosen and counted."""
+
+import ast
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from tests.helpers.collectives import Collective, CollectiveCounter, kind_of
+from tests.helpers.repository import ROOT, packages, tracked_files
+
+VERSION = packages()["fp8-common"].config["project"]["version"]
+every_package = pytest.mark.parametrize("package", packages().values(), ids=packages())
+
+
+# ---------------------------------------------------------------- packages
+
+
+@every_package
+def test_a_package_ships_types_licence_and_readme_and_pins_its_siblings(package):
+    project = package.config["project"]
+    assert (package.source / "py.typed").is_file()
+    licence = package.folder / "LICENSE"
+    assert not licence.is_symlink(), "A link ships no licence: put a copy there."
+    assert licence.read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (package.folder / project["readme"]).read_text().startswith(f"# {package.name}\n")
+    assert project["version"] == VERSION
+    extras = project.get("optional-dependencies", {}).values()
+    siblings = [one for one in itertools.chain(project["dependencies"], *extras) if one.startswith("fp8-")]
+    assert [one for one in siblings if not one.endswith(f"=={VERSION}")] == []
+    assert package.name == "fp8-common" or any(one.startswith("fp8-common") for one in siblings)
+
+
+def test_the_version_stands_everywhere():
+    source = (packages()["fp8-common"].source / "__init__.py").read_text()
+    assert f'__version__ = "{VERSION}"' in source
+    assert f"version: {VERSION}" in (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_file_knows_the_machine_it_was_written_on():
+    place = re.compile(r"""(?:^|[\s"'=:(\[])/(?:work|root|home|Users|opt|mnt)/[\w.-]""", re.MULTILINE)
+    index = re.compile(r"https?://[\w.-]*(?:pypi|pythonhosted|devpi|artifactory)\b|index-url[= ]+(?:https?:|file:|/)")
+    texts = {path: path.read_bytes().decode(errors="ignore") for path in tracked_files()}
+    assert {path: found[0] for path, text in texts.items() if (found := place.search(text) or index.search(text))} == {}
+    assert [path for path in texts if path.is_symlink() or path.stat().st_size > 2_000_000] == []
+
+
+def test_actions_are_pinned_by_commit_and_ci_runs_the_command_of_the_readme():
+    workflows = "\n".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
+    actions = re.findall(r"uses: (\S+)", workflows)
+    assert [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
+    steps = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("python ")]
+    assert steps == ['python -m pip install "nox[uv]" && python -m nox']
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"\n{command}" in readme for command in steps[0].split(" && "))
+
+
+# ---------------------------------------------------------------- imports
+
+
+def test_importing_fp8_common_loads_no_framework():
+    heavy = ["torch", "jax", "jaxlib", "flax", "triton", "matplotlib", "hypothesis", "pytest"]
+    light = {path.relative_to(ROOT / "shared-kernels/src") for path in packages()["fp8-common"].source.rglob("*.py")}
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in light}
+    parts = ("torch", "jax", "_kernels", "testing")
+    names = sorted(name for name in names if name.split(".")[1:2] not in [[part] for part in parts])
+    names = [name for name in names if not name.endswith("__main__")]
+    code = f"import sys, json, importlib; [importlib.import_module(name) for name in {names}]"
+    code += f"; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_plugins_do_not_import_the_compiler():
+    """`torch.compiler.disable` as a decorator does, a second of every start; torch imports it when it is needed."""
+    code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
+    for module in ("fp8_torch_fsdp", "fp8_te_init"):
+        code += f"; import {module}; assert before or 'torch._dynamo' not in sys.modules, '{module}'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def imports(path):
+    """Yield module and name of every import of a file, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def is_internal(module, name):
+    return any(part.startswith("_") and not part.endswith("__") for part in [*module.split("."), name])
+
+
+@pytest.mark.parametrize(
+    ("folder", "own"),
+    [*((package.source, package.module) for package in packages().values()), (ROOT / "examples", "examples")],
+    ids=[*packages(), "examples"],
+)
+def test_internals_of_other_packages_are_not_imported(folder, own):
+    modules = {package.module for package in packages().values()} - {own}
+    found = {
+        f"{path.relative_to(ROOT)}: {module}.{name}"
+        for path in folder.rglob("*.py")
+        for module, name in imports(path)
+        if module.partition(".")[0] in modules and is_internal(module, name)
+    }
+    assert found == set()
+
+
+# ---------------------------------------------------------------- which tests run, and where
+
+
+@pytest.fixture(scope="session")
+def subsets(pytestconfig):
+    """The root conftest, which cannot be imported by name."""
+    return pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (4, 3, 5, 2), (2, 2, 2, 2, 2, 7), (4, 4, 4, 4, 4, 4)])
+def test_pairs_of_values_meet_in_few_cases_and_each_value_in_fewer(subsets, sizes):
+    axes = [[f"{axis}-{i}" for i in range(size)] for axis, size in enumerate(sizes)]
+    cases = list(subsets.pairwise(axes))
+    for first, second in itertools.combinations(axes, 2):
+        assert set(itertools.product(first, second)) <= {
+            pair for case in cases for pair in itertools.combinations(case, 2)
+        }
+    assert len(cases) == len(set(cases)) <= 40
+    each = list(subsets.each(axes))
+    assert {value for case in each for value in case} == set(itertools.chain(*axes))
+    assert len(each) == max(sizes)
+
+
+@pytest.mark.matrix("each", left=["a", "b", "c"], right=[1, 2])
+def test_the_marker_gives_values_by_name_and_takes_the_smaller_subset(request, left, right, full):
+    assert (left, right) in itertools.product("abc", (1, 2))
+    siblings = [item for item in request.session.items if item.name.startswith(request.node.originalname)]
+    assert len(siblings) == (6 if full else 3)
+
+
+def one_of_each(rank, world_size):
+    part, whole = torch.ones(3, dtype=torch.bfloat16), torch.ones(6, dtype=torch.bfloat16)
+    with CollectiveCounter() as counter:
+        dist.all_gather_into_tensor(torch.empty_like(whole), part)
+        dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
+        dist.all_reduce(torch.ones(5, dtype=torch.int32), op=dist.ReduceOp.MAX)
+        dist.broadcast(torch.ones(4), src=0)
+        dist.barrier()
+    with CollectiveCounter() as functionals:
+        functional.wait_tensor(functional.all_gather_tensor(part, 0, dist.group.WORLD))
+        functional.wait_tensor(functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD))
+        functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, dist.group.WORLD))
+    return counter.seen, functionals.seen, functionals.nbytes("reduce_scatter")
+
+
+@pytest.mark.distributed
+def test_every_collective_is_counted_with_what_a_rank_contributes(run_ranks):
+    for eager, functionals, nbytes in run_ranks(2, one_of_each):
+        assert eager == [
+            Collective("all_gather", torch.bfloat16, 3),
+            Collective("all_gather", torch.float32, 2),
+            Collective("all_reduce", torch.int32, 5),
+            Collective("broadcast", torch.float32, 4),
+        ]
+        assert functionals == [
+            Collective("all_gather", torch.bfloat16, 3),
+            Collective("all_reduce", torch.float32, 5),
+            Collective("reduce_scatter", torch.bfloat16, 6),
+        ]
+        assert nbytes == 12
+    names = ["_allgather_base_", "all_gather_into_tensor_out", "_reduce_scatter_base_", "allreduce_", "alltoall_base_"]
+    assert [*map(kind_of, names)] == ["all_gather", "all_gather", "reduce_scatter", "all_reduce", "alltoall_base"]
