@@ -1,0 +1,382 @@
+"""FSDP2 as far as FP8 weights need it: the shards of a model, its hooks and streams, and the buffers of the gather.
+
+The one place that touches private parts of FSDP2, written for torch 2.11 to 2.15. `check` tells what changed when an
+upgrade breaks one of these names; a test calls it.
+"""
+
+import contextlib
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch.sharding.agreement import group_of_ranks, ranks_along
+from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+
+try:
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    _import_error: ImportError | None = None
+except ImportError as error:  # an upgrade moved something: say so on use, not at import
+    _import_error = error
+
+PRIVATE_NAMES = {
+    "FSDPState": (
+        "_is_root",
+        "_modules",
+        "_state_ctx",
+        "_fsdp_param_group",
+        "_lazy_init",
+        "_device_handle",
+        "post_optim_event",
+    ),
+    "FSDPParam": (
+        "sharded_param",
+        "padded_sharded_param_size",
+        "_orig_size",
+        "_param_fqn",
+        "shard_mesh",
+        "_module_info",
+        "mp_policy",
+        "fsdp_placement",
+        "device",
+        "orig_dtype",
+        "offload_to_cpu",
+    ),
+    "FSDPParamGroup": (
+        "_reduce_scatter_comm",
+        "reduce_grads",
+        "fsdp_params",
+        "is_unsharded",
+        "reshard",
+        "post_forward_mesh_info",
+        "mesh_info",
+    ),
+}
+"""Attributes of private classes that this file reads; a test looks for each."""
+
+
+_state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
+"""Returns the state of a module that `fully_shard` was applied to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One parameter that FSDP2 manages, and the part of it that this rank holds.
+
+    Attributes:
+        module: The module that owns it; of several that share it, the first.
+        name: The name that it has in that module.
+        region: Which part of the gathered parameter this rank holds.
+        padded_shape: Shape of every rank's contribution to the all-gather.
+        device: Where it is gathered, and where ranks agree; under CPU offload its shard is elsewhere.
+        process_group: The ranks that FSDP2 gathers it from.
+        fsdp_param: FSDP2's own object.
+        fsdp_group: FSDP2's group of the parameters that are gathered with it.
+    """
+
+    module: nn.Module
+    name: str
+    region: Region
+    padded_shape: torch.Size
+    device: torch.device
+    process_group: dist.ProcessGroup
+    fsdp_param: "FSDPParam"
+    fsdp_group: "FSDPParamGroup"
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The sharded parameter as optimizers hold it: a DTensor. Loads and `model.to` may replace it."""
+        return self.fsdp_param.sharded_param
+
+    @property
+    def local(self) -> Any:
+        """This rank's part, unpadded: a plain tensor or a plugin's tensor subclass."""
+        # Not `to_local`, which goes through autograd and may return another object: shards are found by identity.
+        parameter: Any = self.parameter
+        return parameter._local_tensor
+
+    @property
+    def full_name(self) -> str:
+        """Its name from the FSDP root, or in its module before the first forward."""
+        return self.fsdp_param._param_fqn or self.name
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 gathers it, unless its tensor subclass brings buffers of its own."""
+        return self.fsdp_param.mp_policy.param_dtype or self.local.dtype
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether FSDP2 holds the gathered parameter now."""
+        return self.fsdp_group.is_unsharded
+
+    def reshard(self) -> None:
+        """Let FSDP2 drop the gathered parameters of its group, if it holds them, so that it gathers them anew."""
+        if self.is_gathered:
+            self.fsdp_group.reshard()
+
+    def peers(self, grid: ScaleGrid | None = None, *, replicas: bool = False) -> tuple[int, ...]:
+        """Return the global ranks, in order, that hold other parts of it: FSDP2's, times those of tensor parallelism.
+
+        Args:
+            grid: Its scales: ranks of tensor parallelism whose parts have scales of their own are left out.
+            replicas: Include ranks that hold copies of the same part (HSDP).
+        """
+        parameter: Any = self.parameter
+        of_fsdp = self.fsdp_group.mesh_info.mesh.ndim  # the first dimensions of the mesh
+        keep = []
+        for axis, placement in enumerate(parameter.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is None:
+                keep.append(replicas)
+            else:
+                keep.append(axis < of_fsdp or grid is None or not grid.divides(dim, parameter.ndim))
+        return ranks_along(parameter.device_mesh, keep)
+
+    def group(self, grid: ScaleGrid | None = None, *, replicas: bool = False) -> dist.ProcessGroup:
+        """Return the process group of `peers`; they all call this."""
+        return group_of_ranks(self.peers(grid, replicas=replicas), self.process_group)
+
+
+def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[Shard]:
+    """Yield every parameter that FSDP2 manages, in the order in which all ranks see them, gathered now or not.
+
+    Args:
+        model: Under this module; None is every model of the process.
+        recurse: Also those of its submodules.
+    """
+    if _import_error is not None:
+        return
+    states = dict.fromkeys(_all_states() if model is None else _states_under(model, recurse=recurse))
+    for state in states:
+        for group in _groups_of(state):
+            for param in group.fsdp_params:
+                yield _shard_of(param, group)
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
+    """Yield the shards under `model` with the names that their parameters have in it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for shard in shards(model):
+        if id(shard.module) in names:
+            yield f"{names[id(shard.module)]}.{shard.name}".lstrip("."), shard
+
+
+def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield every parameter of `model` as optimizers hold it: sharded, whatever FSDP2 has gathered at the moment."""
+    yield from model.parameters()
+    yield from (shard.parameter for shard in shards(model))
+
+
+def region_of(parameter: torch.Tensor) -> Region:
+    """Return which part of a parameter is here: of a DTensor the local one, of a plain tensor all.
+
+    `torch.distributed.tensor` itself tells where its parts lie, on meshes of any number of dimensions.
+    """
+    if not isinstance(parameter, DTensor):
+        return Region.whole(parameter.shape)
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Region(parameter.shape, tuple(offset))
+
+
+def find_root(holds: Callable[[Any], bool]) -> nn.Module:
+    """Return the FSDP root module above the first shard whose local tensor `holds` says yes to.
+
+    Args:
+        holds: Called with `Shard.local` of every model in this process.
+
+    Raises:
+        Fp8UnsupportedError: There is none.
+    """
+    check()
+    for state in _all_states():
+        if any(holds(_shard_of(param, group).local) for group in _groups_of(state) for param in group.fsdp_params):
+            # FSDP2 finds out in its first forward which module is the root; the root's state is the first of the list.
+            root = _initialized_root(state) if state._is_root is None else state._state_ctx.all_states[0]
+            return root._modules[0]
+    raise Fp8UnsupportedError(
+        "An FP8 weight is being gathered outside of torch.distributed.fsdp.fully_shard. "
+        "Apply fully_shard to the model after converting it."
+    )
+
+
+def check_gathers(gathered: Iterable[Shard]) -> None:
+    """Refuse what FSDP2 does not support for tensors that bring gathers of their own. All ranks refuse alike.
+
+    Args:
+        gathered: The shards of FP8 weights under a root that has run its first forward, or begins it.
+
+    Raises:
+        Fp8Error: A weight is resharded to a part of its mesh, or changed its dtype after the first gather.
+    """
+    for shard in gathered:
+        # FSDP2 has no such gather for these tensors: it would raise NotImplementedError, in the first backward.
+        target = shard.fsdp_group.post_forward_mesh_info
+        if target is not None and target is not shard.fsdp_group.mesh_info:
+            raise Fp8Error(
+                f"{shard.full_name}: reshard_after_forward with an integer does not work for weights gathered in FP8; "
+                "FSDP2 supports True and False for them. To keep weights within a node, shard over a two-dimensional "
+                "mesh (HSDP) instead."
+            )
+        # FSDP2 would copy biases, beside codes, as bytes into buffers of the old dtype, without a check.
+        first = getattr(shard.fsdp_param, "orig_dtype", shard.local.dtype)
+        if shard.local.dtype != first:
+            raise Fp8Error(
+                f"{shard.full_name} became {shard.local.dtype} after it was gathered as {first}: FSDP2 keeps buffers "
+                "of the first dtype. Call model.to(dtype) before the first forward, or build the model anew and load "
+                "its state dict."
+            )
+
+
+def check() -> None:
+    """Raise if this torch lacks a private name that FP8 weights need.
+
+    Raises:
+        Fp8UnsupportedError: Naming what is missing and what to do.
+    """
+    if _import_error is not None:
+        raise Fp8UnsupportedError(
+            f"FP8 all-gather needs FSDP2 internals that torch {torch.__version__} does not have "
+            f"({_import_error}). Use torch 2.11 to 2.15, or a newer release of this package."
+        )
+
+
+def reduce_scatter_of(module: nn.Module) -> Any:
+    """Return the reduce-scatter of one sharded module, as `set_custom_reduce_scatter` takes it."""
+    (group,) = _groups_of(_state_of(module))
+    return group._reduce_scatter_comm
+
+
+def gradient_sync_enabled(root: nn.Module) -> bool:
+    """Return whether the next backward reduces gradients (False inside an accumulation window)."""
+    return any(group.reduce_grads for state in _states_under(root) for group in _groups_of(state))
+
+
+def in_forward(root: nn.Module) -> bool:
+    """Return whether the forward of an FSDP root runs now; False if that of a submodule was called alone."""
+    state = _state_of(root)
+    return state._state_ctx.iter_forward_root is state
+
+
+def in_any_forward(root: nn.Module) -> bool:
+    """Return whether the forward of an FSDP root, or of a part of it that was called alone, runs now."""
+    return _state_of(root)._state_ctx.iter_forward_root is not None
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward now."""
+    # Autograd numbers the backwards that run; -1 is none.
+    return torch._C._current_graph_task_id() != -1
+
+
+def before_gathers(root: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
+    """Call `prepare(root)` on the current stream, after the optimizer and before the gathers of the root's forward.
+
+    By itself FSDP2 lets the streams of its gathers wait for the current stream. After `set_post_optim_event` they wait
+    for that event alone: then `prepare` waits for it, and the gathers for what `prepare` did.
+    """
+    state: Any = _state_of(root)
+    event = state._state_ctx.post_optim_event
+    if event is None:
+        prepare(root)
+        return
+    stream = state._device_handle.current_stream()
+    stream.wait_event(event)
+    try:
+        prepare(root)
+    finally:
+        module: Any = root
+        module.set_post_optim_event(stream.record_event())
+
+
+@contextlib.contextmanager
+def alone_on_device(root: nn.Module) -> Iterator[None]:
+    """Do what is inside after all that was issued before, on any stream, and before all that is issued later.
+
+    The host waits for the device twice. For work inside of a gather, which is on a stream of FSDP2's own: which stream
+    computes cannot be known there.
+    """
+    handle: Any = _state_of(root)._device_handle
+    handle.synchronize()
+    yield
+    handle.synchronize()
+
+
+def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
+    """Return float8 or uint8 `codes` as contiguous uint8 of `padded_shape`, zeros below the rows it has.
+
+    uint8, because gloo and older NCCL refuse float8. Padding is at the end, so that the gathered buffer is used as it
+    is.
+    """
+    data = codes.view(torch.uint8)
+    if data.shape == padded_shape:
+        return data.contiguous()
+    padded = data.new_zeros(padded_shape)
+    if data.numel():
+        padded[: data.shape[0]] = data
+    return padded
+
+
+def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gathered uint8 buffer as `dtype` of `full_shape`, without a copy: padding is at the end."""
+    return gathered.view(-1)[: math.prod(full_shape)].view(dtype).view(full_shape)
+
+
+def _shard_of(param: "FSDPParam", group: "FSDPParamGroup") -> Shard:
+    dim, padded, mesh = param.fsdp_placement.dim, param.padded_sharded_param_size, param.shard_mesh
+    # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
+    length = padded[dim] if padded else 0
+    return Shard(
+        module=param._module_info.module,
+        name=param._module_info.param_name,
+        region=Region.along(dim, length * mesh.get_local_rank(), param._orig_size),
+        padded_shape=padded,
+        device=param.device,
+        process_group=mesh.get_group(),
+        fsdp_param=param,
+        fsdp_group=group,
+    )
+
+
+def _initialized_root(state: "FSDPState") -> "FSDPState":
+    """Initialize the root above a state whose weights are gathered before any forward: `unshard()`, pipelines."""
+    module = state._modules[0]
+    above = [other for other in _all_states() if any(child is module for child in other._modules[0].modules())]
+    # Of those that contain the module the outermost, which has the most modules.
+    root = max(above, key=lambda other: sum(1 for _ in other._modules[0].modules()))
+    root._lazy_init()
+    return root
+
+
+def _all_states() -> Iterator["FSDPState"]:
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        if isinstance(state, FSDPState) and state._modules:
+            yield state
+
+
+def _states_under(model: nn.Module, *, recurse: bool = True) -> Iterator["FSDPState"]:
+    for module in model.modules() if recurse else [model]:
+        if isinstance(module, FSDPModule):
+            yield _state_of(module)
+
+
+def _groups_of(state: "FSDPState") -> Sequence["FSDPParamGroup"]:
+    """Return the parameter groups of a state; torch 2.11 has at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups

@@ -1,0 +1,199 @@
+"""`ScaleGrid`: where the scales of a weight lie, on all of it and on the part that a rank holds.
+
+A part is turned into integer amax bits, whose MAX over ranks gives the scales of the whole weight; of these the grid
+finds the scales of the part. Every rank can know all scales: at most 4 bytes for a row, or for a block of 16,384
+elements.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from fp8_common._errors import Fp8Error
+from fp8_common._recipe import CastRecipe
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch._amax import float_key, key_to_float
+from fp8_common.torch._quantize import Cast, block_amax
+
+Block = tuple[int, int] | None
+"""(rows, columns) that share a scale; 0 is the whole side, None the whole tensor."""
+
+BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), "blockwise_128x128": (128, 128)}
+"""The granularities that weights are quantized with, for weights [..., out_features, in_features]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """Which part of a weight a tensor is: it begins at `offset`, and is as long as it is.
+
+    Attributes:
+        full_shape: Shape of the whole weight, [..., rows, columns].
+        offset: Index of the part's first element in the whole weight, one number for each dimension. The offset of an
+            empty part may lie behind the end.
+    """
+
+    full_shape: torch.Size
+    offset: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: torch.Size) -> "Region":
+        """Return the region of a tensor that is the whole weight."""
+        return Region(shape, (0,) * len(shape))
+
+    @staticmethod
+    def along(dim: int, first: int, full_shape: torch.Size) -> "Region":
+        """Return the region of a part that is cut along one dimension and begins at index `first` there."""
+        return Region(full_shape, tuple(first if axis == dim else 0 for axis in range(len(full_shape))))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleGrid:
+    """The scales of weights that are quantized alike.
+
+    Two grids are equal if they scale all weights alike.
+
+    Args:
+        cast: Format, granularity and scale policy.
+        stacked: Weights are stacked [experts, rows, columns], and each expert has the scales that it would have alone.
+        transposed: Weights are stored as [..., in_features, out_features]; their "rows" lie along the last dimension.
+
+    Attributes:
+        block: What shares a scale.
+
+    Raises:
+        Fp8Error: Weights are not quantized with this granularity.
+    """
+
+    cast: CastRecipe
+    stacked: bool = False
+    transposed: bool = False
+    block: Block = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Derive the block."""
+        if self.cast.granularity not in BLOCKS:
+            raise Fp8Error(
+                f"Weights cannot be cast with {self.cast.scaling} {self.cast.granularity} scaling. Use one of "
+                f"{', '.join(BLOCKS)}."
+            )
+        block = BLOCKS[self.cast.granularity]
+        if block is None and self.stacked:
+            block = (0, 0)
+        if block is not None and self.transposed:
+            block = block[::-1]
+        object.__setattr__(self, "block", block)  # the dataclass is frozen
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """The block, where scales do not broadcast to the weight and are to be repeated over it; else None."""
+        return self.block if self.block is not None and min(self.block) > 1 else None
+
+    def divides(self, dim: int, ndim: int) -> bool:
+        """Return whether parts of a weight of `ndim` dimensions that are cut along `dim` have scales of their own."""
+        return self.block is not None and self._sides(ndim)[dim] > 0
+
+    def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of the scales of a whole weight: () or that of the weight, divided by the blocks."""
+        if self.block is None:
+            return ()
+        sides = self._sides(len(full_shape))
+        return tuple(-(-length // side) if side else 1 for length, side in zip(full_shape, sides, strict=True))
+
+    def amax_bits(self, part: torch.Tensor, region: Region) -> torch.Tensor:
+        """Return the bits of the absolute maxima of a part, int32 [k], in the places that they have in the weight.
+
+        Args:
+            part: float16, bfloat16 or float32; may be empty.
+            region: Which part it is.
+
+        Returns:
+            As many for every part of a weight, 0 where `part` has nothing. Their MAX over ranks is exact, NaN included.
+        """
+        if self.block is None:
+            return float_key(dispatch.amax(part)).reshape(1)
+        bits = torch.zeros(self.shape(region.full_shape), dtype=torch.int32, device=part.device)
+        if part.numel():
+            starts = [self._start(region.offset[dim], dim, part.ndim) for dim in range(part.ndim)]
+            above, before = starts[-2][1], starts[-1][1]
+            if above or before:  # zeros before the part: its first block then begins where the weight's does
+                part = F.pad(part, (before, 0, above, 0))
+            rows, columns = self.block
+            own = float_key(block_amax(part, (rows or part.shape[-2], columns or part.shape[-1])))
+            places = tuple(slice(first, first + n) for (first, _), n in zip(starts, own.shape, strict=True))
+            bits[places] = own
+        return bits.reshape(-1)
+
+    def amax(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
+        """Return the float32 absolute maxima, of the shape of the scales, of reduced int32 `bits` [k]."""
+        return key_to_float(bits).view(self.shape(full_shape))
+
+    def scales(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
+        """Return the float32 scales of the whole weight from reduced int32 `bits` [k]."""
+        return dispatch.scale_from_amax(self.amax(bits, full_shape), self.cast.fp8_format, self.cast.policy)
+
+    def of_part(self, scales: torch.Tensor, part_shape: torch.Size, region: Region) -> torch.Tensor:
+        """Return float32 scales that broadcast to a part, of the `scales` of the whole weight.
+
+        A part may be longer than what is left of the weight. That padding has scale 1: zeros stay zeros.
+        """
+        if self.block is None:
+            return scales
+        for dim, side in enumerate(self._sides(len(part_shape))):
+            if side == 0:
+                continue
+            length, offset = part_shape[dim], region.offset[dim]
+            present = max(0, min(length, region.full_shape[dim] - offset))
+            first, inside = divmod(offset, side) if present else (0, 0)
+            if (count := -(-(inside + present) // side)) != scales.shape[dim]:
+                scales = scales.narrow(dim, first, count)
+            if side > 1:
+                scales = scales.repeat_interleave(side, dim).narrow(dim, inside, present)
+            if present < length:
+                padding = list(scales.shape)
+                padding[dim] = length - present
+                scales = torch.cat([scales, scales.new_ones(padding)], dim)
+        return scales
+
+    def quantize_part(self, part: torch.Tensor, scales: torch.Tensor, region: Region) -> torch.Tensor:
+        """Return float8 codes of a part, quantized with the float32 `scales` of the whole weight."""
+        return dispatch.quantize(part, self.of_part(scales, part.shape, region), self.cast.fp8_format)
+
+    def quantize_whole(self, weight: torch.Tensor) -> Cast:
+        """Return float8 codes of the shape of `weight` and its scales, which are made from itself."""
+        fmt, policy = self.cast.fp8_format, self.cast.policy
+        if self.block is None:
+            return dispatch.cast_tensorwise(weight, fmt, policy, both=dispatch.fused(weight))
+        if self.block == (1, 0):
+            return dispatch.cast_rowwise(weight, fmt, policy)
+        if self.tile is not None:
+            return dispatch.cast_blockwise(weight, fmt, self.tile, policy)
+        if self.block == (0, 0):  # each expert is one row of [experts, rows * columns]
+            rows = dispatch.cast_rowwise(weight.reshape(weight.shape[0], -1), fmt, policy)
+            shape = self.shape(weight.shape)
+            return Cast(rows.codes.view(weight.shape), rows.scale.view(shape), rows.scale_inv.view(shape))
+        scales = self.scales(self.amax_bits(weight, Region.whole(weight.shape)), weight.shape)
+        return Cast(dispatch.quantize(weight, scales, fmt), scales, dispatch.reciprocal(scales))
+
+    def quantize_and_compare(
+        self, part: torch.Tensor, scales: torch.Tensor, bits: torch.Tensor, region: Region
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `quantize_part`, and a bool scalar: whether the amax bits of the part are not `bits` [k] any more.
+
+        A tensor with a single scale is read once.
+        """
+        if self.block is None:
+            codes, amax, _ = dispatch.cast_with_amax(part, scales, self.cast.fp8_format)
+            return codes, (float_key(amax) != bits).any()
+        return self.quantize_part(part, scales, region), (self.amax_bits(part, region) != bits).any()
+
+    def _sides(self, ndim: int) -> tuple[int, ...]:
+        """Return how long a block is along each dimension, 0 for a whole side, 1 for each expert."""
+        if self.block is None:
+            return (0,) * ndim
+        return (*(1 for _ in range(ndim - 2)), *self.block)
+
+    def _start(self, offset: int, dim: int, ndim: int) -> tuple[int, int]:
+        """Return the block that holds the element `offset` along `dim`, and the element's place in that block."""
+        side = self._sides(ndim)[dim]
+        return divmod(offset, side) if side else (0, 0)

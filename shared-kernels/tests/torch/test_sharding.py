@@ -1,0 +1,183 @@
+"""Shards under FSDP2 and tensor parallelism: where they lie, who agrees on them, and the buffers they travel in."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
+from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group, max_over_ranks
+from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+
+
+def test_this_torch_has_the_private_names():
+    """If this fails, FSDP2 changed: fp8_common/torch/sharding/fsdp.py is the one file to adapt."""
+    fsdp.check()
+    for owner, names in fsdp.PRIVATE_NAMES.items():
+        source = inspect.getsource(inspect.getmodule(getattr(fsdp, owner)))
+        missing = [name for name in names if name not in source]
+        assert not missing, f"torch {torch.__version__}: {owner} has no {missing}"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+def test_padding_round_trip(rows):
+    codes = torch.arange(rows * 4, dtype=torch.uint8).reshape(rows, 4).view(torch.float8_e4m3fn)
+    padded = fsdp.pad_rows(codes, torch.Size((3, 4)))
+    assert (padded.shape, padded.dtype) == ((3, 4), torch.uint8)
+    assert not padded[rows:].any()
+    back = fsdp.unpad(padded, torch.Size((rows, 4)), torch.float8_e4m3fn)
+    assert torch.equal(back.view(torch.uint8), codes.view(torch.uint8))
+    if rows:
+        assert back.data_ptr() == padded.data_ptr(), "unpadding must not copy"
+
+
+def test_one_rank_agrees_with_itself():
+    parts = [torch.tensor([1, 2], dtype=torch.int32), torch.tensor(3, dtype=torch.int32)]
+    reduced, reductions = max_over_ranks(parts, None)
+    assert (reduced, reductions) == (parts, 0)
+    assert max_by_group([(part, None) for part in parts]) == (parts, 0)
+
+
+def test_what_is_not_sharded_has_no_shards_and_no_root():
+    model = nn.Linear(4, 4)
+    assert list(fsdp.shards(model)) == list(fsdp.named_shards(model)) == []
+    assert fsdp.region_of(model.weight) == Region.whole(torch.Size((4, 4)))
+    assert group_of_parts(model.weight) is None
+    with pytest.raises(Fp8UnsupportedError, match=r"outside of torch\.distributed\.fsdp\.fully_shard"):
+        fsdp.find_root(lambda local: False)
+
+
+def describe_shards(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 5, bias=False)))
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fully_shard(model[1])
+    fully_shard(model)
+    found = {}
+    for name, shard in fsdp.named_shards(model):
+        region, local = shard.region, shard.local
+        first = region.offset[0]
+        assert region.full_shape == whole[name].shape
+        assert torch.equal(local, whole[name][first : first + local.shape[0]])
+        assert shard.parameter is model.get_parameter(name)
+        assert shard.padded_shape[0] == -(-region.full_shape[0] // world_size)
+        assert region.offset == (*fsdp.region_of(shard.parameter).offset,)
+        assert shard.peers() == tuple(range(world_size))
+        assert not shard.is_gathered
+        assert fsdp.find_root(lambda other, own=local: other is own) is model
+        found[name] = (first, local.shape[0])
+    assert [shard.name for shard in fsdp.shards(model, recurse=False)] == ["weight", "bias"]
+    assert {id(p) for p in fsdp.parameters_of(model)} == {id(p) for p in model.parameters()}
+    everywhere = {id(shard.local) for shard in fsdp.shards()}
+    assert everywhere >= {id(shard.local) for shard in fsdp.shards(model)}
+    model(torch.ones(2, 4))
+    shard = next(shard for shard in fsdp.shards(model) if shard.full_name == "1.0.weight")
+    model[1].unshard()
+    assert shard.is_gathered
+    assert model[1][0].weight.shape == (5, 3)
+    shard.reshard()
+    assert not shard.is_gathered
+    shard.reshard()
+    return found
+
+
+@pytest.mark.distributed
+def test_shards_say_where_they_lie(run_ranks):
+    first, second = run_ranks(2, describe_shards)
+    assert first == {"0.weight": (0, 2), "0.bias": (0, 2), "1.0.weight": (0, 3)}
+    assert second == {"0.weight": (2, 1), "0.bias": (2, 1), "1.0.weight": (3, 2)}
+
+
+def agree(rank, world_size):
+    nan = torch.tensor([torch.nan if rank == 1 else 1.0]).view(torch.int32)
+    parts = [torch.tensor([rank, -rank], dtype=torch.int32), nan, torch.zeros((2, 0), dtype=torch.int32)]
+    world = dist.group.WORLD
+    reduced, one = max_over_ranks(parts, world)
+    assert torch.isnan(reduced[1].view(torch.float32)).all()
+    assert [part.shape for part in reduced] == [part.shape for part in parts]
+    mixed, also_one = max_by_group([(parts[0], world), (parts[0], None), (nan, world)])
+    assert torch.equal(mixed[1], parts[0]), "one without a group stays"
+    assert (one, also_one) == (1, 1)
+    assert max_over_ranks([parts[2]], world)[1] == 0
+    return reduced[0].tolist(), mixed[0].tolist()
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_the_largest_in_one_reduction(run_ranks):
+    assert run_ranks(2, agree) == [([1, 0], [1, 0])] * 2
+
+
+def refused(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0], reshard_after_forward=2 if world_size == 4 else True)
+    fully_shard(model)
+    model(torch.ones(1, 4))
+    if world_size == 4:
+        with pytest.raises(Fp8Error, match=r"0\.weight: reshard_after_forward with an integer does not work"):
+            fsdp.check_gathers(fsdp.shards(model))
+        return
+    fsdp.check_gathers(fsdp.shards(model))
+    model.to(torch.bfloat16)
+    with pytest.raises(Fp8Error, match=r"0\.weight became torch\.bfloat16 after it was gathered as torch\.float32"):
+        fsdp.check_gathers(fsdp.shards(model))
+
+
+@pytest.mark.distributed
+def test_gathers_that_fsdp2_does_not_support_are_refused(run_ranks):
+    run_ranks(2, refused)
+    run_ranks(4, refused)
+
+
+def peers_of_tensor_parallelism(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    by_rows, by_columns = fsdp.shards(model)
+    own = (rank % 2, rank % 2 + 2)
+    everybody = (0, 1, 2, 3)
+    tensorwise, rowwise, blockwise = (
+        ScaleGrid(CastRecipe(granularity=name)) for name in ("tensorwise", "rowwise", "blockwise_128x128")
+    )
+    assert by_rows.peers() == by_columns.peers() == everybody
+    assert by_rows.peers(tensorwise) == by_columns.peers(tensorwise) == everybody
+    assert by_rows.peers(blockwise) == by_columns.peers(blockwise) == own
+    assert (by_rows.peers(rowwise), by_columns.peers(rowwise)) == (own, everybody)
+    assert by_rows.group(rowwise).size() == 2
+    assert by_rows.group() is by_columns.group(), "the same group each time"
+    assert by_rows.region == Region(torch.Size((4, 4)), (2 * (rank // 2), 0)), "of what FSDP2 gathers"
+
+
+def replicated(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model = nn.Linear(4, 8, bias=False)
+    fully_shard(model, mesh=mesh)
+    (shard,) = fsdp.shards(model)
+    assert shard.peers() == (0, 1) if rank < 2 else (2, 3)
+    assert shard.peers(replicas=True) == (0, 1, 2, 3)
+    return group_of_parts(shard.parameter).size()
+
+
+def cut_twice(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(30.0).view(5, 6)
+    for placements, size in (([Shard(0), Shard(1)], 4), ([Replicate(), Shard(0)], 2), ([Shard(0), Shard(0)], 4)):
+        tensor = distribute_tensor(whole, mesh, placements)
+        (rows, columns), local = fsdp.region_of(tensor).offset, tensor.to_local()
+        assert torch.equal(whole[rows : rows + local.shape[0], columns : columns + local.shape[1]], local)
+        assert group_of_parts(tensor).size() == size
+    assert group_of_parts(distribute_tensor(whole, mesh, [Replicate(), Replicate()])) is None
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_a_scale_are_those_whose_parts_do(run_ranks):
+    run_ranks(4, peers_of_tensor_parallelism)
+    assert run_ranks(4, replicated) == [2, 2, 2, 2]
+    run_ranks(4, cut_twice)
