@@ -27,7 +27,7 @@ SIDE = 2048
 SEEDS = 5
 STEPS = 60
 MEMORY_SIDE, MEMORY_LAYERS = 4096, 12  # 201 million weights
-SOURCES = ("none", "cpu", "pinned", "residual", "replay", "philox")
+SOURCES = ("none", "cpu", "pinned", "residual", "replay")
 
 
 def distance(values: torch.Tensor, sigma: float) -> float:
@@ -148,20 +148,11 @@ def built(**options: str) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def drawn_by_philox() -> nn.Sequential:
-    """Return the same model, made without values and drawn from a counter."""
-    with torch.device("meta"):
-        model = built()
-    model.to_empty(device="cpu")
-    fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02), seed=0)
-    return model
-
-
 def build_and_measure(source: str) -> None:
     """Print the memory of this process for one model; run in a process of its own."""
     torch.set_num_threads(1)
     before = host_rss()
-    model = drawn_by_philox() if source == "philox" else built(preserve=source)
+    model = built(preserve=source)
     after = host_rss()
     report = fti.memory_report(model)
     for layer in model:

@@ -35,8 +35,7 @@ def test_errors_of_masters(kind):
 @pytest.mark.parametrize("preserve", KEPT["memory"])
 def test_memory(preserve):
     cells = (f"{round(KEPT['memory'][preserve][name] / 2**20)} MiB" for name in ("peak", "after_init", "after_release"))
-    name = "philox_init_model_" if preserve == "philox" else f'"{preserve}"'
-    assert f"| `{name}` | {' | '.join(cells)} |" in GUIDE
+    assert f'| `"{preserve}"` | {" | ".join(cells)} |' in GUIDE
     assert f"({round(KEPT['memory'][preserve]['codes'] / 2**20)} MiB of codes)" in WORDS
 
 

@@ -71,11 +71,3 @@ def test_masters_start_from_the_copy_and_codes_follow_them(recipe):
     for layer in model[::2]:
         weight, master = layer.weight, optimizer.master_of(layer.weight)
         assert torch.equal(weight.quantized_rows.quantized(master), weight.codes.view(torch.uint8))
-
-
-def test_philox_draws_the_weights_of_the_cpu():
-    models = fti.convert_linear(plain()), on_device()
-    for model in models:
-        fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02), seed=7)
-    here, there = (model[0].weight.codes.view(torch.uint8) for model in models)
-    assert torch.equal(here, there.cpu())

@@ -20,7 +20,6 @@ SCENARIOS = {
     "accumulation": {"accumulate": True},
     "evaluation": {"evaluate": True},
     "kept gathered": {"reshard": False},
-    "remainders": {"masters": "remainder"},
 }
 
 
@@ -41,7 +40,7 @@ def ranks(world_size):
         dist.destroy_process_group()
 
 
-def train(recipe, order, *, event=False, accumulate=False, evaluate=False, reshard=True, masters="float32"):
+def train(recipe, order, *, event=False, accumulate=False, evaluate=False, reshard=True):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     fti.convert_linear(model, recipe=recipe)
@@ -49,7 +48,7 @@ def train(recipe, order, *, event=False, accumulate=False, evaluate=False, resha
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, masters=masters, foreach=False)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
     x, optimizing = torch.randn(16, 64), torch.cpu.Stream(name="optimizer")
     with order:
         for _ in range(3):

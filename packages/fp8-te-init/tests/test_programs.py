@@ -77,8 +77,6 @@ class Program:
         self.rule = self.choose.choice(
             [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})]
         )
-        # of a generator of its own: the programs stay those that they were
-        self.kept = random.Random(seed + 1_000_000).choice(["float32", "remainder"])
         self.log, self.batches = [], 0
 
     def build(self, seed):
@@ -94,7 +92,7 @@ class Program:
         self.exact, self.restarts, self.held = self.preserve != "none", self.preserve == "none", False
         self.twin = self._twin_of(seed)
         self.wrapped, self.wrapped_twin = self.net, self.twin
-        self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve} {self.kept}")
+        self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve}")
 
     def _twin_of(self, seed):
         twin = plain(seed, self.dtype)
@@ -127,7 +125,7 @@ class Program:
     def optimize(self):
         cls, options = self.rule
         low = self.dtype == torch.bfloat16
-        settings = {"round_through_dtype": low, "masters": self.kept, **options}
+        settings = {"round_through_dtype": low, **options}
         self.optimizer = fti.MasterOptimizer(cls, self.net.parameters(), **settings)
         make = functools.partial(fti.MasterOptimizer, cls) if low else cls
         self.reference = make(self.twin.parameters(), **options)

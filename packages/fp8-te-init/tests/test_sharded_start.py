@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
@@ -105,64 +104,6 @@ def test_trap_an_attribute_is_the_whole_tensor_and_is_lost_on_wrapping(run_ranks
         assert not survived
 
 
-def local_init(rank, world_size):
-    """The upstream way: the init function on the local shard."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    weight = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
-    torch.manual_seed(42)
-    nn.init.normal_(weight.to_local())
-    naive = weight.full_tensor()
-    philox = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
-    fti.philox_init_(philox, fti.Normal(std=1.0), seed=42, name="weight")
-    return naive, philox.full_tensor()
-
-
-def test_trap_local_initialisation_gives_every_rank_the_same_rows(run_ranks):
-    plain = torch.zeros(8, 4)
-    fti.philox_init_(plain, fti.Normal(std=1.0), seed=42, name="weight")
-    for naive, philox in run_ranks(2, local_init):
-        assert torch.equal(naive[:4], naive[4:])
-        assert not torch.equal(philox[:4], philox[4:])
-        assert torch.equal(philox, plain)
-
-
-def philox_model(rank, world_size, order, dtype, widths):
-    with fti.primary_weights():
-        model = mlp(widths, dtype=dtype)
-    if order == "shard_first":
-        shard(model, world_size)
-    reductions = []
-    original = dist.all_reduce
-
-    def count(*args, **kwargs):
-        reductions.append(args[0].numel())
-        return original(*args, **kwargs)
-
-    dist.all_reduce = count
-    try:
-        fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=7)
-    finally:
-        dist.all_reduce = original
-    if order == "init_first":
-        shard(model, world_size)
-    kept = sum(cell.nbytes for _, _, _, cell in named_kept(model))
-    scales = [layer.weight_quant_scale for layer in model]
-    return [start.clone() for start in starts(model)], scales, kept, len(reductions)
-
-
-@pytest.mark.matrix(world_size=[1, 2, 3, 4], order=["shard_first", "init_first"], dtype=[torch.float32, torch.bfloat16])
-def test_philox_makes_the_same_weights_for_every_number_of_ranks(run_ranks, world_size, order, dtype):
-    reference = mlp(dtype=dtype)
-    fti.philox_init_model_(reference, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=7)
-    results = run_ranks(world_size, philox_model, order, dtype, WIDTHS)
-    for index, layer in enumerate(reference):
-        assert torch.equal(torch.cat([shares[index] for shares, *_ in results]), layer.weight)
-    for _, scales, kept, reductions in results:
-        assert all(torch.equal(a, b) for a, b in zip(scales, results[0][1], strict=True))
-        assert kept == 0
-        assert reductions == (1 if order == "shard_first" and world_size > 1 else 0), "one for the whole model"
-
-
 def biases(rank, world_size):
     return [layer.bias.full_tensor() for layer in meta_then_shard(world_size, "tensorwise", "cpu", torch.float32)]
 
@@ -173,38 +114,6 @@ def test_biases_of_deferred_layers_are_those_of_an_unsharded_model(run_ranks, wo
     reference = mlp()
     for gathered in run_ranks(world_size, biases):
         assert all(torch.equal(layer.bias, bias) for layer, bias in zip(reference, gathered, strict=True))
-
-
-def masters_of(rank, world_size, build, dtype):
-    if build == "philox":
-        with fti.primary_weights():
-            model = shard(mlp(dtype=dtype), world_size)
-        fti.philox_init_model_(model, lambda name, p: fti.Uniform(low=-0.1, high=0.1), seed=3)
-    else:
-        model = globals()[build](world_size, "tensorwise", "cpu", dtype)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    report = fti.seed_masters(optimizer, model)
-    masters = [optimizer.master_of(layer.weight) for layer in model]
-    assert all(isinstance(master, DTensor) for master in masters)
-    left = sum(cell.nbytes for _, _, _, cell in named_kept(model))
-    return [master.full_tensor() for master in masters], set(report.sources.values()), left
-
-
-@pytest.mark.matrix(
-    world_size=[1, 2, 3, 4],
-    build=["eager_then_shard", "meta_then_shard", "philox"],
-    dtype=[torch.float32, torch.bfloat16],
-)
-def test_masters_are_the_same_for_every_way_and_every_number_of_ranks(run_ranks, world_size, build, dtype):
-    torch.manual_seed(0)
-    reference = mlp(dtype=dtype)
-    if build == "philox":
-        fti.philox_init_model_(reference, lambda name, p: fti.Uniform(low=-0.1, high=0.1), seed=3)
-    for masters, sources, left in run_ranks(world_size, masters_of, build, dtype):
-        assert sources == {"copy"}
-        assert left == 0, "nothing is kept on any rank"
-        for master, layer in zip(masters, reference, strict=True):
-            assert torch.equal(master, layer.weight.float())
 
 
 def seeded(rank, world_size, recipe, widths):
@@ -340,44 +249,6 @@ def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dro
 
 
 # ---------------------------------------------------------------- two-dimensional meshes, and groups
-
-
-def on_a_grid(rank, world_size):
-    """Two replicas, each sharded over two ranks (HSDP)."""
-    torch.manual_seed(0)
-    with fti.primary_weights():
-        model = mlp()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for layer in model[:-1]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    report = fti.seed_masters(optimizer, model)
-    starts = [optimizer.master_of(layer.weight).full_tensor() for layer in model]
-    fti.philox_init_model_(model, lambda name, p: fti.Normal(std=0.02), seed=7)
-    drawn = [layer.weight.full_tensor() + 0 for layer in model]
-    fti.seed_masters(optimizer, model, strict=False)
-    for x in batches(rank, 2):
-        loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    masters = [optimizer.master_of(layer.weight).full_tensor() for layer in model]
-    return starts, set(report.sources.values()), drawn, masters, optimizer.reductions
-
-
-def test_replicas_of_sharded_models_start_and_stay_alike(run_ranks):
-    torch.manual_seed(0)
-    reference = mlp()
-    with fti.primary_weights():
-        whole = mlp()
-    fti.philox_init_model_(whole, lambda name, p: fti.Normal(std=0.02), seed=7)
-    results = run_ranks(4, on_a_grid)
-    for starts, sources, drawn, masters, reductions in results:
-        assert sources == {"copy"}
-        assert all(torch.equal(start, layer.weight) for start, layer in zip(starts, reference, strict=True))
-        assert all(torch.equal(a, layer.weight.dequantize()) for a, layer in zip(drawn, whole, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(masters, results[0][3], strict=True))
-        assert reductions == 2, "one for each step"
 
 
 def over_two_groups(rank, world_size):

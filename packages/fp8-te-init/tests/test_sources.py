@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error, decode, random_bits
+from fp8_common import Fp8Error, decode
 from fp8_te_init._kept_in_module import kept_for
 from fp8_te_init._native_rows import NativeRows
 from fp8_te_init._parameters import fp8_weights
 from fp8_te_init._rows import Rows
 from fp8_te_init._sources import ReplaySource, ResidualSource
 from fp8_te_init._sources.dither import dithered
-from fp8_te_init._sources.philox import PhiloxSource, key_of, uniforms
 from fp8_te_init._sources.residual import from_ordinal, ordinal
 
 
@@ -176,46 +175,6 @@ def test_what_cannot_be_replayed_is_copied_and_said(caplog):
 
 
 # ---------------------------------------------------------------- Philox
-
-
-def test_philox_known_answers():
-    """Random123's test vectors for Philox 4x32-10, and the words of fp8_common."""
-    words = (uniforms(0, 0, 1) * 2.0**32 - 0.5).astype(np.uint32)
-    assert [hex(word) for word in words[0]] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
-    several = (uniforms(1234, 0, 5) * 2.0**32 - 0.5).astype(np.uint32)
-    assert np.array_equal(several.reshape(-1), random_bits(1234, (20,)))
-
-
-@pytest.mark.parametrize("init", [fti.Normal(std=0.5), fti.Uniform(low=-2, high=1), fti.TruncatedNormal(std=0.5)])
-@pytest.mark.parametrize("shape", [(7, 3), (64, 48), (1, 1), (5, 4)])
-def test_philox_rows_do_not_depend_on_which_others_are_made(init, shape, monkeypatch):
-    monkeypatch.setattr("fp8_te_init._sources.philox.CHUNK", 8)
-    options = {"seed": 11, "name": "layer.weight", "columns": shape[1], "dtype": torch.float32}
-    whole = PhiloxSource(init, rows=Rows(0, shape[0]), **options)
-    for start in range(shape[0]):
-        for stop in (start, start + 1, shape[0]):
-            part = whole.narrowed(Rows(start, stop)).values()
-            assert torch.equal(part, whole.values()[start:stop])
-    assert whole.nbytes == 0
-
-
-def test_philox_distributions():
-    options = {"seed": 1, "name": "w", "columns": 512, "dtype": torch.float32, "rows": Rows(0, 512)}
-    normal = PhiloxSource(fti.Normal(mean=1.0, std=0.5), **options).values()
-    assert abs(normal.mean() - 1) < 0.005
-    assert abs(normal.std() - 0.5) < 0.005
-    uniform = PhiloxSource(fti.Uniform(low=-1, high=3), **options).values()
-    assert (uniform.min() >= -1, uniform.max() <= 3) == (True, True)
-    assert abs(uniform.mean() - 1) < 0.01
-    cut = PhiloxSource(fti.TruncatedNormal(std=0.5, cut=2.0), **options).values()
-    assert cut.abs().max() <= 1.0
-    assert abs(cut.std() - 0.5 * 0.8796) < 0.005
-    assert key_of(1, "a") != key_of(1, "b") != key_of(2, "b")
-
-
-def test_a_distribution_that_is_none_is_refused():
-    with pytest.raises(Fp8Error, match="init must be a Normal, Uniform or TruncatedNormal, got 'normal'"):
-        fti.philox_init_(torch.zeros(4, 4), "normal", 0, "w")
 
 
 # ---------------------------------------------------------------- checkpoint

@@ -136,7 +136,7 @@ def test_codes_masters_and_steps_are_those_of_the_unsharded_weight(run_ranks, ra
 
 def from_source(rank, world_size, ranks, recipe, source, folder):
     """Return whether masters of one kind of start are the slices of the unsharded model's."""
-    preserve = source if source in ("cpu", "residual", "replay") else "cpu" if source == "philox" else "none"
+    preserve = source if source in ("cpu", "residual", "replay") else "none"
     whole, model = (net(recipe, preserve, torch.bfloat16) for _ in range(2))
     # drawn before it is cut, the same on all ranks
     other = Net(widths(recipe))
@@ -144,9 +144,6 @@ def from_source(rank, world_size, ranks, recipe, source, folder):
     if source in CHECKPOINTS:
         options["checkpoint"] = checkpoint_of(other, source, recipe, folder, rank, ranks)
     parallel(model, ranks)
-    if source == "philox":
-        for each in (model, whole):
-            fti.philox_init_model_(each, lambda name, p: fti.Normal(std=0.02) if p.ndim == 2 else None, seed=3)
     optimizer, reference = (fti.MasterOptimizer(torch.optim.SGD, m.parameters(), lr=0.1) for m in (model, whole))
     report = fti.seed_masters(optimizer, model, **options)
     if source == "distributed":
@@ -185,7 +182,7 @@ def other_copy(model):
 
 
 CHECKPOINTS = ["plain", "file", "folder", "distributed", "fp8"]
-SOURCES = ["cpu", "residual", "replay", "philox", "dither", *CHECKPOINTS]
+SOURCES = ["cpu", "residual", "replay", "dither", *CHECKPOINTS]
 
 
 @pytest.mark.matrix("each", source=SOURCES, ranks=[(None, 2), (2, 2)], recipe=RECIPES[:3])

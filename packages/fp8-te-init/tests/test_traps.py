@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8_te_init as fti
 from fp8_common import get_format
@@ -231,23 +229,6 @@ def test_the_memory_of_a_model_falls_by_its_copies(preserve):
 
 
 # ---------------------------------------------------------------- several ranks
-
-
-def topology(rank, world_size):
-    """The same seed on every rank, and an initialisation of the local rows."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    weight, ours = (distribute_tensor(torch.zeros(12, 4), mesh, [Shard(0)]) for _ in range(2))
-    torch.manual_seed(42)
-    nn.init.normal_(weight.to_local())
-    fti.philox_init_(ours, fti.Normal(std=1.0), seed=42, name="weight")
-    return weight.full_tensor(), ours.full_tensor()
-
-
-@pytest.mark.distributed
-def test_an_initialisation_of_shards_depends_on_their_number(run_ranks):
-    two, three = run_ranks(2, topology)[0], run_ranks(3, topology)[0]
-    assert not torch.equal(two[0], three[0])
-    assert torch.equal(two[1], three[1])
 
 
 @contextlib.contextmanager

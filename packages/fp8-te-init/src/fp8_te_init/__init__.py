@@ -9,22 +9,17 @@ masters and are dropped then.
 """
 
 from fp8_common.plugin import check_version
-from fp8_common.torch import GemmConfig, load_checkpoint, save_checkpoint, verify_checkpoint
+from fp8_common.torch import GemmConfig
 from fp8_te_init._config import PrimaryConfig
 from fp8_te_init._context import fp8_model_init, primary_weights
 from fp8_te_init._convert import convert_linear
 from fp8_te_init._errors import MissingInitError, StaleInitError
-from fp8_te_init._experts import PrimaryFloat8Experts
 from fp8_te_init._export import export_fp32_state_dict
-from fp8_te_init._flat_slices import quantize_master_weights
 from fp8_te_init._linear import PrimaryFloat8Linear
 from fp8_te_init._master_optimizer import MasterOptimizer
-from fp8_te_init._philox_init import philox_init_, philox_init_model_
 from fp8_te_init._report import MemoryReport, memory_report
 from fp8_te_init._rescale import rescale_
 from fp8_te_init._seed import SeedReport, seed_masters
-from fp8_te_init._serving import export_for_serving, weights_to_stream
-from fp8_te_init._sources.philox import Normal, TruncatedNormal, Uniform
 from fp8_te_init._weight import PrimaryFloat8Weight
 
 __version__ = "0.1.0"
@@ -35,28 +30,16 @@ __all__ = [
     "MasterOptimizer",
     "MemoryReport",
     "MissingInitError",
-    "Normal",
     "PrimaryConfig",
-    "PrimaryFloat8Experts",
     "PrimaryFloat8Linear",
     "PrimaryFloat8Weight",
     "SeedReport",
     "StaleInitError",
-    "TruncatedNormal",
-    "Uniform",
     "convert_linear",
-    "export_for_serving",
     "export_fp32_state_dict",
     "fp8_model_init",
-    "load_checkpoint",
     "memory_report",
-    "philox_init_",
-    "philox_init_model_",
     "primary_weights",
-    "quantize_master_weights",
     "rescale_",
-    "save_checkpoint",
     "seed_masters",
-    "verify_checkpoint",
-    "weights_to_stream",
 ]

@@ -153,7 +153,6 @@ def _broadcast_rest(weight: Any, group: dist.ProcessGroup, root: int) -> torch.T
         Values [n, columns] that another rank sent, to be kept once the codes are here; None if there are none.
     """
     state: PrimaryState = weight.state
-    state.about_to_change()
     rows, sends = weight.quantized_rows, group.rank() == root
     values = _values_of(state, rows) if sends else None
     # The receivers have to know before the values come whether any come, and of which dtype.

@@ -16,22 +16,10 @@ from torch.optim import Optimizer
 from fp8_common import Fp8Error
 from fp8_common.torch.plugin import fsdp
 from fp8_te_init._backends import requantizable
-from fp8_te_init._choices import check_choice
 from fp8_te_init._compat import float32_like, local_of
 from fp8_te_init._master_values import gradient_of, is_rounded_from, needs_master, start_of, values_of, writes_to
-from fp8_te_init._masters import (
-    Kept,
-    Master,
-    Moments,
-    PartSteps,
-    RemainderMaster,
-    WholeMaster,
-    can_be_joined,
-    is_elementwise,
-    whole_state,
-)
-from fp8_te_init._masters.moments import STEPS
-from fp8_te_init._scale_agreement import Agreeing, Agreement, agree_on
+from fp8_te_init._masters import WholeMaster
+from fp8_te_init._scale_agreement import Agreement, agree_on
 from fp8_te_init._shards import group_of
 
 logger = logging.getLogger(__name__)
@@ -52,15 +40,6 @@ class MasterOptimizer(Optimizer):
         params: Parameters or groups, as any optimizer takes them.
         round_through_dtype: Round masters to the dtype that a weight stands for before they are quantized, as
             TransformerEngine does: the codes are then those of a bfloat16 model that is cast at each forward.
-        masters: "float32" keeps masters whole; "remainder" those of FP8 weights of this package in three bytes beside
-            the code, exact to the bit. The optimizer then steps one parameter after the other.
-        moments: "fp8" keeps the optimizer's state of these weights in FP8 between steps, in groups that do not say
-            otherwise (`{"params": ..., "moments": "float32"}`); needs masters="remainder".
-        elementwise: Whether `optimizer_cls` computes every element from itself, its gradient and its state alone, so
-            that a parameter may be stepped in parts; by default that is known of the classes of torch. Matters for
-            "remainder" alone.
-        compiled: Let torch.compile make the code that takes masters="remainder" apart and puts them together: the same
-            bits, in a fraction of the time on CPUs. Compiling takes seconds, and needs a C++ compiler.
         **options: Arguments of `optimizer_cls`.
 
     Attributes:
@@ -68,8 +47,7 @@ class MasterOptimizer(Optimizer):
         reductions: All-reduces issued so far on this rank.
 
     Raises:
-        Fp8Error: `optimizer_cls` is no optimizer class, or one that needs all masters at once, with "remainder"; or
-            `compiled` without what torch.compile needs.
+        Fp8Error: `optimizer_cls` is no optimizer class.
     """
 
     def __init__(
@@ -78,31 +56,20 @@ class MasterOptimizer(Optimizer):
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         *,
         round_through_dtype: bool = False,
-        masters: Kept = "float32",
-        moments: Moments = "float32",
-        elementwise: bool | None = None,
-        compiled: bool = False,
         **options: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise Fp8Error(f"MasterOptimizer needs the class of an optimizer first, got {optimizer_cls!r}.")
-        check_choice("masters", masters, Kept)
-        self._moments: Moments = moments
-        self._masters: dict[torch.Tensor, Master] = {}
+        self._masters: dict[torch.Tensor, WholeMaster] = {}
         self._versions: dict[torch.Tensor, int] = {}
         self._shared: dict[int, dict[str, Any]] = {}
         self._round_through_dtype = round_through_dtype
-        self._kept: Kept = masters
-        self._compiled = compiled
-        self._in_parts = is_elementwise(optimizer_cls) if elementwise is None else elementwise
         self.reductions = 0
         # `Optimizer.__init__` calls `add_param_group` for each group, and `inner` is not there yet: the dictionaries
         # above are, and the inner optimizer takes all groups at once below.
         super().__init__(params, {})
         self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
-        if masters == "remainder":
-            PartSteps(self.inner)  # refuses what cannot be stepped so
         self._share_options()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,18 +83,8 @@ class MasterOptimizer(Optimizer):
             "_versions",
             "_shared",
             "_round_through_dtype",
-            "_kept",
-            "_in_parts",
-            "_moments",
-            "_compiled",
         )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a copy is made of; copied masters depend on copied weights."""
-        super().__setstate__(state)
-        for _, master in self._remainders():
-            master.attach()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, as any optimizer does."""
@@ -139,10 +96,7 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none.
-
-        It is the master itself with masters="float32", to be written to, and a copy with "remainder".
-        """
+        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none."""
         master = self._masters.get(parameter)
         return None if master is None else master.tensor()
 
@@ -174,23 +128,6 @@ class MasterOptimizer(Optimizer):
         """Return every master; see `master_of`."""
         return [master.tensor() for master in self._masters.values()]
 
-    def master_bytes(self) -> tuple[int, int]:
-        """Return the bytes of all masters on this rank, and how many elements of "remainder" ones are listed."""
-        listed = sum(master.escaped for _, master in self._remainders())
-        return sum(master.nbytes for master in self._masters.values()), listed
-
-    @torch.no_grad()
-    def compact(self) -> None:
-        """Give up float32 values of masters="remainder" that wait for codes, where the codes are there by now."""
-        for _, master in self._remainders():
-            master.compact()
-
-    def _remainders(self) -> list[tuple[torch.Tensor, RemainderMaster]]:
-        return [(p, master) for p, master in self._masters.items() if isinstance(master, RemainderMaster)]
-
-    def _wholes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(p, master.key) for p, master in self._masters.items() if isinstance(master, WholeMaster)]
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
         """Make a step with the masters, then quantize: one all-reduce for all FP8 weights. All ranks call it.
@@ -207,52 +144,23 @@ class MasterOptimizer(Optimizer):
         # First: a step from a master that does not know of a loaded checkpoint would overwrite it.
         self._take_writes()
         self._share_options()
-        try:
-            loss = self._step_masters(closure)
-            # Again: the step may have changed options or added keys, which `state_dict` and schedulers read here.
-            self._share_options()
-            self.write_back(step=True)
-        finally:
-            # Nothing to do, unless an error left codes out of their places.
-            for _, master in self._remainders():
-                master.restore()
+        loss = self._step_masters(closure)
+        # Again: the step may have changed options or added keys, which `state_dict` and schedulers read here.
+        self._share_options()
+        self.write_back(step=True)
         self._publish()
         return loss
 
     def _step_masters(self, closure: Callable[[], Any] | None) -> Any:
-        remainders = self._remainders()
-        if closure is not None and remainders:
-            # `PartSteps` has refused optimizers that call it more often.
-            with torch.enable_grad():
-                loss = closure()
+        if closure is None:
             self._hand_over()
-            self._step_parts(remainders)
-            self.inner.step()
-        elif closure is not None:
-            loss = self.inner.step(self._evaluation_of(closure))
-        else:
-            self._hand_over()
-            self._step_parts(remainders)
             loss = self.inner.step()
+        else:
+            loss = self.inner.step(self._evaluation_of(closure))
         # The gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step.
-        for _, master in self._wholes():
-            master.grad = None
+        for master in self._masters.values():
+            master.key.grad = None
         return loss
-
-    def _step_parts(self, remainders: list[tuple[torch.Tensor, RemainderMaster]]) -> None:
-        """Step the masters that are kept in three bytes, each part of each alone."""
-        if not remainders:
-            return
-        steps = PartSteps(self.inner)
-        groups = {
-            p: group
-            for ours, group in zip(self.param_groups, self.inner.param_groups, strict=True)
-            for p in ours["params"]
-        }
-        for parameter, master in remainders:
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                steps.step(master, local_of(gradient), groups[parameter])
 
     def _share_options(self) -> None:
         """Bring the groups of both optimizers together: what somebody set here goes in, everything else comes out.
@@ -277,7 +185,7 @@ class MasterOptimizer(Optimizer):
         Args:
             step: Whether an optimizer step made the masters; delayed scaling then records it.
         """
-        agreements: list[Agreeing] = []
+        agreements = []
         written = []
         for parameter, master in self._masters.items():
             # A parameter that has a master and is not FP8 is bfloat16 or float16: it is rounded, nothing has to be
@@ -286,11 +194,8 @@ class MasterOptimizer(Optimizer):
             if weight is None:
                 local_of(parameter).copy_(local_of(master.key))
                 continue
-            if isinstance(master, RemainderMaster):
-                agreements.append(master)
-            else:
-                values = self._to_quantize(parameter, local_of(master.key))
-                agreements.append(Agreement(weight=weight, values=values, group=group_of(parameter)))
+            values = self._to_quantize(parameter, local_of(master.key))
+            agreements.append(Agreement(weight=weight, values=values, group=group_of(parameter)))
             # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
             increment_version(parameter)
             written.append(local_of(parameter))
@@ -345,10 +250,10 @@ class MasterOptimizer(Optimizer):
     def _hand_over(self) -> None:
         """Give the masters the gradients of their parameters."""
         self._refuse_thawed()
-        for parameter, master in self._wholes():
+        for parameter, master in self._masters.items():
             # A float32 gradient is handed over without a copy, others are converted.
             gradient = gradient_of(parameter)
-            master.grad = None if gradient is None else gradient.to(torch.float32)
+            master.key.grad = None if gradient is None else gradient.to(torch.float32)
 
     def _refuse_thawed(self) -> None:
         for group in self.param_groups:
@@ -391,10 +296,7 @@ class MasterOptimizer(Optimizer):
             )
         # Not `Optimizer.load_state_dict`: it casts the state to the dtype of its parameter, bfloat16 for many weights.
         for ours, theirs in zip(self.param_groups, groups, strict=True):
-            # How state is kept is this optimizer's own choice, whatever the saved one did.
-            ours.update(
-                {key: value for key, value in theirs.items() if key not in ("params", "param_names", "moments")}
-            )
+            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
             for parameter, index in zip(ours["params"], theirs["params"], strict=True):
                 # A copy of the dictionary: the master is popped from it, and the checkpoint is the caller's.
                 self._load_one(parameter, dict(state_dict["state"].get(index, {})))
@@ -414,8 +316,6 @@ class MasterOptimizer(Optimizer):
             values = float32_like(parameter, torch.empty(local_of(parameter).shape, device=local_of(parameter).device))
             master.set(local_of(values.copy_(state.pop(MASTER))))
         key = parameter if master is None else master.key
-        if not isinstance(master, RemainderMaster):
-            state = whole_state(state, key)
         if state:
             device = local_of(key).device
             self.inner.state[key] = {name: _own(value, device, name) for name, value in state.items()}
@@ -431,47 +331,23 @@ class MasterOptimizer(Optimizer):
             for parameter in group["params"]:
                 master = self._masters.get(parameter)
                 own = self.inner.state.get(parameter if master is None else master.key, {})
-                # Only a checkpoint needs masters that have to be joined first.
-                shown = master is not None and (always or isinstance(master, WholeMaster))
-                if own or shown:
-                    self.state[parameter] = {MASTER: master.tensor(), **own} if master and shown else dict(own)
+                if own or master is not None:
+                    self.state[parameter] = dict(own) if master is None else {MASTER: master.tensor(), **own}
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group for the inner optimizer."""
-        self._check_moments(group)
         params = []
         for parameter in group["params"]:
             master = self._masters.get(parameter)
             if master is None and parameter.requires_grad and needs_master(parameter):
-                master = self._masters[parameter] = self._made(parameter)
+                master = self._masters[parameter] = WholeMaster(parameter, start_of(parameter))
                 self.note(parameter)
             params.append(parameter if master is None else master.key)
         return {**group, "params": params}
-
-    def _check_moments(self, group: dict[str, Any]) -> None:
-        """Write the choice into a group, where steps and checkpoints find it."""
-        # Only where it says something: other groups keep the options that they have elsewhere.
-        chosen = group.get("moments", self._moments)
-        check_choice("moments", chosen, Moments)
-        if chosen == "fp8" and not (self._kept == "remainder" and self._in_parts):
-            raise Fp8Error(
-                'moments="fp8" needs masters="remainder" and an optimizer that computes every element by itself. Use '
-                "a class of torch.optim that does, or say elementwise=True of another one."
-            )
-        if chosen == "fp8":
-            group["moments"] = chosen
-
-    def _made(self, parameter: torch.Tensor) -> Master:
-        values = start_of(parameter)
-        if self._kept == "float32" or not can_be_joined(parameter):
-            return WholeMaster(parameter, values)
-        return RemainderMaster(
-            parameter, values, parts=self._in_parts, rounded=self._round_through_dtype, compiled=self._compiled
-        )
 
 
 def _own(value: Any, device: torch.device, name: str) -> Any:
     """Return a value of a loaded state that shares nothing with the checkpoint; step counts stay on their device."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.clone() if name in ("step", STEPS) else value.to(device).clone()
+    return value.clone() if name == "step" else value.to(device).clone()

@@ -26,11 +26,10 @@ class MemoryReport:
         scales: Scales and amax histories.
         other_parameters: Parameters that are not FP8.
         copies: Kept high-precision values.
-        masters: float32 masters, whole or in three bytes beside the code.
+        masters: float32 masters.
         optimizer_state: The rest of the optimizer's state.
         host_rss: Resident memory of the process; 0 where the system does not tell.
         parameters: Elements of FP8 weights on this rank.
-        listed: Elements of masters="remainder" that three bytes cannot hold; their values are counted in `masters`.
     """
 
     codes: int = 0
@@ -42,14 +41,12 @@ class MemoryReport:
     optimizer_state: int = 0
     host_rss: int = 0
     parameters: int = 0
-    listed: int = 0
 
     def __str__(self) -> str:
         """Return one line for each kind, in MiB."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        count, listed = fields.pop("parameters"), fields.pop("listed")
+        count = fields.pop("parameters")
         lines = [f"{name.replace('_', ' '):16} {value / 2**20:10.2f} MiB" for name, value in fields.items() if value]
-        lines += [f"{listed:,} elements of masters are listed with their values"] if listed else []
         return "\n".join([f"{count:,} elements of FP8 weights on this rank", *lines])
 
 
@@ -70,7 +67,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         elements += weight.codes().numel()
         for kind, nbytes in weight.nbytes().items():
             counted[kind] += nbytes
-    masters, state, listed = _optimizer_bytes(optimizer)
+    masters, state = _optimizer_bytes(optimizer)
     return MemoryReport(
         **counted,
         other_parameters=other,
@@ -79,7 +76,6 @@ def memory_report(model: nn.Module, optimizer: Optimizer | None = None) -> Memor
         optimizer_state=state,
         host_rss=host_rss(),
         parameters=elements,
-        listed=listed,
     )
 
 
@@ -90,13 +86,13 @@ def host_rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _optimizer_bytes(optimizer: Optimizer | None) -> tuple[int, int, int]:
-    """Return the bytes of masters and of the rest of the state, and how many elements of masters are listed."""
+def _optimizer_bytes(optimizer: Optimizer | None) -> tuple[int, int]:
+    """Return the bytes of masters and of the rest of the state."""
     if optimizer is None:
-        return 0, 0, 0
-    masters = rest = listed = 0
+        return 0, 0
+    masters = rest = 0
     if isinstance(optimizer, MasterOptimizer):
-        masters, listed = optimizer.master_bytes()
+        masters = sum(local_of(master).nbytes for master in optimizer.masters())
         optimizer = optimizer.inner
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -104,4 +100,4 @@ def _optimizer_bytes(optimizer: Optimizer | None) -> tuple[int, int, int]:
                 # optimizers that keep masters in their own state, TransformerEngine's FusedAdam for example
                 masters += local_of(value).nbytes if name == MASTER else 0
                 rest += local_of(value).nbytes if name != MASTER else 0
-    return masters, rest, listed
+    return masters, rest

@@ -21,7 +21,6 @@ from fp8_te_init._errors import MissingInitError, StaleInitError
 from fp8_te_init._find_master import Master, find_master
 from fp8_te_init._host_memory import return_freed_memory
 from fp8_te_init._kept_in_module import kept_for, kept_values, named_kept, release_under
-from fp8_te_init._master_optimizer import MasterOptimizer
 from fp8_te_init._parameters import NamedWeight, fp8_weights, named_parameters
 from fp8_te_init._raise_together import groups_of, raise_together
 from fp8_te_init._rows import Rows
@@ -117,9 +116,6 @@ def seed_masters(
     run.finish()
     released = release_under(model, "seed_masters")
     run.keep_again(weights)
-    for one in run.optimizers:
-        if isinstance(one, MasterOptimizer):
-            one.compact()
     return_freed_memory()
     return SeedReport(sources=run.sources, released_bytes=released)
 

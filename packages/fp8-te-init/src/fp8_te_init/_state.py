@@ -55,7 +55,6 @@ class PrimaryState:
         lent: The copy of the codes that the last state dict got.
         borrower: That state dict.
         before_load: What the weight was before a state dict that is being loaded was copied to it.
-        dependent: What has to know before codes or scales change: a master that is kept beside them in three bytes.
     """
 
     cast: CastRecipe
@@ -77,7 +76,6 @@ class PrimaryState:
     lent: "weakref.ref[torch.Tensor] | None" = None
     borrower: "weakref.ref[OrderedDict] | None" = None
     before_load: Any = None
-    dependent: "weakref.WeakMethod[Callable[[], None]] | None" = None
 
     @classmethod
     def empty(cls, shape: torch.Size, cast: CastRecipe, gather: GatherFormat, device: torch.device) -> "PrimaryState":
@@ -114,7 +112,6 @@ class PrimaryState:
             lent=None,
             borrower=None,
             before_load=None,
-            dependent=None,
         )
 
     def __deepcopy__(self, memo: dict) -> "PrimaryState":
@@ -154,13 +151,6 @@ class PrimaryState:
                 "has the weights of before. Call model.load_state_dict(state_dict) once all of it is read.",
                 tuple(self.full_shape),
             )
-
-    def about_to_change(self) -> None:
-        """Tell what depends on the codes and scales as they are, before other ones take their place."""
-        # Held weakly: an optimizer that is gone wants to know of nothing.
-        tell = None if self.dependent is None else self.dependent()
-        if tell is not None:
-            tell()
 
     @property
     def is_rounded(self) -> bool:
@@ -260,13 +250,11 @@ class PrimaryState:
 
         Amax, scales and codes come from one cast, with the bits of `store`.
         """
-        self.about_to_change()
         cast = self.layout.cast_whole(values)
         self._take(cast.codes.view(torch.uint8), cast.scale.view(self.scale.shape))
 
     def take_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Take over uint8 codes [n, columns] of the rows held here and the scales of the whole weight."""
-        self.about_to_change()
         self._take(codes, scale)
 
     def _take(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
@@ -276,7 +264,6 @@ class PrimaryState:
 
     def take_keys(self, keys: torch.Tensor, *, step: bool) -> None:
         """Make the scale from the agreed `keys`, as `store` does; the codes are left to the caller."""
-        self.about_to_change()
         # The keys are those of the whole weight, also where this rank holds a part: the scale is the same everywhere.
         amax = self.layout.amax(keys, self.full_shape)
         if self.history is not None:
@@ -299,7 +286,6 @@ class PrimaryState:
 
     def take_scale(self, scale: torch.Tensor, history: torch.Tensor | None = None) -> None:
         """Use scales from elsewhere (a checkpoint): the codes that belong to them are put in place by the caller."""
-        self.about_to_change()
         self.scale = scale.to(self.codes.device, copy=True)
         if self.history is not None:
             self.history = torch.zeros_like(self.history) if history is None else history.to(self.codes.device).clone()

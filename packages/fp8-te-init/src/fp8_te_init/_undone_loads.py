@@ -42,7 +42,6 @@ class Before:
 
     def put_back(self) -> None:
         """Make the weight what it was."""
-        self.state.about_to_change()
         self.state.codes.copy_(self.codes)
         for name, value in self.fields.items():
             setattr(self.state, name, value)

@@ -326,7 +326,6 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     """Take over codes, and from another primary weight also scales and the place of its rows."""
     # Also if the codes are equal: a MasterOptimizer compares before it starts a master anew.
     target._state.writes += 1
-    target._state.about_to_change()
     if not isinstance(source, PrimaryFloat8Weight):
         if source.dtype not in (torch.uint8, target.codes.dtype):
             raise Fp8Error(
