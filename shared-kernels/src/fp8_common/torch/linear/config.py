@@ -1,0 +1,164 @@
+"""`LinearConfig`: what every FP8 linear layer of the PyTorch plugins is configured with, whatever its weight is."""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+from fp8_common._errors import Fp8Error
+from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
+
+OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
+"""The casts of a recipe that the layers honour."""
+
+GRANULARITIES = {
+    "input": ("tensorwise", "rowwise", "blockwise_1x128"),
+    "weight": ("tensorwise", "rowwise", "blockwise_128x128"),
+    "grad_output": ("tensorwise", "rowwise", "blockwise_1x128"),
+}
+"""What each operand can be cast with."""
+
+TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity in GRANULARITIES["weight"]]
+"""The names of the recipes that these layers know."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GemmConfig:
+    """How the three matmuls run on FP8 hardware.
+
+    Attributes:
+        fast_accum_output: Accumulate the forward matmul with fewer bits (faster on Hopper).
+        fast_accum_grad_input: The same for the gradient of the input.
+        fast_accum_grad_weight: The same for the gradient of the weight.
+    """
+
+    fast_accum_output: bool = True
+    fast_accum_grad_input: bool = False
+    fast_accum_grad_weight: bool = False
+
+
+class SharedCasts(NamedTuple):
+    """Which casts of a linear layer serve two of its three matmuls.
+
+    Attributes:
+        folds: Rows of the weight have their own scales, which the backward folds into the gradient before its cast.
+        input: How the cast of the activation for the output serves the weight's gradient: "codes", the same codes do,
+            having one scale; "columns", the same cast by columns does, made in one launch; None, it does not.
+        grad_output: The same of the output's gradient for the gradients of input and weight.
+        one_gradient_scale: The output's gradient is cast with one scale, and no scales of the weight folded in.
+    """
+
+    folds: bool
+    input: Literal["codes", "columns"] | None
+    grad_output: Literal["codes", "columns"] | None
+    one_gradient_scale: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LinearConfig:
+    """How linear layers compute in FP8.
+
+    Attributes:
+        recipe: How activation, weight and gradient are cast: a name, a `Recipe`, or what `Recipe.to_dict` returned;
+            the attribute is always the `Recipe`.
+        gemms: How the matmuls run on FP8 hardware.
+        pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
+        emulate: "auto" decodes and multiplies in high precision where the device has no FP8 matmuls, with one
+            warning for GPUs; True always does; False raises there.
+        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
+            stay, unless the matmul for the weight's gradient is in high precision: it then takes decoded codes.
+        shared: Which casts serve two matmuls; follows from the recipe.
+
+    Raises:
+        Fp8Error: A recipe that is unknown, or that these layers cannot honour.
+    """
+
+    weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
+    """The scalings that a weight can have."""
+
+    hint: ClassVar[str] = ""
+    """What refusals of a recipe end with."""
+
+    recipe: Recipe = RECIPES["tensorwise"]
+    gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
+    pad_inner_dim: bool = False
+    emulate: Literal["auto"] | bool = "auto"
+    fp8_saved_input: bool = False
+    shared: SharedCasts = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Look the recipe up, and refuse what has no matmuls."""
+        if self.emulate not in ("auto", True, False):
+            raise Fp8Error(f'emulate must be "auto", True or False, got {self.emulate!r}.')
+        if isinstance(self.recipe, str) and self.recipe not in RECIPES:
+            raise Fp8Error(f"Unknown recipe {self.recipe!r}. Use one of {', '.join(TRAINED)}, or a Recipe.{self.hint}")
+        # the fields are frozen for everybody else
+        object.__setattr__(self, "recipe", get_recipe(self.recipe))
+        if self.recipe.weight_for_grad_input is not None:
+            raise Fp8Error(
+                f"Recipe {self.recipe.name!r}: weight_for_grad_input cannot be honoured here: one set of codes of the "
+                "weight serves the output and the gradient of the input. Leave it None."
+            )
+        for name in OPERANDS:
+            self._check_operand(name, getattr(self.recipe, name))
+        # a field, not a cached function: compilers trace through caches
+        object.__setattr__(self, "shared", _shared_casts(self.recipe))
+
+    def _check_operand(self, name: str, cast: CastRecipe | None) -> None:
+        if cast is None:
+            return
+        operand = name.removesuffix("_for_grad_weight")
+        if cast.scaling == "disabled" and operand != name:
+            return
+        where = f"Recipe {self.recipe.name!r}: {name}"
+        if cast.scaling == "delayed" and operand != name:
+            raise Fp8Error(f"{where} cannot be delayed: an operand has one history. Use delayed scaling for {operand}.")
+        scalings = self.weight_scalings if name == "weight" else LinearConfig.weight_scalings
+        if cast.scaling not in scalings or cast.granularity not in GRANULARITIES[operand]:
+            raise Fp8Error(
+                f"{where} cannot be cast with {cast.scaling} {cast.granularity} scaling here. Use "
+                f"{', '.join(scalings)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the product for "
+                f"the weight's gradient can be disabled.{self.hint}"
+            )
+
+    @property
+    def input(self) -> CastRecipe:
+        """How the activation is cast."""
+        return self.recipe.input
+
+    @property
+    def weight(self) -> CastRecipe:
+        """How the weight is cast."""
+        return self.recipe.weight
+
+    @property
+    def grad_output(self) -> CastRecipe:
+        """How the gradient of the output is cast."""
+        return self.recipe.grad_output
+
+    @property
+    def grad_weight_casts(self) -> tuple[CastRecipe, CastRecipe]:
+        """The casts of gradient and activation in the matmul that makes the weight's gradient."""
+        recipe = self.recipe
+        return recipe.grad_output_for_grad_weight or self.grad_output, recipe.input_for_grad_weight or self.input
+
+
+def _shared_casts(recipe: Recipe) -> SharedCasts:
+    gradient = recipe.grad_output
+    folds = recipe.weight.granularity == "rowwise"
+    one_scale = gradient.granularity == "tensorwise" and not folds
+    shared_gradient = _serves_twice(gradient, recipe.grad_output_for_grad_weight)
+    if shared_gradient == "codes" and not one_scale:
+        shared_gradient = None  # the codes for the input's gradient have the weight's scales in them
+    return SharedCasts(
+        folds=folds,
+        input=_serves_twice(recipe.input, recipe.input_for_grad_weight),
+        grad_output=shared_gradient,
+        one_gradient_scale=one_scale,
+    )
+
+
+def _serves_twice(cast: CastRecipe, over_rows: CastRecipe | None) -> Literal["codes", "columns"] | None:
+    if over_rows not in (None, cast):
+        return None
+    if cast.granularity == "tensorwise":
+        return "codes"
+    return "columns" if cast.granularity == "rowwise" else None

@@ -1,0 +1,312 @@
+"""The three FP8 matmuls of a linear layer, y = x w^T, dx = dy w, dw = dy^T x, as one differentiable function.
+
+With offsets of groups the same function multiplies rows in groups by a stack of weights, one for each group: the
+layers of a mixture of experts. A layer says once what it brings (`LinearSpec`); what the matmuls are made of, what the
+backward saves, and which casts serve twice is the same for all layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch._compat import in_function_transform
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.grouped import RowGroups
+from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
+from fp8_common.torch.linear.operand import Operand, ScaleState, transpose
+from fp8_common.torch.linear.rows import ROWS, Rows
+from fp8_common.torch.sharding.gathered import GatheredWeight
+
+
+class Gather(Protocol):
+    """How a layer that holds a part of its weight has the whole one for each matmul.
+
+    The methods come in pairs, so that a matmul can run while something is on its way.
+    """
+
+    def send(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that this rank contributes; the backward gets them again."""
+
+    def start(self, sent: tuple[torch.Tensor | None, ...], grad: torch.Tensor | None) -> Any:
+        """Start to gather what `send` returned; `grad` is what the backward has reached, None in the forward."""
+
+    def finish(self, started: Any, record: bool) -> Operand:
+        """Return the whole weight; `record` says whether delayed scaling observes it."""
+
+    def start_reduce(self, grad_weight: torch.Tensor) -> Any:
+        """Start to bring the gradient of the weight to the ranks that hold it."""
+
+    def finish_reduce(self, started: Any) -> torch.Tensor:
+        """Return the gradient of the part that this rank holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LinearSpec:
+    """What one layer brings to its matmuls. Layers make it once: compiled code depends on the object.
+
+    Attributes:
+        config: How to cast and multiply.
+        weight: Called with (weight, record), returns the operand [..., out_features, in_features] of a weight in any
+            of its states; `record` says whether delayed scaling observes it.
+        name: What errors call the layer.
+        transposed: The weight is stored as [..., in_features, out_features], and so is its gradient.
+        input_scale: The state of delayed scaling of the input; None without it.
+        grad_scale: The same of the output's gradient.
+        gather: How the whole weight is had; None where it is at hand.
+        watch: Called with "input" or "grad_output", a matrix [rows, columns] and its operand; None costs nothing. Rows
+            in groups are not shown.
+    """
+
+    config: LinearConfig
+    weight: Callable[[torch.Tensor, bool], Operand]
+    name: str = "An FP8 layer"
+    transposed: bool = False
+    input_scale: ScaleState | None = None
+    grad_scale: ScaleState | None = None
+    gather: Gather | None = None
+    watch: Callable[[str, torch.Tensor, Operand], None] | None = None
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    spec: LinearSpec,
+    offsets: torch.Tensor | None = None,
+    *,
+    record: bool = False,
+    keep_codes: bool = False,
+) -> torch.Tensor:
+    """Return x @ weight.T in FP8. It can be differentiated once.
+
+    Args:
+        x: [..., in_features], float32, bfloat16 or float16; under autocast it is converted first.
+        weight: [out_features, in_features], in any state that `spec.weight` takes, or a part that `spec.gather`
+            gathers.
+        spec: The layer.
+        offsets: int32 or int64 [experts], where the rows of each expert end: x is then [rows, in_features], sorted by
+            expert, and the weight a stack of matrices. Rows behind the last offset give zeros, and get none. Offsets
+            on a GPU that do not fit give NaN: the host does not wait for them.
+        record: Whether delayed scaling observes the operands.
+        keep_codes: Whether the backward takes the weight's codes of the forward: of weights that stay in memory in any
+            case. A weight that FSDP2 frees between the two must not leave its codes there.
+
+    Returns:
+        [..., out_features] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
+
+    Raises:
+        Fp8Error: `x` is no tensor or a scalar, its last dimension is not that of the weight, or the offsets do not
+            fit.
+        Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
+    """
+    _check(x, weight, spec, offsets)
+    # there is no autocast for the meta device, and asking for it is an error
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _Linear.apply(x, weight, offsets, spec, record, keep_codes)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: torch.Tensor | None) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise Fp8Error(f"{spec.name} expects a tensor as input, got {type(x).__name__}.")
+    if in_function_transform():
+        raise Fp8UnsupportedError(
+            "FP8 layers do not work under torch.func (vmap, grad, jvp, ...): their matmuls have a backward of "
+            "their own. Use torch.autograd, or `unconvert` the model first."
+        )
+    columns = weight.shape[-2 if spec.transposed else -1]
+    if x.ndim == 0 or x.shape[-1] != columns:
+        raise Fp8Error(f"{spec.name} expects [..., {columns}] as input, got {tuple(x.shape)}.")
+    if offsets is not None:
+        RowGroups.check(offsets, x, weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    """The matmuls; tensors first, as autograd wants them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor | None,
+        spec: LinearSpec,
+        record: bool,
+        keep_codes: bool,
+    ) -> torch.Tensor:
+        gather, config = spec.gather, spec.config
+        # The weight itself and not its codes: FSDP2 may free and refill it before the backward.
+        sent = (weight,) if gather is None else gather.send(weight)
+        # Before the cast of the input, so that a gather of the weight runs beside it.
+        started = None if gather is None else gather.start(sent, None)
+        matrix = x.reshape(-1, x.shape[-1])
+        rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        both = needs_weight and config.shared.input is not None
+        x_operand = _quantize(rows, "input", matrix, spec, record=record, both=both)
+        w_operand = rows.checked(spec.weight(weight, record) if gather is None else gather.finish(started, record))
+        kept = w_operand if needs_x and keep_codes else None
+        saved = _saved_input(config, matrix, x_operand, rows) if needs_weight else None
+        # Tensors go through autograd, which notices writes to them and lets checkpoints and offloading take them;
+        # everything else stays on the context.
+        ctx.save_for_backward(offsets, *sent, *_tensors(kept), *_tensors(saved))
+        ctx.kept, ctx.saved, ctx.sent = _without_tensors(kept), _without_tensors(saved), len(sent)
+        ctx.spec, ctx.record, ctx.shape, ctx.dtype, ctx.weight_dtype = spec, record, x.shape, x.dtype, weight.dtype
+        y = rows.matmul(x_operand, w_operand, _options(config, "output", x.dtype, x.device))
+        return _reshaped(y, (*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        spec: LinearSpec = ctx.spec
+        config, gather = spec.config, spec.gather
+        offsets, *tensors = ctx.saved_tensors  # once: checkpoints let it be read once only
+        sent, tensors = tuple(tensors[: ctx.sent]), tensors[ctx.sent :]
+        weight, saved = _with_tensors(ctx.kept, tensors), _with_tensors(ctx.saved, tensors)
+        matrix = grad.reshape(-1, grad.shape[-1])
+        rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_gather = needs_x and weight is None
+        # The weight is on its way during the other matmul, and its gradient during this one.
+        started = gather.start(sent, grad) if needs_gather and gather is not None else None
+
+        def whole_weight() -> Operand:
+            # Delayed scaling has observed the weight in the forward.
+            return spec.weight(sent[0], False) if gather is None else gather.finish(started, False)
+
+        shared = None
+        if config.shared.one_gradient_scale:
+            both = needs_weight and config.shared.grad_output == "codes"
+            shared = _quantize(rows, "grad_output", matrix, spec, record=ctx.record, both=both)
+        elif needs_x and needs_weight and gather is None and _folds_beside_columns(config, rows):
+            # before the matmul that does not need the weight: one launch then casts the gradient for both
+            weight = whole_weight() if weight is None else weight
+            shared = _quantize_folded(rows, matrix, weight.scale_inv, spec, both=True)
+        grad_x = grad_weight = None
+        if needs_weight:
+            product = _grad_weight(config, matrix, saved, shared, ctx.weight_dtype, rows)
+            product = product.mT if spec.transposed else product
+            grad_weight = product if gather is None else gather.start_reduce(product)
+        if needs_x:
+            weight = whole_weight() if weight is None else weight
+            grad_x = _reshaped(_grad_input(spec, matrix, weight, shared, rows).to(ctx.dtype), ctx.shape)
+        if needs_weight and gather is not None:
+            grad_weight = gather.finish_reduce(grad_weight)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _folds_beside_columns(config: LinearConfig, rows: Rows) -> bool:
+    """Return whether the gradient is cast with the weight's row scales folded in, and alike by columns without them."""
+    shared = config.shared
+    return shared.folds and shared.grad_output == "columns" and not rows.grouped and not torch.compiler.is_compiling()
+
+
+def _quantize(rows: Rows, name: str, x: torch.Tensor, spec: LinearSpec, *, record: bool, both: bool) -> Operand:
+    """Quantize a matrix [rows, contracted] as "input" or "grad_output", and show it to who watches."""
+    delayed = spec.input_scale if name == "input" else spec.grad_scale
+    operand = rows.quantize(x, getattr(spec.config, name), delayed, record=record, both=both)
+    if spec.watch is not None and not rows.grouped and not isinstance(x, GatheredWeight):
+        spec.watch(name, x, operand)
+    return operand
+
+
+def _quantize_folded(
+    rows: Rows, grad: torch.Tensor, weight_inv: torch.Tensor, spec: LinearSpec, *, both: bool
+) -> Operand:
+    operand = rows.quantize_folded(grad, weight_inv, spec.config.grad_output, both=both)
+    if spec.watch is not None and not rows.grouped:
+        spec.watch("grad_output", grad.float() * weight_inv.reshape(-1), operand)
+    return operand
+
+
+def _saved_input(config: LinearConfig, x: torch.Tensor, operand: Operand, rows: Rows) -> torch.Tensor | Operand:
+    """Return what the weight's gradient needs of the input [rows, columns]: an operand over rows, or the input.
+
+    Where that gradient is computed in high precision, `fp8_saved_input` keeps the operand of the output instead.
+    """
+    if operand.by_columns is not None or config.shared.input == "codes":
+        return rows.over_rows(operand)
+    if not config.fp8_saved_input or isinstance(x, GatheredWeight):
+        return x
+    cast = config.grad_weight_casts[1]
+    return rows.quantize_over_rows(x, cast) if cast.enabled else operand
+
+
+def _grad_input(
+    spec: LinearSpec, grad: torch.Tensor, weight: Operand, shared: Operand | None, rows: Rows
+) -> torch.Tensor:
+    """Return dx = dy w [M, K]; row scales of the weight are folded into dy [M, N] before its cast."""
+    config = spec.config
+    if config.shared.folds:
+        # dx = sum over n of dy[m, n] * s[n] * codes[n, k]: the scale of a row of w belongs to the dimension that is
+        # contracted here, where no FP8 matmul can apply it.
+        grad_operand = shared or _quantize_folded(rows, grad, weight.scale_inv, spec, both=False)
+        weight = Operand(transpose(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
+    else:
+        grad_operand = shared or _quantize(rows, "grad_output", grad, spec, record=False, both=False)
+        weight = weight.transposed()
+    return rows.matmul(grad_operand, weight, _options(config, "grad_input", grad.dtype, grad.device))
+
+
+def _grad_weight(
+    config: LinearConfig,
+    grad: torch.Tensor,
+    x: torch.Tensor | Operand,
+    shared: Operand | None,
+    dtype: torch.dtype,
+    rows: Rows,
+) -> torch.Tensor:
+    """Return dw = dy^T x [N, K], contracted over the rows; in high precision where the recipe says so."""
+    grad_cast, input_cast = config.grad_weight_casts
+    if not input_cast.enabled:
+        # Disabled means for both operands: `Recipe` refuses a matmul of one.
+        wide = x.dequantize() if isinstance(x, Operand) else x
+        return rows.matmul_wide(grad, wide.to(grad.dtype)).to(dtype)
+    x = x if isinstance(x, Operand) else rows.quantize_over_rows(x, input_cast)
+    if shared is not None and (config.shared.grad_output == "codes" or shared.by_columns is not None):
+        g = rows.over_rows(shared)
+    else:
+        g = rows.quantize_over_rows(grad, grad_cast)
+    return rows.matmul_over_rows(g, x, _options(config, "grad_weight", dtype, grad.device))
+
+
+def _options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device) -> MatmulOptions:
+    return MatmulOptions(
+        out_dtype=out_dtype,
+        emulate=should_emulate(device, config),
+        use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
+        # the weight's gradient is contracted over tokens, whose number is nobody's choice
+        pad_inner=config.pad_inner_dim or product == "grad_weight",
+        pad_outer=config.pad_inner_dim,
+    )
+
+
+def _tensors(saved: torch.Tensor | Operand | None) -> tuple[torch.Tensor, ...]:
+    if saved is None:
+        return ()
+    return (saved.codes, saved.scale_inv) if isinstance(saved, Operand) else (saved,)
+
+
+def _without_tensors(saved: torch.Tensor | Operand | None) -> tuple | None:
+    """Return what is known of `saved` besides its tensors: () of a tensor, format and block of an operand."""
+    if saved is None:
+        return None
+    return (saved.fmt, saved.block) if isinstance(saved, Operand) else ()
+
+
+def _with_tensors(known: tuple | None, tensors: list[torch.Tensor]) -> Any:
+    """Take the tensors of one saved thing from the front of the list; the reverse of the two functions above."""
+    if known is None:
+        return None
+    if not known:
+        return tensors.pop(0)
+    codes, scale_inv = tensors.pop(0), tensors.pop(0)
+    return Operand(codes, scale_inv, *known)
+
+
+def _reshaped(matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Give a fresh matrix its final shape without making it a view: FSDP2 warns of modules that return views."""
+    return torch.ops.aten._unsafe_view.default(matrix, shape)

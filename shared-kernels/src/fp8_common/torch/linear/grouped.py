@@ -1,0 +1,143 @@
+"""`RowGroups`: rows of a matrix in consecutive groups, each quantized and multiplied as it would be alone.
+
+A mixture of experts sorts its tokens by expert; where each expert's tokens end is known on the device alone. Nothing
+here waits for it: every row finds its group by a search in the offsets, and reductions over groups are reductions by
+index. Rows behind the last group belong to none. Their codes are never read, and they take part in no amax.
+"""
+
+import dataclasses
+
+import torch
+
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import FORMATS
+from fp8_common._recipe import CastRecipe
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch.linear import grouped_matmul, segments
+from fp8_common.torch.linear.matmul import MatmulOptions
+from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_operand
+from fp8_common.torch.linear.rows import Rows
+from fp8_common.torch.linear.segments import BLOCK, Groups
+
+
+class RowGroups(Groups, Rows):
+    """Rows of which each group's end is given; weights are stacks [groups, out_features, columns]. See `Groups`."""
+
+    grouped = True
+
+    @staticmethod
+    def check(offsets: torch.Tensor, rows: torch.Tensor, groups: int) -> None:
+        """Refuse offsets that do not belong to rows [rows, columns] in so many groups; see `RowGroups`.
+
+        Raises:
+            Fp8Error: Saying what does not fit. What the offsets hold is not looked at on a GPU (see `checked`).
+        """
+        if rows.ndim != 2:
+            raise Fp8Error(f"Rows in groups must be a matrix [rows, features], got {tuple(rows.shape)}.")
+        integers = isinstance(offsets, torch.Tensor) and offsets.dtype in (torch.int32, torch.int64)
+        if not integers or tuple(offsets.shape) != (groups,) or offsets.device != rows.device:
+            found = (
+                f"{offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
+                if isinstance(offsets, torch.Tensor)
+                else type(offsets).__name__
+            )
+            raise Fp8Error(
+                f"Group offsets must be int32 or int64 [{groups}] on {rows.device}, one for each expert, got {found}."
+            )
+        if groups:
+            segments.check_offsets(offsets, rows.shape[0])
+
+    def checked(self, weight: Operand) -> Operand:
+        """Return the weight with scales that are NaN if the offsets do not fit, where `check` did not look at them.
+
+        To look would wait for the device, and an assertion there would end the process.
+        """
+        if self.known_on_host or not self.count:
+            return weight
+        fits = segments.offsets_fit(self.given, self.rows)
+        return dataclasses.replace(weight, scale_inv=weight.scale_inv.masked_fill(~fits, torch.nan))
+
+    def quantize(
+        self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None, *, record: bool, both: bool
+    ) -> Operand:
+        """Quantize [rows, columns], contracted over columns.
+
+        Args:
+            x: The rows.
+            cast: How to quantize them.
+            delayed: The state of delayed scaling of each group, where `cast.scaling` is "delayed".
+            record: Whether delayed scaling observes the groups that have rows.
+            both: Not used: no kernel quantizes groups by rows and by columns.
+
+        Returns:
+            Codes [rows, columns]; scales [count] of tensorwise casts, or those that each row has alone.
+        """
+        if cast.granularity != "tensorwise":
+            return quantize_operand(x, cast)  # what lies within a row knows no groups
+        fmt = FORMATS[cast.format]
+        amax = None
+        if cast.static_scale is not None:
+            scale = torch.full((self.count,), cast.static_scale, dtype=torch.float32, device=x.device)
+        else:
+            amax = segments.segment_amax(x, self.of_row, self.count, per_column=False)
+            if delayed is None:
+                scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
+            else:
+                scale = delayed.current(amax, record, self.filled)
+        codes = segments.segment_quantize(x, self.of_row, scale, fmt, amax)
+        return Operand(codes, dispatch.reciprocal(scale), fmt)
+
+    def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Operand:
+        """Quantize float32(x) * the float32 scales [count, columns, 1] of the rows of each group's weight."""
+        fold = weight_inv[..., 0]
+        if cast.granularity == "rowwise" and dispatch.launches(x, cast.fp8_format, cast.policy):
+            folds = torch.cat([fold, torch.ones_like(fold[:1])])
+            made = triton_backend.cast_rowwise(x, folds, cast.fp8_format, cast.policy, self.of_row)
+            return Operand.of_cast(made, cast.fp8_format)
+        return self.quantize(x.float() * self.per_row(fold), cast, None, record=False, both=both)
+
+    def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
+        """Quantize [rows, columns] for a matmul that is contracted over the rows of each group.
+
+        Returns:
+            Codes [rows, columns]; scales [count] of tensorwise casts, [count, 1, columns] of row-wise ones (a column is
+            a row of the transposed matrix), or [blocks, columns], where every group begins with a block of its own.
+        """
+        if cast.granularity == "tensorwise":
+            return self.quantize(x, cast, None, record=False, both=False)
+        fmt = FORMATS[cast.format]
+        rowwise = cast.granularity == "rowwise"
+        places, count = (self.of_row, self.count) if rowwise else self.blocks()
+        amax = segments.segment_amax(x, places, count, per_column=True)
+        scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
+        codes, scale_inv = segments.segment_quantize(x, places, scale, fmt, amax), dispatch.reciprocal(scale)
+        return Operand(codes, scale_inv[:, None], fmt) if rowwise else Operand(codes, scale_inv, fmt, (BLOCK, 1))
+
+    def over_rows(self, operand: Operand) -> Operand:
+        """Return the operand as it is: each group is transposed where it is multiplied."""
+        return operand
+
+    def matmul(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+        """Return [rows, N]: for each row of `a` its product with the matrix of its group, zeros for rows of no group.
+
+        Args:
+            a: [rows, K], from `quantize`.
+            b: [count, N, K]; scales [count], [count, N, 1], or of blocks.
+            options: How to multiply.
+        """
+        return grouped_matmul.matmul_rows(a, b, self, options)
+
+    def matmul_over_rows(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+        """Return [count, N, K]: a.T @ b over the rows of each group, zeros for an empty one.
+
+        Args:
+            a: [rows, N], from `quantize_over_rows`.
+            b: [rows, K], from the same.
+            options: How to multiply.
+        """
+        return grouped_matmul.matmul_over_rows(a, b, self, options)
+
+    def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return [count, N, K], a.T @ b over the rows of each group, of [rows, N] and [rows, K] of one dtype."""
+        return grouped_matmul.matmul_wide(a, b, self.offsets)

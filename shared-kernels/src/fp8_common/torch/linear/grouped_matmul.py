@@ -1,0 +1,282 @@
+"""Matmuls of rows in groups with stacked matrices, and of the rows of each group with each other (grouped GEMM).
+
+On GPUs nothing waits for the device to know where groups end. `torch._scaled_grouped_mm` multiplies E4M3 codes with one
+scale per row; where it does not apply (E5M2 gradients, other GPUs), `torch._grouped_mm` multiplies the codes decoded
+to bfloat16, which is exact, and the scales follow. Both were traced and checked on doubles, and have not run on a GPU
+yet. Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `matmul`, so that the
+numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from fp8_common._formats import FORMATS
+from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch._dispatch import values
+from fp8_common.torch._ops import NAMESPACE
+from fp8_common.torch.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.linear.segments import BLOCK, Groups, check_offsets, transposed_rows, zero_rows
+
+CAPABILITY = (9, 0)
+"""The compute capability for which torch has grouped FP8 matmuls with scales of rows: later ones have MX scales."""
+CAPABILITY_OF_BFLOAT16 = (8, 0)
+"""The first for which it has grouped matmuls of bfloat16."""
+
+
+def matmul_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOptions) -> torch.Tensor:
+    """Return for each row of `a` its product with the matrix of its group, zeros for rows of no group.
+
+    Args:
+        a: [rows, K]; scales [groups], [rows, 1] or of blocks.
+        b: [groups, N, K]; scales [groups], [groups, N, 1], or of blocks.
+        groups: The groups of the rows.
+        options: How to multiply.
+
+    Returns:
+        [rows, N].
+    """
+    path = path_of(a, b, options)
+    if path == "looped":
+        return _looped(a, b, groups, options, over_rows=False)
+    a_codes, b_codes, offsets = a.codes.contiguous(), b.codes.contiguous(), groups.offsets.int()
+    a_inv = a.scale_inv if a.scale_inv.ndim == 2 else groups.per_row(a.scale_inv)[:, None]
+    b_inv = b.scale_inv.reshape(groups.count, -1)
+    inside = groups.of_row < groups.count
+    if path == "fp8":
+        b_inv = b_inv.expand(b_codes.shape[:2])
+        # The second operand is wanted column-major. The kernel leaves rows of no group as the memory was.
+        return zero_rows(_scaled_grouped_mm(a_codes, b_codes.mT, a_inv.reshape(-1), b_inv, offsets, options), inside)
+    sums = _grouped_mm(a_codes, a, b_codes.mT, b, offsets)
+    if a.scale_inv.ndim == b.scale_inv.ndim == 1:  # in the order of `matmul.scaled`
+        y = sums * groups.per_row(a.scale_inv * b.scale_inv)[:, None]
+    else:
+        y = (sums * a_inv).mul_(groups.per_row(b_inv))
+    return torch.where(inside[:, None], y, 0).bfloat16()
+
+
+def matmul_over_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOptions) -> torch.Tensor:
+    """Return a.T @ b over the rows of each group, zeros for an empty one.
+
+    Args:
+        a: [rows, N]; scales [groups], [groups, 1, N], or of blocks of rows.
+        b: [rows, K], alike.
+        groups: The groups of the rows.
+        options: How to multiply.
+
+    Returns:
+        [groups, N, K].
+    """
+    path = path_of(a, b, options)
+    if path == "looped":
+        return _looped(a, b, groups, options, over_rows=True)
+    padded = _Padded(groups)
+    a_codes, b_codes = padded.transposed(a.codes), padded.transposed(b.codes).t()
+    if path == "fp8":
+        a_inv, b_inv = (
+            x.scale_inv.reshape(groups.count, -1).expand(groups.count, x.codes.shape[1]).reshape(-1) for x in (a, b)
+        )
+        # nothing is accumulated for an empty group, so nothing need have been written
+        y = _scaled_grouped_mm(a_codes, b_codes, a_inv, b_inv, padded.offsets, options)
+        return zero_rows(y, groups.filled)
+    sums = _grouped_mm(a_codes, a, b_codes, b, padded.offsets)
+    a_inv, b_inv = (x.scale_inv.reshape(groups.count, 1, -1) for x in (a, b))
+    both_single = a.scale_inv.ndim == b.scale_inv.ndim == 1
+    y = sums * (a_inv * b_inv) if both_single else (sums * a_inv.mT).mul_(b_inv)
+    return torch.where(groups.filled[:, None, None], y, 0).bfloat16()
+
+
+def matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return a.T @ b over the rows of each group, [groups, N, K], of [rows, N] and [rows, K] of one dtype."""
+    function = _matmul_wide_op if torch.compiler.is_compiling() else _matmul_wide
+    return function(a, b, offsets)
+
+
+def path_of(a: Operand, b: Operand, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
+    """Return how these groups are multiplied: their codes, the codes decoded to bfloat16, or group after group."""
+    # Of two matrices in groups, rows are padded, whatever their number.
+    sizes = (a.codes.shape[-1], b.codes.shape[-1], *b.codes.shape[1:-1])
+    aligned = all(size % ALIGNMENT == 0 for size in sizes)
+    multiplies = device_multiplies(a.codes.device)
+    if not aligned or a.block or b.block or options.out_dtype != torch.bfloat16 or not multiplies:
+        return "looped"
+    fp8 = multiplies == "fp8" and not options.emulate and a.fmt.name == b.fmt.name == "e4m3"
+    return "fp8" if fp8 else "bfloat16"
+
+
+# a constant of compiled graphs; Dynamo would trace into the query otherwise
+@assume_constant_result
+def device_multiplies(device: torch.device) -> Literal["fp8", "bfloat16", ""]:
+    """Return in what `device` and this torch multiply groups: "fp8", which implies bfloat16, "bfloat16", or ""."""
+    if device.type != "cuda":
+        return ""
+    capability = device_capability(device)
+    if capability == CAPABILITY and hasattr(torch, "_scaled_grouped_mm"):
+        return "fp8"
+    return "bfloat16" if capability >= CAPABILITY_OF_BFLOAT16 and hasattr(torch, "_grouped_mm") else ""
+
+
+# ---------------------------------------------------------------- by the device
+
+
+def _scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inv: torch.Tensor,
+    b_inv: torch.Tensor,
+    offsets: torch.Tensor,
+    options: MatmulOptions,
+) -> torch.Tensor:
+    return torch._scaled_grouped_mm(
+        a,
+        b,
+        a_inv.contiguous(),
+        b_inv.contiguous(),
+        offs=offsets,
+        out_dtype=options.out_dtype,
+        use_fast_accum=options.use_fast_accum,
+    )
+
+
+def _grouped_mm(
+    a_codes: torch.Tensor, a: Operand, b_codes: torch.Tensor, b: Operand, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return float32 sums of codes that are laid out as `torch._grouped_mm` takes them, in bfloat16."""
+    decoded = (values(codes, x.fmt, torch.bfloat16) for codes, x in ((a_codes, a), (b_codes, b)))
+    return torch._grouped_mm(*decoded, offs=offsets).float()
+
+
+class _Padded:
+    """Groups whose rows are padded with zeros to multiples of 16, as contracted dimensions have to be.
+
+    Attributes:
+        offsets: int32 [groups]: where the padded groups end.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        ends = torch.cat([groups.offsets.new_zeros(1), groups.offsets])
+        sizes = ends.diff()
+        padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        self.offsets = padded.cumsum(0).int()
+        # Enough for any offsets, because how many there are is known on the device alone.
+        rows = -(-(groups.rows + groups.count * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+        places = torch.arange(rows, dtype=torch.int32, device=ends.device)
+        group = torch.searchsorted(self.offsets, places, right=True).clamp(max=groups.count - 1)
+        inside = places - (self.offsets - padded)[group]
+        self._source = torch.where(inside < sizes[group], ends[group] + inside, -1).int()
+
+    def transposed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return [columns, padded rows], contiguous, of codes [rows, columns]."""
+        return transposed_rows(codes, self._source)
+
+
+# ---------------------------------------------------------------- group after group
+
+
+def _looped(a: Operand, b: Operand, groups: Groups, options: MatmulOptions, *, over_rows: bool) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return (_each_over_rows if over_rows else _each_rows)(a, b, groups.offsets, options)
+    return _grouped_matmul_op(
+        a.codes, a.scale_inv, a.fmt.name, list(a.block or ()),
+        b.codes, b.scale_inv, b.fmt.name, list(b.block or ()),
+        groups.offsets, over_rows, options.out_dtype,
+        [options.emulate, options.use_fast_accum, options.pad_inner, options.pad_outer],
+    )  # fmt: skip
+
+
+def _each_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
+    y = a.codes.new_empty((a.codes.shape[0], b.codes.shape[1]), dtype=options.out_dtype)
+    bounds = _bounds(offsets, a.codes)
+    for group, (start, end) in enumerate(bounds):
+        if start < end:
+            y[start:end] = matmul(_rows_of_group(a, group, start, end), _matrix(b, group), options)
+    y[bounds[-1][1] if bounds else 0 :] = 0
+    return y
+
+
+def _each_over_rows(a: Operand, b: Operand, offsets: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
+    shape = (offsets.shape[0], a.codes.shape[1], b.codes.shape[1])
+    y, block = a.codes.new_empty(shape, dtype=options.out_dtype), 0
+    for group, (start, end) in enumerate(_bounds(offsets, a.codes)):
+        blocks = slice(block, block + -(-(end - start) // BLOCK))
+        block = blocks.stop
+        first, second = (_columns_of_group(x, group, slice(start, end), blocks) for x in (a, b))
+        y[group] = matmul(first, second, options) if start < end else 0
+    return y
+
+
+def _bounds(offsets: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, int]]:
+    """Return where each group begins and ends; there is none on the meta device."""
+    if rows.is_meta:
+        return []
+    check_offsets(offsets, rows.shape[0])
+    ends = offsets.tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _rows_of_group(x: Operand, group: int, start: int, end: int) -> Operand:
+    scale_inv = x.scale_inv[group] if x.scale_inv.ndim == 1 else x.scale_inv[start:end]
+    return Operand(x.codes[start:end], scale_inv, x.fmt, x.block)
+
+
+def _columns_of_group(x: Operand, group: int, rows: slice, blocks: slice) -> Operand:
+    """Return the rows of a group as a matrix that is contracted over them."""
+    scale_inv = x.scale_inv[blocks] if x.block else x.scale_inv[group]
+    return Operand(x.codes[rows], scale_inv, x.fmt, x.block).transposed()
+
+
+def _matrix(x: Operand, group: int) -> Operand:
+    return dataclasses.replace(x, codes=x.codes[group], scale_inv=x.scale_inv[group])
+
+
+@torch.library.custom_op(f"{NAMESPACE}::grouped_matmul", mutates_args=())
+def _grouped_matmul_op(
+    a: torch.Tensor,
+    a_inv: torch.Tensor,
+    a_fmt: str,
+    a_block: list[int],
+    b: torch.Tensor,
+    b_inv: torch.Tensor,
+    b_fmt: str,
+    b_block: list[int],
+    offsets: torch.Tensor,
+    over_rows: bool,
+    out_dtype: torch.dtype,
+    options: list[bool],
+) -> torch.Tensor:
+    """[rows, N], or [groups, N, K] if `over_rows`."""
+    first = Operand(a, a_inv, FORMATS[a_fmt], _block(a_block))
+    second = Operand(b, b_inv, FORMATS[b_fmt], _block(b_block))
+    each = _each_over_rows if over_rows else _each_rows
+    return each(first, second, offsets, MatmulOptions(out_dtype, *options))
+
+
+def _block(sizes: list[int]) -> tuple[int, int] | None:
+    return (sizes[0], sizes[1]) if sizes else None
+
+
+@_grouped_matmul_op.register_fake
+def _(a, a_inv, a_fmt, a_block, b, b_inv, b_fmt, b_block, offsets, over_rows, out_dtype, options):  # noqa: ANN001, ANN202
+    shape = (offsets.shape[0], a.shape[1], b.shape[1]) if over_rows else (a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    y = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))
+    for group, (start, end) in enumerate(_bounds(offsets, a)):
+        if start < end:
+            y[group] = a[start:end].t() @ b[start:end]
+    return y
+
+
+@torch.library.custom_op(f"{NAMESPACE}::grouped_matmul_wide", mutates_args=())
+def _matmul_wide_op(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[groups, N, K] of the dtype of both."""
+    return _matmul_wide(a, b, offsets)
+
+
+@_matmul_wide_op.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))

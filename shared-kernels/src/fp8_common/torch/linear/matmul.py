@@ -1,0 +1,255 @@
+"""The matmul of two FP8 matrices on each kind of device, and which kind a device is.
+
+With FP8 tensor cores: `torch._scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS applies on Hopper.
+Without: every FP8 value is exact in bfloat16 and float32, so the codes are decoded and multiplied in the output's
+dtype, which on CPU is several times faster than the scaled matmul there. The operands are the same numbers; only the
+order of accumulation differs. Block-wise operands that cuBLAS does not take are multiplied as dequantized float32
+matrices. The paths of GPUs were compiled and traced, and have not run on one yet.
+"""
+
+import logging
+from functools import cache
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common._hardware import multiplies_blocks
+from fp8_common._machine import parse_version
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch._quantize import split_blocks
+from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
+from fp8_common.torch.linear.segments import transposed_rows
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 16
+"""FP8 tensor cores need contracted and output dimensions that are multiples of this."""
+BLOCK_128X128 = (128, 128)
+_PAIRS_OF_BLOCKS = [(BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128), (BLOCK_1X128, BLOCK_1X128)]
+_FIRST_WITH_FP8 = (8, 9)
+"""The first compute capability with FP8 tensor cores."""
+_HOPPER = (9, 0)
+
+
+class EmulationChoice(Protocol):
+    """Any configuration with the field `emulate`."""
+
+    @property
+    def emulate(self) -> Literal["auto"] | bool:
+        """Whether to emulate: always (True), never (False), or where the device lacks FP8 matmuls ("auto")."""
+
+
+class MatmulOptions(NamedTuple):
+    """How one matmul runs.
+
+    Attributes:
+        out_dtype: float32, bfloat16 or float16.
+        emulate: Decode and multiply instead of calling the FP8 hardware.
+        use_fast_accum: Let the hardware accumulate with fewer bits.
+        pad_inner: Pad the contracted dimension with zeros up to a multiple of 16 for the hardware; otherwise other
+            sizes are an error there.
+        pad_outer: The same of the rows of the second operand.
+    """
+
+    out_dtype: torch.dtype
+    emulate: bool
+    use_fast_accum: bool = False
+    pad_inner: bool = False
+    pad_outer: bool = False
+
+
+def should_emulate(device: torch.device, config: EmulationChoice) -> bool:
+    """Return whether matmuls on `device` are emulated.
+
+    Raises:
+        Fp8UnsupportedError: `config.emulate` is False and the device has no FP8 matmuls.
+    """
+    if config.emulate is True:
+        return True
+    supported = device_capability(device) >= _FIRST_WITH_FP8
+    if config.emulate is False and not supported:
+        raise Fp8UnsupportedError(
+            f"{device} has no FP8 matrix products: they need an NVIDIA GPU of compute capability 8.9 or higher. "
+            'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'
+        )
+    return not supported
+
+
+# Under torch.compile the answer is a constant of the graph; Dynamo would otherwise trace into the capability query.
+@assume_constant_result
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    return _look_up(device)
+
+
+# Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
+@cache
+def _look_up(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    # On ROCm, gfx90a calls itself 9.0 and has no FP8 units; gfx942 has some, for formats that recipes do not take.
+    capability: tuple[int, int] = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if capability < _FIRST_WITH_FP8:
+        logger.warning("FP8 matrix products are emulated in higher precision on %s.", device)
+    return capability
+
+
+@assume_constant_result
+def multiplies_scaled_blocks(device: torch.device) -> bool:
+    """Return whether `device` and this torch have matmuls with scales of blocks."""
+    version = torch.version.cuda
+    return version is not None and multiplies_blocks(device_capability(device), parse_version(version))
+
+
+def matmul(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+    """Return a @ b.T with scales applied.
+
+    Args:
+        a: [M, K].
+        b: [N, K].
+        options: How to multiply.
+
+    Returns:
+        [M, N] in `options.out_dtype`.
+
+    Raises:
+        Fp8Error: The hardware cannot multiply these sizes.
+    """
+    if a.block or b.block:
+        native = not options.emulate and applies_blocks(a, b, options.out_dtype)
+        return (_matmul_blocks if native else _matmul_dequantized)(a, b, options.out_dtype)
+    if options.emulate:
+        return _matmul_decoded(a, b, options.out_dtype)
+    return _matmul_scaled(a, b, options)
+
+
+def _matmul_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    # Not float16 for a result in float16: sums of codes overflow it.
+    exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    # Scales afterwards, in float32: decoded values times scales would be rounded once more before the matmul.
+    # Contiguous, however the codes lie: a matmul of transposed matrices adds up in another order.
+    sums = _multiply(dispatch.values(a.codes, a.fmt, exact), dispatch.values(b.codes, b.fmt, exact)).float()
+    return scaled(sums, a.scale_inv, b.scale_inv).to(out_dtype)
+
+
+def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torch.Tensor:
+    """Return float32 sums of codes [M, N] times the scales back from FP8 of both operands: scalars, [M, 1] or [N, 1].
+
+    The order of the multiplications is part of the definition: two scalars first.
+    """
+    if a_inv.ndim == b_inv.ndim == 0:
+        return sums * (a_inv * b_inv)
+    # the sums themselves stay as they are: selective checkpointing may have kept them
+    return (sums * a_inv).mul_(_as_row(b_inv))
+
+
+def _matmul_dequantized(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    # Not in bfloat16: unless scales are powers of two, values times scales would be rounded once more.
+    return _multiply(_dequantized(a), _dequantized(b)).to(out_dtype)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b.T in the dtype of both, whatever autocast says: sums of codes overflow float16."""
+    # there is no autocast for the meta device, and asking for it is an error
+    if a.is_meta or not torch.is_autocast_enabled(a.device.type):
+        return a @ b.t()
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b.t()
+
+
+def _dequantized(operand: Operand) -> torch.Tensor:
+    if operand.block is None or torch.compiler.is_compiling():
+        return operand.dequantize()
+    decoded = dispatch.values(operand.codes, operand.fmt)
+    own, scale_inv = split_blocks(decoded, operand.scale_inv, operand.block)
+    own.mul_(scale_inv)  # a view
+    return decoded
+
+
+def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+    a_codes, b_codes = row_major(a.codes), row_major(b.codes)
+    a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
+    # `_scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
+    if a_inv.ndim != b_inv.ndim:
+        a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
+        b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
+    columns = b_codes.shape[0]
+    if _on_cuda(a_codes):
+        a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, options)
+    made_in = options.out_dtype
+    # CUTLASS, which multiplies with scales of rows everywhere but on Hopper, writes bfloat16 and float16 alone.
+    if a_inv.ndim and _on_cuda(a_codes) and made_in == torch.float32 and device_capability(a_codes.device) != _HOPPER:
+        made_in = torch.bfloat16
+    # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
+    y = torch._scaled_mm(
+        a_codes, b_codes.t(), a_inv, b_inv, out_dtype=made_in, use_fast_accum=options.use_fast_accum
+    ).to(options.out_dtype)
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
+
+
+def _on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def row_major(codes: torch.Tensor) -> torch.Tensor:
+    """Return contiguous codes [rows, columns]; a kernel transposes those that lie by columns, where there are kernels.
+
+    torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
+    """
+    if codes.is_contiguous() or not (dispatch.launches(codes) and codes.t().is_contiguous()):
+        return codes.contiguous()
+    source = torch.arange(codes.shape[1], dtype=torch.int32, device=codes.device)
+    return transposed_rows(codes.t(), source)
+
+
+def _aligned(
+    a: torch.Tensor, b: torch.Tensor, b_inv: torch.Tensor, options: MatmulOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a [M, K], b [N, K] and the scales of b with zeros added to K and N, as needed and allowed."""
+    inner, outer = -a.shape[1] % ALIGNMENT, -b.shape[0] % ALIGNMENT
+    if not (inner or outer):
+        return a, b, b_inv
+    if (inner and not options.pad_inner) or (outer and not options.pad_outer):
+        raise Fp8Error(
+            f"FP8 tensor cores multiply [M, K] by [K, N] with K and N multiples of {ALIGNMENT}, got K={a.shape[1]} and "
+            f"N={b.shape[0]}. Leave such layers out with module_filter_fn, or set pad_inner_dim=True."
+        )
+    # As bytes, because few operators know float8; the byte 0 is the value 0 in every format. Scales of columns that are
+    # cut off again may be anything finite.
+    a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
+    b = F.pad(b.view(torch.uint8), (0, inner, 0, outer)).view(b.dtype)
+    return a, b, b_inv if b_inv.ndim == 0 else F.pad(b_inv, (0, outer), value=1.0)
+
+
+def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Turn scales [N, 1] of the rows of b into [1, N], the columns of the result; scalars stay."""
+    return scale_inv.t() if scale_inv.ndim == 2 else scale_inv
+
+
+def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
+    """Return whether the device multiplies `a` [M, K] and `b` [N, K] with their scales of blocks.
+
+    Sizes and layouts are those that every version of `torch._scaled_mm` with such scales takes.
+    """
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    # Rows of 128x128 scales lie at multiples of their number in some versions of torch, of 4 in others: where 4 divides
+    # the number, both agree.
+    whole = k % 128 == 0 if a.block == b.block else k % 512 == 0
+    sizes = min(m, n, k) > 0 and m % ALIGNMENT == n % ALIGNMENT == 0 and whole
+    dtypes = out_dtype in (torch.bfloat16, torch.float32)
+    return sizes and dtypes and (a.block, b.block) in _PAIRS_OF_BLOCKS and multiplies_scaled_blocks(a.codes.device)
+
+
+def _matmul_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return a @ b.T [M, N] in `out_dtype`, accumulated in float32 after each block."""
+    a_codes, b_codes = row_major(a.codes), row_major(b.codes)
+    return torch._scaled_mm(a_codes, b_codes.t(), _laid_out(a), _laid_out(b).t(), out_dtype=out_dtype)
+
+
+def _laid_out(operand: Operand) -> torch.Tensor:
+    """Return the scales as cuBLAS reads them: those of 1x128 blocks column by column, those of 128x128 row by row."""
+    scale_inv = operand.scale_inv
+    return scale_inv.contiguous() if operand.block == BLOCK_128X128 else scale_inv.t().contiguous().t()

@@ -1,0 +1,65 @@
+"""`Rows`: how the rows of an activation are quantized and multiplied where one weight multiplies them all.
+
+`grouped.RowGroups` has the same methods for rows in groups, each with a weight of its own.
+"""
+
+import torch
+
+from fp8_common._recipe import CastRecipe
+from fp8_common.torch.linear.matmul import MatmulOptions, matmul
+from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_folded, quantize_operand
+from fp8_common.torch.sharding.gathered import GatheredWeight
+
+
+class Rows:
+    """Rows [rows, columns] that one weight [out_features, columns] multiplies."""
+
+    grouped = False
+
+    def quantize(
+        self, x: torch.Tensor, cast: CastRecipe, delayed: ScaleState | None, *, record: bool, both: bool
+    ) -> Operand:
+        """Quantize [rows, columns], contracted over columns.
+
+        Args:
+            x: float32, bfloat16 or float16, any strides.
+            cast: Format, scaling, granularity and policy.
+            delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
+            record: Whether delayed scaling observes `x`.
+            both: Whether another matmul contracts the rows, of the same codes or quantized alike by columns.
+        """
+        if isinstance(x, GatheredWeight):  # quantized before tensor parallelism gathered it
+            return Operand.of_gathered(x)
+        return quantize_operand(x, cast, delayed, record=record, both=both)
+
+    def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Operand:
+        """Quantize float32(x) * the float32 scales [columns, 1] back from FP8 of the weight's rows, [rows, columns]."""
+        return quantize_folded(x, weight_inv.reshape(-1), cast, both=both)
+
+    def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
+        """Quantize [rows, columns] for a matmul that is contracted over the rows."""
+        return quantize_operand(x.t(), cast)
+
+    def over_rows(self, operand: Operand) -> Operand:
+        """Return an operand from `quantize` that has one scale or `by_columns`, as of `quantize_over_rows`."""
+        return operand.transposed()
+
+    def checked(self, weight: Operand) -> Operand:
+        """Return the weight; rows in groups see to it that a wrong grouping gives NaN."""
+        return weight
+
+    def matmul(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+        """Return a @ b.T of [rows, K] and a weight [N, K]."""
+        return matmul(a, b, options)
+
+    def matmul_over_rows(self, a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
+        """Return [N, K], contracted over the rows, of two operands as `quantize_over_rows` returns them."""
+        return matmul(a, b, options)
+
+    def matmul_wide(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return a.T @ b in high precision, of [rows, N] and [rows, K]."""
+        return a.t() @ b
+
+
+ROWS = Rows()
+"""Rows without groups have no state."""

@@ -1,0 +1,180 @@
+"""`GatheredWeight`: an FP8 weight after the all-gather, codes and scales that act as a weight.
+
+FP8 layers read its codes; any other operator gets the dequantized values, so that custom layers work too.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8_common._formats import get_format
+from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch._rounding import torch_dtype
+from fp8_common.torch.sharding.fsdp import unpad
+from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch.sharding.wrappers import local_of, stable_hash, wrapper_of, written_tensors
+
+aten = torch.ops.aten
+
+_KEEPS_CODES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+}
+"""What autograd and FSDP2 do to a weight without looking into it."""
+
+_MULTIPLIES = {
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
+    *(aten.mm.default, aten.mv.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
+}
+"""What `F.linear(x, layer.weight)`, `x @ layer.weight.T` and `torch.einsum` begin with."""
+
+
+class GatheredWeight(torch.Tensor):
+    """The whole weight as FP8 codes with its scales; reports `dtype` as the dtype of its gradient.
+
+    Tensor parallelism gathers activations and gradients in this form too.
+
+    Args:
+        codes: float8 [rows, columns], contiguous.
+        scale: float32 that multiplied the weight into FP8: a scalar, [rows, 1], or one for each block. It is not
+            copied: who fills it anew after each agreement of the ranks fills this one.
+        fmt: Short name of the format.
+        dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
+        block: The block of each scale, where scales do not broadcast.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    fmt: str
+    block: tuple[int, int] | None
+
+    @staticmethod
+    def __new__(
+        cls: type,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        fmt: str,
+        dtype: torch.dtype,
+        block: tuple[int, int] | None = None,
+    ) -> "GatheredWeight":
+        """Wrap codes and scales without copying them."""
+        self = wrapper_of(cls, codes, dtype=dtype)
+        self.codes, self.scale, self.fmt, self.block = codes, scale, fmt, block
+        return self
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
+        return dispatch.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the values; torch would export an address that is none."""
+        return self.dequantize().__dlpack__(**options)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array; torch has none for subclasses."""
+        return self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.dequantize().tolist()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show shape and format; the values may be freed."""
+        return f"GatheredWeight(shape={tuple(self.shape)}, fmt={self.fmt!r}, dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        """Expose codes and scales to the compiler."""
+        return ["codes", "scale"], (self.fmt, self.dtype, self.block)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
+    ) -> "GatheredWeight":
+        """Rebuild from `__tensor_flatten__`."""
+        return GatheredWeight(inner["codes"], inner["scale"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Name what a compiled graph depends on besides the values: the same in every process."""
+        return stable_hash(self, self.scale, self.fmt, self.block)
+
+    # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Keep codes under views that FSDP2 takes; run everything else on dequantized values."""
+        kwargs = kwargs or {}
+        if func in _KEEPS_CODES:
+            weight = args[0]
+            codes = func(weight.codes, *args[1:], **kwargs)
+            # scales of rows and blocks, a single one too, lie on one shape alone: a view of another one is of values
+            if weight.scale.ndim == 0 or (codes.shape, codes.stride()) == (weight.shape, weight.stride()):
+                return cls(codes, weight.scale, weight.fmt, weight.dtype, weight.block)
+        if any(isinstance(written, cls) for written in written_tensors(func, args, kwargs)):
+            raise RuntimeError(
+                f"{func} would write to a gathered FP8 weight, which holds rounded codes that the next all-gather "
+                "replaces. Change the sharded parameter instead (after model.reshard())."
+            )
+        # Stacked weights have no layer that multiplies codes.
+        if func in _MULTIPLIES and not any(isinstance(one, cls) and one.ndim > 2 for one in args):
+            warnings.warn(
+                "An FP8 weight is multiplied outside of its layer: in high precision, with values that were rounded to "
+                "FP8 for the gather. Call the layer, or leave it out of the conversion with module_filter_fn.",
+                stacklevel=2,
+            )
+        args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+# `torch.load` with weights_only=True takes no classes but those that are named here.
+torch.serialization.add_safe_globals([GatheredWeight])
+
+
+def finish_gather(
+    buffer: torch.Tensor,
+    scale: torch.Tensor,
+    grid: ScaleGrid,
+    full_shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+    decode: bool = False,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """Do what FSDP2's `fsdp_post_all_gather` does, with what arrived of an FP8 weight.
+
+    Args:
+        buffer: uint8, the codes of all ranks, which may be padded at the end; FSDP2 refills it in place.
+        scale: float32 scales of the whole weight, shared with the gathered one.
+        grid: Where the scales lie.
+        full_shape: Shape of the weight.
+        dtype: The dtype that it stands for.
+        out: What an earlier gather of this weight returned, or a DTensor of it; None the first time.
+        decode: Gather the values in `dtype` instead, for layers that multiply in high precision.
+
+    Returns:
+        The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is brought up to
+        date instead.
+    """
+    target: Any = None if out is None else local_of(out)
+    if target is not None and not decode:
+        target.scale = scale  # the codes alias the buffer
+        return None
+    fmt = grid.cast.fp8_format
+    codes = unpad(buffer, full_shape, torch_dtype(fmt))
+    if not decode:
+        return GatheredWeight(codes, scale, fmt.name, dtype, grid.tile), ()
+    plain = dispatch.dequantize(codes, scale, fmt, dtype, grid.tile)
+    if target is None:
+        # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
+        return plain, (plain,)
+    # autograd may have saved it; the same weight comes again, which is no change
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+        target.copy_(plain)
+    return None

@@ -1,0 +1,118 @@
+"""Messages of gradients as FP8 codes: rounding into the rows that ranks send, and the sum of what arrives.
+
+Each block of 128 elements has a power-of-two scale of its own. The definition is in `fp8_common._gradient_compression`.
+On GPUs each direction is one kernel; elsewhere it is made of the references.
+"""
+
+import torch
+
+from fp8_common._formats import Format
+from fp8_common._gradient_compression import MessageRows
+from fp8_common._philox import random_bits
+from fp8_common._policy import POWER_OF_2
+from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch._quantize import (
+    block_amax,
+    dequantize_blockwise,
+    expand_blocks,
+    quantize,
+    quantize_stochastic,
+)
+from fp8_common.torch._rounding import torch_dtype
+from fp8_common.torch._scaling import scale_from_amax
+
+BLOCK = (1, 128)
+"""The elements with one scale."""
+
+
+def pack_gradients(
+    values: torch.Tensor, wide: torch.Tensor, fmt: Format, random: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return a message: for each of n ranks its row of codes, their scales, and elements that stay as they are.
+
+    Args:
+        values: [n, c], a floating-point dtype; its rows may lie apart.
+        wide: [n, w], a floating-point dtype.
+        fmt: The FP8 format.
+        random: Key and offset of the bits of stochastic rounding; None rounds to nearest.
+
+    Returns:
+        uint8 [n, bytes].
+    """
+    values = values.float() if values.dtype == torch.float64 else values
+    rows = _rows_of(values.shape[1], wide.shape[1], wide.dtype)
+    message = torch.empty((values.shape[0], rows.nbytes), dtype=torch.uint8, device=values.device)
+    for start, end in rows.gaps:
+        message[:, start:end].zero_()
+    if wide.shape[1]:
+        _wide_part(message, rows, wide.dtype).copy_(wide)
+    if rows.compressed == 0:
+        return message
+    codes, scales = _codes_part(message, rows, fmt), _scale_part(message, rows)
+    if values.stride(1) == 1 and triton_backend.applies(values, fmt):
+        triton_backend.pack_gradients(values, None, fmt, random, codes, scales)
+        return message
+    rounded, own_scales = _round(values.float(), fmt, random)
+    codes.view(torch.uint8).copy_(rounded.view(torch.uint8))
+    scales.copy_(own_scales)
+    return message
+
+
+def sum_gradients(
+    message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, divisor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 [c] and [w]: sums over the rows of a message, first to last, divided by `divisor`.
+
+    Args:
+        message: uint8 [n, bytes], one row from each rank, made by `pack_gradients`.
+        sizes: (c, w).
+        wide_dtype: The dtype of the wide elements.
+        fmt: The format of the codes.
+        divisor: The number of ranks for an average.
+    """
+    rows = _rows_of(*sizes, wide_dtype)
+    wide = _sum_in_order(_wide_part(message, rows, wide_dtype).float(), divisor)
+    if rows.compressed == 0:
+        return message.new_empty(0, dtype=torch.float32), wide
+    codes, scales = _codes_part(message, rows, fmt), _scale_part(message, rows)
+    if triton_backend.applies(message, fmt):
+        return triton_backend.sum_gradients(codes, scales, fmt, divisor), wide
+    parts = dequantize_blockwise(codes.contiguous(), scales.contiguous(), fmt, BLOCK, torch.float32)
+    return _sum_in_order(parts, divisor), wide
+
+
+def _round(values: torch.Tensor, fmt: Format, random: tuple[int, int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    amax = block_amax(values, BLOCK)
+    scales = scale_from_amax(amax, fmt, POWER_OF_2)
+    expanded = expand_blocks(scales, BLOCK, values.shape)
+    if random is None:
+        return quantize(values, expanded, fmt, amax), scales
+    # Drawn by NumPy whatever the device: any element's bits follow from its place alone, so all agree.
+    key, offset = random
+    bits = torch.from_numpy(random_bits(key, (values.shape[0], scales.shape[1] * BLOCK[1]), offset))
+    own = bits[:, : values.shape[1]].contiguous().to(values.device)
+    return quantize_stochastic(values, expanded, fmt, own), scales
+
+
+def _sum_in_order(parts: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return the sum of float32 [n, m] over its first dimension, first to last, divided."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total if divisor == 1 else total.div_(divisor)
+
+
+def _rows_of(compressed: int, wide: int, wide_dtype: torch.dtype) -> MessageRows:
+    return MessageRows(compressed=compressed, wide_bytes=wide * wide_dtype.itemsize, block=BLOCK[1])
+
+
+def _codes_part(message: torch.Tensor, rows: MessageRows, fmt: Format) -> torch.Tensor:
+    return message[:, : rows.compressed].view(torch_dtype(fmt))
+
+
+def _scale_part(message: torch.Tensor, rows: MessageRows) -> torch.Tensor:
+    return message[:, rows.scales_at : rows.scales_at + 4 * rows.scales].view(torch.float32)
+
+
+def _wide_part(message: torch.Tensor, rows: MessageRows, dtype: torch.dtype) -> torch.Tensor:
+    return message[:, rows.wide_at : rows.wide_at + rows.wide_bytes].view(dtype)

@@ -1,0 +1,242 @@
+"""Grouped products as the tensor cores are asked for them: layouts and sizes, on a double that checks both."""
+
+import types
+
+import pytest
+import torch
+
+from fp8_common import E4M3, Fp8Error
+from fp8_common.torch.linear import grouped_matmul, matmul
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch.linear.grouped import RowGroups
+from fp8_common.torch.linear.grouped_matmul import path_of
+from fp8_common.torch.linear.matmul import MatmulOptions
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.linear.segments import zero_rows
+from fp8_common.torch.plugin import dispatch
+from fp8_common.torch.sharding.scale_grid import ScaleGrid
+
+SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 7], "empty": [0, 0, 0, 0]}
+EXPERTS, COLUMNS, ROWS = 4, 48, 64
+
+
+def without_memory(x):
+    """Return a tensor without data that lies like `x`."""
+    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Count the products that the double of `torch._scaled_grouped_mm` makes."""
+    made, real, grouped_mm_of_torch = [], torch._scaled_grouped_mm, torch._grouped_mm
+
+    def scaled_grouped_mm(a, b, a_inv, b_inv, *, offs, out_dtype, use_fast_accum):
+        # torch's own checks of layouts, sizes and dtypes
+        shape = real(*map(without_memory, (a, b, a_inv, b_inv)), offs=without_memory(offs), out_dtype=out_dtype).shape
+        assert offs.dtype == torch.int32
+        made.append((tuple(a.shape), tuple(b.shape)))
+        # what is not computed stays as the memory was
+        y, ends = torch.full(shape, torch.nan, dtype=out_dtype), offs.tolist()
+        for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start == end:
+                continue
+            if b.ndim == 3:
+                product = a[start:end].float() @ b[group].float()
+                y[start:end] = (product * a_inv[start:end, None] * b_inv[group]).to(out_dtype)
+            else:
+                assert (end - start) % 16 == 0
+                product = a[:, start:end].float() @ b[start:end].float()
+                rows, columns = a_inv.view(len(ends), -1)[group], b_inv.view(len(ends), -1)[group]
+                y[group] = (product * rows[:, None] * columns).to(out_dtype)
+        return y
+
+    def grouped_mm(a, b, *, offs):
+        made.append("bfloat16")
+        y = grouped_mm_of_torch(a, b, offs=offs)
+        ends = torch.cat([offs.new_zeros(1), offs])
+        if b.ndim == 3:
+            y[ends[-1] :] = torch.nan
+        else:
+            y[ends.diff() == 0] = torch.nan
+        return y
+
+    monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: "fp8")
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    return made
+
+
+@pytest.fixture
+def on_the_device(monkeypatch, products):
+    """Let products be made as on a device that multiplies FP8."""
+    path = grouped_matmul.path_of
+    monkeypatch.setattr(grouped_matmul, "path_of", lambda a, b, how: path(a, b, how._replace(emulate=False)))
+    return products
+
+
+def looped(monkeypatch, *arguments):
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped_matmul, "device_multiplies", lambda device: "")
+        return run(*arguments)
+
+
+def stack(recipe):
+    """Return the layer of a stack of weights."""
+    config = LinearConfig(recipe=recipe, emulate=True)
+    grid = ScaleGrid(config.weight, stacked=True)
+
+    def weight(weight, record):
+        made = grid.quantize_whole(weight)
+        scale = made.scale.reshape(-1) if config.weight.granularity == "tensorwise" else made.scale
+        return Operand(made.codes, dispatch.reciprocal(scale), config.weight.fp8_format, grid.tile)
+
+    return LinearSpec(config, weight)
+
+
+def run(recipe, sizes, dtype=torch.bfloat16, columns=COLUMNS):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(EXPERTS, ROWS, columns, generator=generator).to(dtype)
+    weight = (weight * 8.0 ** torch.arange(EXPERTS)[:, None, None]).to(dtype).requires_grad_()
+    x = torch.randn(sum(sizes) + 3, columns, generator=generator).to(dtype)
+    x[sum(sizes) :] = torch.nan
+    x.requires_grad_()
+    y = fp8_linear(x, weight, stack(recipe), torch.tensor(sizes).cumsum(0))
+    grad = torch.randn(y.shape, generator=generator).to(dtype)
+    y.backward(grad)
+    return y.detach(), x.grad, weight.grad
+
+
+@pytest.mark.matrix(recipe=["tensorwise", "rowwise"], sizes=list(SIZES))
+def test_grouped_matmuls_of_the_device_are_the_looped_ones(monkeypatch, on_the_device, recipe, sizes):
+    sizes = SIZES[sizes]
+    native, rows = run(recipe, sizes), sum(sizes) + 3
+    if recipe == "tensorwise":  # gradients are E5M2, which that operator does not take
+        assert on_the_device == [((rows, COLUMNS), (EXPERTS, COLUMNS, ROWS)), "bfloat16", "bfloat16"]
+    else:
+        # of a and b the rows are padded to multiples of 16 within each group, by an upper bound that needs no offsets
+        padded = -(-(rows + EXPERTS * 15) // 16) * 16
+        products = [((rows, COLUMNS), (EXPERTS, COLUMNS, ROWS)), ((ROWS, padded), (padded, COLUMNS))]
+        assert on_the_device == [*products, ((rows, ROWS), (EXPERTS, ROWS, COLUMNS))]
+    for actual, wanted in zip(native, looped(monkeypatch, recipe, sizes), strict=True):
+        assert not wanted.isnan().any()
+        torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_decoded_groups_are_the_looped_ones(monkeypatch, products, recipe):
+    monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: "bfloat16")
+    decoded = run(recipe, SIZES["uneven"])
+    assert products == ["bfloat16"] * 3
+    for actual, wanted in zip(decoded, looped(monkeypatch, recipe, SIZES["uneven"]), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "columns"),
+    [("rowwise", torch.float32, 48), ("rowwise", torch.bfloat16, 40), ("blockwise", torch.bfloat16, 48)],
+)
+def test_what_the_device_does_not_multiply_is_looped(on_the_device, recipe, dtype, columns):
+    run(recipe, SIZES["uneven"], dtype, columns)
+    assert on_the_device == []
+
+
+def test_which_products_are_made_of_codes(products):
+    options = MatmulOptions(torch.bfloat16, emulate=False)
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
+    e4m3, e5m2 = (dispatch_operand(codes, name) for name in ("e4m3", "e5m2"))
+    assert path_of(e4m3, e4m3, options) == "fp8"
+    assert path_of(e5m2, e4m3, options) == "bfloat16"
+    assert path_of(e4m3, e4m3, options._replace(emulate=True)) == "bfloat16"
+    assert path_of(e4m3, e4m3, options._replace(out_dtype=torch.float16)) == "looped"
+
+
+def dispatch_operand(codes, name):
+    from fp8_common import get_format
+
+    return Operand(codes, torch.ones(1), get_format(name))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [
+        ((7, 5), None, ""),
+        ((8, 0), None, "bfloat16"),
+        ((8, 9), None, "bfloat16"),
+        ((9, 0), None, "fp8"),
+        ((9, 0), "6.4", ""),
+        ((10, 0), None, "bfloat16"),
+    ],
+)
+def test_which_devices_multiply_groups(monkeypatch, capability, hip, expected):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without its cache
+    look_up = grouped_matmul.device_multiplies
+    assert look_up(torch.device("cuda", 0)) == expected
+    assert look_up(torch.device("cpu")) == ""
+    # a torch without the operators
+    monkeypatch.setattr(grouped_matmul, "torch", types.SimpleNamespace(version=torch.version, cuda=torch.cuda))
+    assert look_up(torch.device("cuda", 0)) == ""
+
+
+def test_rows_find_their_groups():
+    groups = RowGroups(torch.tensor([0, 3, 3, 7]), 9)
+    assert groups.of_row.tolist() == [1, 1, 1, 3, 3, 3, 3, 4, 4]
+    assert groups.per_row(torch.tensor([5.0, 6.0, 7.0, 8.0])).tolist() == [6.0] * 3 + [8.0] * 4 + [1.0] * 2
+
+
+def test_nothing_waits_for_the_device(monkeypatch):
+    """Casts and native products run on tensors without data, so they read none."""
+    offsets = torch.empty(EXPERTS, dtype=torch.int32, device="meta")
+    groups = RowGroups(offsets, 37)
+    config = LinearConfig(recipe="rowwise")
+    x = torch.empty(37, COLUMNS, dtype=torch.bfloat16, device="meta")
+    options = MatmulOptions(torch.bfloat16, emulate=False)
+    monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: "fp8")
+    a, b = (groups.quantize_over_rows(x, config.input) for _ in range(2))
+    assert groups.matmul_over_rows(a, b, options).shape == (EXPERTS, COLUMNS, COLUMNS)
+    weight = torch.empty(EXPERTS, ROWS, COLUMNS, dtype=torch.float8_e4m3fn, device="meta")
+    weights = Operand(weight, torch.empty(EXPERTS, ROWS, 1, device="meta"), config.weight.fp8_format)
+    rows = groups.quantize(x, config.input, None, record=False, both=False)
+    assert groups.matmul(rows, weights, options).shape == (37, ROWS)
+
+
+class OffsetsOnAGpu(torch.Tensor):
+    """Offsets on a CPU that say they are on a GPU."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "fit"), [([2, 2, 5], True), ([2, 1, 5], False), ([-1, 2, 5], False), ([2, 2, 9], False)]
+)
+def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(offsets, fit):
+    """An assertion would end the process there."""
+    operand = Operand(torch.zeros(3, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(3), E4M3)
+    groups = RowGroups(torch.tensor(offsets).as_subclass(OffsetsOnAGpu), 5)
+    assert groups.checked(operand).scale_inv.isnan().all() == (not fit)
+    ends = groups.offsets.tolist()
+    assert ends == sorted(ends), "the kernels of torch end the process at offsets that fall"
+    assert 0 <= ends[0] <= ends[-1] <= 5, "and at those that lead past the rows"
+    assert not fit or ends == offsets
+
+
+def test_compiled_products_refuse_offsets_that_do_not_fit():
+    x, weight = torch.ones(5, COLUMNS, dtype=torch.bfloat16), torch.ones(3, ROWS, COLUMNS, dtype=torch.bfloat16)
+    spec = stack("tensorwise")
+    product = torch.compile(lambda x, w, o: fp8_linear(x, w, spec, o), backend="aot_eager", fullgraph=True)
+    assert product(x, weight, torch.tensor([2, 2, 5])).isfinite().all()
+    with pytest.raises(Fp8Error, match="must begin at 0 or above, never fall"):
+        product(x, weight, torch.tensor([2, 1, 5]))
+
+
+@pytest.mark.parametrize("casts", ["fused", "opaque"])
+def test_what_belongs_to_no_group_is_zero_in_compiled_code(monkeypatch, casts):
+    """Where compilers see casts as on a GPU, zeros are written in place, and nothing else changes."""
+    monkeypatch.setenv("FP8_COMMON_COMPILED_CASTS", casts)
+    y, keep = torch.randn(5, 3, 2), torch.tensor([True, False, True, True, False])
+    before = y.clone()
+    cleared = torch.compile(lambda y, keep: zero_rows(y * 2, keep) + 1, fullgraph=True)(y, keep)
+    assert torch.equal(cleared, torch.where(keep[:, None, None], before * 2, 0) + 1)
+    assert torch.equal(y, before)

@@ -1,0 +1,269 @@
+"""Operands and the three matmuls of a linear layer, against the same matmuls written out with NumPy's casts."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import fp8_common as f8
+from fp8_common import CastRecipe, Fp8Error, Recipe
+from fp8_common.torch.linear import matmul
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.sharding.scale_grid import ScaleGrid
+
+ROWS, IN, OUT = 24, 40, 16
+
+
+def spec_of(config, **options):
+    """Return a layer whose weight is quantized when it is needed."""
+    grid = ScaleGrid(config.weight)
+
+    def weight(weight, record):
+        return Operand.of_cast(grid.quantize_whole(weight), config.weight.fp8_format, grid.tile)
+
+    return LinearSpec(config, weight, name="Layer", **options)
+
+
+def rounded(x, cast):
+    """Return what the cast of a matrix whose contracted dimension is the last stands for, float32."""
+    if not cast.enabled:
+        return x
+    if cast.granularity == "rowwise":
+        data, scale = f8.quantize_rowwise(x, cast.format, -1, cast.policy)
+    elif cast.granularity.startswith("blockwise"):
+        block = (1, 128) if cast.granularity.endswith("1x128") else (128, 128)
+        data, scale = f8.quantize_blockwise(x, cast.format, block, cast.policy)
+        return f8.dequantize_blockwise(data, scale, cast.format, block)
+    else:
+        scale = f8.amax_to_scale(f8.amax(x), cast.format, cast.policy)
+        data = f8.quantize(x, scale, cast.format)
+    return f8.dequantize(data, scale, cast.format)
+
+
+def written_out(x, w, dy, recipe):
+    """Return y = x w^T, dx = dy w, dw = dy^T x with each operand cast along the dimension that is contracted."""
+    y = rounded(x, recipe.input) @ rounded(w, recipe.weight).T
+    if recipe.weight.granularity == "rowwise":
+        codes, scale = f8.quantize_rowwise(w, recipe.weight.format, -1, recipe.weight.policy)
+        plain = f8.decode(codes, recipe.weight.format)
+        dx = rounded(dy * f8.reciprocal(scale).T, recipe.grad_output) @ plain
+    else:
+        dx = rounded(dy, recipe.grad_output) @ rounded(w, recipe.weight)
+    x_cast = recipe.input_for_grad_weight or recipe.input
+    dy_cast = recipe.grad_output_for_grad_weight or recipe.grad_output
+    dw = rounded(np.ascontiguousarray(dy.T), dy_cast) @ rounded(np.ascontiguousarray(x.T), x_cast).T
+    return y, dx, dw
+
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_matmuls_are_those_of_numpys_casts(recipe):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(s).astype(np.float32) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
+    tx, tw = torch.from_numpy(x).requires_grad_(), torch.from_numpy(w).requires_grad_()
+    y = fp8_linear(tx, tw, spec_of(LinearConfig(recipe=recipe)))
+    y.backward(torch.from_numpy(dy))
+    # operands are equal bit for bit; only the order of accumulation differs
+    for got, want in zip((y, tx.grad, tw.grad), written_out(x, w, dy, f8.get_recipe(recipe)), strict=True):
+        np.testing.assert_allclose(got.detach().numpy(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "saved"), [("tensorwise", torch.float8_e4m3fn), ("rowwise", torch.float32), ("blockwise", torch.float32)]
+)
+def test_the_backward_keeps_codes_where_one_cast_serves_twice(recipe, saved):
+    kept = []
+    x, w = torch.randn(ROWS, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fp8_linear(x, w, spec_of(LinearConfig(recipe=recipe)))
+    assert [t.dtype for t in kept if t.numel() == ROWS * IN] == [saved]
+
+
+def test_only_the_gradients_that_are_asked_for_are_made():
+    x, w = torch.randn(ROWS, IN), torch.randn(OUT, IN)
+    for needs in itertools.product((True, False), repeat=2):
+        own = [t.clone().requires_grad_(need) for t, need in zip((x, w), needs, strict=True)]
+        y = fp8_linear(*own, spec_of(LinearConfig()))
+        if any(needs):
+            y.sum().backward()
+        assert [t.grad is not None for t in own] == list(needs)
+
+
+def test_matmuls_are_differentiated_once():
+    x, w = torch.randn(ROWS, IN, requires_grad=True), torch.randn(OUT, IN)
+    (first,) = torch.autograd.grad(fp8_linear(x, w, spec_of(LinearConfig())).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+class Counted:
+    """A gather that counts in which order a weight is gathered and its gradient goes away."""
+
+    def __init__(self, weight):
+        self.calls, self.weight = [], weight
+
+    def send(self, weight):
+        return (None, weight)
+
+    def start(self, sent, grad):
+        self.calls.append("gather again" if grad is not None else "gather")
+        return sent[1]
+
+    def finish(self, started, record):
+        return self.weight(started, record)
+
+    def start_reduce(self, grad_weight):
+        self.calls.append("reduce")
+        return grad_weight
+
+    def finish_reduce(self, started):
+        self.calls.append("reduced")
+        return started
+
+
+def gradients(spec, **options):
+    generator = torch.Generator().manual_seed(0)
+    x, w, grad = (torch.randn(s, generator=generator) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
+    x.requires_grad_()
+    w.requires_grad_()
+    y = fp8_linear(x, w, spec, **options)
+    y.backward(grad)
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_travels_is_gathered_for_each_matmul(recipe):
+    here = spec_of(LinearConfig(recipe=recipe))
+    gather = Counted(here.weight)
+    travels = dataclasses.replace(here, gather=gather)
+    assert all(map(torch.equal, gradients(travels), gradients(here)))
+    assert gather.calls == ["gather", "gather again", "reduce", "reduced"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_of_the_forward_serve_the_backward_where_they_stay_in_memory(recipe):
+    casts = []
+    spec = spec_of(LinearConfig(recipe=recipe))
+    counted = dataclasses.replace(spec, weight=lambda w, record: casts.append(record) or spec.weight(w, record))
+    wanted = gradients(counted, record=True)
+    assert casts == [True, False], "delayed scaling observes the weight once"
+    assert all(map(torch.equal, gradients(counted, keep_codes=True), wanted))
+    assert len(casts) == 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_of_the_input_give_the_numbers_of_the_input(recipe):
+    saved, kept = gradients(spec_of(LinearConfig(recipe=recipe, fp8_saved_input=True))), []
+    wanted = gradients(spec_of(LinearConfig(recipe=recipe)))
+    assert torch.equal(saved[0], wanted[0])
+    assert torch.equal(saved[1], wanted[1])
+    assert torch.equal(saved[2], wanted[2]) == (recipe != "rowwise_with_gw_hp")
+    torch.testing.assert_close(saved[2], wanted[2], rtol=0.05, atol=1.0)
+    x, w = torch.randn(ROWS, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fp8_linear(x, w, spec_of(LinearConfig(recipe=recipe, fp8_saved_input=True)))
+    assert not any(t.numel() == ROWS * IN and t.element_size() > 1 for t in kept)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_transposed_weight_gives_the_same_numbers(recipe):
+    config = LinearConfig(recipe=recipe)
+    grid = ScaleGrid(config.weight, transposed=True)
+
+    def weight(weight, record):
+        return Operand.of_cast(grid.quantize_whole(weight), config.weight.fp8_format, grid.tile).transposed()
+
+    spec = LinearSpec(config, weight, transposed=True)
+    generator = torch.Generator().manual_seed(0)
+    x, w, grad = (torch.randn(s, generator=generator) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
+    x.requires_grad_()
+    w = w.t().contiguous().requires_grad_()
+    y = fp8_linear(x, w, spec)
+    y.backward(grad)
+    wanted = gradients(spec_of(config))
+    assert torch.equal(y, wanted[0])
+    assert torch.equal(x.grad, wanted[1])
+    assert torch.equal(w.grad, wanted[2].t())
+
+
+def test_who_watches_sees_the_operands_of_activation_and_gradient():
+    seen = []
+    spec = spec_of(LinearConfig(), watch=lambda name, x, operand: seen.append((name, x.shape, operand.codes.shape)))
+    gradients(spec)
+    assert seen == [("input", (ROWS, IN), (ROWS, IN)), ("grad_output", (ROWS, OUT), (ROWS, OUT))]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, IN + 1)])
+def test_inputs_that_do_not_fit_are_refused(shape):
+    with pytest.raises(Fp8Error, match=rf"Layer expects \[\.\.\., {IN}\] as input, got"):
+        fp8_linear(torch.zeros(shape), torch.zeros(OUT, IN), spec_of(LinearConfig()))
+
+
+OFF = CastRecipe(scaling="disabled")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("fp4", "Unknown recipe 'fp4'. Use one of tensorwise, "),
+        ("mx", "Recipe 'mx': input cannot be cast with dynamic mx scaling here"),
+        (Recipe(name="r", weight_for_grad_input=CastRecipe()), "Recipe 'r': weight_for_grad_input cannot be honoured"),
+        (Recipe(name="r", input=OFF, weight=OFF, grad_output=OFF), "Recipe 'r': input cannot be cast with disabled"),
+        (3, "A recipe is a name"),
+    ],
+)
+def test_recipes_that_cannot_be_honoured_are_refused(recipe, message):
+    with pytest.raises(Fp8Error, match=message):
+        LinearConfig(recipe=recipe)
+
+
+def test_recipes_are_names_objects_or_dictionaries():
+    named = LinearConfig(recipe="rowwise")
+    assert LinearConfig(recipe=named.recipe.to_dict()) == LinearConfig(recipe=named.recipe) == named
+    assert dataclasses.replace(named, pad_inner_dim=True).recipe == named.recipe
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "emulated"), [(None, (8, 9), False), (None, (8, 0), True), ("6.4", (9, 0), True)]
+)
+def test_matmuls_are_emulated_off_nvidia(monkeypatch, hip, capability, emulated):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
+    assert matmul.should_emulate(device, LinearConfig()) is emulated
+
+
+@pytest.mark.parametrize(
+    ("capability", "rowwise", "made_in"),
+    [
+        ((9, 0), True, torch.float32),
+        ((8, 9), True, torch.bfloat16),
+        ((10, 0), True, torch.bfloat16),
+        ((8, 9), False, torch.float32),
+    ],
+)
+def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capability, rowwise, made_in):
+    """CUTLASS, which multiplies with scales of rows off Hopper, writes 16 bits alone."""
+    asked = []
+    codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    scale_inv = torch.ones(16, 1) if rowwise else torch.ones(())
+
+    def scaled_mm(a, b, a_inv, b_inv, *, out_dtype, use_fast_accum):
+        asked.append(out_dtype)
+        return (a.float() @ b.float()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(matmul, "device_capability", lambda device: capability)
+    monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
+    operand = Operand(codes, scale_inv, f8.E4M3)
+    y = matmul.matmul(operand, operand, matmul.MatmulOptions(torch.float32, emulate=False))
+    assert asked == [made_in]
+    assert y.dtype == torch.float32
+    assert (y == 16).all()

@@ -1,0 +1,146 @@
+"""Block-wise matmuls as cuBLAS is asked for them: layouts and sizes, on a double that checks both."""
+
+import pytest
+import torch
+
+from fp8_common import CANONICAL, get_format
+from fp8_common._hardware import Device, product_path
+from fp8_common._machine import parse_version
+from fp8_common.torch._quantize import expand_blocks
+from fp8_common.torch.linear import function, matmul
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.function import LinearSpec, fp8_linear
+from fp8_common.torch.linear.matmul import MatmulOptions
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.plugin import dispatch
+from fp8_common.torch.sharding.scale_grid import ScaleGrid
+
+THIN, SQUARE = (1, 128), (128, 128)
+
+
+def operand(rows, columns, block):
+    x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
+    codes, scale = dispatch.cast_blockwise(x, get_format("e4m3"), block, CANONICAL)[:2]
+    return Operand(codes, dispatch.reciprocal(scale), get_format("e4m3"), block)
+
+
+def decoded(codes, inverse):
+    """Return what codes [rows, K] stand for; scales must lie as cuBLAS reads them, in every version of torch."""
+    rows, blocks = codes.shape[0], codes.shape[1] // 128
+    assert codes.is_contiguous()
+    assert codes.shape == (rows, blocks * 128)
+    thin = inverse.shape[0] == rows
+    assert inverse.shape == (rows if thin else -(-rows // 128), blocks)
+    # torch looks at no stride of a dimension of length 1
+    strides = (1, rows) if thin else (-(-blocks // 4) * 4, 1)
+    assert all(n == 1 or is_ == must for n, is_, must in zip(inverse.shape, inverse.stride(), strides, strict=True))
+    wide = inverse.repeat_interleave(128, 1)
+    return codes.float() * (wide if thin else wide.repeat_interleave(128, 0)[:rows])
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Count the matmuls that the double of `torch._scaled_mm` makes."""
+    made = []
+
+    def scaled_mm(a, b, a_inverse, b_inverse, out_dtype):
+        assert a.shape[0] % 16 == b.shape[1] % 16 == 0
+        made.append((a.shape[0], a.shape[1], b.shape[1]))
+        return (decoded(a, a_inverse) @ decoded(b.t(), b_inverse.t()).t()).to(out_dtype)
+
+    monkeypatch.setattr(matmul, "multiplies_scaled_blocks", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    return made
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("blocks", "k"), [((THIN, SQUARE), 512), ((SQUARE, THIN), 1024), ((THIN, THIN), 384)])
+def test_products_with_scales_of_blocks_are_the_emulated_ones(products, blocks, k, out_dtype):
+    a, b = operand(256, k, blocks[0]), operand(384, k, blocks[1])
+    native = matmul.matmul(a, b, MatmulOptions(out_dtype, False))
+    assert products == [(256, k, 384)]
+    torch.testing.assert_close(native, matmul.matmul(a, b, MatmulOptions(out_dtype, True)))
+    assert len(products) == 1, "emulation does not ask the hardware"
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "blocks", "out_dtype"),
+    [
+        (128, 640, 128, (THIN, SQUARE), torch.float32),
+        (128, 640, 128, (SQUARE, THIN), torch.float32),
+        (128, 200, 128, (THIN, THIN), torch.float32),
+        (120, 512, 128, (THIN, SQUARE), torch.float32),
+        (128, 512, 72, (THIN, SQUARE), torch.float32),
+        (0, 512, 128, (THIN, SQUARE), torch.float32),
+        (128, 512, 128, (SQUARE, SQUARE), torch.float32),
+        (128, 512, 128, (THIN, SQUARE), torch.float16),
+    ],
+)
+def test_what_is_in_doubt_is_emulated(products, m, k, n, blocks, out_dtype):
+    product = matmul.matmul(operand(m, k, blocks[0]), operand(n, k, blocks[1]), MatmulOptions(out_dtype, False))
+    assert product.shape == (m, n)
+    assert products == []
+
+
+def test_all_three_products_of_a_layer_are_native(products, monkeypatch):
+    monkeypatch.setattr(function, "should_emulate", lambda device, config: False)
+    config = LinearConfig(recipe="blockwise")
+    grid = ScaleGrid(config.weight)
+    spec = LinearSpec(config, lambda w, _: Operand.of_cast(grid.quantize_whole(w), grid.cast.fp8_format, grid.tile))
+    x, w = torch.randn(128, 512, requires_grad=True), torch.randn(1024, 512, requires_grad=True)
+    fp8_linear(x, w, spec).square().sum().backward()
+    assert products == [(128, 512, 1024), (1024, 128, 512), (128, 1024, 512)]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "native"),
+    [
+        ("12.9", (9, 0), True),
+        ("13.0", (9, 0), True),
+        ("12.8", (9, 0), False),
+        ("13.0", (10, 0), False),
+        ("12.9", (8, 9), False),
+        (None, (9, 0), False),
+    ],
+)
+def test_hopper_with_cuda_12_9_has_these_products(monkeypatch, cuda, capability, native):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
+    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0)) is native
+    device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
+    assert (product_path(device, "blockwise_1x128").status == "native") is native, "fp8 doctor says what is done"
+    assert not matmul.multiplies_scaled_blocks(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.7])
+def test_emulated_products_keep_scales_that_are_no_powers_of_two(scale):
+    """Values times such scales have more bits than bfloat16, which must not round the operands again."""
+    a = operand(16, 128, THIN)
+    a = Operand(a.codes, torch.full_like(a.scale_inv, scale), a.fmt, THIN)
+    identity = Operand(torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1, 1), a.fmt, SQUARE)
+    product = matmul.matmul(a, identity, MatmulOptions(torch.float32, True))
+    torch.testing.assert_close(product, a.codes.float() * scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_with_scales_that_are_no_powers_of_two_operands_are_the_fp8_numbers(products, emulate, out_dtype, monkeypatch):
+    a, b = operand(256, 512, THIN), operand(384, 512, SQUARE)
+    assert (torch.frexp(a.scale_inv).mantissa != 0.5).any(), "a power of two would leave nothing to round"
+    multiplied = []
+
+    def noted(function):
+        return lambda x, y, *rest, **named: (multiplied.extend((x, y)), function(x, y, *rest, **named))[1]
+
+    monkeypatch.setattr(matmul, "_multiply", noted(matmul._multiply))
+    monkeypatch.setattr(torch, "_scaled_mm", noted(torch._scaled_mm))
+    matmul.matmul(a, b, MatmulOptions(out_dtype, emulate))
+    if not emulate:  # the codes themselves
+        assert multiplied[0].data_ptr() == a.codes.data_ptr()
+        assert multiplied[1].data_ptr() == b.codes.data_ptr()
+        return
+    for got, one in zip(multiplied, (a, b), strict=True):
+        exact = one.codes.double() * expand_blocks(one.scale_inv, one.block, one.codes.shape).double()
+        assert torch.equal(got, exact.float()), "codes times scales, rounded to float32 once"
+        assert not torch.equal(got.bfloat16().float(), got), "bfloat16 would round them again"
