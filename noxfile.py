@@ -29,8 +29,8 @@ nox.options.sessions = ["lint", "test", "docs"]
 
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
 OWG_WITH_ALL = f"{OWG}[flax,optax,orbax,equinox]"
-PACKAGES = (f"{COMMON}[torch,jax,testing]", FSDP, OWG_WITH_ALL, TE)
-WITH_TRITON = (f"{COMMON}[torch,jax,triton,testing]", *PACKAGES[1:])
+PACKAGES = (f"{COMMON}[torch,jax]", FSDP, OWG_WITH_ALL, TE)
+WITH_TRITON = (f"{COMMON}[torch,jax,triton]", *PACKAGES[1:])
 
 
 class Stack(NamedTuple):

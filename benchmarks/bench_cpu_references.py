@@ -18,10 +18,10 @@ import torch
 
 import fp8_common as f8
 from benchmarks.kernel_peers import InstalledPeers
+from benchmarks.record import Measurement, document, render
 from fp8_common import jax as f8j
 from fp8_common import torch as f8t
 from fp8_common._machine import processor_name
-from fp8_common.bench.record import Measurement, document, render
 from fp8_common.presets import flax
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _ops as ops

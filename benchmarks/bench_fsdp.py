@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp
 from benchmarks import plot_fsdp
+from benchmarks.record import versions
 from fp8_common._machine import processor_name
-from fp8_common.bench.record import versions
 from fp8_torch_fsdp import ShardedFloat8Weight
 from fp8_torch_fsdp._optimizer_steps import OptimizerSteps
 from fp8_torch_fsdp._sync_plan import SyncPlan

@@ -29,8 +29,8 @@ from torch.nn import functional
 
 import fp8_torch_fsdp as f8
 from benchmarks.modelled import moe
+from benchmarks.record import versions
 from fp8_common._machine import processor_name
-from fp8_common.bench.record import versions
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")

@@ -6,7 +6,7 @@ The bandwidth of the kernels; then every recipe against bfloat16 and torchao, li
 is compiled; by default all that in the first five minutes. Then compiled experts of a Qwen3-MoE block, and the tests of
 the bits with the time that is left. It needs torch, triton and pytest, and JAX for what runs there; the packages need
 not be installed. `--plan` says what would run and what is missing, and runs nothing. Other arguments are those of
-fp8-bench. Every GPU test writes a line, timings are saved after each task, and all stop before the time limit, so an
+`benchmarks.kernels`. Every GPU test writes a line, times are saved after each task, and all stop in time, so an
 interrupted run loses nothing, and the result names what was left out. It is gpu-<name>.json in benchmarks/results; the
 figures go into docs/numerics/kernels.md, and the output says which documented claims hold.
 """
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command; arguments that it does not know are those of fp8-bench."""
+    """Return the parser of the command; arguments that it does not know are those of benchmarks.kernels."""
     found = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     found.add_argument("--only", choices=["speed", "layers", "bits"], help="run one part")
     found.add_argument("--full", action="store_true", help="every case of the tests, not a pairwise subset")

@@ -1,8 +1,8 @@
-"""`fp8-bench` with the kernels of torchao and TransformerEngine beside ours, as far as they can be imported.
+"""`benchmarks.kernels` with the kernels of torchao and TransformerEngine beside ours, as far as they can be imported.
 
     python -m benchmarks.kernel_peers [--static] [--arch 90] [--kernel amax] [--output FILE] ...
 
-The options are those of `fp8-bench`.
+The options are those of `benchmarks.kernels`.
 """
 
 import importlib
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.kernels import main
+from benchmarks.peers import Peers, Runs
 from fp8_common import Format
-from fp8_common.bench.command import main
-from fp8_common.bench.peers import Peers, Runs
-from fp8_common.testing.sass import Sass, disassemble
 from fp8_common.torch import torch_dtype
+from tests.helpers.sass import Sass, disassemble
 
 logger = logging.getLogger(__name__)
 MODULE = "torchao.prototype.blockwise_fp8_training.kernels"

@@ -36,7 +36,7 @@ def render(result_path: Path, root: Path = ROOT) -> None:
     """Write the figures of one result into the page and draw the picture.
 
     Args:
-        result_path: What `fp8-bench` wrote.
+        result_path: What `benchmarks.kernels` wrote.
         root: The repository, or a copy of its `docs`.
     """
     result = json.loads(result_path.read_text())

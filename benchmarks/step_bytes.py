@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
 from benchmarks.marked import between_marks
-from fp8_common.bench.record import versions
+from benchmarks.record import versions
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "step_bytes.json"

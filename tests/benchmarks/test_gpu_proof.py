@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import fp8_common as f8
 from benchmarks import gpu_proof, render_kernels
+from benchmarks import kernel_times as bench
+from benchmarks import kernels as command
 from benchmarks.kernel_peers import InstalledPeers
-from fp8_common.bench import command
-from fp8_common.bench.peers import NONE
-from fp8_common.bench.record import Measurement, document, render
+from benchmarks.peers import NONE
+from benchmarks.record import Measurement, document, render
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import _bench as bench
 from tests.helpers.repository import ROOT
 
 SIZE = 8192 * 8192

@@ -115,8 +115,8 @@ def frameworks() -> tuple[Implementation, ...]:
 
 def interpreted() -> tuple[Implementation, ...]:
     """Return the Triton kernels, run by an interpreter that is made exact."""
-    from fp8_common.testing.interpreter import exact_interpreter
     from tests.conformance import conformance_triton
+    from tests.helpers.interpreter import exact_interpreter
 
     kernels = Implementation(
         name="Triton interpreter",

@@ -1,4 +1,4 @@
-"""The frame of the commands `fp8` and `fp8-bench`: every end that can be expected is one sentence and an exit code."""
+"""The frame of the command `fp8`: every end that can be expected is one sentence and an exit code."""
 
 import argparse
 import contextlib

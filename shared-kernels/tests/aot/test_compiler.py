@@ -13,7 +13,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from fp8_common._kernels import KERNELS, get_kernel
 from fp8_common._kernels.compiler import OPTIONS, compile_plan, constants
-from fp8_common.testing import aot
+from tests.helpers import aot
 
 CASES = {case.name: case for case in aot.cases()}
 

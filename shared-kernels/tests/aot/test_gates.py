@@ -10,7 +10,7 @@ import pytest
 import triton
 
 import fp8_common._kernels
-from fp8_common.testing import aot
+from tests.helpers import aot
 
 NAMES = [case.name for case in aot.cases()]
 SOURCES = Path(fp8_common._kernels.__file__).parent

@@ -10,7 +10,7 @@ import pytest
 from fp8_common import CANONICAL
 from fp8_common import _launch_casts as casts
 from fp8_common._kernels.compiler import compile_plan
-from fp8_common.testing import aot
+from tests.helpers import aot
 
 if importlib.util.find_spec("jax") is None or not any(
     importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)

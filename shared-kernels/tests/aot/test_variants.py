@@ -14,7 +14,7 @@ from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
 from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
 from fp8_common._launch_scales import delayed_update_plan
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
-from fp8_common.testing import aot
+from tests.helpers import aot
 
 KINDS = [("bfloat16", "e4m3"), ("float16", "e5m2"), ("float32", "e4m3")]
 ODD = (300, 517)

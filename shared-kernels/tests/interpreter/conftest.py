@@ -11,7 +11,7 @@ collect_ignore_glob = [] if INTERPRETS else ["test_*.py"]
 @pytest.fixture(autouse=True)
 def kernels_on_cpu(request, monkeypatch):
     """Send CPU tensors to the kernels and make the interpreter exact; tests marked `as_shipped` see it as it is."""
-    from fp8_common.testing.interpreter import exact_interpreter
+    from tests.helpers.interpreter import exact_interpreter
 
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     if "as_shipped" in request.node.name:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common.bench.peers import Peers
-from fp8_common.bench.record import document, render
-from fp8_common.torch import _bench as bench
+from benchmarks import kernel_times as bench
+from benchmarks.peers import Peers
+from benchmarks.record import document, render
 
 
 class Broken(Peers):

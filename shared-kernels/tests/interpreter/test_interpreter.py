@@ -9,7 +9,7 @@ import triton.language as tl
 import fp8_common as f8
 from fp8_common._kernels import ptx
 from fp8_common.testing import all_bfloat16, assert_same_bits
-from fp8_common.testing.interpreter import assemble
+from tests.helpers.interpreter import assemble
 
 
 @triton.jit

@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, FORMATS, PRESETS, Fp8Error, golden
+from fp8_common import DATA_FORMATS, FORMATS, PRESETS, Fp8Error
 from fp8_common._policy import MX_MODES
-from fp8_common.golden import __main__ as command
-from fp8_common.golden.cases import FUNCTIONS, POLICIES, mixed, scramble
-from fp8_common.golden.store import FILE, dump
 from fp8_common.testing import assert_same_bits
+from tests import golden
+from tests.golden import __main__ as command
+from tests.golden.cases import FUNCTIONS, POLICIES, mixed, scramble
+from tests.golden.store import FILE, dump
 
 COMMITTED = golden.load()
 

@@ -19,7 +19,8 @@ from fp8_common import (
     reciprocal,
     update_history,
 )
-from fp8_common.testing import assert_same_bits, strategies
+from fp8_common.testing import assert_same_bits
+from tests.helpers import strategies
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 

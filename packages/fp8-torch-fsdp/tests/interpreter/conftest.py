@@ -10,7 +10,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 @pytest.fixture(autouse=True)
 def exact():
     """Make Triton's interpreter round as the hardware does."""
-    from fp8_common.testing.interpreter import exact_interpreter
+    from tests.helpers.interpreter import exact_interpreter
 
     with exact_interpreter():
         yield

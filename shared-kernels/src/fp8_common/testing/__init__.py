@@ -1,7 +1,4 @@
-"""Test tools for FP8 code: exact comparison with useful failures, and the inputs that break casts.
-
-`fp8_common.testing.strategies` holds hypothesis strategies and is imported on its own.
-"""
+"""Test tools for FP8 code: exact comparison with useful failures, and the inputs that break casts."""
 
 from fp8_common.testing.compare import assert_same_bits
 from fp8_common.testing.inputs import (

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import fp8_common as f8
+from benchmarks.peers import NONE, Peers
+from benchmarks.record import COPY, Log, Measurement
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import Format, get_format
 from fp8_common._gradient_compression import round_gradients, sum_rounded
 from fp8_common._policy import CANONICAL, POWER_OF_2
-from fp8_common.bench.peers import NONE, Peers
-from fp8_common.bench.record import COPY, Log, Measurement
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
 from fp8_common.torch import _foreach as foreach

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from fp8_common.bench.peers import NONE, Peers
-from fp8_common.testing import aot
+from benchmarks.peers import NONE, Peers
+from tests.helpers import aot
 
 HEADER = (
     "| kernel | sm | bytes/elem (ideal) | inst/elem | of issue budget | registers | occupancy | shared ops | "

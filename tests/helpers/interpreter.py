@@ -2,7 +2,7 @@
 
 As shipped (triton 3.6 and 3.7) the interpreter rounds to FP8 with ties away from zero, drops a carry and loses NaN,
 and it refuses inline assembly. While `exact_interpreter` is active, conversions are those of a GPU, saturating, and
-inline PTX runs in `fp8_common.testing.ptx_machine`. The interpreter itself is chosen by TRITON_INTERPRET=1 before
+inline PTX runs in `tests.helpers.ptx_machine`. The interpreter itself is chosen by TRITON_INTERPRET=1 before
 triton is imported, for the whole process.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8_common._errors import Fp8UnsupportedError
-from fp8_common.testing import ptx_machine
+from tests.helpers import ptx_machine
 
 NUMPY_DTYPES = {
     "fp32": np.dtype(np.float32),

@@ -61,7 +61,7 @@ def _instruction(name: str) -> Callable[..., Word]:
         return lambda *x: fused_multiply_add(*(value.view(np.float32) for value in x)).view(np.uint32)
     if name in ("mov.b32", "prmt.b32"):
         return {"mov.b32": _join_halves, "prmt.b32": _permute_bytes}[name]
-    raise Fp8UnsupportedError(f"The PTX interpreter does not know {name!r}. Add it in fp8_common.testing.ptx_machine.")
+    raise Fp8UnsupportedError(f"The PTX interpreter does not know {name!r}. Add it in tests.helpers.ptx_machine.")
 
 
 def _code(bits: Word, fmt: str) -> Word:

@@ -22,7 +22,7 @@ from fp8_common._launch_masters import BLOCK as MASTER_BLOCK
 from fp8_common._launch_masters import cast_masters_plan, step_masters_plan
 from fp8_common._launch_scales import delayed_current_plan, delayed_update_plan, scales_plan
 from fp8_common._policy import CANONICAL
-from fp8_common.testing.sass import Sass, disassemble
+from tests.helpers.sass import Sass, disassemble
 
 if TYPE_CHECKING:
     from fp8_common._kernels.compiler import Compiled

@@ -1,22 +1,11 @@
-"""Hypothesis strategies for FP8 properties: values drawn as bit patterns, each as likely as another.
-
-Needs hypothesis (the extra `fp8-common[testing]`); nothing else imports this file.
-"""
+"""Hypothesis strategies for FP8 properties: values drawn as bit patterns, each as likely as another."""
 
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from numpy.typing import DTypeLike, NDArray
-
-try:
-    from hypothesis import strategies as st
-    from hypothesis.extra import numpy as hnp
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"fp8_common.testing.strategies needs {error.name}, which is not installed. "
-        "Run: pip install 'fp8-common[testing]'",
-        name=error.name,
-    ) from None
 
 from fp8_common._formats import DATA_FORMATS, Format
 from fp8_common._policy import CANONICAL, POWER_OF_2, SCALE_MAX, SCALE_MIN, ScalePolicy

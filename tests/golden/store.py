@@ -1,6 +1,5 @@
 """The golden vectors' file: JSON of hexadecimal words, readable in a diff."""
 
-import importlib.resources
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8_common._errors import Fp8Error
-from fp8_common.golden.cases import Case
 from fp8_common.testing.compare import assert_same_bits
+from tests.golden.cases import Case
 
 SCHEMA = 1
-FILE = importlib.resources.files("fp8_common.golden") / "vectors.json"
+FILE = Path(__file__).with_name("vectors.json")
 
 
 def load(text: str | None = None) -> dict[str, Case]:
@@ -30,7 +29,7 @@ def load(text: str | None = None) -> dict[str, Case]:
     if data.get("schema") != SCHEMA:
         raise Fp8Error(
             f"Golden vectors must have schema {SCHEMA}, got {data.get('schema')!r}. "
-            "Write them again with: python -m fp8_common.golden"
+            "Write them again with: python -m tests.golden"
         )
     arrays = {key: _array(words) for key, words in data["inputs"].items()}
     return {
