@@ -77,8 +77,6 @@ class InstalledPeers(Peers):
         except ImportError as error:
             logger.info("torchao is left out of the report: %s", error)
             return
-        from fp8_common._kernels.compiler import compile_function
-
         for name, function, integers, constants, elements in KERNELS:
             types = POINTERS | dict.fromkeys(integers, "i32")
             target: Any = getattr(module, function, None)
@@ -86,8 +84,23 @@ class InstalledPeers(Peers):
                 logger.info("This torchao has no %s.", function)
                 continue
             limits = {argument: LARGEST for argument in target.arg_names if argument.endswith("MAX")}
-            compiled = compile_function(target, types, {**constants, **limits}, capability, WARPS)
-            yield name, _figures(disassemble(compiled.cubin), elements)
+            cubin = _compiled(target, types, {**constants, **limits}, capability)
+            yield name, _figures(disassemble(cubin), elements)
+
+
+def _compiled(function: Any, types: Mapping[str, str], fixed: Mapping[str, Any], capability: int) -> bytes:
+    """Return the machine code of a Triton function, autotuned ones without their tuner; arguments are aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    while not isinstance(function, triton.runtime.JITFunction):
+        function = function.fn
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in types}
+    constants = {name: value for name, value in fixed.items() if name in function.arg_names}
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS}).asm["cubin"]
 
 
 def _torchao_casts(x: torch.Tensor, fmt: Format) -> dict[str, Runs]:

@@ -80,6 +80,6 @@ def _peer_row(name: str, capability: int, figures: dict[str, Any]) -> str:
 
 
 def _version() -> str:
-    from fp8_common._kernels.compiler import triton_version
+    import triton
 
-    return triton_version()
+    return triton.__version__

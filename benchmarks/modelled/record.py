@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fp8_common._launch import LaunchPlan
+from fp8_common._kernels import Launch
 
 NO_KERNEL = re.compile(r"aten\.(_unsafe_view|empty|new_empty|detach|alias|lift_fresh|_reshape_alias|set_)")
 """Operators that launch nothing, beside views."""
@@ -151,14 +151,14 @@ class Recorder(TorchDispatchMode):
             self.step.add(func, args, kwargs, out, traffic(tree_leaves((args, kwargs)), tree_leaves(out)))
         return out
 
-    def launch(self, plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:
+    def launch(self, plan: Launch, device: torch.device, **tensors: torch.Tensor) -> None:
         """Stand in for `fp8_common.torch._triton_backend.run`."""
         self.step.host_operators += 1
         reads = [x for name, x in tensors.items() if name not in plan.outputs or name in plan.updated]
         writes = [x for name, x in tensors.items() if name in plan.outputs]
-        if plan.kernel == "clear_rows":  # writes rows of no group alone, which there are none of in these models
+        if plan.name == "clear_rows":  # writes rows of no group alone, which there are none of in these models
             reads, writes = [tensors["keep_ptr"]], []
-        self.step.kernels.append(Kernel(f"fp8_common {plan.kernel}", traffic(reads, writes)))
+        self.step.kernels.append(Kernel(f"fp8_common {plan.name}", traffic(reads, writes)))
 
 
 class _NoTensor:
@@ -174,7 +174,7 @@ def recording(step: Step) -> Iterator[None]:
         "_rounding.FakeTensor": _NoTensor,
         "_rounding.values_table": lambda fmt, dtype, device: torch.empty(256, dtype=dtype, device=device),
         "_triton_backend.run": recorder.launch,
-        # there is nothing to launch, so Triton may be missing
+        # there is nothing to launch
         "_triton_backend._obstacle": lambda device: None,
     }
     with contextlib.ExitStack() as stack:

@@ -6,7 +6,8 @@ Only what a kernel computes counts: a call that `fp8_common.torch` hands to its 
 import torch
 
 from fp8_common import CANONICAL, Quantized
-from fp8_common._launch import scale_rule, supports
+from fp8_common._hardware import has_kernels
+from fp8_common._kernels import scale_rule
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import torch_dtype
 from tests.conformance.conformance_implementations import NotDefinedError
@@ -14,7 +15,7 @@ from tests.conformance.conformance_implementations import NotDefinedError
 
 def need(condition, fmt, policy=None):
     """Refuse what has no kernel."""
-    if not condition or fmt.name == "e8m0" or not supports(fmt, policy):
+    if not condition or fmt.name == "e8m0" or not has_kernels(fmt, policy):
         raise NotDefinedError
 
 

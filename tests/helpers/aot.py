@@ -8,24 +8,12 @@ stay bound by memory; on sm_100 all of it.
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fp8_common import _launch_casts as casts
+from fp8_common import _kernels as kernels
 from fp8_common._gradient_compression import MessageRows
-from fp8_common._launch import LaunchPlan
-from fp8_common._launch_both import amax_both_plan, cast_both_plan
-from fp8_common._launch_dequantize import dequantize_mx_plan, dequantize_plan
-from fp8_common._launch_foreach import foreach_amax_plan, foreach_cast_plan
-from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
-from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
-from fp8_common._launch_masters import BLOCK as MASTER_BLOCK
-from fp8_common._launch_masters import cast_masters_plan, step_masters_plan
-from fp8_common._launch_scales import delayed_current_plan, delayed_update_plan, scales_plan
 from fp8_common._policy import CANONICAL
 from tests.helpers.sass import Sass, disassemble
-
-if TYPE_CHECKING:
-    from fp8_common._kernels.compiler import Compiled
 
 ARCHITECTURES = (89, 90, 100)
 # Lanes per processor and clock, times processors, times clock in Hz, over memory bandwidth in bytes/s.
@@ -58,7 +46,7 @@ class Case:
     """
 
     name: str
-    plan: LaunchPlan
+    plan: kernels.Launch
     elements: int
     read: float
     written: float
@@ -84,7 +72,7 @@ class Figures:
 
     case: Case
     capability: int
-    compiled: "Compiled"
+    compiled: kernels.Compiled
     sass: Sass
     instructions: float
     wide_bytes: float
@@ -102,7 +90,6 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
         _mx_cases,
         _dequantize_cases,
         _gradient_cases,
-        _master_cases,
         _group_cases,
     )
     return [case for family in families for case in family(dtype, fmt)]
@@ -113,11 +100,11 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
     b, n = INPUT_BYTES[dtype], SIZE * SIZE
     x = {"dtype": dtype, "fmt": fmt}
     return [
-        Case(name="amax", plan=casts.amax_plan(n, dtype), elements=16384, read=b, written=0, tail=True),
-        Case(name="cast", plan=casts.cast_plan(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
+        Case(name="amax", plan=kernels.amax(n, dtype), elements=16384, read=b, written=0, tail=True),
+        Case(name="cast", plan=kernels.cast(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
         Case(
             name="cast + amax",
-            plan=casts.cast_plan(n, **x, with_amax=True),
+            plan=kernels.cast(n, **x, with_amax=True),
             elements=4096,
             read=b,
             written=1,
@@ -126,7 +113,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="cast, dynamic scale",
-            plan=casts.cast_plan(n, **x, policy=CANONICAL),
+            plan=kernels.cast(n, **x, policy=CANONICAL),
             elements=4096,
             read=b,
             written=1,
@@ -135,7 +122,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="stochastic cast",
-            plan=casts.stochastic_plan(n, **x),
+            plan=kernels.cast_stochastic(n, **x),
             elements=2048,
             read=b,
             written=1,
@@ -145,7 +132,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="foreach amax",
-            plan=foreach_amax_plan(1000, dtype, aligned=True),
+            plan=kernels.foreach_amax(1000, 1000, dtype, aligned=True),
             elements=16384,
             read=b,
             written=0,
@@ -154,7 +141,7 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="foreach cast",
-            plan=foreach_cast_plan(1000, dtype, fmt, aligned=True),
+            plan=kernels.foreach_cast(1000, SIZE * SIZE, dtype, fmt, aligned=True),
             elements=16384,
             read=b,
             written=1,
@@ -171,9 +158,9 @@ def _transposed_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         Case(name=name, plan=plan, elements=tile, read=b, written=2, narrow=narrow)
         for name, plan, narrow in (
-            ("cast + transpose", casts.cast_transpose_plan(*square, **x), 1),
-            ("cast + transpose + amax", casts.cast_transpose_plan(*square, **x, with_amax=True), 1),
-            ("cast + transpose, dynamic", casts.cast_transpose_plan(*square, **x, policy=CANONICAL, inverse=True), 3),
+            ("cast + transpose", kernels.cast_transpose(*square, **x), 1),
+            ("cast + transpose + amax", kernels.cast_transpose(*square, **x, with_amax=True), 1),
+            ("cast + transpose, dynamic", kernels.cast_transpose(*square, **x, policy=CANONICAL), 3),
         )
     ]
 
@@ -189,7 +176,7 @@ def _both_cases(dtype: str, fmt: str) -> list[Case]:
         for case in (
             Case(
                 name=f"rows and columns{name}, amax",
-                plan=amax_both_plan(*square, dtype, fold=fold),
+                plan=kernels.amax_both(*square, dtype, fold=fold),
                 elements=128 * 128,
                 read=b + 0.5 * fold,
                 written=0,
@@ -197,7 +184,7 @@ def _both_cases(dtype: str, fmt: str) -> list[Case]:
             ),
             Case(
                 name=f"rows and columns{name}",
-                plan=cast_both_plan(*square, dtype, fmt, fold=fold),
+                plan=kernels.cast_both(*square, dtype, fmt, fold=fold),
                 elements=128 * 64,
                 read=b + 1 + fold,
                 written=2,
@@ -213,7 +200,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         Case(
             name="row-wise",
-            plan=casts.rowwise_plan(*square, **x, inverse=True),
+            plan=kernels.rowwise(*square, **x),
             elements=SIZE,
             read=b,
             written=1,
@@ -221,7 +208,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="row-wise, folded",
-            plan=casts.rowwise_plan(*square, **x, fold=True, inverse=True),
+            plan=kernels.rowwise(*square, **x, fold=True),
             elements=SIZE,
             read=b + 4,
             written=1,
@@ -230,7 +217,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         Case(
             # without the scales back, whose division takes it 2 % beyond what an H100 issues while the bytes move
             name="row-wise, 1024 columns",
-            plan=casts.rowwise_plan(SIZE, 1024, **x),
+            plan=kernels.rowwise(SIZE, 1024, **x, inverse=False),
             elements=4096,
             read=b,
             written=1,
@@ -238,7 +225,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="row-wise, 32768 columns",
-            plan=casts.rowwise_plan(SIZE, 32768, **x, inverse=True),
+            plan=kernels.rowwise(SIZE, 32768, **x),
             elements=4096,
             read=2 * b,
             written=1,
@@ -247,7 +234,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="1x128",
-            plan=casts.block_plan(*square, **x, rows=1, inverse=True),
+            plan=kernels.blockwise(*square, **x, rows=1),
             elements=SIZE,
             read=b,
             written=1,
@@ -255,19 +242,11 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
         ),
         Case(
             name="128x128",
-            plan=casts.block_plan(*square, **x, rows=128, inverse=True),
+            plan=kernels.blockwise(*square, **x, rows=128),
             elements=16384,
             read=b,
             written=1,
             narrow=2,
-        ),
-        Case(
-            name="128x128 + transpose",
-            plan=casts.block_plan(*square, **x, rows=128, transpose=True),
-            elements=16384,
-            read=b,
-            written=2,
-            narrow=1,
         ),
     ]
 
@@ -278,7 +257,7 @@ def _mx_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         Case(
             name=f"MX {mode}",
-            plan=casts.mx_plan(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
+            plan=kernels.mx(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
             elements=4096,
             read=b,
             written=1,
@@ -295,7 +274,7 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
     back = [
         Case(
             name=f"dequantize, {name}",
-            plan=dequantize_plan(SIZE, SIZE, fmt, dtype, block),
+            plan=kernels.dequantize(SIZE, SIZE, fmt, dtype, block),
             elements=4096,
             read=1,
             written=b,
@@ -303,16 +282,16 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
         )
         for name, block in blocks.items()
     ]
-    mx_plan = dequantize_mx_plan(SIZE, SIZE, fmt, dtype)
-    back.append(Case(name="dequantize, MX", plan=mx_plan, elements=2048, read=1, written=b, narrow=8))
-    update = delayed_update_plan(400, 16, CANONICAL)
-    scales = scales_plan(SIZE, fmt, CANONICAL)
+    back_of_mx = kernels.dequantize_mx(SIZE, SIZE, fmt, dtype)
+    back.append(Case(name="dequantize, MX", plan=back_of_mx, elements=2048, read=1, written=b, narrow=8))
+    update = kernels.delayed_update(400, 16, CANONICAL)
+    scales = kernels.scales_of_amax(SIZE, fmt, CANONICAL)
     return [
         *back,
         Case(name="scales", plan=scales, elements=256, read=0, written=0, narrow=99, memory_bound=False),
         Case(
             name="delayed scale in use",
-            plan=delayed_current_plan(record=True, check=True),
+            plan=kernels.delayed_current(record=True, check=True),
             elements=1,
             read=0,
             written=0,
@@ -343,7 +322,7 @@ def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
     out = [
         Case(
             name=f"pack gradients{name}",
-            plan=pack_gradients_plan(rows, columns, pitches, dtype, fmt, **settings),
+            plan=kernels.pack_gradients(rows, columns, pitches, dtype, fmt, **settings),
             elements=128 * blocks,
             read=b + kept,
             written=1 + kept,
@@ -353,33 +332,22 @@ def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
         for name, settings, blocks, kept in ways
     ]
     # whatever the gradients were, their sum is written in float32
-    total = sum_gradients_plan(rows, columns, pitches[1], fmt, "float32", rows)
+    total = kernels.sum_gradients(rows, columns, pitches[1], fmt, "float32", rows)
     return [*out, Case(name="sum gradients", plan=total, elements=2048, read=1, written=4, narrow=8)]
-
-
-def _master_cases(dtype: str, fmt: str) -> list[Case]:
-    """A step of AdamW with exact masters, gradients in `dtype`, and the cast after it."""
-    n, x = SIZE * SIZE, {"elements": MASTER_BLOCK}
-    step, cast = step_masters_plan(n, dtype, fmt), cast_masters_plan(n, fmt)
-    return [
-        # four bytes of the number and two float32 moments there and back, and the gradient
-        Case(name="step masters", plan=step, read=12 + INPUT_BYTES[dtype], written=12, narrow=8, **x),
-        Case(name="cast masters", plan=cast, read=4, written=1, narrow=1, **x),
-    ]
 
 
 def _group_cases(dtype: str, fmt: str) -> list[Case]:
     """Rows in groups; the text has the loop over the groups of a tile once, which is what most tiles make."""
     b, square, count = INPUT_BYTES[dtype], (SIZE, SIZE), 128
-    fold = casts.rowwise_plan(*square, dtype, fmt, fold=True, groups=True, inverse=True)
-    clear = clear_rows_plan(*square, dtype)
+    fold = kernels.rowwise(*square, dtype, fmt, fold=True, groups=True)
+    clear = kernels.clear_rows(*square, dtype)
     grouped = [
         case
         for name, columns in (("groups", False), ("columns of groups", True))
         for case in (
             Case(
                 name=f"{name}, amax",
-                plan=group_amax_plan(*square, count, dtype, columns=columns),
+                plan=kernels.group_amax(*square, count, dtype, columns=columns),
                 elements=128 * 64,
                 read=b,
                 written=0,
@@ -388,7 +356,7 @@ def _group_cases(dtype: str, fmt: str) -> list[Case]:
             Case(
                 # each thread reads the scales of its columns, which the threads of a tile have in their cache
                 name=name,
-                plan=group_cast_plan(*square, count, dtype, fmt, columns=columns),
+                plan=kernels.group_cast(*square, count, dtype, fmt, columns=columns),
                 elements=128 * 64,
                 read=b + columns,
                 written=1,
@@ -399,16 +367,14 @@ def _group_cases(dtype: str, fmt: str) -> list[Case]:
     return [
         *grouped,
         Case(name="groups, folded", plan=fold, elements=SIZE, read=b + 4, written=1, narrow=4),
-        Case(name="groups, turned", plan=turn_rows_plan(*square), elements=128 * 64, read=1, written=1, narrow=8),
+        Case(name="groups, turned", plan=kernels.turn_rows(*square), elements=128 * 64, read=1, written=1, narrow=8),
         Case(name="rows cleared", plan=clear, elements=4096, read=0, written=b, narrow=4, memory_bound=False),
     ]
 
 
 def measure(case: Case, capability: int, **changes: Any) -> Figures:
-    """Compile a case and count; `changes` go to `compile_plan` (another kernel, compiler options)."""
-    from fp8_common._kernels.compiler import compile_plan
-
-    compiled = compile_plan(case.plan, capability, **changes)
+    """Compile a case and count; `changes` go to `compile_launch` (another kernel, compiler options)."""
+    compiled = kernels.compile_launch(case.plan, capability, **changes)
     sass = disassemble(compiled.cubin)
     # Only one program of a large tensor runs the path for the last tile, so its narrow accesses do not count.
     if case.tail:
@@ -439,7 +405,7 @@ def failures(figures: Figures, *, slack: float = 1.0) -> list[str]:
     ideal = case.read + case.written
     budget = INSTRUCTIONS_PER_BYTE[figures.capability] * ISSUE_SHARE[figures.capability] * ideal
     # Pointers named y... are FP8 results of a cast; q_ptr is an FP8 input.
-    converts = any(kind and kind.startswith("fp8") for name, kind in case.plan.pointers.items() if name[0] == "y")
+    converts = any(kind.startswith("fp8") for name, kind in case.plan.pointers.items() if name[0] == "y")
     # Every message with its condition, all evaluated: a report names everything that is wrong at once.
     found = {
         f"spills {sass.spilled} bytes per thread": sass.spilled > 0,
@@ -465,7 +431,7 @@ def failures(figures: Figures, *, slack: float = 1.0) -> list[str]:
 
 def _is_table(case: Case, width: int) -> bool:
     """Whether accesses of this width read the table of a foreach kernel: addresses and lengths of 8 bytes."""
-    return width == 8 and case.plan.kernel.startswith("foreach")
+    return width == 8 and case.plan.name.startswith("foreach")
 
 
 def _occupancy(registers: int, shared: int, warps: int, capability: int) -> float:

@@ -28,7 +28,7 @@ import fp8_te_init as te
 import fp8_torch_fsdp as f8
 from benchmarks.modelled import record
 from benchmarks.modelled.pretended_gpu import pretend_gpu
-from fp8_common._launch import LaunchPlan
+from fp8_common._kernels import Launch
 from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _triton_backend as triton_backend
@@ -100,12 +100,12 @@ class Capture(record.Recorder):
             self._launched((str(func), *(x.dtype for x in tensors)))
         return out
 
-    def launch(self, plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:
+    def launch(self, plan: Launch, device: torch.device, **tensors: torch.Tensor) -> None:
         """Note the launch of a kernel as Triton tells kernels apart."""
         super().launch(plan, device, **tensors)
         if plan.grid:
             pointers = [(name, x.dtype, x.data_ptr() % 16 == 0) for name, x in sorted(tensors.items())]
-            self._launched((plan.kernel, *pointers, *sorted(map(repr, plan.constexprs.items())), plan.num_warps))
+            self._launched((plan.name, *pointers, *sorted(map(repr, plan.constants.items())), plan.num_warps))
 
     def _launched(self, key: tuple) -> None:
         if self._capturing and key not in self._known:

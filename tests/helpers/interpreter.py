@@ -12,7 +12,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import triton
 from numpy.typing import NDArray
+from triton.runtime import interpreter
 
 from fp8_common._errors import Fp8UnsupportedError
 from tests.helpers import ptx_machine
@@ -34,10 +36,35 @@ def exact_interpreter() -> Iterator[None]:
     Raises:
         Fp8UnsupportedError: Triton does not interpret in this process.
     """
-    from fp8_common._kernels.interpreter import replaced
+    if not triton.knobs.runtime.interpret:
+        raise Fp8UnsupportedError("Triton does not interpret here. Set TRITON_INTERPRET=1 before importing triton.")
 
-    with replaced(convert_exactly, assemble), np.errstate(all="ignore"):
-        yield
+    def create_inline_asm(
+        builder: Any, asm: str, constraints: str, values: list[Any], types: list[Any], is_pure: bool, pack: int
+    ) -> "_Results":
+        kinds = [kind.scalar for kind in types]
+        arrays = assemble(asm, [value.data for value in values], [k.primitive_bitwidth for k in kinds], pack)
+        return _Results([interpreter.TensorHandle(a, kind) for a, kind in zip(arrays, kinds, strict=True)])
+
+    # Private names of Triton; `shared-kernels/tests/interpreter/test_interpreter.py` fails when they change.
+    saved = interpreter._convert_float, interpreter.InterpreterBuilder.create_inline_asm
+    interpreter._convert_float = lambda x, source, target, mode: convert_exactly(x, source.name, target.name)
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        interpreter._convert_float, interpreter.InterpreterBuilder.create_inline_asm = saved
+
+
+class _Results:
+    """What `create_inline_asm` returns: the output tensors by number."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
 
 
 def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:

@@ -11,6 +11,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from pathlib import Path
+
+import triton
 
 # A line of nvdisasm: offset in a comment, an optional predicate (@P0, @!UP1), then the opcode with its modifiers.
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)", re.M)
@@ -100,7 +103,6 @@ def _instructions(opcodes: Counter[str]) -> int:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    from fp8_common._kernels.compiler import tools
-
-    done = subprocess.run([tools() / tool, *arguments], capture_output=True, text=True, check=True)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    done = subprocess.run([tools / tool, *arguments], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

@@ -247,7 +247,7 @@ def launches_between_steps(rank, world_size, recipe, layers):
     marks = lambda: delayed.mark_late(plan.scales)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "_obstacle", lambda device: None)
-        patch.setattr(triton_backend, "run", lambda plan, *_, **tensors: launched.append(plan.kernel))
+        patch.setattr(triton_backend, "run", lambda plan, *_, **tensors: launched.append(plan.name))
         counts = []
         for act in (marks, lambda: plan._before_root_forward(model, ()), plan._observe_weights):
             launched.clear()

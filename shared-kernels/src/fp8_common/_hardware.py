@@ -10,6 +10,8 @@ from typing import Literal
 
 from fp8_common._env import BACKEND_VARIABLE, Backend
 from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._formats import E4M3, E5M2, Format, get_data_format
+from fp8_common._policy import ScalePolicy
 from fp8_common._recipe import GRANULARITIES, Granularity
 
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
@@ -18,6 +20,11 @@ Status = Literal["native", "reference", "emulated", "unavailable"]
 # gfx942 multiplies the FNUZ variants, every other device with FP8 units those of the OCP specification.
 OCP = ("e4m3", "e5m2")
 FNUZ = ("e4m3fnuz", "e5m2fnuz")
+
+KERNEL_CAPABILITY = (8, 9)
+"""The first CUDA compute capability with FP8 conversion instructions, which the kernels use."""
+KERNEL_FORMATS = (E4M3, E5M2)
+"""The formats that kernels write."""
 
 BLOCK_CAPABILITY = (9, 0)
 """The one compute capability for which cuBLAS multiplies with float32 scales of blocks: later ones have MX scales."""
@@ -79,6 +86,11 @@ def native_formats(device: Device) -> tuple[str, ...]:
         if device.arch == "gfx950" or device.arch.startswith("gfx12"):
             return OCP
     return ()
+
+
+def has_kernels(fmt: str | Format, policy: ScalePolicy | None = None) -> bool:
+    """Return whether there are kernels for a format and a policy; the reference covers everything else."""
+    return get_data_format(fmt) in KERNEL_FORMATS and (policy is None or policy.formula != "e8m0")
 
 
 def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:

@@ -15,14 +15,16 @@ import torch
 
 import fp8_common as f8
 from fp8_common import Fp8UnsupportedError
-from fp8_common._kernels import get_kernel
+from fp8_common._kernels.foreach import foreach_cast_kernel
+from fp8_common._kernels.scales import delayed_update_kernel
+from fp8_common._kernels.tensor import cast_kernel
 from fp8_common.presets import te_delayed
 from fp8_common.torch import _capture as capture
 from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _triton_backend as triton_backend
 
-LAUNCHED = ("cast", "foreach_cast", "delayed_update")
+LAUNCHED = (cast_kernel, foreach_cast_kernel, delayed_update_kernel)
 SENTENCE = "Run a training step with the same shapes and parameters before the capture."
 
 
@@ -57,16 +59,16 @@ class Driver:
 @pytest.fixture
 def gpu(monkeypatch):
     """CPU tensors are launched on as if they were on an H100, whose stream is captured while `capturing` is set."""
-    made, run, kernels = Driver(), triton_backend.run, [get_kernel(name) for name in LAUNCHED]
+    made, run = Driver(), triton_backend.run
     monkeypatch.setattr(driver, "_active", made)
     monkeypatch.setattr(triton_backend, "applies", lambda *x: True)
     monkeypatch.setattr(triton_backend, "run", lambda plan, device, **x: run(plan, torch.device("cuda"), **x))
     monkeypatch.setattr(capture, "is_capturing", lambda device: made.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for kernel in kernels:
+    for kernel in LAUNCHED:
         kernel.device_caches.clear()
     yield made
-    for kernel in kernels:
+    for kernel in LAUNCHED:
         kernel.device_caches.clear()
 
 

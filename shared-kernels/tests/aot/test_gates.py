@@ -47,11 +47,6 @@ MUTATIONS = {
         "    x = tl.load(x_ptr + at, mask=mask, other=0.0, volatile=True)\n    tl.store(y_ptr",
         "bytes per element", 90,
     ),
-    "masters-read-twice": (
-        "step_masters", "step masters", "    bits = as_bits(x)\n    tl.store(first_ptr",
-        "    tl.debug_barrier()\n    x += tl.load(second_ptr + at, mask=mask, other=0.0, volatile=True)\n"
-        "    bits = as_bits(x)\n    tl.store(first_ptr", "bytes per element", 90,
-    ),
 }  # fmt: skip
 
 
@@ -71,7 +66,8 @@ def mutant(folder, name, kernel, old, new):
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return module.get_kernel(kernel)
+    files = (sys.modules.get(f"{name}.{path.stem}") for path in SOURCES.glob("*.py"))
+    return next(getattr(file, f"{kernel}_kernel") for file in files if hasattr(file, f"{kernel}_kernel"))
 
 
 @pytest.mark.matrix(
@@ -82,16 +78,16 @@ def test_every_kernel_passes_every_gate(name, capability, dtype, fmt):
     assert aot.failures(aot.measure(case(name, dtype, fmt), capability), slack=slack) == []
 
 
-@pytest.mark.parametrize("name", ["cast + transpose", "row-wise", "1x128", "128x128 + transpose", "MX rceil"])
+@pytest.mark.parametrize("name", ["cast + transpose", "row-wise", "1x128", "MX rceil"])
 def test_scalar_loads_are_found(name):
     good = case(name)
-    plan = dataclasses.replace(good.plan, constexprs={**good.plan.constexprs, "ALIGNED": False})
+    plan = dataclasses.replace(good.plan, constants={**good.plan.constants, "ALIGNED": False})
     found = aot.failures(aot.measure(dataclasses.replace(good, plan=plan), 90))
     assert any("narrow accesses" in message for message in found)
 
 
 def test_a_spill_is_found():
-    found = aot.failures(aot.measure(case("128x128 + transpose"), 90, maxnreg=32))
+    found = aot.failures(aot.measure(case("cast + transpose"), 90, maxnreg=32))
     assert any("spills" in message for message in found)
 
 
@@ -108,13 +104,3 @@ def test_a_worse_kernel_is_found(tmp_path, change):
 def test_an_unchanged_copy_passes(tmp_path):
     same = mutant(tmp_path, "mutant_of_nothing", "rowwise", "tl.div_rn", "tl.div_rn")
     assert aot.failures(aot.measure(case("row-wise"), 90, kernel=same)) == []
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_step_of_masters_moves_what_it_must(dtype):
-    """Code, remainder, moments and gradient are read once, and all but the gradient written: within 1.15 of that."""
-    figures = aot.measure(case("step masters", dtype), 90)
-    ideal = 2 * (1 + 3 + 8) + aot.INPUT_BYTES[dtype]
-    assert figures.case.read + figures.case.written == ideal
-    assert figures.wide_bytes <= 1.15 * ideal
-    assert not figures.sass.spilled

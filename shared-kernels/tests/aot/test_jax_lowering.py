@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fp8_common import CANONICAL
-from fp8_common import _launch_casts as casts
-from fp8_common._kernels.compiler import compile_plan
+from fp8_common import _kernels as plans
+from fp8_common._kernels import compile_launch
 from tests.helpers import aot
 
 if importlib.util.find_spec("jax") is None or not any(
@@ -32,33 +32,33 @@ ROWS = partial(kernels.quantize_rowwise, fmt="e4m3")
 MX = partial(kernels.quantize_mx, fmt="e4m3")
 # The first word is the function's name: what JAX calls on x for a format, the plans that torch launches for the same.
 CALLS = {
-    "amax": (lambda x, f: kernels.amax(x), lambda d, f: [casts.amax_plan(SIZE, d)]),
-    "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [casts.cast_plan(SIZE, d, f)]),
+    "amax": (lambda x, f: kernels.amax(x), lambda d, f: [plans.amax(SIZE, d)]),
+    "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [plans.cast(SIZE, d, f)]),
     "quantize_with_amax": (
         lambda x, f: kernels.quantize_with_amax(x, SCALE, f),
-        lambda d, f: [casts.cast_plan(SIZE, d, f, with_amax=True)],
+        lambda d, f: [plans.cast(SIZE, d, f, with_amax=True)],
     ),
     "quantize_tensorwise": (
         lambda x, f: kernels.quantize_tensorwise(x, f),
-        lambda d, f: [casts.amax_plan(SIZE, d), casts.cast_plan(SIZE, d, f, policy=CANONICAL)],
+        lambda d, f: [plans.amax(SIZE, d), plans.cast(SIZE, d, f, policy=CANONICAL)],
     ),
     "quantize_transposed": (
         lambda x, f: kernels.quantize_transposed(x, SCALE, f),
-        lambda d, f: [casts.cast_transpose_plan(*SHAPE, d, f)],
+        lambda d, f: [plans.cast_transpose(*SHAPE, d, f)],
     ),
     "quantize_rowwise": (
         lambda x, f: kernels.quantize_rowwise(x, f),
-        lambda d, f: [casts.rowwise_plan(*SHAPE, d, f)],
+        lambda d, f: [plans.rowwise(*SHAPE, d, f, inverse=False)],
     ),
     "quantize_blockwise 1x128": (
         lambda x, f: kernels.quantize_blockwise(x, f),
-        lambda d, f: [casts.block_plan(*SHAPE, d, f, 1)],
+        lambda d, f: [plans.blockwise(*SHAPE, d, f, 1, inverse=False)],
     ),
     "quantize_blockwise 128x128": (
         lambda x, f: kernels.quantize_blockwise(x, f, SQUARE),
-        lambda d, f: [casts.block_plan(*SHAPE, d, f, 128)],
+        lambda d, f: [plans.blockwise(*SHAPE, d, f, 128, inverse=False)],
     ),
-    "quantize_mx": (lambda x, f: kernels.quantize_mx(x, f), lambda d, f: [casts.mx_plan(*SHAPE, d, f)]),
+    "quantize_mx": (lambda x, f: kernels.quantize_mx(x, f), lambda d, f: [plans.mx(*SHAPE, d, f)]),
 }
 
 
@@ -88,9 +88,9 @@ def embedded_calls(module):
     name=CALLS, capability=aot.ARCHITECTURES, dtype=["bfloat16", "float16", "float32"], fmt=["e4m3", "e5m2"]
 )
 def test_jax_embeds_the_ptx_of_the_plan(name, capability, dtype, fmt):
-    function, plans = CALLS[name]
+    function, make = CALLS[name]
     calls = embedded_calls(lowered(lambda x: function(x, fmt), capability=capability, dtype=dtype))
-    wanted = [compile_plan(plan, capability).ptx.encode() for plan in plans(dtype, fmt)]
+    wanted = [compile_launch(plan, capability).ptx.encode() for plan in make(dtype, fmt)]
     assert [text in call for text, call in zip(wanted, calls, strict=True)] == [True] * len(wanted)
 
 
@@ -112,7 +112,7 @@ PUBLIC = {
 def test_public_functions_hold_the_kernels_where_there_is_a_gpu_to_lower_for(name, monkeypatch):
     calls = embedded_calls(lowered(PUBLIC[name]))
     (plan,) = CALLS[name][1]("bfloat16", "e4m3")
-    assert compile_plan(plan, 90).ptx.encode() in calls[0]
+    assert compile_launch(plan, 90).ptx.encode() in calls[0]
     monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
     assert embedded_calls(lowered(PUBLIC[name])) == []
 
@@ -120,8 +120,8 @@ def test_public_functions_hold_the_kernels_where_there_is_a_gpu_to_lower_for(nam
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_are_passed_inputs_first(name):
     for plan in CALLS[name][1]("bfloat16", "e4m3"):
-        given = [pointer for pointer, kind in plan.pointers.items() if kind]
-        assert given == [*plan.inputs, *plan.outputs]
+        inputs = [name for name, dtype in plan.inputs.items() if dtype]
+        assert list(plan.pointers) == [*inputs, *plan.outputs]
 
 
 def test_a_program_for_cpu_and_cuda_holds_both():

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 import fp8_common as f8
-from fp8_common._kernels import ptx
+from fp8_common._kernels import device as ptx
 from fp8_common.testing import all_bfloat16, assert_same_bits
 from tests.helpers.interpreter import assemble
 

@@ -166,16 +166,6 @@ def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
         assert_same_bits(back, f8.dequantize_blockwise(*want, fmt, block, DTYPES[dtype]))
 
 
-@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=[(4, 7), (300, 517), (132, 160)])
-def test_blocks_with_transpose(dtype, fmt, shape):
-    x = calm(shape, dtype)
-    data, transposed, scale = triton_backend.quantize_block_transposed(tensor(x), f8.get_format(fmt), f8.POWER_OF_2)
-    want = f8.quantize_blockwise(x, fmt, (128, 128), f8.POWER_OF_2)
-    assert_same_bits(scale, want.scale)
-    assert_same_bits(data, want.data, fmt=fmt, source=x)
-    assert_same_bits(transposed, want.data.T, fmt=fmt, source=x.T)
-
-
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=["floor", "ceil", "even", "rceil"])
 def test_mx_and_the_way_back(dtype, fmt, shape, mode):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):

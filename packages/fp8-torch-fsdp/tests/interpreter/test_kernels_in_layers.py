@@ -37,7 +37,7 @@ def test_kernels_give_the_bits_of_the_references(recipe, monkeypatch):
     kernels, changes = LAUNCHES[recipe]
     launched, run = [], triton_backend.run
     monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.kernel), run(plan, *x, **tensors))
+        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.name), run(plan, *x, **tensors))
     )
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     got = step(recipe, changes)
@@ -78,7 +78,7 @@ def experts_step(recipe):
 def test_kernels_of_experts_give_the_bits_of_the_references(recipe, monkeypatch):
     launched, run = [], triton_backend.run
     monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.kernel), run(plan, *x, **tensors))
+        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.name), run(plan, *x, **tensors))
     )
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     got = experts_step(recipe)

@@ -1,7 +1,7 @@
-"""The Triton kernels by name. The only part of fp8-common that imports triton.
+"""The Triton kernels and the plans of their launches. The only part of fp8-common that imports triton.
 
-`fp8_common._launch_*` choose the kernel, its tile and its warps, for torch and JAX alike. Every kernel equals the NumPy
-definition of its function bit for bit (NaN codes apart).
+Each function here plans the launch of one kernel for torch and JAX alike; `run` runs it, `compile_launch` compiles it
+ahead of time. Every kernel equals the NumPy definition of its function bit for bit (NaN codes apart).
 
 Conventions: pointers end in `_ptr`; M, N and n are sizes; upper-case arguments are compiled in. Scalars are not
 specialized, so that one compiled kernel serves all sizes. Offsets are int64: tensors may exceed 2^31 elements. Tiles
@@ -12,49 +12,46 @@ A `return` in a branch on a compiled-in value needs an `else` after it: Triton c
 that branch was taken, and fails there if types or values do not fit.
 """
 
-import importlib
-from functools import cache
-from typing import Any
+from fp8_common._kernels.blocks import blockwise, mx
+from fp8_common._kernels.decoding import dequantize, dequantize_mx
+from fp8_common._kernels.foreach import foreach_amax, foreach_cast, foreach_chunks
+from fp8_common._kernels.gradients import pack_gradients, sum_gradients
+from fp8_common._kernels.groups import clear_rows, group_amax, group_cast, turn_rows
+from fp8_common._kernels.launch import Compiled, Launch, Out, compile_launch, interpreting, run, scale_rule
+from fp8_common._kernels.rows import amax_both, cast_both, rowwise
+from fp8_common._kernels.scales import delayed_current, delayed_update, scales_of_amax
+from fp8_common._kernels.stochastic import cast_stochastic
+from fp8_common._kernels.tensor import amax, cast, cast_transpose
 
-KERNELS: dict[str, str] = {
-    "amax": "amax",
-    "foreach_amax": "foreach",
-    "cast": "cast",
-    "foreach_cast": "foreach",
-    "cast_transpose": "transpose",
-    "amax_both": "both",
-    "cast_both": "both",
-    "rowwise": "rowwise",
-    "rowwise_long": "rowwise",
-    "block_1x128": "blockwise",
-    "block_128x128": "blockwise",
-    "mx": "mx",
-    "scales": "delayed",
-    "delayed_current": "delayed",
-    "delayed_update": "delayed",
-    "dequantize": "dequantize",
-    "dequantize_mx": "dequantize",
-    "stochastic": "stochastic",
-    "pack_gradients": "gradients",
-    "sum_gradients": "gradients",
-    "step_masters": "masters",
-    "cast_masters": "masters",
-    "group_amax": "groups",
-    "group_cast": "groups",
-    "turn_rows": "groups",
-    "clear_rows": "groups",
-}
-"""Module of each kernel; the function there is called `<name>_kernel`."""
-
-
-@cache
-def get_kernel(name: str) -> Any:
-    """Return the `@triton.jit` function of a kernel name; imports triton.
-
-    Raises:
-        KeyError: No kernel has this name.
-        ImportError: triton is not installed.
-    """
-    # Imported late: this package can be imported, and asked for names, where triton is not installed.
-    module = importlib.import_module(f"{__name__}.{KERNELS[name]}")
-    return getattr(module, f"{name}_kernel")
+__all__ = [
+    "Compiled",
+    "Launch",
+    "Out",
+    "amax",
+    "amax_both",
+    "blockwise",
+    "cast",
+    "cast_both",
+    "cast_stochastic",
+    "cast_transpose",
+    "clear_rows",
+    "compile_launch",
+    "delayed_current",
+    "delayed_update",
+    "dequantize",
+    "dequantize_mx",
+    "foreach_amax",
+    "foreach_cast",
+    "foreach_chunks",
+    "group_amax",
+    "group_cast",
+    "interpreting",
+    "mx",
+    "pack_gradients",
+    "rowwise",
+    "run",
+    "scale_rule",
+    "scales_of_amax",
+    "sum_gradients",
+    "turn_rows",
+]

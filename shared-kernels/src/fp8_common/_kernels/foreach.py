@@ -4,11 +4,19 @@ The list is a table on the device: the address and length of every tensor, and f
 chunk of it. No program exists for an empty tensor. Results lie in one buffer, so that a new buffer needs no new table.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
-from fp8_common._kernels.amax import chunk_key
+from fp8_common._formats import Format
 from fp8_common._kernels.device import scaled, to_fp8
+from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, plan, tile_count
+from fp8_common._kernels.tensor import chunk_key
+
+BLOCK, ITERS = 4096, 4
+TABLE = {"numel_ptr": "int64", "tensor_ptr": "int32", "chunk_ptr": "int32"}
+"""What both kernels read besides the addresses: per tensor its length, per program its tensor and its chunk."""
 
 
 @triton.jit
@@ -73,3 +81,47 @@ def foreach_cast_kernel(
             at = base + i * BLOCK + o
             value = tl.load(x + at, mask=at < n, other=0.0)
             tl.store(y + at, to_fp8(scaled(value, scale), F8), mask=at < n)
+
+
+def foreach_chunks(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return, for every program of a foreach kernel, its tensor and its chunk of that tensor."""
+    # A tensor without elements has no chunk, hence no program.
+    pairs = [(t, c) for t, size in enumerate(sizes) for c in range(tile_count(size, BLOCK * ITERS))]
+    return [t for t, _ in pairs], [c for _, c in pairs]
+
+
+@plan
+def foreach_amax(programs: int, tensors: int, dtype: str, *, aligned: bool) -> Launch:
+    """Plan the int32 keys [tensors] of max |x| of a list of tensors; `aligned`: all addresses are multiples of 16."""
+    return Launch(
+        kernel=foreach_amax_kernel,
+        grid=programs,
+        inputs={"ptrs_ptr": "int64", **TABLE},
+        outputs={"amax_ptr": Out((tensors,), "int32", zeroed=True)},
+        scalars={},
+        constants=_tile(dtype, aligned),
+        num_warps=8,
+    )
+
+
+@plan
+def foreach_cast(programs: int, elements: int, dtype: str, fmt: str | Format, *, aligned: bool) -> Launch:
+    """Plan y_t = fp8(x_t * scale[t]) for a list of tensors; all y_t lie in one buffer, each at its offset.
+
+    `aligned`: the addresses of all x_t are multiples of 16. Offsets are multiples of 16 elements; the buffer has
+    `elements`.
+    """
+    return Launch(
+        kernel=foreach_cast_kernel,
+        grid=programs,
+        inputs={"ptrs_ptr": "int64", "offset_ptr": "int64", **TABLE, "scale_ptr": "float32"},
+        outputs={"y_ptr": codes((elements,), fmt)},
+        scalars={},
+        constants=_tile(dtype, aligned),
+        num_warps=8,
+    )
+
+
+def _tile(dtype: str, aligned: bool) -> dict[str, object]:
+    # The dtype of what an address leads to is compiled in: the table does not say it.
+    return {"DTYPE": getattr(tl, input_dtype(dtype)), "ALIGNED": aligned, "BLOCK": BLOCK, "ITERS": ITERS}

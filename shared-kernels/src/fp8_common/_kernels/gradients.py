@@ -5,9 +5,13 @@ Row r of a message is what goes to, or came from, rank r: codes, then a float32 
 `offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
 from fp8_common._kernels.device import (
     INF_KEY,
     KEY_MASK,
@@ -22,7 +26,19 @@ from fp8_common._kernels.device import (
     to_fp8,
     widen_key,
 )
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    kernel_format,
+    plan,
+    rounding_constants,
+    scale_constants,
+    tile_count,
+)
 from fp8_common._kernels.stochastic import random_words, round_at_random
+from fp8_common._policy import POWER_OF_2
 
 
 @triton.jit
@@ -117,3 +133,76 @@ def sum_gradients_kernel(
     divisor = tl.full((BLOCKS, 128), DIVISOR, tl.float32)
     total = tl.div_rn(total, divisor) if INVERSE is None else total * INVERSE
     tl.store(y_ptr + c, total.to(y_ptr.dtype.element_ty), mask=c < C)
+
+
+@plan
+def pack_gradients(
+    rows: int,
+    columns: int,
+    pitches: tuple[int, int],
+    dtype: str,
+    fmt: str | Format,
+    *,
+    random: tuple[int, int] | None = None,
+    residual: bool = False,
+) -> Launch:
+    """Plan the codes and power-of-two scales of gradients [rows, columns] in the rows of a message.
+
+    Args:
+        rows: Ranks that get a row each.
+        columns: Elements of a row.
+        pitches: Elements from one row of the gradients to the next, bytes from one row of the message to the next.
+        dtype: Of the gradients.
+        fmt: The FP8 format.
+        random: Seed and offset of the bits of stochastic rounding; None rounds to nearest.
+        residual: Whether the bfloat16 `residual_ptr` [rows, columns] is added, and gets what rounding takes.
+    """
+    # As in `blocks`, 64 elements a thread; random bits and residuals need registers, so that there are fewer.
+    per_program = 16 if random else 32 if residual else 64
+    seed, offset = random or (0, 0)
+    kept = {"residual_ptr": Out((rows, columns), "bfloat16")} if residual else {}
+    return Launch(
+        kernel=pack_gradients_kernel,
+        grid=rows * tile_count(columns, 128 * per_program),
+        inputs={"x_ptr": input_dtype(dtype)},
+        # Both are parts of the message, which the caller makes.
+        outputs=kept
+        | {"y_ptr": codes((rows, columns), fmt), "scale_ptr": Out((rows, tile_count(columns, 128)), "float32")},
+        scalars={
+            "C": _int32(columns),
+            "X_PITCH": pitches[0],
+            "PITCH": pitches[1],
+            "seed": seed,
+            "offset": offset,
+        },
+        constants=scale_constants(fmt, POWER_OF_2)
+        | {
+            "RANDOM": None if random is None else rounding_constants(fmt),
+            "ALIGNED": columns % 16 == pitches[0] % 16 == 0,
+            "BLOCKS": per_program,
+        },
+        num_warps=4,
+        updated=tuple(kept),
+    )
+
+
+@plan
+def sum_gradients(ranks: int, columns: int, pitch: int, fmt: str | Format, dtype: str, divisor: float) -> Launch:
+    """Plan the sum over the rows of a message of codes [ranks, columns], `pitch` bytes apart, divided by `divisor`."""
+    # The quotient by a power of two and the product with its inverse are the same number.
+    inverse = 1 / divisor if math.frexp(divisor)[0] == 0.5 else None
+    return Launch(
+        kernel=sum_gradients_kernel,
+        grid=tile_count(columns, 128 * 16),
+        inputs={"q_ptr": kernel_format(fmt).dtype_name, "scale_ptr": "float32"},
+        outputs={"y_ptr": Out((columns,), input_dtype(dtype))},
+        scalars={"RANKS": ranks, "C": _int32(columns), "PITCH": pitch},
+        constants={"DIVISOR": divisor, "INVERSE": inverse, "ALIGNED": columns % 16 == 0, "BLOCKS": 16},
+        num_warps=4,
+    )
+
+
+def _int32(n: int) -> int:
+    if n >= 1 << 31:
+        raise Fp8Error(f"Kernels take rows of fewer than 2^31 elements, got {n}.")
+    return n

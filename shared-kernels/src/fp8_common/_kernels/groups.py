@@ -8,7 +8,13 @@ Dims: x_MN is [M, N], group_M is [M]; amax and scales are [groups, N] with COLUM
 import triton
 import triton.language as tl
 
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
 from fp8_common._kernels.device import multiple_of_16, narrow_key, scaled, to_fp8, widen_key
+from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, tile_count
+
+PADDED = 16
+"""What divides the rows of transposed groups."""
 
 
 @triton.jit
@@ -117,3 +123,67 @@ def clear_rows_kernel(
     keep = tl.load(keep_ptr + r, mask=r < M, other=1)
     zero = tl.zeros((BM, BN), y_ptr.dtype.element_ty)
     tl.store(y_ptr + r * N + c, zero, mask=(keep == 0) & (c < N))
+
+
+@plan
+def group_amax(m: int, n: int, groups: int, dtype: str, *, columns: bool) -> Launch:
+    """Plan the int32 keys of the amax of each group of rows of x [m, n]: [groups], or of its `columns`, [groups, n]."""
+    return Launch(
+        kernel=group_amax_kernel,
+        grid=tile_count(m, 128) * tile_count(n, 64),
+        inputs={"x_ptr": input_dtype(dtype), "group_ptr": "int32"},
+        outputs={"amax_ptr": Out((groups, n) if columns else (groups,), "int32", zeroed=True)},
+        scalars=matrix_sizes(m, n) | {"COUNT": groups},
+        constants={"COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 128, "BN": 64},
+        num_warps=4,
+    )
+
+
+@plan
+def group_cast(m: int, n: int, groups: int, dtype: str, fmt: str | Format, *, columns: bool) -> Launch:
+    """Plan y = fp8(x * scale) for x [m, n] with float32 scales [groups], or of `columns`, [groups, n]."""
+    return Launch(
+        kernel=group_cast_kernel,
+        grid=tile_count(m, 128) * tile_count(n, 64),
+        inputs={"x_ptr": input_dtype(dtype), "group_ptr": "int32", "scale_ptr": "float32"},
+        outputs={"y_ptr": codes((m, n), fmt)},
+        scalars=matrix_sizes(m, n) | {"COUNT": groups},
+        constants={"COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 128, "BN": 64},
+        num_warps=4,
+    )
+
+
+@plan
+def turn_rows(p: int, n: int) -> Launch:
+    """Plan the bytes [n, p], p a multiple of 16, of rows of n bytes that an int32 index [p] names.
+
+    Raises:
+        Fp8Error: 16 does not divide p.
+    """
+    if p % PADDED:
+        raise Fp8Error(f"Rows are transposed in multiples of {PADDED}, got {p}. Use the reference.")
+    sizes = matrix_sizes(p, n)
+    return Launch(
+        kernel=turn_rows_kernel,
+        grid=tile_count(p, 128) * tile_count(n, 64),
+        inputs={"q_ptr": "uint8", "source_ptr": "int32"},
+        outputs={"t_ptr": Out((n, p), "uint8")},
+        scalars={"P": sizes["M"], "N": sizes["N"]},
+        constants={"ALIGNED": n % 16 == 0, "BM": 128, "BN": 64},
+        num_warps=4,
+    )
+
+
+@plan
+def clear_rows(m: int, n: int, dtype: str) -> Launch:
+    """Plan zeros in the rows of y [m, n] that bytes [m] of 0 name."""
+    return Launch(
+        kernel=clear_rows_kernel,
+        grid=tile_count(m, 4) * tile_count(n, 1024),
+        inputs={"keep_ptr": "uint8"},
+        outputs={"y_ptr": Out((m, n), input_dtype(dtype))},
+        scalars={"M": m, "N": n},
+        constants={"ALIGNED": n % 16 == 0, "BM": 4, "BN": 1024},
+        num_warps=4,
+        updated=("y_ptr",),
+    )

@@ -1,14 +1,16 @@
 """The kernel of stochastic rounding, with random bits from Philox 4x32-10.
 
 Element i uses word i % 4 of counter i // 4 + offset. The key is the 64-bit seed (low word first); the counter is its
-(low word, high word, 0, 0). The rule is `fp8_common.encode_stochastic`; `fp8_common._philox` draws the same bits on
+(low word, high word, 0, 0). The rule is `fp8_common.encode_stochastic`; `fp8_common.random_bits` draws the same bits on
 NumPy.
 """
 
 import triton
 import triton.language as tl
 
+from fp8_common._formats import Format
 from fp8_common._kernels.device import KEY_MASK, as_bits, as_float, scaled, to_fp8
+from fp8_common._kernels.launch import Launch, codes, input_dtype, plan, rounding_constants, tile_count
 
 
 @triton.jit
@@ -65,3 +67,18 @@ def stochastic_kernel(
         v = scaled(tl.load(x_ptr + at, mask=at < n, other=0.0), scale)
         v = round_at_random(v, bits, MAX_KEY, MIN_EXPONENT, MANTISSA_BITS)
         tl.store(y_ptr + at, to_fp8(v, F8), mask=at < n)
+
+
+@plan
+def cast_stochastic(n: int, dtype: str, fmt: str | Format, seed: int = 0, offset: int = 0) -> Launch:
+    """Plan stochastic rounding of x * scale for `n` elements; bits as in `fp8_common.random_bits`."""
+    max_key, min_exponent, mantissa_bits = rounding_constants(fmt)
+    return Launch(
+        kernel=stochastic_kernel,
+        grid=tile_count(n, 2048),
+        inputs={"x_ptr": input_dtype(dtype), "scale_ptr": "float32"},
+        outputs={"y_ptr": codes((n,), fmt)},
+        scalars={"n": n, "seed": seed, "offset": offset},
+        constants={"MAX_KEY": max_key, "MIN_EXPONENT": min_exponent, "MANTISSA_BITS": mantissa_bits, "BLOCK": 2048},
+        num_warps=4,
+    )

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
-from fp8_common._launch import LaunchPlan
+from fp8_common._hardware import has_kernels
 from fp8_common.jax import _compat as compat
 from fp8_common.jax import _triton_bridge as triton_bridge
 from fp8_common.jax._kernel_layout import Layout
@@ -33,13 +33,13 @@ class KernelOp:
     Attributes:
         name: Name of its primitives.
         reference: (*arrays, **params) -> results; jnp code that defines them.
-        plan: (*shapes with dtype, **params) -> launch plan, or None where there is no kernel.
+        plan: (`fp8_common._kernels`, *shapes with dtype, **params) -> launch, or None where there is no kernel.
         layout: How its results depend on dimensions of its first operand.
     """
 
     name: str
     reference: Callable[..., Arrays]
-    plan: Callable[..., LaunchPlan | None]
+    plan: Callable[..., Any]
     layout: Layout
 
 
@@ -86,9 +86,11 @@ def _abstract(op: KernelOp, avals: Sequence[Any], params: dict[str, Any]) -> lis
 
 
 def _lower_cuda(op: KernelOp, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    plan = op.plan(*ctx.avals_in, **params)
-    if plan is not None and triton_bridge.uses_kernels(plan):
-        return triton_bridge.lower_plan(ctx, plan, operands)
+    # The plans are asked for only where kernels can run: they come with the kernels, hence with Triton.
+    if triton_bridge.selects_kernels() and has_kernels(params.get("fmt", "e4m3"), params.get("policy")):
+        plan = op.plan(triton_bridge.plans(), *ctx.avals_in, **params)
+        if plan is not None and plan.grid:
+            return triton_bridge.lower_plan(ctx, plan, operands)
     return mlir.lower_fun(op.reference, multiple_results=True)(ctx, *operands, **params)
 
 

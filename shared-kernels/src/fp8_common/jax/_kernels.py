@@ -6,17 +6,14 @@ it; whoever calls these asks for the kernels, whatever machine traces. Formats, 
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8_common import _launch_casts as casts
 from fp8_common._blocks import check_block
 from fp8_common._formats import Format, get_data_format
-from fp8_common._launch import LaunchPlan, supports
 from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.jax._amax import amax as _amax
@@ -150,16 +147,11 @@ def _mx_reference(x: jax.Array, *, fmt: Format, mode: MxMode) -> tuple[jax.Array
     return data, lax.bitcast_convert_type(codes, jnp.uint8)
 
 
-def _plan_if(supported: bool, plan: Any, *arguments: Any) -> LaunchPlan | None:
-    # Without a plan an operation is lowered to its reference on CUDA, too.
-    return plan(*arguments) if supported else None
-
-
 _amax_key = bindable(
     KernelOp(
         name="fp8_amax_key",
         reference=_amax_key_reference,
-        plan=lambda x: casts.amax_plan(x.size, _dtype(x)),
+        plan=lambda plans, x: plans.amax(x.size, _dtype(x)),
         layout=Layout(steps=(WHOLE,), results=("amax",), combine=_amax_key_over),
     )
 )
@@ -167,7 +159,7 @@ _cast = bindable(
     KernelOp(
         name="fp8_cast",
         reference=lambda x, scale, *, fmt: (_quantize(x, scale[0], fmt),),
-        plan=lambda x, scale, *, fmt: _plan_if(supports(fmt), casts.cast_plan, x.size, _dtype(x), fmt),
+        plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, _dtype(x), fmt),
         layout=Layout(steps=(1,), results=("same",)),
     )
 )
@@ -175,9 +167,7 @@ _cast_with_amax = bindable(
     KernelOp(
         name="fp8_cast_with_amax",
         reference=lambda x, scale, *, fmt: (_quantize(x, scale[0], fmt), *_amax_key_reference(x)),
-        plan=lambda x, scale, *, fmt: _plan_if(
-            supports(fmt), partial(casts.cast_plan, with_amax=True), x.size, _dtype(x), fmt
-        ),
+        plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, _dtype(x), fmt, with_amax=True),
         layout=Layout(steps=(WHOLE,), results=("same", "amax"), combine=_cast_with_amax_over),
     )
 )
@@ -185,9 +175,7 @@ _cast_from_key = bindable(
     KernelOp(
         name="fp8_cast_from_key",
         reference=_from_key_reference,
-        plan=lambda x, key, *, fmt, policy: _plan_if(
-            supports(fmt, policy), partial(casts.cast_plan, policy=policy), x.size, _dtype(x), fmt
-        ),
+        plan=lambda plans, x, key, *, fmt, policy: plans.cast(x.size, _dtype(x), fmt, policy=policy),
         layout=Layout(steps=(1,), results=("same", "scalar")),
     )
 )
@@ -195,7 +183,7 @@ _cast_transpose = bindable(
     KernelOp(
         name="fp8_cast_transpose",
         reference=_transpose_reference,
-        plan=lambda x, scale, *, fmt: _plan_if(supports(fmt), casts.cast_transpose_plan, *x.shape, _dtype(x), fmt),
+        plan=lambda plans, x, scale, *, fmt: plans.cast_transpose(*x.shape, _dtype(x), fmt),
         layout=Layout(steps=(1, 1), results=("same", "transposed")),
     )
 )
@@ -203,18 +191,16 @@ _rows = bindable(
     KernelOp(
         name="fp8_rowwise",
         reference=lambda x, *, fmt, policy: tuple(_rowwise(x, fmt, -1, policy)),
-        plan=lambda x, *, fmt, policy: _plan_if(
-            supports(fmt, policy), casts.rowwise_plan, *_matrix(x), _dtype(x), fmt, policy
-        ),
+        plan=lambda plans, x, *, fmt, policy: plans.rowwise(*_matrix(x), _dtype(x), fmt, policy, inverse=False),
         layout=Layout(steps=(WHOLE,), results=("same", "row"), combine=_rows_over),
     )
 )
 
 
-def _block_plan(x: Any, *, fmt: Format, block: tuple[int, int], policy: ScalePolicy) -> LaunchPlan | None:
-    if not ((block == (1, 128) or len(x.shape) == 2) and supports(fmt, policy)):
+def _block_plan(plans: Any, x: Any, *, fmt: Format, block: tuple[int, int], policy: ScalePolicy) -> Any:
+    if block != (1, 128) and len(x.shape) != 2:
         return None
-    return casts.block_plan(*_matrix(x), _dtype(x), fmt, block[0], policy)
+    return plans.blockwise(*_matrix(x), _dtype(x), fmt, block[0], policy, inverse=False)
 
 
 def _block_reference(
@@ -243,7 +229,7 @@ _mx_rows = bindable(
     KernelOp(
         name="fp8_mx",
         reference=_mx_reference,
-        plan=lambda x, *, fmt, mode: _plan_if(supports(fmt), casts.mx_plan, *_matrix(x), _dtype(x), fmt, mode),
+        plan=lambda plans, x, *, fmt, mode: plans.mx(*_matrix(x), _dtype(x), fmt, mode),
         layout=Layout(steps=(32,), results=("same", "groups")),
     )
 )

@@ -5,18 +5,22 @@ with its grid and scalars. Lowering needs no GPU when the compute capability is 
 """
 
 import contextvars
+import importlib
 import importlib.util
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
-from fp8_common._launch import MIN_CAPABILITY, LaunchPlan
+from fp8_common._hardware import KERNEL_CAPABILITY
 from fp8_common.jax import _compat as compat
 
 CALL_TARGET = "triton_kernel_call_ffi"
@@ -53,44 +57,36 @@ def selects_kernels() -> bool:
     return obstacle is None
 
 
-def uses_kernels(plan: LaunchPlan) -> bool:
-    """Return whether a CUDA lowering takes the kernel; the reference otherwise.
-
-    Raises:
-        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and something is missing.
-    """
-    return plan.grid != 0 and selects_kernels()
+def plans() -> ModuleType:
+    """Return the module of the kernels' plans; it imports Triton."""
+    return importlib.import_module("fp8_common._kernels")
 
 
-def lower_plan(ctx: Any, plan: LaunchPlan, operands: Sequence[Any]) -> Sequence[Any]:
+def lower_plan(ctx: Any, plan: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Return the MLIR results of a Triton call.
 
     Args:
         ctx: The lowering rule's context; its avals are the plan's inputs and outputs, in order.
-        plan: The launch.
+        plan: The `Launch`.
         operands: MLIR values of the plan's inputs.
     """
-    from fp8_common._kernels.compiler import compile_plan
-
     # imported where a kernel is lowered: it needs jax's CUDA plugin
     gpu_triton = compat.gpu_triton()
 
     capability = _capability.get() or _gpu_capability()
     if capability is None:
         raise Fp8UnsupportedError("Lowering a kernel for CUDA needs a GPU, or lowering_for(capability).")
-    compiled = compile_plan(plan, capability)
+    compiled = plans().compile_launch(plan, capability)
     kernel = gpu_triton.TritonKernel(
         compiled.name, compiled.num_warps, 1, compiled.shared, compiled.ptx, "", capability
     )
-    sizes = dict(zip(plan.outputs, (_bytes(aval) for aval in ctx.avals_out), strict=True))
-    parameters = [
-        # How many bytes are cleared before the launch, and the alignment that the kernel was compiled for.
-        gpu_triton.create_array_parameter(sizes[name] if name in plan.zeroed else 0, 16)
-        for name, kind in plan.pointers.items()
-        if kind
-    ]
+    cleared = {name: _bytes(out) for name, out in plan.outputs.items() if out.zeroed}
+    # How many bytes are cleared before the launch, and the alignment that the kernel was compiled for.
+    parameters = [gpu_triton.create_array_parameter(cleared.get(name, 0), 16) for name in plan.pointers]
     # Arguments are told apart by their order: the pointers of the plan that are there, then its scalars.
-    parameters += [gpu_triton.create_scalar_parameter(value, kind) for kind, value in plan.scalars.values()]
+    parameters += [
+        gpu_triton.create_scalar_parameter(plan.scalars[name], kind) for name, kind in plan.scalar_types.items()
+    ]
     call = gpu_triton.TritonKernelCall(kernel, plan.grid, 1, 1, parameters)
     rule = jax.ffi.ffi_lowering(CALL_TARGET, api_version=4)
     # jaxlib's call inflates its description with zlib.
@@ -106,7 +102,7 @@ def _obstacle() -> str | None:
     capability = _capability.get() or _gpu_capability()
     if capability is None:
         return "this JAX sees no NVIDIA GPU"
-    if divmod(capability, 10) < MIN_CAPABILITY:
+    if divmod(capability, 10) < KERNEL_CAPABILITY:
         return f"compute capability {capability / 10} has no FP8 conversion (8.9 and newer do)"
     return None
 
@@ -121,5 +117,5 @@ def _gpu_capability() -> int | None:
     return int(major) * 10 + int(minor)
 
 
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
+def _bytes(out: Any) -> int:
+    return math.prod(out.shape) * jnp.dtype(out.dtype).itemsize

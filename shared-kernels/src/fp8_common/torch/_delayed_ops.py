@@ -10,7 +10,6 @@ import torch
 
 from fp8_common._amax import INF_KEY
 from fp8_common._formats import get_data_format
-from fp8_common._launch import scale_rule
 from fp8_common._policy import ScalePolicy
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _capture as capture
@@ -107,7 +106,9 @@ def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.devic
     # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph. Without a limit: a
     # graph points to it, and there is one for each list of formats, which is a few bytes for each operand of a model.
     capture.refuse(device, "a list of formats")
-    return torch.tensor([scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device)
+    return torch.tensor(
+        [triton_backend.plans().scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device
+    )
 
 
 @cache

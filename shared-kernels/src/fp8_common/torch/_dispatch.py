@@ -27,7 +27,6 @@ from fp8_common.torch._quantize import Cast
 from fp8_common.torch._rounding import values as _values
 from fp8_common.torch._scaling import divide
 from fp8_common.torch._scaling import scale_from_amax as _scale_from_amax
-from fp8_common.torch._triton_masters import KernelAdamW
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,9 +39,7 @@ is_unusual, places_that_may_fail = remainder.is_unusual, remainder.places_that_m
 compiled_bytes = remainder_compiled.compiled_bytes
 
 
-def adamw_in_bytes(
-    codes: torch.Tensor, fmt: Format, *, fused: bool
-) -> KernelAdamW | adamw_compiled.CompiledAdamW | None:
+def adamw_in_bytes(codes: torch.Tensor, fmt: Format, *, fused: bool) -> adamw_compiled.CompiledAdamW | None:
     """Return what steps masters in their bytes where `codes` are; None where nothing makes the bits of AdamW there.
 
     Args:
@@ -50,8 +47,6 @@ def adamw_in_bytes(
         fmt: Their format.
         fused: Whether the steps are those of `AdamW(fused=True)`, which on GPUs the definition's take the place of.
     """
-    if fused and triton_backend.applies(codes, fmt):
-        return KernelAdamW(fmt)
     return adamw_compiled.compiled_adamw(fmt, fused=fused) if codes.device.type == "cpu" else None
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from fp8_common._formats import Format, get_data_format
-from fp8_common._launch_foreach import foreach_amax_plan, foreach_cast_plan, foreach_chunks
 from fp8_common.torch import _capture as capture
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_each, float_key
@@ -95,9 +94,9 @@ def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         # Kept in a list until after the launch: the table holds addresses, which keep no tensor alive.
         dense = [tensors[i].contiguous() for i in places]
         table = _table(_rows(dense, (), places, len(tensors)), keys.device)
-        plan = foreach_amax_plan(table.programs, _name(dtype), aligned=table.aligned)
         # The usual list has one dtype; then the kernel writes the result itself.
         found = keys if table.places is None else keys.new_zeros(len(places))
+        plan = triton_backend.plans().foreach_amax(table.programs, len(found), _name(dtype), aligned=table.aligned)
         triton_backend.run(plan, keys.device, amax_ptr=found, **table.tensors)
         if table.places is not None:
             keys.index_copy_(0, table.places, found)
@@ -111,7 +110,7 @@ def _launched(tensors: Sequence[torch.Tensor], scales: torch.Tensor, form: Forma
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
         table = _table(_rows(dense, [offsets[i] for i in places], places, len(tensors)), buffer.device)
-        plan = foreach_cast_plan(table.programs, _name(dtype), form, aligned=table.aligned)
+        plan = triton_backend.plans().foreach_cast(table.programs, total, _name(dtype), form, aligned=table.aligned)
         chosen = scales if table.places is None else scales.index_select(0, table.places)
         triton_backend.run(plan, buffer.device, scale_ptr=chosen.contiguous(), y_ptr=buffer, **table.tensors)
     return buffer
@@ -186,7 +185,7 @@ def _cached(rows: Rows, device: torch.device) -> Table:
     """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
     # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
     capture.refuse(device, "a table of tensors that no earlier step had, or not at these addresses,")
-    tensor, chunk = foreach_chunks(list(rows.sizes))
+    tensor, chunk = triton_backend.plans().foreach_chunks(list(rows.sizes))
     columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "offset_ptr": rows.offsets, "places": rows.places}
     # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)

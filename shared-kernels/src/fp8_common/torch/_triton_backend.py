@@ -14,16 +14,11 @@ from typing import Any
 
 import torch
 
-from fp8_common import _launch_casts as casts
 from fp8_common._blocks import Block, block_grid
 from fp8_common._env import backend
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import Format, get_data_format
-from fp8_common._launch import MIN_CAPABILITY, LaunchPlan, supports
-from fp8_common._launch_both import amax_both_plan, cast_both_plan
-from fp8_common._launch_dequantize import dequantize_mx_plan, dequantize_plan
-from fp8_common._launch_gradients import pack_gradients_plan, sum_gradients_plan
-from fp8_common._launch_scales import delayed_current_plan, delayed_update_plan, scales_plan
+from fp8_common._hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common._policy import ScalePolicy
 from fp8_common._quantize import MX_BLOCK
 from fp8_common.torch import _capture as capture
@@ -46,7 +41,7 @@ def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolic
     obstacle = _obstacle(x.device)
     if obstacle is not None and choice != "triton":
         return False
-    if fmt is not None and not supports(fmt, policy):
+    if fmt is not None and not has_kernels(fmt, policy):
         return False
     if obstacle is not None:
         raise Fp8UnsupportedError(
@@ -55,18 +50,21 @@ def applies(x: torch.Tensor, fmt: str | Format | None = None, policy: ScalePolic
     return True
 
 
-def run(plan: LaunchPlan, device: torch.device, **tensors: torch.Tensor) -> None:
-    """Launch `plan` on tensors named like its pointers, on their device."""
-    # It imports Triton, which nothing before the first launch needs.
-    from fp8_common._kernels.compiler import run_plan
+@cache
+def plans() -> ModuleType:
+    """Return the module of the kernels' plans; it imports Triton, which nothing before the first launch needs."""
+    return importlib.import_module("fp8_common._kernels")
 
+
+def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
+    """Run a launch on tensors named like its pointers, on their device."""
     if device.type != "cuda":
-        run_plan(plan, tensors)
+        plans().run(plan, tensors)
         return
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device(device):
-        refusal = capture.refusal(f"the kernel {plan.kernel}") if capture.is_capturing(device) else None
-        run_plan(plan, tensors, refusal=refusal)
+        refusal = capture.refusal(f"the kernel {plan.name}") if capture.is_capturing(device) else None
+        plans().run(plan, tensors, refusal=refusal)
 
 
 def amax_all(x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +77,7 @@ def amax_key(x: torch.Tensor) -> torch.Tensor:
     dense = _dense(x)
     # The kernel takes an atomic maximum with what is stored there; 0 is the smallest key.
     key = torch.zeros(1, dtype=torch.int32, device=x.device)
-    run(casts.amax_plan(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
+    run(plans().amax(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
     return key
 
 
@@ -89,7 +87,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
     if scale.numel() != 1 or scale.ndim > x.ndim:
         return _quantize.quantize(x, scale, fmt)
     dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
-    plan = casts.cast_plan(x.numel(), _name(x.dtype), fmt)
+    plan = plans().cast(x.numel(), _name(x.dtype), fmt)
     run(plan, x.device, x_ptr=dense, scale_ptr=_scale(scale), y_ptr=y)
     return y
 
@@ -169,10 +167,10 @@ def _cast(
     dense, y = _dense(x) if dense is None else dense, torch.empty_like(x, dtype=torch_dtype(fmt))
     wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax}
     if turned is None:
-        plan = casts.cast_plan(x.numel(), _name(x.dtype), fmt, **wanted)
+        plan = plans().cast(x.numel(), _name(x.dtype), fmt, **wanted)
     else:
-        places["yt_ptr"], wanted["inverse"] = turned, policy is not None
-        plan = casts.cast_transpose_plan(*_matrix(x), _name(x.dtype), fmt, **wanted)
+        places["yt_ptr"] = turned
+        plan = plans().cast_transpose(*_matrix(x), _name(x.dtype), fmt, **wanted)
     run(plan, x.device, x_ptr=dense, y_ptr=y, **places)
     return y
 
@@ -188,7 +186,7 @@ def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tu
     m, n = x.shape
     y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
     yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
-    plan = casts.cast_transpose_plan(m, n, _name(x.dtype), fmt)
+    plan = plans().cast_transpose(m, n, _name(x.dtype), fmt)
     run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y, yt_ptr=yt)
     return y, yt
 
@@ -196,7 +194,7 @@ def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tu
 def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed: int, offset: int = 0) -> torch.Tensor:
     """Return `x * scale` rounded at random with the bits of `fp8_common._philox.random_bits(seed, x.shape, offset)`."""
     y = torch.empty(x.shape, dtype=torch_dtype(fmt), device=x.device)
-    plan = casts.stochastic_plan(x.numel(), _name(x.dtype), fmt, seed, offset)
+    plan = plans().cast_stochastic(x.numel(), _name(x.dtype), fmt, seed, offset)
     run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y)
     return y
 
@@ -229,8 +227,8 @@ def cast_rowwise(
     m = x.numel() // n if n else 0
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     scales = [torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2)]
-    given = {"fold": fold is not None, "groups": groups is not None, "inverse": True}
-    plan = casts.rowwise_plan(m, n, _name(x.dtype), fmt, policy, **given)
+    given = {"fold": fold is not None, "groups": groups is not None}
+    plan = plans().rowwise(m, n, _name(x.dtype), fmt, policy, **given)
     folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
     folds |= {} if groups is None else {"group_ptr": groups}
     run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1], **folds)
@@ -243,14 +241,14 @@ def cast_both(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: S
     keys = torch.zeros(m + n, dtype=torch.int32, device=x.device)
     folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
     folded = fold is not None
-    plan = amax_both_plan(m, n, _name(x.dtype), fold=folded)
+    plan = plans().amax_both(m, n, _name(x.dtype), fold=folded)
     run(plan, x.device, x_ptr=x, row_ptr=keys[:m], column_ptr=keys[m:], **folds)
     # an amax has no sign, so its key is its bits
     scales = scales_of_amax(keys.view(torch.float32), fmt, policy)
     (rows, columns), (rows_inv, columns_inv) = (one[:, None].split((m, n)) for one in scales)
     y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
     yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
-    plan = cast_both_plan(m, n, _name(x.dtype), fmt, fold=folded)
+    plan = plans().cast_both(m, n, _name(x.dtype), fmt, fold=folded)
     run(plan, x.device, x_ptr=x, row_ptr=rows, column_ptr=columns, y_ptr=y, yt_ptr=yt, **folds)
     return Cast(y, rows, rows_inv), Cast(yt, columns, columns_inv)
 
@@ -269,22 +267,9 @@ def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePoli
         return _quantize.cast_blockwise(x, fmt, block, policy)
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     scales = [torch.empty(block_grid(tuple(x.shape), block), dtype=torch.float32, device=x.device) for _ in range(2)]
-    plan = casts.block_plan(*_matrix(x), _name(x.dtype), fmt, rows, policy, inverse=True)
+    plan = plans().blockwise(*_matrix(x), _name(x.dtype), fmt, rows, policy)
     run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1])
     return Cast(y, *scales)
-
-
-def quantize_block_transposed(
-    x: torch.Tensor, fmt: Format, policy: ScalePolicy
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return data [M, N], its transpose [N, M] and scales for 128x128 blocks of x [M, N], M % 4 == 0."""
-    m, n = x.shape
-    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
-    yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
-    scale = torch.empty(block_grid((m, n), (128, 128)), dtype=torch.float32, device=x.device)
-    plan = casts.block_plan(m, n, _name(x.dtype), fmt, 128, policy, transpose=True)
-    run(plan, x.device, x_ptr=x.contiguous(), y_ptr=y, yt_ptr=yt, scale_ptr=scale)
-    return y, yt, scale
 
 
 def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,7 +278,7 @@ def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, 
         return _quantize.quantize_mx(x, fmt, mode)
     y = torch.empty_like(x, dtype=torch_dtype(fmt))
     codes = torch.empty(block_grid(tuple(x.shape), MX_BLOCK), dtype=torch.uint8, device=x.device)
-    plan = casts.mx_plan(*_matrix(x), _name(x.dtype), fmt, mode)  # pyrefly: ignore[bad-argument-type]
+    plan = plans().mx(*_matrix(x), _name(x.dtype), fmt, mode)  # pyrefly: ignore[bad-argument-type]
     run(plan, x.device, x_ptr=x, y_ptr=y, code_ptr=codes)
     return y, codes.view(torch.float8_e8m0fnu)
 
@@ -324,14 +309,14 @@ def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: Format, dtype: torc
     if not _regular(q) or tuple(codes.shape) != block_grid(tuple(q.shape), MX_BLOCK):
         return _quantize.dequantize_mx(q, codes, fmt, dtype)
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
-    plan = dequantize_mx_plan(*_matrix(q), fmt, _name(dtype))
+    plan = plans().dequantize_mx(*_matrix(q), fmt, _name(dtype))
     run(plan, q.device, q_ptr=_native(q, fmt), code_ptr=codes.view(torch.uint8).contiguous(), y_ptr=y)
     return y
 
 
 def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block) -> torch.Tensor:
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
-    plan = dequantize_plan(*_matrix(q), fmt, _name(dtype), block)
+    plan = plans().dequantize(*_matrix(q), fmt, _name(dtype), block)
     run(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale), y_ptr=y)
     return y
 
@@ -339,7 +324,7 @@ def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.
 def scales_of_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float32 scales into and back from FP8, of the shape of float32 `amax`: one launch."""
     scale, scale_inv = (torch.empty_like(amax, memory_format=torch.contiguous_format) for _ in range(2))
-    plan = scales_plan(amax.numel(), fmt, policy)
+    plan = plans().scales_of_amax(amax.numel(), fmt, policy)
     run(plan, amax.device, amax_ptr=amax.contiguous(), scale_ptr=scale, scale_inv_ptr=scale_inv)
     return scale, scale_inv
 
@@ -358,7 +343,7 @@ def delayed_current(
     current, inverse = (torch.empty_like(scale) for _ in range(2))
     places = {} if own_key is None else {"key_ptr": amax.view(torch.int32), "own_key_ptr": own_key}
     places |= {} if late is None else {"late_ptr": late.view(torch.uint8)}
-    plan = delayed_current_plan(record=own_key is not None, check=late is not None)
+    plan = plans().delayed_current(record=own_key is not None, check=late is not None)
     run(plan, scale.device, scale_ptr=scale, current_ptr=current, scale_inv_ptr=inverse, **places)
     return current, inverse
 
@@ -372,7 +357,7 @@ def delayed_update(
         history: float32 [L, T].
         amax: float32 [T]: what this step saw.
         scale: float32 [T]: the scales into FP8 of this step.
-        fmax: float32 [T]: numerators, from `fp8_common._launch.scale_rule(fmt, policy)[0]` of each tensor's format.
+        fmax: float32 [T]: numerators, from `scale_rule(fmt, policy)[0]` of each tensor's format.
         policy: The rule; its `algo` reduces the history.
 
     Returns:
@@ -382,7 +367,7 @@ def delayed_update(
     new_history = torch.empty((length, tensors), dtype=torch.float32, device=history.device)
     new_scale, scale_inv = torch.empty_like(scale), torch.empty_like(scale)
     run(
-        delayed_update_plan(tensors, length, policy),
+        plans().delayed_update(tensors, length, policy),
         history.device,
         history_ptr=history.contiguous(),
         amax_ptr=amax.contiguous(),
@@ -405,7 +390,7 @@ def pack_gradients(
 ) -> None:
     """Write codes [n, c] and scales [n, blocks] of x [n, c] into a message; see `fp8_common.torch._gradients`."""
     rows, columns = x.shape
-    plan = pack_gradients_plan(
+    plan = plans().pack_gradients(
         rows,
         columns,
         (x.stride(0), codes.stride(0)),
@@ -422,7 +407,7 @@ def sum_gradients(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, diviso
     """Return the float32 sum [c] over ranks of codes [n, c] with scales [n, blocks] in a message, divided."""
     ranks, columns = codes.shape
     total = torch.empty(columns, dtype=torch.float32, device=codes.device)
-    plan = sum_gradients_plan(ranks, columns, codes.stride(0), fmt, "float32", divisor)
+    plan = plans().sum_gradients(ranks, columns, codes.stride(0), fmt, "float32", divisor)
     run(plan, codes.device, q_ptr=codes, scale_ptr=scales, y_ptr=total)
     return total
 
@@ -442,7 +427,7 @@ def _obstacle(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip:
         return f"the kernels need an NVIDIA GPU, and the tensor is on {device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
+    if capability < KERNEL_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 conversion (8.9 and newer do)"
     return None
 
@@ -450,9 +435,7 @@ def _obstacle(device: torch.device) -> str | None:
 @cache
 def interpreting() -> bool:
     """Return whether Triton interprets kernels on the CPU in this process."""
-    from fp8_common._kernels import interpreter
-
-    return interpreter.interpreting()
+    return plans().interpreting()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,7 +6,6 @@ The group of each row is int32 [rows] and never falls; rows of no group have the
 import torch
 
 from fp8_common._formats import Format
-from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._rounding import torch_dtype
 
@@ -16,7 +15,7 @@ def group_amax(x: torch.Tensor, group: torch.Tensor, count: int, *, columns: boo
     m, n = x.shape
     # an amax has no sign, so its key is its bits
     keys = torch.zeros((count, n) if columns else (count,), dtype=torch.int32, device=x.device)
-    plan = group_amax_plan(m, n, count, _name(x), columns=columns)
+    plan = triton_backend.plans().group_amax(m, n, count, _name(x), columns=columns)
     triton_backend.run(plan, x.device, x_ptr=x.contiguous(), group_ptr=group, amax_ptr=keys)
     return keys.view(torch.float32)
 
@@ -28,7 +27,7 @@ def group_cast(x: torch.Tensor, group: torch.Tensor, scale: torch.Tensor, fmt: F
     """
     (m, n), count = x.shape, scale.shape[0]
     y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
-    plan = group_cast_plan(m, n, count, _name(x), fmt, columns=scale.ndim == 2)
+    plan = triton_backend.plans().group_cast(m, n, count, _name(x), fmt, columns=scale.ndim == 2)
     given = {"x_ptr": x.contiguous(), "group_ptr": group, "scale_ptr": scale.contiguous()}
     triton_backend.run(plan, x.device, **given, y_ptr=y)
     return y
@@ -39,7 +38,7 @@ def turn_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     p, n = source.shape[0], codes.shape[1]
     turned = torch.empty((n, p), dtype=torch.uint8, device=codes.device)
     given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
-    triton_backend.run(turn_rows_plan(p, n), codes.device, **given, t_ptr=turned)
+    triton_backend.run(triton_backend.plans().turn_rows(p, n), codes.device, **given, t_ptr=turned)
     return turned.view(codes.dtype)
 
 
@@ -48,7 +47,10 @@ def clear_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     n = keep.shape[0]
     if y.numel():
         triton_backend.run(
-            clear_rows_plan(n, y.numel() // n, _name(y)), y.device, y_ptr=y, keep_ptr=keep.view(torch.uint8)
+            triton_backend.plans().clear_rows(n, y.numel() // n, _name(y)),
+            y.device,
+            y_ptr=y,
+            keep_ptr=keep.view(torch.uint8),
         )
     return y
 

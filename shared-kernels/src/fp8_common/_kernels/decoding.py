@@ -6,7 +6,10 @@ Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m 
 import triton
 import triton.language as tl
 
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
 from fp8_common._kernels.device import multiple_of_16, reciprocal, scale_inv_of_e8m0
+from fp8_common._kernels.launch import Launch, Out, input_dtype, kernel_format, matrix_sizes, plan, tile_count
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -69,3 +72,40 @@ def dequantize_mx_kernel(
     q = tl.reshape(tl.load(q_ptr + at, mask=mask, other=0.0), (BM * BLOCKS, 32))
     value = tl.reshape(q.to(tl.float32) * scale_inv, (BM, BN))
     tl.store(y_ptr + at, value.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@plan
+def dequantize(m: int, n: int, fmt: str | Format, dtype: str, block: tuple[int, int]) -> Launch:
+    """Plan q * RN(1 / scale) for q [m, n] with one scale per block (rows, columns).
+
+    Raises:
+        Fp8Error: No kernel has this block.
+    """
+    # 0 stands for the whole side: the kernel then needs no index into the scales along it.
+    rows = 0 if block[0] >= m else block[0]
+    columns = 0 if block[1] >= n else block[1]
+    if columns not in (0, 128):
+        raise Fp8Error(f"dequantize needs scales for whole rows or for 128 columns, got {block}. Use the reference.")
+    return Launch(
+        kernel=dequantize_kernel,
+        grid=tile_count(m, 32) * tile_count(n, 128),
+        inputs={"q_ptr": kernel_format(fmt).dtype_name, "scale_ptr": "float32"},
+        outputs={"y_ptr": Out((m, n), input_dtype(dtype))},
+        scalars=matrix_sizes(m, n),
+        constants={"ROWS": rows, "COLUMNS": columns, "ALIGNED": n % 16 == 0, "BM": 32, "BN": 128},
+        num_warps=4,
+    )
+
+
+@plan
+def dequantize_mx(m: int, n: int, fmt: str | Format, dtype: str) -> Launch:
+    """Plan values of MX data [m, n] and its E8M0 codes [m, ceil(n / 32)]."""
+    return Launch(
+        kernel=dequantize_mx_kernel,
+        grid=tile_count(m, 16) * tile_count(n, 128),
+        inputs={"q_ptr": kernel_format(fmt).dtype_name, "code_ptr": "uint8"},
+        outputs={"y_ptr": Out((m, n), input_dtype(dtype))},
+        scalars=matrix_sizes(m, n),
+        constants={"ALIGNED": n % 16 == 0, "BM": 16, "BN": 128},
+        num_warps=4,
+    )

@@ -6,7 +6,18 @@ The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: 
 import triton
 import triton.language as tl
 
+from fp8_common._formats import E4M3, Format
 from fp8_common._kernels.device import INF_KEY, KEY_MASK, NAN_BITS, as_bits, as_float, reciprocal, scale_of_key
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    next_power_of_2,
+    plan,
+    scale_constants,
+    scale_rule,
+    tile_count,
+)
+from fp8_common._policy import ScalePolicy
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -81,3 +92,66 @@ def delayed_update_kernel(
     tl.store(new_history_ptr + slot.to(tl.int64) * T + t[None, :], new, mask=inside)
     tl.store(new_scale_ptr + t, scale, mask=t < T)
     tl.store(scale_inv_ptr + t, reciprocal(scale), mask=t < T)
+
+
+@plan
+def scales_of_amax(n: int, fmt: str | Format, policy: ScalePolicy) -> Launch:
+    """Plan the scales into and back from FP8 of `n` float32 amax."""
+    return Launch(
+        kernel=scales_kernel,
+        grid=tile_count(n, 256),
+        inputs={"amax_ptr": "float32"},
+        outputs=dict.fromkeys(("scale_ptr", "scale_inv_ptr"), Out((n,), "float32")),
+        scalars={"n": n},
+        constants=scale_constants(fmt, policy) | {"BLOCK": 256},
+        num_warps=4,
+    )
+
+
+@plan
+def delayed_current(*, record: bool, check: bool) -> Launch:
+    """Plan the scale in use of one operand under delayed scaling, which is NaN if `check` and `late_ptr` is set.
+
+    `record` raises `own_key_ptr` to the operand's amax key.
+    """
+    own_key = {"own_key_ptr": Out((), "int32")} if record else {}
+    return Launch(
+        kernel=delayed_current_kernel,
+        grid=1,
+        inputs={
+            "key_ptr": "int32" if record else None,
+            "scale_ptr": "float32",
+            "late_ptr": "uint8" if check else None,
+        },
+        outputs=own_key | dict.fromkeys(("current_ptr", "scale_inv_ptr"), Out((), "float32")),
+        scalars={},
+        constants={"RECORD": record, "CHECK": check},
+        num_warps=1,
+        updated=tuple(own_key),
+    )
+
+
+@plan
+def delayed_update(tensors: int, length: int, policy: ScalePolicy) -> Launch:
+    """Plan a step of delayed scaling for all tensors at once: history [length, tensors].
+
+    `fmax_ptr` is the numerator of each tensor's format, from `scale_rule`.
+    """
+    # A program holds the whole history of its tensors, padded to a power of two, in at most 4096 elements.
+    rows = next_power_of_2(length)
+    columns = max(1, min(32, 4096 // rows))
+    vector = Out((tensors,), "float32")
+    return Launch(
+        kernel=delayed_update_kernel,
+        grid=tile_count(tensors, columns),
+        inputs=dict.fromkeys(("history_ptr", "amax_ptr", "scale_ptr", "fmax_ptr"), "float32"),
+        outputs={
+            "new_history_ptr": Out((length, tensors), "float32"),
+            "new_scale_ptr": vector,
+            "scale_inv_ptr": vector,
+        },
+        scalars={"T": tensors, "L": length},
+        # Any format: the rule is the same for all.
+        constants={"ALGO": policy.algo, "RULE": scale_rule(E4M3, policy)[1], "BL": rows, "BT": columns},
+        num_warps=4,
+    )

@@ -1,0 +1,189 @@
+"""Kernels with one scale per block: 1x128 or 128x128 values, and OCP MX, one E8M0 code for 32 consecutive values.
+
+Blocks at the edges may be partial. Dims: x_MN is [M, N]; scales are [M, ceil(N / 128)] or
+[ceil(M / 128), ceil(N / 128)], row-major.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
+from fp8_common._kernels.device import (
+    e8m0_of_key,
+    multiple_of_16,
+    narrow_key,
+    scale_of_e8m0,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    widen_key,
+)
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    matrix_sizes,
+    plan,
+    rounding_constants,
+    scale_constants,
+    tile_count,
+)
+from fp8_common._kernels.tensor import max_narrow_key
+from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def block_1x128_kernel(
+    x_ptr,
+    y_ptr,
+    scale_ptr,
+    scale_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """A scale for every 128 consecutive elements of a row; a program handles one such column of BM rows."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    # Program order runs along the rows of scales, which lie next to each other in memory.
+    columns = tl.cdiv(N, 128)
+    block = tl.program_id(0) % columns
+    r = (tl.program_id(0) // columns) * BM + tl.arange(0, BM)
+    c = block * 128 + tl.arange(0, 128)[None, :]
+    at, mask = r[:, None].to(tl.int64) * N + c, (r[:, None] < M) & (c < N)
+    # Zeros beyond the edge do not change an amax.
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
+    scale = scale_of_key(key, 1.0, FMAX, RULE)
+    tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
+    place = r.to(tl.int64) * columns + block
+    tl.store(scale_ptr + place, scale, mask=r < M)
+    store_reciprocal(scale_inv_ptr, place, scale, r < M)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def block_128x128_kernel(
+    x_ptr,
+    y_ptr,
+    scale_ptr,
+    scale_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """A scale for every 128x128 block."""
+    if ALIGNED:
+        M, N = multiple_of_16(M), multiple_of_16(N)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    columns = tl.cdiv(N, 128)
+    m0, n0 = (tl.program_id(0) // columns) * 128, (tl.program_id(0) % columns) * 128
+    r, c = m0 + tl.arange(0, 128)[:, None], n0 + tl.arange(0, 128)[None, :]
+    at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    scale = scale_of_key(widen_key(max_narrow_key(x), DTYPE), 1.0, FMAX, RULE)
+    tl.store(y_ptr + at, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask)
+    # Programs are numbered like the blocks.
+    tl.store(scale_ptr + tl.program_id(0), scale)
+    store_reciprocal(scale_inv_ptr, tl.program_id(0), scale, None)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def mx_kernel(
+    x_ptr,
+    y_ptr,
+    code_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    MODE: tl.constexpr,
+    MAX_KEY: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Make code[m, b] from max |x[m, 32b : 32b + 32]| and y = fp8(x * 2^(127 - code)); codes are uint8, row-major."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    BLOCKS: tl.constexpr = BN // 32
+    tiles_n = tl.cdiv(N, BN)
+    r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)[:, None]
+    tile = tl.program_id(0) % tiles_n
+    c = tile * BN + tl.arange(0, BN)[None, :]
+    at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    # The tile is seen as rows of 32 values, one MX block each: the reduction stays inside a row, and scales broadcast.
+    # Elements beyond the edge are zeros, which do not change an amax.
+    x = tl.reshape(tl.load(x_ptr + at, mask=mask, other=0.0), (BM * BLOCKS, 32))
+    key = widen_key(tl.max(narrow_key(x), axis=1), x_ptr.dtype.element_ty)
+    code = e8m0_of_key(key, MODE, MAX_KEY, MANTISSA_BITS)
+    q = to_fp8(scaled(x, scale_of_e8m0(code)[:, None]), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, tl.reshape(q, (BM, BN)), mask=mask)
+    columns = tl.cdiv(N, 32)
+    b = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    codes = tl.reshape(code, (BM, BLOCKS)).to(tl.uint8)
+    tl.store(code_ptr + r.to(tl.int64) * columns + b, codes, mask=(r < M) & (b < columns))
+
+
+@plan
+def blockwise(
+    m: int,
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    rows: int,
+    policy: ScalePolicy = CANONICAL,
+    *,
+    inverse: bool = True,
+) -> Launch:
+    """Plan one scale per `rows` x 128 block of x [m, n]; `inverse` also returns the scales back from FP8.
+
+    Raises:
+        Fp8Error: No kernel has this block.
+    """
+    if rows not in (1, 128):
+        raise Fp8Error(f"There are kernels for 1x128 and 128x128 blocks, got {rows}x128. Use the reference.")
+    if rows == 1:
+        # 64 elements a thread: with fewer, computing the row's scale in every thread is too large a share of the work.
+        kernel, aligned, bm, warps = block_1x128_kernel, n % 16 == 0, 64, 4
+    else:
+        kernel, aligned, bm, warps = block_128x128_kernel, m % 16 == n % 16 == 0, 128, 8
+    scales = ("scale_ptr", "scale_inv_ptr") if inverse else ("scale_ptr",)
+    grid = tile_count(m, rows), tile_count(n, 128)
+    return Launch(
+        kernel=kernel,
+        grid=tile_count(m, bm) * tile_count(n, 128),
+        inputs={"x_ptr": input_dtype(dtype)},
+        outputs={"y_ptr": codes((m, n), fmt)} | dict.fromkeys(scales, Out(grid, "float32")),
+        scalars=matrix_sizes(m, n),
+        constants=scale_constants(fmt, policy) | {"ALIGNED": aligned} | ({"BM": bm} if rows == 1 else {}),
+        num_warps=warps,
+    )
+
+
+@plan
+def mx(m: int, n: int, dtype: str, fmt: str | Format, mode: MxMode = "rceil") -> Launch:
+    """Plan OCP MX data and uint8 E8M0 codes [m, ceil(n / 32)] for x [m, n]."""
+    max_key, _, mantissa_bits = rounding_constants(fmt)
+    return Launch(
+        kernel=mx_kernel,
+        grid=tile_count(m, 32) * tile_count(n, 128),
+        inputs={"x_ptr": input_dtype(dtype)},
+        outputs={"y_ptr": codes((m, n), fmt), "code_ptr": Out((m, tile_count(n, 32)), "uint8")},
+        scalars=matrix_sizes(m, n),
+        constants={
+            "MODE": mode,
+            "MAX_KEY": max_key,
+            "MANTISSA_BITS": mantissa_bits,
+            "ALIGNED": n % 16 == 0,
+            "BM": 32,
+            "BN": 128,
+        },
+        num_warps=4,
+    )

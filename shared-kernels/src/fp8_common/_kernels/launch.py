@@ -1,0 +1,306 @@
+"""What one launch of a kernel needs, and how it is compiled ahead of time or run at once.
+
+A `Launch` follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX run the same code, and
+results do not depend on what ran before. It declares its outputs, so that a framework can make them without knowing the
+kernel. Either framework gives Triton the same types, constants and alignment, hence gets the same PTX.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format, get_data_format
+from fp8_common._hardware import KERNEL_FORMATS
+from fp8_common._policy import CANONICAL, ScalePolicy
+
+INPUTS = ("float16", "bfloat16", "float32")
+"""The dtypes that kernels read values from and write them to."""
+
+TYPES = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "uint8": "u8",
+    "int32": "i32",
+    "int64": "i64",
+}
+"""Triton's name of each dtype."""
+
+ALIGNMENT = 16
+"""Bytes; with it Triton makes accesses of up to 16 bytes, without it one per element."""
+OPTIONS = {"enable_fp_fusion": True}
+"""What every compilation is told: Triton's own default of it warns in 3.9 and is another one from 3.10 on."""
+
+ScaleRule = tuple[str, int, int, int, bool, str, str, float]
+"""(formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division): a `ScalePolicy`
+as plain values, which Triton can hash and compile into a kernel."""
+
+_Plan = TypeVar("_Plan", bound=Callable[..., "Launch"])
+
+
+class Out(NamedTuple):
+    """An output of a kernel.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype, e.g. "float8_e4m3fn".
+        zeroed: Whether it must hold zeros before the launch.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    zeroed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Launch:
+    """One kernel launch, without its data. Two are the same if they are one object, which caches ask for.
+
+    Pointer arguments of the kernel that are neither inputs nor outputs are left out: None, compiled in.
+
+    Attributes:
+        kernel: The `@triton.jit` function.
+        grid: Number of programs; 0 means that there is nothing to do.
+        inputs: Dtype of every pointer that is only read; None for those left out.
+        outputs: Every pointer that is written, with what it holds.
+        scalars: Value of every scalar argument; its type is the kernel's annotation.
+        constants: Values compiled into the kernel.
+        num_warps: Warps per program.
+        updated: Outputs that are read before they are written.
+    """
+
+    kernel: Any
+    grid: int
+    inputs: Mapping[str, str | None]
+    outputs: Mapping[str, Out]
+    scalars: Mapping[str, int]
+    constants: Mapping[str, object]
+    num_warps: int
+    updated: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, e.g. "rowwise"."""
+        return self.kernel.__name__.removesuffix("_kernel")
+
+    @cached_property
+    def pointers(self) -> dict[str, str]:
+        """Triton's element type of every pointer that is there, in the order of the kernel's arguments."""
+        dtypes = dict(self.inputs) | {name: out.dtype for name, out in self.outputs.items()}
+        return {name: TYPES[dtype] for name in self.kernel.arg_names if (dtype := dtypes.get(name))}
+
+    @cached_property
+    def fixed(self) -> dict[str, Any]:
+        """Every argument that is no pointer, and None for the pointers that are left out."""
+        given = {**self.scalars, **self.constants}
+        return {name: given.get(name) for name in self.kernel.arg_names if name not in self.pointers}
+
+    @cached_property
+    def scalar_types(self) -> dict[str, str]:
+        """Triton's type of every scalar, in the order of the kernel's arguments."""
+        return {p.name: p.annotation_type for p in self.kernel.params if p.name in self.scalars}
+
+
+class Compiled(NamedTuple):
+    """A kernel compiled for one compute capability.
+
+    Attributes:
+        name: Name of the entry point.
+        ptx: PTX text.
+        cubin: Machine code.
+        shared: Bytes of shared memory per program.
+        num_warps: Warps per program.
+    """
+
+    name: str
+    ptx: str
+    cubin: bytes
+    shared: int
+    num_warps: int
+
+
+def compile_launch(launch: Launch, capability: int, kernel: Any = None, **options: Any) -> Compiled:
+    """Compile a launch for a compute capability such as 90, on any machine.
+
+    Args:
+        launch: What to compile: every pointer is 16-byte aligned, no scalar is specialized.
+        capability: Ten times the major plus the minor compute capability.
+        kernel: Another `@triton.jit` function with the same arguments, for comparisons.
+        options: Further compiler options, e.g. maxnreg.
+    """
+    types = {name: f"*{kind}" for name, kind in launch.pointers.items()} | launch.scalar_types
+    fixed = {name: value for name, value in launch.fixed.items() if name not in launch.scalars}
+    return compile_function(kernel or launch.kernel, types, fixed, capability, launch.num_warps, **options)
+
+
+def compile_function(
+    function: Any, types: Mapping[str, str], fixed: Mapping[str, Any], capability: int, num_warps: int, **options: Any
+) -> Compiled:
+    """Compile a Triton function.
+
+    Args:
+        function: The `@triton.jit` function.
+        types: Triton types of its run-time arguments; pointers are taken to be multiples of 16.
+        fixed: Its compile-time arguments.
+        capability: Ten times the major plus the minor compute capability.
+        num_warps: Warps per program.
+        options: Further compiler options.
+    """
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", ALIGNMENT]]
+        for i, name in enumerate(function.arg_names)
+        if signature[name].startswith("*")
+    }
+    built = triton.compile(
+        ASTSource(function, signature=signature, constexprs=dict(fixed), attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options=OPTIONS | {"num_warps": num_warps} | options,
+    )
+    asm, data = built.asm, built.metadata
+    return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=num_warps)
+
+
+def run(launch: Launch, tensors: Mapping[str, Any], *, refusal: Exception | None = None) -> None:
+    """Run a launch on tensors named like its pointers (on the GPU, or on CPU tensors under the interpreter).
+
+    Args:
+        launch: What to run.
+        tensors: Its data; None for a pointer that is left out.
+        refusal: Raised in place of compiling and loading a kernel that was not launched before: a CUDA graph that is
+            being captured would become invalid.
+    """
+    if launch.grid == 0:  # CUDA refuses an empty grid
+        return
+    with nullcontext() if refusal is None else _loading_refused(refusal):
+        launch.kernel[(launch.grid,)](**{**launch.fixed, **tensors}, num_warps=launch.num_warps, **OPTIONS)
+
+
+@contextmanager
+def _loading_refused(refusal: Exception) -> Iterator[None]:
+    """Raise where Triton would compile a kernel, and with that load it, while the `with` block runs."""
+
+    def refuse(**_: Any) -> None:
+        raise refusal
+
+    # Before anything is compiled or remembered, so that the kernel can be launched later.
+    knobs = triton.knobs.runtime
+    hook, knobs.jit_cache_hook = knobs.jit_cache_hook, refuse
+    try:
+        yield
+    finally:
+        knobs.jit_cache_hook = hook
+
+
+def interpreting() -> bool:
+    """Return whether this process interprets kernels on the CPU (TRITON_INTERPRET=1 at the import of triton)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+# ---------------------------------------------------------------- what plans are made of
+
+
+def plan(make: _Plan) -> _Plan:
+    """Return `make`, which gives the same `Launch` for the same arguments, the latest 1024 of them.
+
+    Every step asks for the same few; numbers of tokens may change from step to step.
+    """
+    kept: Any = lru_cache(maxsize=1024)(make)
+    return kept
+
+
+def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
+    """Return (numerator, RULE): what kernels need to know about a policy. RULE is the same for all formats.
+
+    Raises:
+        Fp8Error: The policy makes E8M0 scales, which only `mx` does.
+    """
+    if policy.formula == "e8m0":
+        raise Fp8Error(f"Policy {policy.name!r} makes E8M0 scales: use the kernel mx, or the reference.")
+    fmax = get_data_format(fmt).max
+    zero, nonfinite = policy.zero, policy.nonfinite
+    factor = 1.0
+    if policy.formula == "divide":
+        # Multiplying the largest value by a power of two is exact, so the margin costs no second rounding.
+        fmax = float(np.float32(fmax * 2.0**-policy.margin))
+    elif policy.formula == "divide_then_margin":
+        factor = 2.0**-policy.margin
+    else:
+        # DeepGEMM's formula covers zero, infinity and NaN by itself, whatever the policy's fields say.
+        zero, nonfinite = "eps", "propagate"
+    # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
+    keys = (key_of(policy.eps), key_of(policy.lower), key_of(policy.upper))
+    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
+
+
+def scale_constants(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:
+    """Return what is compiled into a kernel that makes scales, or casts with a given one."""
+    form = kernel_format(fmt)
+    fmax, rule = (form.max, None) if policy is None else scale_rule(form, policy)
+    return {"FMAX": fmax, "RULE": rule}
+
+
+def rounding_constants(fmt: str | Format) -> tuple[int, int, int]:
+    """Return key of the largest value, smallest exponent and mantissa bits of a format: what random rounding needs."""
+    form = kernel_format(fmt)
+    return key_of(form.max), form.min_exponent, form.mantissa_bits
+
+
+def matrix_sizes(m: int, n: int) -> dict[str, int]:
+    """Return the scalar arguments of a kernel on a matrix [m, n].
+
+    Raises:
+        Fp8Error: Rows or columns do not fit in int32; offsets, which are products of both, are int64 in the kernels.
+    """
+    if max(m, n) >= 1 << 31:
+        raise Fp8Error(f"Kernels take matrices of fewer than 2^31 rows and columns, got {m} x {n}.")
+    return {"M": m, "N": n}
+
+
+def input_dtype(dtype: str) -> str:
+    """Return `dtype` if kernels read and write it.
+
+    Raises:
+        Fp8Error: They do not.
+    """
+    if dtype not in INPUTS:
+        raise Fp8Error(f"Kernels read and write {', '.join(INPUTS)}, got {dtype}. Convert it to float32 first.")
+    return dtype
+
+
+def codes(shape: tuple[int, ...], fmt: str | Format) -> Out:
+    """Return an output of FP8 codes."""
+    return Out(shape, kernel_format(fmt).dtype_name)
+
+
+def kernel_format(fmt: str | Format) -> Format:
+    """Return a format that kernels write, or refuse it."""
+    form = get_data_format(fmt)
+    if form not in KERNEL_FORMATS:
+        raise Fp8Error(f"Kernels write e4m3 and e5m2, got {form.name}. Use the reference.")
+    return form
+
+
+def key_of(value: float) -> int:
+    """Return the bits of a non-negative float32, ordered as its values are."""
+    return int(np.float32(value).view(np.int32))
+
+
+def tile_count(n: int, side: int) -> int:
+    """Return the number of tiles of `side` that cover `n`."""
+    return -(-n // side)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is not below `n`, which the sides of Triton's tiles are."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,285 @@
+"""Kernels with one scale per row: short rows in one pass, long ones in two; and rows and columns from two reads.
+
+With FOLD, column n of x is multiplied by `fold[n]` first, in float32. That is what the backward of a row-wise scaled
+weight needs: the weight's row scales move into the gradient, so one FP8 copy of the weight serves both passes. Rows in
+groups, whose int32 indices are in `group_ptr`, are multiplied by `fold[group[m], n]`.
+
+Row-wise matmuls contract activation and gradient over columns once and over rows once. `amax_both` finds the amax of
+rows and columns, `cast_both` casts with both; `fold` applies to what goes to the rows.
+Dims: x_MN and y_MN are [M, N], yt_NM is [N, M], scale_M and group_M are [M], fold is [N] or [groups, N].
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._formats import Format
+from fp8_common._kernels.device import (
+    multiple_of_16,
+    narrow_key,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    to_fp8_rows,
+    widen_key,
+)
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    matrix_sizes,
+    next_power_of_2,
+    plan,
+    scale_constants,
+    tile_count,
+)
+from fp8_common._kernels.tensor import load_rows, store_columns
+from fp8_common._policy import CANONICAL, ScalePolicy
+
+LONGEST_ROW = 16384
+"""Rows up to this length stay in the registers of one program."""
+
+
+@triton.jit
+def load_values(x_ptr, fold_ptr, at, fold_at, mask, fold_mask):
+    """Load x at these offsets, folded if there is anything to fold: float32 then, else the dtype of x."""
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if fold_ptr is not None:
+        return x.to(tl.float32) * tl.load(fold_ptr + fold_at, mask=fold_mask, other=0.0)
+    else:
+        return x
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def rowwise_kernel(
+    x_ptr,
+    fold_ptr,
+    group_ptr,
+    y_ptr,
+    scale_ptr,
+    scale_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Make scale[m] from max |x[m, :]|, y[m, :] = fp8(x[m, :] * scale[m]); BN >= N."""
+    # The row stays in registers between its amax and its cast, so x is read once.
+    if ALIGNED:
+        N = multiple_of_16(N)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BN)[None, :]
+    at, mask = r[:, None].to(tl.int64) * N + c, (r[:, None] < M) & (c < N)
+    if group_ptr is None:
+        x = load_values(x_ptr, fold_ptr, at, c, mask, c < N)
+    else:
+        # The folds of a group are read by all of its rows, out of the cache.
+        fold_row = tl.load(group_ptr + r, mask=r < M, other=0).to(tl.int64) * N
+        x = load_values(x_ptr, fold_ptr, at, fold_row[:, None] + c, mask, mask)
+    key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)
+    scale = scale_of_key(key, 1.0, FMAX, RULE)
+    tl.store(y_ptr + at, to_fp8(scaled(x, scale[:, None]), y_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + r, scale, mask=r < M)
+    store_reciprocal(scale_inv_ptr, r, scale, r < M)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def rowwise_long_kernel(
+    x_ptr,
+    fold_ptr,
+    group_ptr,
+    y_ptr,
+    scale_ptr,
+    scale_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The same for rows of any length, one program per row; the second read of a row comes from the L2 cache."""
+    if ALIGNED:
+        N = multiple_of_16(N)
+    r = tl.program_id(0)
+    row = r.to(tl.int64) * N
+    c = tl.arange(0, BN)
+    fold_row = 0 if group_ptr is None else tl.load(group_ptr + r).to(tl.int64) * N
+    # A key per column of the tile, reduced once after the loop. int32 for both widths: keys are never negative, so
+    # widening one keeps its value.
+    key = tl.zeros((BN,), tl.int32)
+    for start in range(0, N, BN):
+        mask = start + c < N
+        x = load_values(x_ptr, fold_ptr, row + start + c, fold_row + start + c, mask, mask)
+        key = tl.maximum(key, narrow_key(x).to(tl.int32))
+    top = tl.max(key, axis=0)
+    # Folded values are float32, whose keys are already wide.
+    if fold_ptr is None:
+        top = widen_key(top, x_ptr.dtype.element_ty)
+    scale = scale_of_key(top, 1.0, FMAX, RULE)
+    for start in range(0, N, BN):
+        mask = start + c < N
+        x = load_values(x_ptr, fold_ptr, row + start + c, fold_row + start + c, mask, mask)
+        tl.store(y_ptr + row + start + c, to_fp8(scaled(x, scale), y_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + r, scale)
+    store_reciprocal(scale_inv_ptr, r, scale, None)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def amax_both_kernel(
+    x_ptr,
+    fold_ptr,
+    row_ptr,
+    column_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Raise row[m] to the key of max |x[m, :] * fold| and column[n] to that of max |x[:, n]|; both start at zero."""
+    if ALIGNED:
+        M, N = multiple_of_16(M), multiple_of_16(N)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    tiles_n = tl.cdiv(N, BN)
+    r = (tl.program_id(0) // tiles_n) * BM + tl.arange(0, BM)
+    c = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    mask = (r < M)[:, None] & (c < N)[None, :]
+    x = tl.load(x_ptr + r[:, None].to(tl.int64) * N + c[None, :], mask=mask, other=0.0)
+    # no more atomics than rows and columns of tiles; a maximum does not depend on their order
+    tl.atomic_max(column_ptr + c, widen_key(tl.max(narrow_key(x), axis=0), DTYPE), mask=c < N, sem="relaxed")
+    if fold_ptr is not None:
+        folded = x.to(tl.float32) * tl.load(fold_ptr + c, mask=c < N, other=0.0)[None, :]
+        key = tl.max(narrow_key(folded), axis=1)
+    else:
+        key = widen_key(tl.max(narrow_key(x), axis=1), DTYPE)
+    tl.atomic_max(row_ptr + r, key, mask=r < M, sem="relaxed")
+
+
+@triton.jit
+def store_row(y_ptr, x, row_ptr, fold, r, at, mask, M):
+    """Cast a tile of rows r with their scales and store it."""
+    scale = tl.load(row_ptr + r, mask=r < M, other=0.0)[:, None]
+    v = x if fold is None else x.to(tl.float32) * fold
+    tl.store(y_ptr + at, to_fp8(scaled(v, scale), y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def cast_both_kernel(
+    x_ptr,
+    fold_ptr,
+    row_ptr,
+    column_ptr,
+    y_ptr,
+    yt_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    ALIGNED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Make y = fp8(x * fold * row[m]) and yt = fp8(x * column[n])^T; needs M % 4 == 0."""
+    if ALIGNED:
+        M, N = multiple_of_16(M), multiple_of_16(N)
+    # Backwards after the pass for the amax, as in `cast_kernel`.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles_n = tl.cdiv(N, BN)
+    m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
+    c = n0 + tl.arange(0, BN)
+    fold = None if fold_ptr is None else tl.load(fold_ptr + c, mask=c < N, other=0.0)[None, :]
+    x0, at, mask = load_rows(x_ptr, m0, n0, M, N, BM, BN, 0)
+    x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
+    x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
+    x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
+    r = m0 + 4 * tl.arange(0, BM // 4)
+    store_row(y_ptr, x0, row_ptr, fold, r, at, mask, M)
+    store_row(y_ptr, x1, row_ptr, fold, r + 1, at + N, mask, M)
+    store_row(y_ptr, x2, row_ptr, fold, r + 2, at + 2 * N, mask, M)
+    store_row(y_ptr, x3, row_ptr, fold, r + 3, at + 3 * N, mask, M)
+    scale = tl.load(column_ptr + c, mask=c < N, other=0.0)[None, :]
+    F8: tl.constexpr = y_ptr.dtype.element_ty
+    _, _, _, _, words = to_fp8_rows(scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale), F8)
+    store_columns(yt_ptr, words, m0, n0, M, N, BM, BN)
+
+
+@plan
+def rowwise(
+    m: int,
+    n: int,
+    dtype: str,
+    fmt: str | Format,
+    policy: ScalePolicy = CANONICAL,
+    *,
+    fold: bool = False,
+    groups: bool = False,
+    inverse: bool = True,
+) -> Launch:
+    """Plan one scale per row of x [m, n]; with `fold`, columns are multiplied by float32 `fold_ptr` [n] first.
+
+    With `groups`, `fold_ptr` has a row for each group, and int32 `group_ptr` [m] names the group of each row of x.
+    `inverse` also returns the scales back from FP8.
+    """
+    # Triton tiles have sides that are powers of two; what is beyond the row is masked.
+    bn = max(16, next_power_of_2(n))
+    if n > LONGEST_ROW:
+        # Longer rows do not fit into the registers of one program: they are read twice, in tiles.
+        kernel, grid, tile, warps = rowwise_long_kernel, m, {"BN": 4096}, 8
+    else:
+        # Short rows share a program. A warp holds 1024 elements, 32 a thread, so that the longest row needs 16 warps.
+        bm = max(1, 4096 // bn)
+        kernel, grid, tile, warps = rowwise_kernel, tile_count(m, bm), {"BM": bm, "BN": bn}, max(4, bm * bn // 1024)
+    scales = ("scale_ptr", "scale_inv_ptr") if inverse else ("scale_ptr",)
+    return Launch(
+        kernel=kernel,
+        grid=grid if n else 0,
+        inputs={
+            "x_ptr": input_dtype(dtype),
+            "fold_ptr": "float32" if fold else None,
+            "group_ptr": "int32" if groups else None,
+        },
+        outputs={"y_ptr": codes((m, n), fmt)} | dict.fromkeys(scales, Out((m,), "float32")),
+        scalars=matrix_sizes(m, n),
+        constants=scale_constants(fmt, policy) | {"ALIGNED": n % 16 == 0} | tile,
+        num_warps=warps,
+    )
+
+
+@plan
+def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
+    """Plan the int32 keys of the amax of all rows [m] and of all columns [n] of x [m, n]; `fold` as in `rowwise`.
+
+    Rows are multiplied by `fold_ptr`, columns are not.
+    """
+    return Launch(
+        kernel=amax_both_kernel,
+        grid=tile_count(m, 128) * tile_count(n, 128),
+        inputs={"x_ptr": input_dtype(dtype), "fold_ptr": "float32" if fold else None},
+        outputs={"row_ptr": Out((m,), "int32", zeroed=True), "column_ptr": Out((n,), "int32", zeroed=True)},
+        scalars=matrix_sizes(m, n),
+        constants={"ALIGNED": m % 16 == n % 16 == 0, "BM": 128, "BN": 128},
+        num_warps=8,
+    )
+
+
+@plan
+def cast_both(m: int, n: int, dtype: str, fmt: str | Format, *, fold: bool = False) -> Launch:
+    """Plan casts of x [m, n], m % 4 == 0, with float32 scales of its rows, and of its columns, transposed."""
+    return Launch(
+        kernel=cast_both_kernel,
+        grid=tile_count(m, 128) * tile_count(n, 64),
+        inputs={
+            "x_ptr": input_dtype(dtype),
+            "fold_ptr": "float32" if fold else None,
+            "row_ptr": "float32",
+            "column_ptr": "float32",
+        },
+        outputs={"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)},
+        scalars=matrix_sizes(m, n),
+        # the tile of `cast_transpose`, for the same reason
+        constants={"ALIGNED": m % 16 == n % 16 == 0, "BM": 128, "BN": 64},
+        num_warps=4,
+    )

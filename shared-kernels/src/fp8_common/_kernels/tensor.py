@@ -1,0 +1,266 @@
+"""Kernels with one scale for a tensor: its amax, the cast, and the cast that also writes the transpose.
+
+Hopper multiplies FP8 matrices in one layout only (both operands contiguous along the contracted dimension), so weights
+and gradients are needed in both orders. Four adjacent rows are converted together and packed into words down the
+columns: the transpose moves words, not bytes, through shared memory. Dims: x_MN is [M, N]; yt_NM is [N, M].
+"""
+
+import triton
+import triton.language as tl
+
+from fp8_common._formats import Format
+from fp8_common._kernels.device import (
+    multiple_of_16,
+    narrow_key,
+    scale_of_key,
+    scaled,
+    store_reciprocal,
+    to_fp8,
+    to_fp8_rows,
+    widen_key,
+)
+from fp8_common._kernels.launch import (
+    Launch,
+    Out,
+    codes,
+    input_dtype,
+    matrix_sizes,
+    plan,
+    scale_constants,
+    tile_count,
+)
+from fp8_common._policy import ScalePolicy
+
+
+@triton.jit
+def chunk_key(p, base, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ITERS: tl.constexpr):
+    """Float32 key of max |p[i]| for i in [base, base + BLOCK * ITERS), cut at n; whole chunks load without masks."""
+    o = tl.arange(0, BLOCK)
+    # Element by element over the chunk, in the width of the input; reduced and widened once, at the end.
+    key = narrow_key(tl.zeros((BLOCK,), DTYPE))
+    if base + BLOCK * ITERS <= n:
+        # Unrolled, so that the loads of all iterations are in flight together.
+        for i in tl.static_range(ITERS):
+            key = tl.maximum(key, narrow_key(tl.load(p + base + i * BLOCK + o)))
+    else:
+        for i in range(ITERS):
+            at = base + i * BLOCK + o
+            key = tl.maximum(key, narrow_key(tl.load(p + at, mask=at < n, other=0.0)))
+    return widen_key(tl.max(key, axis=0), DTYPE)
+
+
+@triton.jit(do_not_specialize=["n"])
+def amax_kernel(x_ptr, amax_ptr, n: tl.int64, BLOCK: tl.constexpr, ITERS: tl.constexpr):
+    """Set amax[0] = max(amax[0], key of max |x|); `amax` is int32 and starts at zero."""
+    base = tl.program_id(0).to(tl.int64) * (BLOCK * ITERS)
+    key = chunk_key(x_ptr, base, n, x_ptr.dtype.element_ty, BLOCK, ITERS)
+    # Integer maximum: exact and independent of the order of programs, so the result is deterministic. "relaxed" is
+    # enough, as nothing else is published through this address; the next launch sees it.
+    tl.atomic_max(amax_ptr, key, sem="relaxed")
+
+
+@triton.jit
+def tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX: tl.constexpr, RULE: tl.constexpr):
+    """The given scale, or (with a RULE) the one made from an int32 amax key, which the first program also stores."""
+    if RULE is None:
+        return tl.load(scale_ptr)
+    else:
+        # Every program computes the scale again: a few instructions, where a kernel of its own would be another launch.
+        scale = scale_of_key(tl.load(scale_ptr), 1.0, FMAX, RULE)
+        if tl.program_id(0) == 0:
+            tl.store(scale_out_ptr, scale)
+            store_reciprocal(scale_inv_ptr, 0, scale, None)
+        return scale
+
+
+@triton.jit(do_not_specialize=["n"])
+def cast_kernel(
+    x_ptr,
+    scale_ptr,
+    y_ptr,
+    amax_ptr,
+    scale_out_ptr,
+    scale_inv_ptr,
+    n: tl.int64,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute y = fp8(x * scale); amax key of x into `amax` unless that is None.
+
+    With a RULE, `scale` holds the int32 key of the amax of x, and tiles are walked backwards.
+    """
+    scale = tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX, RULE)
+    # With a RULE the amax kernel has just read x, and its end is what the L2 cache still holds: begin there.
+    tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
+    base = tile.to(tl.int64) * BLOCK
+    at = base + tl.arange(0, BLOCK)
+    F8: tl.constexpr = y_ptr.dtype.element_ty
+    if base + BLOCK <= n:
+        x = tl.load(x_ptr + at)
+        tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8))
+    else:
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+        tl.store(y_ptr + at, to_fp8(scaled(x, scale), F8), mask=at < n)
+    if amax_ptr is not None:
+        key = widen_key(tl.max(narrow_key(x), axis=0), x_ptr.dtype.element_ty)
+        tl.atomic_max(amax_ptr, key, sem="relaxed")
+
+
+@triton.jit
+def max_narrow_key(x):
+    """Narrow key of max |x| over a 2-D tile."""
+    # tl.max promotes int16 to int32; narrowed in between, so that the second reduction is 16 bits wide too.
+    return tl.max(tl.max(narrow_key(x), axis=1).to(narrow_key(x).dtype), axis=0)
+
+
+@triton.jit
+def load_rows(x_ptr, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr, ROW: tl.constexpr):
+    """Rows m0 + 4j + ROW, columns n0.. of x as [BM / 4, BN], with offsets and mask."""
+    r = m0 + ROW + 4 * tl.arange(0, BM // 4)[:, None]
+    c = n0 + tl.arange(0, BN)[None, :]
+    at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+    return tl.load(x_ptr + at, mask=mask, other=0.0), at, mask
+
+
+@triton.jit
+def store_columns(yt_ptr, column, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Store int32 words [BM / 4, BN] of four vertical neighbours each to the transpose; needs M % 4 == 0."""
+    # Four horizontal neighbours of the transpose are one int32 store. The address is a multiple of 4 because M is.
+    words = yt_ptr.to(tl.pointer_type(tl.int32))
+    c = n0 + tl.arange(0, BN)[:, None]
+    r = m0 // 4 + tl.arange(0, BM // 4)[None, :]
+    tl.store(words + c.to(tl.int64) * (M // 4) + r, tl.trans(column), mask=(c < N) & (r < M // 4))
+
+
+@triton.jit
+def store_with_transpose(
+    y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Cast four tiles of interleaved rows and store them both ways; needs M % 4 == 0."""
+    F8: tl.constexpr = y_ptr.dtype.element_ty
+    q0, q1, q2, q3, column = to_fp8_rows(scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale), F8)
+    tl.store(y_ptr + at, q0, mask=mask)
+    tl.store(y_ptr + at + N, q1, mask=mask)
+    tl.store(y_ptr + at + 2 * N, q2, mask=mask)
+    tl.store(y_ptr + at + 3 * N, q3, mask=mask)
+    store_columns(yt_ptr, column, m0, n0, M, N, BM, BN)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def cast_transpose_kernel(
+    x_ptr,
+    scale_ptr,
+    y_ptr,
+    yt_ptr,
+    amax_ptr,
+    scale_out_ptr,
+    scale_inv_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    FMAX: tl.constexpr,
+    RULE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PACKED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Compute y = fp8(x * scale) and yt = y^T; scale and amax as in `cast_kernel`. PACKED needs M % 4 == 0."""
+    if ALIGNED:
+        M, N = multiple_of_16(M), multiple_of_16(N)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    scale = tensor_scale(scale_ptr, scale_out_ptr, scale_inv_ptr, FMAX, RULE)
+    # Backwards after a pass for the amax, as in `cast_kernel`.
+    tile = tl.program_id(0) if RULE is None else tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles_n = tl.cdiv(N, BN)
+    m0, n0 = (tile // tiles_n) * BM, (tile % tiles_n) * BN
+    if PACKED:
+        x0, at, mask = load_rows(x_ptr, m0, n0, M, N, BM, BN, 0)
+        x1 = tl.load(x_ptr + at + N, mask=mask, other=0.0)
+        x2 = tl.load(x_ptr + at + 2 * N, mask=mask, other=0.0)
+        x3 = tl.load(x_ptr + at + 3 * N, mask=mask, other=0.0)
+        store_with_transpose(y_ptr, yt_ptr, x0, x1, x2, x3, at, mask, scale, m0, n0, M, N, BM, BN)
+        if amax_ptr is not None:
+            key = tl.maximum(tl.maximum(narrow_key(x0), narrow_key(x1)), tl.maximum(narrow_key(x2), narrow_key(x3)))
+            top = tl.max(tl.max(key, axis=1).to(key.dtype), axis=0)
+            tl.atomic_max(amax_ptr, widen_key(top, DTYPE), sem="relaxed")
+    else:
+        r, c = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
+        at, mask = r.to(tl.int64) * N + c, (r < M) & (c < N)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0)
+        q = to_fp8(scaled(x, scale), y_ptr.dtype.element_ty)
+        tl.store(y_ptr + at, q, mask=mask)
+        # Stored byte by byte: where 4 does not divide M, rows of the transpose do not start at words.
+        tl.store(yt_ptr + c.to(tl.int64) * M + r, q, mask=mask)
+        if amax_ptr is not None:
+            tl.atomic_max(amax_ptr, widen_key(max_narrow_key(x), DTYPE), sem="relaxed")
+
+
+@plan
+def amax(n: int, dtype: str) -> Launch:
+    """Plan the int32 key [1] of max |x| of `n` elements."""
+    # Several tiles a program mean fewer atomics on the one key; a small tensor needs the programs more.
+    block, iters = 4096, 4 if n >= 1 << 22 else 1
+    return Launch(
+        kernel=amax_kernel,
+        grid=tile_count(n, block * iters),
+        inputs={"x_ptr": input_dtype(dtype)},
+        outputs={"amax_ptr": Out((1,), "int32", zeroed=True)},
+        scalars={"n": n},
+        constants={"BLOCK": block, "ITERS": iters},
+        num_warps=8,
+    )
+
+
+@plan
+def cast(
+    n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+) -> Launch:
+    """Plan y = fp8(x * scale) for `n` elements.
+
+    With a policy, `scale_ptr` is the int32 key from `amax` and the scale is an output: dynamic scaling in two launches.
+    Without, `scale_ptr` is the float32 scale. `with_amax` also returns the key of max |x|.
+    """
+    # 4096 elements in 8 warps: 16 a thread, two loads of 16 bytes each in bfloat16 and one such store.
+    return Launch(
+        kernel=cast_kernel,
+        grid=tile_count(n, 4096),
+        inputs={"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"},
+        # A division more, for the scale back, would make this kernel, the leanest, one that arithmetic bounds.
+        outputs={"y_ptr": codes((n,), fmt)} | _key_and_scales(policy, with_amax, inverse=False),
+        scalars={"n": n},
+        constants=scale_constants(fmt, policy) | {"BLOCK": 4096},
+        num_warps=8,
+    )
+
+
+@plan
+def cast_transpose(
+    m: int, n: int, dtype: str, fmt: str | Format, *, policy: ScalePolicy | None = None, with_amax: bool = False
+) -> Launch:
+    """Plan y = fp8(x * scale) [m, n] and its transpose [n, m]; policy and `with_amax` as in `cast`.
+
+    The scale back from FP8 is an output beside the one that a policy makes.
+    """
+    packed = m % 4 == 0
+    # Four adjacent rows are packed into words; 128 rows are 32 words, so that the transpose is written in lines of 128
+    # bytes. Without packing a square tile keeps both directions equal.
+    bm, bn = (128, 64) if packed else (64, 64)
+    return Launch(
+        kernel=cast_transpose_kernel,
+        grid=tile_count(m, bm) * tile_count(n, bn),
+        inputs={"x_ptr": input_dtype(dtype), "scale_ptr": "int32" if policy else "float32"},
+        outputs={"y_ptr": codes((m, n), fmt), "yt_ptr": codes((n, m), fmt)}
+        | _key_and_scales(policy, with_amax, inverse=True),
+        scalars=matrix_sizes(m, n),
+        constants=scale_constants(fmt, policy)
+        | {"ALIGNED": m % 16 == n % 16 == 0, "PACKED": packed, "BM": bm, "BN": bn},
+        num_warps=4,
+    )
+
+
+def _key_and_scales(policy: ScalePolicy | None, with_amax: bool, *, inverse: bool) -> dict[str, Out]:
+    """Return the outputs of a cast beside its codes."""
+    outputs = {"amax_ptr": Out((1,), "int32", zeroed=True)} if with_amax else {}
+    scales = () if policy is None else ("scale_out_ptr", "scale_inv_ptr") if inverse else ("scale_out_ptr",)
+    return outputs | dict.fromkeys(scales, Out((1,), "float32"))
