@@ -19,7 +19,7 @@ def launched(monkeypatch):
     """The names of the kernels that were launched."""
     names, run = [], triton_backend.run
     monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (names.append(plan.kernel), run(plan, *x, **tensors))
+        triton_backend, "run", lambda plan, *x, **tensors: (names.append(plan.name), run(plan, *x, **tensors))
     )
     return names
 
