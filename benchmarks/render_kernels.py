@@ -10,8 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.marked import between_marks
-
 ROOT = Path(__file__).parents[1]
 PAGE = Path("docs/numerics/kernels.md")
 PICTURE = Path("docs/assets/numerics/bandwidth.svg")
@@ -44,6 +42,19 @@ def render(result_path: Path, root: Path = ROOT) -> None:
     text = with_cells(page.read_text(), cells(result))
     page.write_text(between_marks(text, BEGIN, END, section(result, result_path.name)))
     draw(result, root / PICTURE)
+
+
+def between_marks(page: str, begin: str, end: str, text: str) -> str:
+    """Return a page with other text between two marks, each of which stands on a line of its own.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    before, found, rest = page.partition(f"{begin}\n")
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"The page lacks {end if found else begin!r}; put text between both marks by hand once.")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def ours(result: dict) -> list[dict]:

@@ -49,7 +49,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 import fp8_torch_fsdp as f8
-from demos.common.leave import leave
+from examples._report import leave
 from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
 
 LENGTH, VOCABULARY = 16, 2048
@@ -162,7 +162,7 @@ def main():
             time.sleep(0.1)
         found[recipe] = {"whole": whole, "resumed": run(recipe, folder / f"{recipe}-resumed")}
     print(json.dumps(found), flush=True)
-    leave(0)
+    leave()
 
 
 if __name__ == "__main__":

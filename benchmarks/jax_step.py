@@ -1,0 +1,175 @@
+"""What do time, memory and compilation of FP8 layers in JAX cost beside flax's?
+
+    python -m benchmarks.jax_step [--quick] [--cases scan-4-bfloat16 ...]
+
+A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows; layers stand one after the
+other, in a scan or in a pipeline. Programs take turns, and the median ratio of a round counts. Beside it stand ratios
+of the bytes that XLA allocates for temporaries and of processor times to lower and to compile. "matmuls alone"
+multiplies float32 operands, which is how XLA on CPUs multiplies FP8 ones, without casts, amax and state: what is beyond
+it is what FP8 costs. What misses its goal is bold.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from benchmarks._common import median_ratio, options, save, table, take_turns
+from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp, LayerwiseShardablePipelined
+
+ROWS, WIDTH, MICROBATCHES, COMPILATIONS = 128, 256, 4, 5
+OURS, FLAX, ALONE = "ours", "flax direct", "matmuls alone"
+GOALS = {"time": 0.7, "temporaries": 1.0, "lower": 1.2, "compile": 1.2}
+"""The greatest ratio to flax's with which a column reaches its goal."""
+
+
+class Case(NamedTuple):
+    """One arrangement of layers: "unrolled", "scan" or "pipeline", whose stages they are."""
+
+    loop: str
+    layers: int
+    dtype: str
+    remat: bool = False
+
+    @property
+    def name(self) -> str:
+        """How the case is asked for."""
+        return "-".join([self.loop, str(self.layers), self.dtype, *["remat"] * self.remat])
+
+
+CASES = (
+    *(Case("unrolled", n, dtype) for n, dtype in ((4, "float32"), (16, "bfloat16"))),
+    *(Case("scan", n, dtype) for n in (1, 4, 32) for dtype in ("bfloat16", "float32")),
+    *(Case("scan", n, "bfloat16", remat=True) for n in (4, 32)),
+    *(Case("pipeline", 4, "bfloat16", remat) for remat in (False, True)),
+)
+
+
+def multiply_in_float32(x: jax.Array, k: jax.Array, dims: Any, **_: Any) -> jax.Array:
+    """Multiply as XLA on CPUs multiplies FP8 operands, and so backward."""
+    wide = x.astype(jnp.float32), k.astype(jnp.float32)
+    return jax.lax.dot_general(*wide, dims, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+OPERATIONS: dict[str, Any] = {
+    OURS: Fp8DotGeneralOp,
+    FLAX: nn.Fp8DirectDotGeneralOp,
+    ALONE: lambda: multiply_in_float32,
+}
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    operation: Any
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, h: jax.Array) -> jax.Array:
+        """Return activations of the same shape."""
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype, dot_general_cls=self.operation)
+        return dense(WIDTH, name="down")(nn.gelu(dense(4 * WIDTH, name="up")(h)))
+
+
+class Step(nn.Module):
+    """A layer as `nn.scan` wants it."""
+
+    block: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(self, h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        """Return the carry and nothing."""
+        return self.block(name="block")(h), None
+
+
+class Stack(nn.Module):
+    """Layers one after the other."""
+
+    operation: Any
+    case: Case
+
+    @nn.compact
+    def __call__(self, h: jax.Array) -> jax.Array:
+        """Return activations of the same shape."""
+        # the loop keeps XLA from merging what is recomputed with the forward
+        block = nn.remat(Block, prevent_cse=self.case.loop == "unrolled") if self.case.remat else Block
+        make = functools.partial(block, self.operation, jnp.dtype(self.case.dtype))
+        if self.case.loop == "unrolled":
+            for i in range(self.case.layers):
+                h = make(name=f"layer_{i}")(h)
+            return h
+        axes, rngs = {"params": 0, OVERWRITE_WITH_GRADIENT: 0}, {"params": True}
+        scanned = nn.scan(Step, variable_axes=axes, split_rngs=rngs, length=self.case.layers)
+        return scanned(make, name="layers")(h, None)[0]
+
+
+def model_of(case: Case, operation: Any) -> nn.Module:
+    """Return the layers."""
+    if case.loop != "pipeline":
+        return Stack(operation, case)
+    body = Block(operation, jnp.dtype(case.dtype))
+    return LayerwiseShardablePipelined(
+        body=body, num_stages=case.layers, num_microbatches=MICROBATCHES, remat=case.remat
+    )
+
+
+def compiled(case: Case, operation: Any, compilations: int) -> tuple[Callable[[], object], dict[str, float]]:
+    """Return a call of the compiled gradient, and what is known of it: medians over some compilations."""
+    shape = (MICROBATCHES, ROWS, WIDTH) if case.loop == "pipeline" else (ROWS, WIDTH)
+    x, model = jax.random.normal(jax.random.key(0), shape, case.dtype), model_of(case, operation)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    gradient = jax.grad(lambda variables, x: jnp.square(model.apply(variables, x).astype(jnp.float32)).mean())
+    made = []
+    for _ in range(compilations):
+        jax.clear_caches()
+        # time of the processor, which others on the machine change less than that of the clock
+        start = time.process_time()
+        lowered = jax.jit(gradient).lower(variables, x)
+        middle = time.process_time()
+        program = lowered.compile()
+        made.append((middle - start, time.process_time() - middle))
+    lower, compile_ = map(statistics.median, zip(*made, strict=True))
+    facts = {
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "lower": lower,
+        "compile": compile_,
+        "operations": lowered.as_text().count("stablehlo."),
+    }
+    return lambda: jax.block_until_ready(program(variables, x)), facts
+
+
+def measure(case: Case, rounds: int, compilations: int) -> dict[str, Any]:
+    """Return one row: what ours takes, divided by what flax takes."""
+    made = {name: compiled(case, operation, compilations) for name, operation in OPERATIONS.items()}
+    times = take_turns({name: run for name, (run, _) in made.items()}, rounds)
+    facts = {name: found for name, (_, found) in made.items()}
+    row: dict[str, Any] = {"case": case.name, "time": median_ratio(times[OURS], times[FLAX])}
+    row |= {name: facts[OURS][name] / max(facts[FLAX][name], 1e-9) for name in ("temporaries", "lower", "compile")}
+    row[ALONE] = median_ratio(times[ALONE], times[FLAX])
+    row |= {"operations": facts[OURS]["operations"], "operations of flax": facts[FLAX]["operations"]}
+    return row
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = options(__doc__, rounds=21)
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
+    chosen = parser.parse_args()
+    cases = [Case("scan", 2, "bfloat16")] if chosen.quick else [c for c in CASES if c.name in (chosen.cases or c.name)]
+    rounds, compilations = (1, 1) if chosen.quick else (chosen.rounds, COMPILATIONS)
+    rows = [measure(case, rounds, compilations) for case in cases]
+    lines = [("case; ours / flax direct", *GOALS, ALONE, "operations", "of flax")]
+    for row in rows:
+        cells = [f"**{row[name]:.2f}**" if row[name] > goal else f"{row[name]:.2f}" for name, goal in GOALS.items()]
+        counts = (f"{row[name]:,}" for name in ("operations", "operations of flax"))
+        lines.append((row["case"], *cells, f"{row[ALONE]:.2f}", *counts))
+    save(chosen.results, "jax_step", {"goals": GOALS, "rows": rows}, table(lines))
+
+
+if __name__ == "__main__":
+    main()

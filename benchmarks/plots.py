@@ -1,0 +1,185 @@
+"""The pictures of the numerics pages; `python -m benchmarks.plots` draws them again, for light and dark pages.
+
+Every curve is computed by `fp8_common` on NumPy arrays from fixed seeds.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import fp8_common as fp8
+
+PICTURES = Path(__file__).resolve().parents[1] / "docs/assets/numerics"
+FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2, "E4M3 FNUZ": fp8.E4M3FNUZ, "E5M2 FNUZ": fp8.E5M2FNUZ}
+COLOURS = dict(zip(FORMATS, ("#1f6feb", "#d1570c", "#1a7f37", "#8250df"), strict=True))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def grid(fmt: fp8.Format) -> np.ndarray:
+    """Return every positive finite value of a format, float32, ascending."""
+    values = fp8.decode(np.arange(256, dtype=np.uint8), fmt)
+    return np.unique(values[np.isfinite(values) & (values > 0)])
+
+
+def worst_relative_error(x: np.ndarray, fmt: fp8.Format, bins: np.ndarray) -> np.ndarray:
+    """Return the largest |q - x| / x of the values in each bin of log2 x."""
+    error = np.abs(fp8.dequantize(fp8.quantize(x, np.float32(1), fmt), np.float32(1), fmt) - x) / x
+    place = np.digitize(np.log2(x), bins) - 1
+    return np.array([error[place == i].max() for i in range(len(bins) - 1)])
+
+
+def share_lost(scales: np.ndarray, fmt: fp8.Format, n: int = 1 << 16) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each scale, the shares of N(0, 1) values that become 0 and that saturate."""
+    x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    zeros, saturated = [], []
+    for scale in scales.astype(np.float32):
+        q = fp8.decode(fp8.quantize(x, scale, fmt), fmt)
+        zeros.append(np.mean(q == 0))
+        saturated.append(np.mean(np.abs(x * scale) > fmt.max))
+    return np.array(zeros), np.array(saturated)
+
+
+def delayed_and_dynamic(amax: np.ndarray, length: int, fmt: fp8.Format) -> dict[str, np.ndarray]:
+    """Return the scales that each way uses at each step of a sequence of amax values."""
+    history = np.zeros(length, np.float32)
+    delayed, scale = [], fp8.amax_to_scale(amax[:1], fmt)[0]
+    for value in amax:
+        delayed.append(scale)
+        history, reduced = fp8.update_history(history, value, algo="max")
+        scale = np.float32(fp8.amax_to_scale(np.float32([reduced]), fmt)[0])
+    return {"dynamic": fp8.amax_to_scale(amax, fmt), "delayed": np.array(delayed)}
+
+
+def amax_with_spike(steps: int = 60) -> np.ndarray:
+    """Return amax values that drift down, jump up eightfold for one step and drift on."""
+    amax = np.float32(4) * np.float32(0.985) ** np.arange(steps, dtype=np.float32)
+    amax *= np.exp(np.random.default_rng(1).normal(0, 0.05, steps)).astype(np.float32)
+    amax[25] *= 8
+    return amax.astype(np.float32)
+
+
+def folding_sqnr(spread: float) -> dict[str, float]:
+    """Return the SQNR in dB of dx = dy w for three ways to keep `w`, whose rows differ by up to e^spread."""
+    rng = np.random.default_rng(2)
+    w = rng.standard_normal((256, 192)) * np.exp(rng.uniform(-spread, spread, (256, 1)))
+    w, dy = w.astype(np.float32), rng.standard_normal((128, 256)).astype(np.float32)
+    exact = dy.astype(np.float64) @ w.astype(np.float64)
+    by_rows = rowwise(w, axis=1)
+    folded = dy / by_rows.scale.T  # the scales of the weight's rows go into the gradient
+    codes = fp8.decode(by_rows.data, fp8.E4M3)
+    ways = {
+        "folded, one copy": restored(folded, axis=1).astype(np.float64) @ codes.astype(np.float64),
+        "two copies": restored(dy, axis=1).astype(np.float64) @ restored(w, axis=0).astype(np.float64),
+        "one copy, cast again": restored(dy, axis=1).astype(np.float64)
+        @ restored(restored(w, axis=1), axis=0).astype(np.float64),
+    }
+    return {name: float(10 * np.log10((exact**2).sum() / ((exact - got) ** 2).sum())) for name, got in ways.items()}
+
+
+def rowwise(x: np.ndarray, axis: int) -> fp8.Quantized:
+    """Return E4M3 codes of `x` with one scale per slice along `axis`."""
+    return fp8.quantize_rowwise(np.ascontiguousarray(x), fp8.E4M3, axis=axis)
+
+
+def restored(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return what is left of `x` after `rowwise`, float32."""
+    q = rowwise(x, axis)
+    return fp8.dequantize(q.data, q.scale, fp8.E4M3)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw_grids(axes: Axes) -> None:
+    """Draw every positive value of each format as a tick on a logarithmic line."""
+    for row, (name, fmt) in enumerate(FORMATS.items()):
+        values = grid(fmt)
+        axes.plot(values, np.full(len(values), row), "|", color=COLOURS[name], markersize=18)
+        axes.annotate(f"{fmt.max:g}", (fmt.max, row), (6, -3), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", xlabel="value", ylim=(len(FORMATS) - 0.4, -0.6), xlim=(2.0**-18, 2.0**18))
+    axes.set_yticks(range(len(FORMATS)), FORMATS)
+    axes.set_xscale("log", base=2)
+
+
+def draw_rounding_error(axes: Axes) -> None:
+    """Draw the largest relative rounding error at each magnitude."""
+    bins = np.arange(-20, 18, 0.25)
+    x = 2.0 ** np.random.default_rng(3).uniform(-20, 17.75, 1 << 18)
+    for name in ("E4M3", "E5M2"):
+        error = worst_relative_error(x.astype(np.float32), FORMATS[name], bins)
+        axes.stairs(error, bins, label=name, color=COLOURS[name], linewidth=1.6)
+    axes.set(yscale="log", ylim=(2.0**-6, 2), xlabel="log2 of the value", ylabel="largest relative error")
+    axes.set_yscale("log", base=2)
+    axes.legend(loc="lower right")
+
+
+def draw_underflow(axes: Axes) -> None:
+    """Draw how much of a Gaussian is lost at both ends as its scale moves."""
+    powers = np.arange(-18, 20, 0.5)
+    for name in ("E4M3", "E5M2"):
+        zeros, saturated = share_lost(2.0**powers, FORMATS[name])
+        axes.plot(powers, 100 * zeros, color=COLOURS[name], label=f"{name}: become 0")
+        axes.plot(powers, 100 * saturated, "--", color=COLOURS[name], label=f"{name}: saturate")
+    axes.set(xlabel="log2 of the scale", ylabel="% of N(0, 1) values")
+    axes.legend()
+
+
+def draw_delayed(axes: Axes) -> None:
+    """Draw the scales of delayed and dynamic scaling around a spike of amax."""
+    amax = amax_with_spike()
+    scales = delayed_and_dynamic(amax, 16, fp8.E4M3)
+    steps = np.arange(len(amax))
+    for (name, scale), style in zip(scales.items(), ("-", "--"), strict=True):
+        axes.step(steps, np.minimum(scale * amax, 2000), style, where="mid", label=f"{name}: scale * amax")
+    axes.axhline(fp8.E4M3.max, color="grey", linewidth=0.8)
+    axes.annotate("448: above it values saturate", (0, fp8.E4M3.max), (0, 5), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="step", ylabel="largest scaled value", yscale="log", ylim=(20, 5000))
+    axes.legend(loc="upper right")
+
+
+def draw_folding(axes: Axes) -> None:
+    """Draw the accuracy of the backward product for three ways to keep a row-wise weight."""
+    spreads = np.arange(0, 4.25, 0.5)
+    sqnr = [folding_sqnr(spread) for spread in spreads]
+    for name, style in zip(sqnr[0], ("o-", "s--", "x:"), strict=True):
+        axes.plot(spreads, [way[name] for way in sqnr], style, label=name)
+    axes.set(xlabel="rows of the weight differ by up to e^(+-x)", ylabel="SQNR of dx, dB")
+    axes.legend()
+
+
+DRAWINGS: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+    "grids": (draw_grids, (6.4, 2.2)),
+    "rounding-error": (draw_rounding_error, (6.4, 3.2)),
+    "underflow": (draw_underflow, (6.4, 3.2)),
+    "delayed": (draw_delayed, (6.4, 3.2)),
+    "folding": (draw_folding, (6.4, 3.2)),
+}
+
+
+def main() -> None:
+    """Draw all pictures, or those named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(DRAWINGS), help=f"of {', '.join(DRAWINGS)}")
+    parser.add_argument("--folder", type=Path, default=PICTURES)
+    arguments = parser.parse_args()
+    mpl.rcParams.update({"svg.hashsalt": "fp8", "axes.spines.top": False, "axes.spines.right": False})
+    # pages are light or dark: what is written is gray, and the ground is theirs
+    mpl.rcParams.update(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "gray"))
+    mpl.rcParams.update({"axes.edgecolor": "gray", "legend.frameon": False})
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name in arguments.names:
+        draw, size = DRAWINGS[name]
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(arguments.folder / f"{name}.svg", metadata={"Date": None}, transparent=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The modelled cost of a step: its counts stay within what the documents show."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks._common import RESULTS
+from benchmarks.modelled import moe
+from benchmarks.modelled.models import RECIPES
+from benchmarks.modelled.prices import GPUS, SECONDS_PER_LAUNCH, seconds
+from benchmarks.modelled.record import Kernel, Step, traffic
+from tests.helpers.repository import ROOT
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+pretended = [
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone"),
+    pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone"),
+]
+COMPILED = pytest.param("compiled", "linear", 4096, marks=pytest.mark.skipif(not HAS_TRITON, reason="needs triton"))
+
+
+def shown(model, width, mode):
+    """Return the committed rows of a mode by contender."""
+    steps = json.loads((RESULTS / f"modelled_{model}_{width}.json").read_text())["steps"]
+    return {step["contender"]: step for step in steps if step["mode"] == mode}
+
+
+@pytest.mark.parametrize(("mode", "model", "width"), [("eager", "linear", 4096), COMPILED, ("eager", "moe", 2048)])
+@pytest.mark.parametrize("_", [pytest.param(None, marks=pretended, id="pretended")])
+def test_a_step_launches_no_more_than_the_documents_say(tmp_path, mode, model, width, _):
+    # in a process of its own, because nothing takes the pretended GPU back
+    names = ["bf16", *(f"ours-{recipe}" for recipe in (moe.RECIPES if model == "moe" else RECIPES))]
+    options = [f"--model={model}", f"--width={width}", "--modes", mode, f"--results={tmp_path}", "--only", *names]
+    command = [sys.executable, "-m", "benchmarks.modelled_step", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    allowed = shown(model, width, mode)
+    steps = json.loads((tmp_path / f"modelled_{model}_{width}.json").read_text())["steps"]
+    assert [step["contender"] for step in steps] == names
+    for step in steps:
+        for count in ("launches", "host_operators", "waits", "bytes_outside_products"):
+            assert step[count] <= allowed[step["contender"]][count], (step["contender"], count)
+        assert step["waits"] == 0
+        if model == "linear" and step["contender"] != "bf16":
+            assert step["teraflops"]["bf16"] == 0, "all matmuls are in FP8"
+
+
+def test_a_step_costs_its_bytes_its_matmuls_and_its_launches():
+    gpu = GPUS["H100"]
+    moves = Kernel("cast", {("read", 10**9): 2 * 10**9, ("write", 10**9): 10**9})
+    multiplies = Kernel("product", {("read", 1): 8}, flops=1e12, kind="fp8")
+    step = Step(kernels=[moves, multiplies], read_again=10**9)
+    busy = 4e9 / gpu.bandwidth + 1e12 / gpu.flops["fp8"]
+    assert seconds(step, gpu, "compiled") == pytest.approx(busy)
+    assert seconds(step, gpu, "eager") == pytest.approx(busy + 2 * SECONDS_PER_LAUNCH["eager"])
+    assert (step.bytes_outside, step.small) == (4 * 10**9, 1)
+
+
+def test_expanded_tensors_move_what_is_stored():
+    x = torch.ones(4, 1)
+    assert traffic([x.expand(4, 100), 3], [x]) == {("read", 4): 16, ("write", 4): 16}

@@ -1,0 +1,57 @@
+"""Every benchmark and every comparison runs, and writes its table and its figures."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.timeout(900)
+
+NEED_A_GPU = {"bench_llama", "gpu_proof", "kernel_peers", "kernel_report", "kernel_times", "kernels", "render_kernels"}
+PARTS = {"peers", "record"}
+OF_THEIR_OWN = {"convergence", "plots"}
+BENCHMARKS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py") if path.stem not in NEED_A_GPU | PARTS | OF_THEIR_OWN
+)
+COMPARISONS = {"compare_fsdp": "2", "compare_masters": "2", "compare_pipeline": "2"}
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_writes_its_figures_and_its_table(name, tmp_path, full):
+    if not full:
+        pytest.skip("benchmarks run with --full")
+    said = run(f"benchmarks.{name}", "--quick", "--results", str(tmp_path))
+    (figures,), (table,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
+    assert json.loads(figures.read_text())["versions"]
+    assert table.read_text().startswith("| ")
+    assert table.read_text().strip() in said
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_writes_its_report(name, tmp_path, full):
+    if not full and name != "compare_fsdp":
+        pytest.skip("the other comparisons run with --full")
+    said = run(f"examples.{name}", "--steps", COMPARISONS[name], "--out", str(tmp_path))
+    table = (tmp_path / f"{name}.md").read_text()
+    assert table.strip() in said
+    assert "held-out loss" in table
+    losses = json.loads((tmp_path / f"{name}.json").read_text())["losses"]
+    assert all(0 < loss < 6 for run in losses.values() for loss in run)
+    assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+
+
+def test_every_included_table_is_there():
+    """And every result that a benchmark wrote is shown somewhere, or named."""
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    tables = {path.name for path in (ROOT / "benchmarks/results").glob("*.md")}
+    assert {name for name in tables if f"benchmarks/results/{name}" not in pages} == set()
