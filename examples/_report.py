@@ -136,9 +136,9 @@ def draw(losses: Mapping[str, Sequence[float]], path: Path) -> None:
         means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
         axes.plot(range(1, len(values) + 1), means, label=label, linewidth=width)
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per byte)")
-    axes.legend(frameon=False, fontsize="small")
-    for part in (axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()):
-        part.set_color("gray")
+    axes.legend(frameon=False, fontsize="small", labelcolor="gray")
+    axes.xaxis.label.set_color("gray")
+    axes.yaxis.label.set_color("gray")
     axes.tick_params(colors="gray")
     axes.spines[:].set_color("gray")
     figure.savefig(path, transparent=True)

@@ -9,6 +9,7 @@ themselves. One process on one core.
 
 import argparse
 from statistics import fmean
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from fp8_te_init import MasterOptimizer, memory_report, primary_weights, seed_ma
 
 WIDTH, LAYERS, LENGTH, ROWS, HELD_OUT_BATCHES = 64, 2, 64, 16, 8
 LEARNING_RATE, RISE = 3e-3, 20
-STARTS = {"copy": "cpu", "dither": "none", "dequant": "none"}
-"""Each source of masters, and what is kept for it of the values before rounding."""
+Start = Literal["copy", "dither", "dequant"]
+STARTS: tuple[Start, ...] = ("copy", "dither", "dequant")
+"""Where masters come from: the copy of the values before rounding, or the codes."""
 
 
 class Block(nn.Module):
@@ -59,23 +61,24 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def build(seed: int, preserve: str | None) -> ByteModel:
-    """Return a model with FP8 weights; with None one without them, which holds the values before rounding."""
+def build(seed: int, *, fp8: bool, copies: bool = False) -> ByteModel:
+    """Return a model, with or without FP8 weights; `copies` keeps their values before rounding on the CPU."""
     torch.manual_seed(seed)
-    with primary_weights(enabled=preserve is not None, preserve=preserve or "none"):
+    with primary_weights(enabled=fp8, preserve="cpu" if copies else "none"):
         return ByteModel()
 
 
-def train(start: str, corpus: Corpus, steps: int, seed: int) -> dict[str, float | list[float]]:
+def train(start: Start, corpus: Corpus, steps: int, seed: int) -> dict[str, Any]:
     """Train one model and return what was measured."""
-    exact = {name: parameter.detach() for name, parameter in build(seed, None).named_parameters()}
-    model = build(seed, STARTS[start])
+    exact = {name: parameter.detach() for name, parameter in build(seed, fp8=False).named_parameters()}
+    model = build(seed, fp8=True, copies=start == "copy")
     kept = memory_report(model)
     settings = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.0}
     optimizer = MasterOptimizer(torch.optim.AdamW, model.parameters(), **settings)
     seed_masters(optimizer, model, strict=False, source_order=(start,), seed=seed)
-    masters = {name: optimizer.master_of(one).detach() for name, one in model.named_parameters() if "blocks" in name}
-    error = sum(float((master - exact[name]).square().sum()) for name, master in masters.items())
+    masters = {name: optimizer.master_of(one) for name, one in model.named_parameters() if "blocks" in name}
+    differences = [(torch.as_tensor(master) - exact[name]).detach() for name, master in masters.items()]
+    error = sum(float(difference.square().sum()) for difference in differences)
     size = sum(float(exact[name].square().sum()) for name in masters)
     losses = []
     for step in range(steps):
