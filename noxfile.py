@@ -26,8 +26,8 @@ nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "test", "docs"]
 
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
-OWG_WITH_ALL = f"{OWG}[flax,optax,orbax,equinox]"
-PACKAGES = (f"{COMMON}[torch,jax]", FSDP, OWG_WITH_ALL, TE)
+TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax,equinox]"
+PACKAGES = (f"{COMMON}[torch,jax]", FSDP, WITH_ALL, TE)
 WITH_TRITON = (f"{COMMON}[torch,jax,triton]", *PACKAGES[1:])
 
 
@@ -40,9 +40,11 @@ class Stack(NamedTuple):
 
 
 STACKS = {
-    "numpy": Stack((COMMON,), (f"{COMMON}/tests/numpy",), ("torch", "jax", "flax", "triton")),
-    "torch": Stack((f"{COMMON}[torch]", FSDP, TE), (f"{COMMON}/tests/torch", FSDP, TE), ("jax", "flax")),
-    "jax": Stack((f"{COMMON}[jax]", OWG_WITH_ALL), (f"{COMMON}/tests/jax", OWG), ("torch", "triton")),
+    "numpy": Stack((COMMON,), (f"{TESTS}/numpy",), ("torch", "jax", "flax", "triton")),
+    "torch": Stack(
+        (f"{COMMON}[torch]", FSDP, TE), (f"{TESTS}/torch", f"{TESTS}/conformance", FSDP, TE), ("jax", "flax")
+    ),
+    "jax": Stack((f"{COMMON}[jax]", WITH_ALL), (f"{TESTS}/jax", f"{TESTS}/conformance", OWG), ("torch", "triton")),
     "all": Stack(PACKAGES, ("tests",), ()),
 }
 DOCUMENTS = ("README.md", "shared-kernels/README.md", *(f"{package}/README.md" for package in (FSDP, OWG, TE)), "docs")
@@ -59,8 +61,7 @@ def package_sources() -> dict[str, str]:
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     # the environment wins over files
     lines = sorted(listing.splitlines(), key=lambda line: line.startswith(":env:"))
-    pairs = (line.partition("=")[::2] for line in lines)
-    pip = {name.rpartition(".")[2]: ast.literal_eval(value) for name, value in pairs}
+    pip = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in (one.partition("=") for one in lines)}
     told = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),
         "UV_INDEX": " ".join(pip.get("extra-index-url", "").split()),
@@ -129,7 +130,7 @@ def full(session: nox.Session) -> None:
     """Run every case of every test, then session `kernels` on both supported Tritons."""
     install(session, *PACKAGES, groups=("test", "demo", "peers"))
     everything = ("--full", "--timeout=1800")
-    pytest(session, *everything, paths=(f"{COMMON}/tests", "packages", "tests"), documents=True)
+    pytest(session, *everything, paths=(TESTS, "packages", "tests"), documents=True)
     if not session.posargs:
         session.notify("kernels", posargs=everything)
 
@@ -139,7 +140,7 @@ def full(session: nox.Session) -> None:
 def versions(session: nox.Session, constraints: str | None) -> None:
     """Run every test on the oldest supported versions, or on the newest that the index has."""
     install(session, *WITH_TRITON, groups=("test", "demo", "examples"), constraints=constraints)
-    pytest(session, paths=(f"{COMMON}/tests", "packages", "tests"), documents=True)
+    pytest(session, paths=(TESTS, "packages", "tests"), documents=True)
 
 
 @nox.session
@@ -151,9 +152,9 @@ def kernels(session: nox.Session, constraints: str) -> None:
     # what XLA needs to compile for NVIDIA GPUs, without the libraries that it would call on one
     session.install("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}", "nvidia-cuda-nvcc-cu12")
     interpreted = [f"{package}/tests/interpreter" for package in (COMMON, FSDP, TE)]
-    interpreted = [*filter(os.path.isdir, interpreted), "tests/conformance/test_conformance.py"]
+    interpreted = [*filter(os.path.isdir, interpreted), f"{TESTS}/conformance/test_conformance.py"]
     session.run("pytest", *PARALLEL, *interpreted, *session.posargs, env={"TRITON_INTERPRET": "1"})
-    session.run("pytest", *PARALLEL, f"{COMMON}/tests/aot", f"{OWG}/tests/aot", "tests/modelled", *session.posargs)
+    session.run("pytest", *PARALLEL, f"{TESTS}/aot", f"{OWG}/tests/aot", "tests/modelled", *session.posargs)
 
 
 @nox.session

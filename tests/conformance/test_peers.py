@@ -10,7 +10,7 @@ import torch
 
 from fp8_common import DATA_FORMATS, E4M3, E5M2, PRESETS
 from fp8_common.testing import adversarial_amax, assert_same_bits
-from tests.conformance.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, as_tensor
+from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, as_tensor
 
 SEED = 31
 COUNT = 2**20

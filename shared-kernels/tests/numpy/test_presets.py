@@ -1,4 +1,4 @@
-"""The presets: every entry of the documented table, and each library's formula derived independently."""
+"""The presets: every entry of the documented table, and formulas derived independently (test_te_formulas.py: TE's)."""
 
 import numpy as np
 import pytest
@@ -62,21 +62,12 @@ def floor_power(x):
         return np.where(np.isinf(x), x, np.ldexp(1.0, np.frexp(x.astype(np.float64))[1] - 1)).astype(np.float32)
 
 
-def te(top, amax):
-    return np.minimum(quotient(top, amax), np.float32(FLOAT32_MAX))
-
-
 def with_margin(x, margin):
     with np.errstate(over="ignore"):
         return (x.astype(np.float64) * 2.0**-margin).astype(np.float32)
 
 
 FORMULAS = {
-    "te_delayed": (te_delayed(), lambda top, a: te(top, a)),
-    "te_delayed margin 3": (te_delayed(margin=3), lambda top, a: np.maximum(te(top / 8, a), np.float32(2.0**-126))),
-    "te_current": (te_current(), lambda top, a: te(top, a)),
-    "te_current pow2": (te_current(pow2=True), lambda top, a: floor_power(te(top, a))),
-    "te_current eps": (te_current(eps=0.25), lambda top, a: te(top, np.maximum(a, np.float32(0.25)))),
     "torchao": (torchao(), lambda top, a: (top / np.maximum(a.astype(np.float64), 1e-12)).astype(np.float32)),
     "torchao pow2": (
         torchao(power_of_2=True),

@@ -1,24 +1,28 @@
 """The implementations that are compared with NumPy: one adapter for each way to run one.
 
-In a process in which Triton interprets (session `interpreter`), the kernels are compared and nothing else: triton is
-imported either with its interpreter or without, for the whole process.
+Those are compared whose framework is installed: in the torch stack PyTorch, in the JAX stack JAX. In a process in which
+Triton interprets (session `kernels`), the kernels are compared and nothing else: triton is imported either with its
+interpreter or without, for the whole process.
 """
 
 import dataclasses
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 import fp8_common
-from fp8_common import torch as fp8_torch
+
+if importlib.util.find_spec("torch"):
+    import torch
 
 Function = Callable[[Sequence[tuple[Any, ...]]], list[Any]]
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,7 +61,7 @@ class Implementation:
         return getattr(self.dtypes, name)
 
 
-def as_tensor(array: NDArray[Any]) -> torch.Tensor:
+def as_tensor(array: NDArray[Any]) -> "torch.Tensor":
     """Return a tensor with the bits of `array`, float8 and bfloat16 included."""
     plain = np.ascontiguousarray(array).reshape(array.shape)
     if plain.dtype == ml_dtypes.bfloat16:
@@ -96,26 +100,28 @@ NUMPY = Implementation(name="numpy", f8=fp8_common, dtypes=_NUMPY_DTYPES, array=
 
 
 def frameworks() -> tuple[Implementation, ...]:
-    """Return PyTorch and JAX, each in the ways it runs."""
-    import jax
-    import jax.numpy as jnp
+    """Return PyTorch and JAX, each in the ways it runs, as far as they are installed."""
+    found = []
+    if importlib.util.find_spec("torch"):
+        from fp8_common import torch as fp8_torch
 
-    from fp8_common import jax as fp8_jax
+        in_torch = partial(Implementation, f8=fp8_torch, dtypes=torch, array=as_tensor)
+        found += [in_torch(name="torch eager", prepare=eager), in_torch(name="torch.compile", prepare=compiled)]
+    if importlib.util.find_spec("jax"):
+        import jax
+        import jax.numpy as jnp
 
-    return (
-        Implementation(name="torch eager", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=eager),
-        Implementation(name="torch.compile", f8=fp8_torch, dtypes=torch, array=as_tensor, prepare=compiled),
-        Implementation(name="jax eager", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=eager),
-        Implementation(name="jax jit", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=jax.jit),
-        Implementation(
-            name="jax op by op", f8=fp8_jax, dtypes=jnp, array=jnp.asarray, prepare=op_by_op, only_full=True
-        ),
-    )
+        from fp8_common import jax as fp8_jax
+
+        in_jax = partial(Implementation, f8=fp8_jax, dtypes=jnp, array=jnp.asarray)
+        found += [in_jax(name="jax eager", prepare=eager), in_jax(name="jax jit", prepare=jax.jit)]
+        found.append(in_jax(name="jax op by op", prepare=op_by_op, only_full=True))
+    return tuple(found)
 
 
 def interpreted() -> tuple[Implementation, ...]:
     """Return the Triton kernels, run by an interpreter that is made exact."""
-    from tests.conformance import conformance_triton
+    from tests.helpers import conformance_triton
     from tests.helpers.interpreter import exact_interpreter
 
     kernels = Implementation(

@@ -15,8 +15,8 @@ from fp8_common import DATA_FORMATS, E8M0, PRESETS
 from fp8_common._policy import HISTORY_ALGOS, MX_MODES
 from fp8_common.testing import assert_same_bits
 from fp8_common.testing.arrays import as_numpy
-from tests.conformance.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 from tests.helpers import strategies
+from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 
 SHAPE, TENSORS, WINDOW = (3, 150), 5, 3
 POLICIES = {name: preset() for name, preset in PRESETS.items()}

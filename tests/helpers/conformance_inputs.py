@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
 from fp8_common._policy import SCALE_MAX, SCALE_MIN
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
-from tests.conformance.conformance_implementations import INTERPRETS
+from tests.helpers.conformance_implementations import INTERPRETS
 
 SEED = 20260801
 DTYPES = ("float32", "bfloat16", "float16")

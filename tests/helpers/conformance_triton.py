@@ -10,7 +10,7 @@ from fp8_common._hardware import has_kernels
 from fp8_common._kernels import scale_rule
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import torch_dtype
-from tests.conformance.conformance_implementations import NotDefinedError
+from tests.helpers.conformance_implementations import NotDefinedError
 
 
 def need(condition, fmt, policy=None):
