@@ -267,3 +267,35 @@ def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capabili
     assert asked == [made_in]
     assert y.dtype == torch.float32
     assert (y == 16).all()
+
+
+class Module(torch.nn.Module):
+    """A module that multiplies by its weight in FP8."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)))
+        self.grid = ScaleGrid(config.weight)
+        self.spec = LinearSpec(config, self.operand, name="Module")
+
+    def operand(self, weight, record):
+        return Operand.of_cast(self.grid.quantize_whole(weight), self.grid.cast.fp8_format, self.grid.tile)
+
+    def forward(self, x):
+        return fp8_linear(x, self.weight, self.spec, record=self.training)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_layers_are_one_graph_with_the_same_bits(recipe, saved):
+    config, results = LinearConfig(recipe=recipe, fp8_saved_input=saved), []
+    grad = torch.randn(2, ROWS, OUT, generator=torch.Generator().manual_seed(2))
+    for compiled in (False, True):
+        module = Module(config)
+        run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+        x = torch.randn(2, ROWS, IN, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        y = run(x)
+        y.backward(grad)
+        results.append((y.detach(), x.grad, module.weight.grad))
+    for eager, one_graph in zip(*results, strict=True):
+        assert torch.equal(eager, one_graph)

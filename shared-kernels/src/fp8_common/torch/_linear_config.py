@@ -1,151 +1,41 @@
-"""`LinearConfig`: what every FP8 linear layer of the PyTorch plugins is configured with, whatever its weight is."""
+"""`LinearConfig` of `linear.config` with questions about it that layers ask which do not use `fp8_linear` yet."""
 
 import dataclasses
-from typing import ClassVar, Literal
 
-from fp8_common._errors import Fp8Error
-from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
-
-OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
-"""The casts of a recipe that the layers honour."""
-
-GRANULARITIES = {
-    "input": ("tensorwise", "rowwise", "blockwise_1x128"),
-    "weight": ("tensorwise", "rowwise", "blockwise_128x128"),
-    "grad_output": ("tensorwise", "rowwise", "blockwise_1x128"),
-}
-"""What each operand can be cast with."""
-
-TRAINED = [name for name, recipe in RECIPES.items() if recipe.weight.granularity in GRANULARITIES["weight"]]
-"""The names of the recipes that these layers know."""
+from fp8_common.torch.linear import config
+from fp8_common.torch.linear.config import GemmConfig as GemmConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GemmConfig:
-    """How the three products run on FP8 hardware.
-
-    Attributes:
-        fast_accum_output: Accumulate the forward product with fewer bits (faster on Hopper).
-        fast_accum_grad_input: The same for the gradient of the input.
-        fast_accum_grad_weight: The same for the gradient of the weight.
-    """
-
-    fast_accum_output: bool = True
-    fast_accum_grad_input: bool = False
-    fast_accum_grad_weight: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LinearConfig:
-    """How linear layers compute in FP8.
-
-    Attributes:
-        recipe: How activation, weight and gradient are cast: a name, a `Recipe`, or what `Recipe.to_dict` returned;
-            the attribute is always the `Recipe`.
-        gemms: How the products run on FP8 hardware.
-        pad_inner_dim: Pad contracted dimensions, and columns of the result, to multiples of 16 for FP8 hardware.
-        emulate: "auto" decodes and multiplies in high precision where the device has no FP8 products, with one
-            warning for GPUs; True always does; False raises there.
-        fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
-            stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
-
-    Raises:
-        Fp8Error: A recipe that is unknown, or that these layers cannot honour.
-    """
-
-    weight_scalings: ClassVar[tuple[str, ...]] = ("dynamic", "delayed", "static")
-    """The scalings that a weight can have."""
-
-    hint: ClassVar[str] = ""
-    """What refusals of a recipe end with."""
-
-    recipe: Recipe = RECIPES["tensorwise"]
-    gemms: GemmConfig = dataclasses.field(default_factory=GemmConfig)
-    pad_inner_dim: bool = False
-    emulate: Literal["auto"] | bool = "auto"
-    fp8_saved_input: bool = False
-
-    def __post_init__(self) -> None:
-        """Look the recipe up, and refuse what has no products."""
-        if self.emulate not in ("auto", True, False):
-            raise Fp8Error(f'emulate must be "auto", True or False, got {self.emulate!r}.')
-        if isinstance(self.recipe, str) and self.recipe not in RECIPES:
-            raise Fp8Error(f"Unknown recipe {self.recipe!r}. Use one of {', '.join(TRAINED)}, or a Recipe.{self.hint}")
-        # the fields are frozen for everybody else
-        object.__setattr__(self, "recipe", get_recipe(self.recipe))
-        if self.recipe.weight_for_grad_input is not None:
-            raise Fp8Error(
-                f"Recipe {self.recipe.name!r}: weight_for_grad_input cannot be honoured here: one set of codes of the "
-                "weight serves the output and the gradient of the input. Leave it None."
-            )
-        for name in OPERANDS:
-            self._check_operand(name, getattr(self.recipe, name))
-
-    def _check_operand(self, name: str, cast: CastRecipe | None) -> None:
-        if cast is None:
-            return
-        operand = name.removesuffix("_for_grad_weight")
-        if cast.scaling == "disabled" and operand != name:
-            return
-        where = f"Recipe {self.recipe.name!r}: {name}"
-        if cast.scaling == "delayed" and operand != name:
-            raise Fp8Error(f"{where} cannot be delayed: an operand has one history. Use delayed scaling for {operand}.")
-        scalings = self.weight_scalings if name == "weight" else LinearConfig.weight_scalings
-        if cast.scaling not in scalings or cast.granularity not in GRANULARITIES[operand]:
-            raise Fp8Error(
-                f"{where} cannot be cast with {cast.scaling} {cast.granularity} scaling here. Use "
-                f"{', '.join(scalings)} scaling with one of {', '.join(GRANULARITIES[operand])}; only the product for "
-                f"the weight's gradient can be disabled.{self.hint}"
-            )
-
-    @property
-    def input(self) -> CastRecipe:
-        """How the activation is cast."""
-        return self.recipe.input
-
-    @property
-    def weight(self) -> CastRecipe:
-        """How the weight is cast."""
-        return self.recipe.weight
-
-    @property
-    def grad_output(self) -> CastRecipe:
-        """How the gradient of the output is cast."""
-        return self.recipe.grad_output
-
-    @property
-    def grad_weight_casts(self) -> tuple[CastRecipe, CastRecipe]:
-        """The casts of gradient and activation in the product that makes the weight's gradient."""
-        recipe = self.recipe
-        return recipe.grad_output_for_grad_weight or self.grad_output, recipe.input_for_grad_weight or self.input
+class LinearConfig(config.LinearConfig):
+    """How linear layers compute in FP8; see `linear.config.LinearConfig`."""
 
     @property
     def folds_weight_scales(self) -> bool:
         """Whether rows of the weight have their own scales, which the backward folds into the gradient."""
-        return self.weight.granularity == "rowwise"
+        return self.shared.folds
 
     @property
     def input_has_one_cast(self) -> bool:
         """Whether one cast of the activation serves the output and the weight's gradient."""
-        recipe = self.recipe
-        return recipe.input.granularity == "tensorwise" and recipe.input_for_grad_weight in (None, recipe.input)
+        return self.shared.input == "codes"
 
     @property
     def input_is_cast_alike(self) -> bool:
         """Whether the activation is cast by rows for the output, and by columns for the weight's gradient, alike."""
-        return self.input.granularity == "rowwise" and self.grad_weight_casts[1] == self.input
+        return self.shared.input == "columns"
 
     @property
     def gradient_is_cast_alike(self) -> bool:
         """Whether the output's gradient is cast by rows and by columns alike, scales of the weight folded in or not."""
-        return self.grad_output.granularity == "rowwise" and self.grad_weight_casts[0] == self.grad_output
+        return self.shared.grad_output == "columns"
 
     @property
     def gradient_has_one_cast(self) -> bool:
         """Whether one cast of the output's gradient serves the gradients of input and weight."""
-        return self.gradient_has_one_scale and self.grad_weight_casts[0] == self.grad_output
+        return self.shared.grad_output == "codes"
 
     @property
     def gradient_has_one_scale(self) -> bool:
         """Whether the output's gradient is cast with one scale, as it is: no scales of the weight folded in."""
-        return self.grad_output.granularity == "tensorwise" and not self.folds_weight_scales
+        return self.shared.one_gradient_scale

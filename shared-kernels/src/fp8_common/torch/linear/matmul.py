@@ -195,11 +195,12 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
 
 
 def row_major(codes: torch.Tensor) -> torch.Tensor:
-    """Return contiguous codes [rows, columns]; a kernel transposes those that lie by columns, where there are kernels.
+    """Return contiguous codes [rows, columns]; a kernel copies those that lie by columns, where there are kernels.
 
     torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
     """
-    if codes.is_contiguous() or not (dispatch.launches(codes) and codes.t().is_contiguous()):
+    by_columns = not codes.is_contiguous() and codes.t().is_contiguous() and codes.shape[1] % ALIGNMENT == 0
+    if not by_columns or not dispatch.launches(codes):
         return codes.contiguous()
     source = torch.arange(codes.shape[1], dtype=torch.int32, device=codes.device)
     return transposed_rows(codes.t(), source)

@@ -10,12 +10,11 @@ import torch
 
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format
-from fp8_common._launch_groups import clear_rows_plan, group_amax_plan, group_cast_plan, turn_rows_plan
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton_groups as triton_groups
 from fp8_common.torch._amax import amax_over, check_input_dtype, float_key, key_to_float, narrow_keys, of_narrow_keys
 from fp8_common.torch._ops import NAMESPACE
-from fp8_common.torch._rounding import torch_dtype
 
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""
@@ -109,7 +108,7 @@ def segment_quantize(
         amax: Of the shape of `scale`; where it is known, it may save a pass.
     """
     if dispatch.launches(x, fmt):
-        return _launch_quantize(x, segments, scale, fmt)
+        return triton_groups.group_cast(x, segments, scale, fmt)
     of_rows = torch.cat([scale, torch.ones_like(scale[:1])]).index_select(0, segments)
     return dispatch.quantize(x, of_rows if scale.ndim == 2 else of_rows[:, None], fmt, amax)
 
@@ -120,14 +119,14 @@ def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         _zero_rows_op(y, keep)
         return y
     if dispatch.launches(y) and y.is_contiguous():
-        return _launch_clear(y, keep)
+        return triton_groups.clear_rows(y, keep)
     return torch.where(keep.view(-1, *(1 for _ in y.shape[1:])), y, 0)
 
 
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones."""
     if dispatch.launches(codes):
-        return _launch_transpose(codes, source)
+        return triton_groups.turn_rows(codes, source)
     # as bytes, because few operators know float8; the byte 0 is the value 0
     taken = (
         codes.view(torch.uint8)[source.clamp(min=0)]
@@ -168,7 +167,7 @@ def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
     if triton_backend.applies(x):
-        return _launch_amax(x, segments, count, per_column=per_column)
+        return triton_groups.group_amax(x, segments, count, columns=per_column)
     if per_column and x.device.type == "cpu":
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
@@ -191,7 +190,7 @@ def _segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_colum
 def _zero_rows_op(y: torch.Tensor, keep: torch.Tensor) -> None:
     """Write zeros to the entries of `y` [n, ...] whose bool in `keep` [n] is False: a few, where all else stays."""
     if triton_backend.applies(y) and y.is_contiguous():
-        _launch_clear(y, keep)
+        triton_groups.clear_rows(y, keep)
     else:
         y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)
 
@@ -205,42 +204,3 @@ def _amax_by_segment_op(x: torch.Tensor, segments: torch.Tensor, count: int, per
 @_amax_by_segment_op.register_fake
 def _(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
     return x.new_empty((count, x.shape[1]) if per_column else (count,), dtype=torch.float32)
-
-
-def _launch_amax(x: torch.Tensor, segments: torch.Tensor, count: int, *, per_column: bool) -> torch.Tensor:
-    m, n = x.shape
-    # an amax has no sign, so its bits are its integer
-    bits = torch.zeros((count, n) if per_column else (count,), dtype=torch.int32, device=x.device)
-    plan = group_amax_plan(m, n, count, _name(x), columns=per_column)
-    triton_backend.run(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments, amax_ptr=bits)
-    return bits.view(torch.float32)
-
-
-def _launch_quantize(x: torch.Tensor, segments: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the codes; those of rows of no segment are as the memory was."""
-    (m, n), count = x.shape, scale.shape[0]
-    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
-    plan = group_cast_plan(m, n, count, _name(x), fmt, columns=scale.ndim == 2)
-    given = {"x_ptr": x.contiguous(), "group_ptr": segments, "scale_ptr": scale.contiguous()}
-    triton_backend.run(plan, x.device, **given, y_ptr=y)
-    return y
-
-
-def _launch_transpose(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    p, n = source.shape[0], codes.shape[1]
-    transposed = torch.empty((n, p), dtype=torch.uint8, device=codes.device)
-    given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
-    triton_backend.run(turn_rows_plan(p, n), codes.device, **given, t_ptr=transposed)
-    return transposed.view(codes.dtype)
-
-
-def _launch_clear(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    n = keep.shape[0]
-    if y.numel():
-        plan = clear_rows_plan(n, y.numel() // n, _name(y))
-        triton_backend.run(plan, y.device, y_ptr=y, keep_ptr=keep.view(torch.uint8))
-    return y
-
-
-def _name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

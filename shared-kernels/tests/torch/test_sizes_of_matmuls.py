@@ -1,12 +1,12 @@
-"""Which sizes FP8 tensor cores are given: products on fake CUDA tensors, whose sizes torch checks as on a GPU."""
+"""Which sizes FP8 tensor cores are given: matmuls on fake CUDA tensors, whose sizes torch checks as on a GPU."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_common import Fp8Error, get_format
-from fp8_common.torch._multiply import multiply
-from fp8_common.torch._operands import Operand
+from fp8_common.torch.linear.matmul import MatmulOptions, matmul
+from fp8_common.torch.linear.operand import Operand
 
 
 def operand(rows, inner, by_rows):
@@ -17,7 +17,7 @@ def operand(rows, inner, by_rows):
 def product(rows, inner, columns, *, by_rows=(False, False), **pad):
     with FakeTensorMode(), torch.no_grad():
         a, b = operand(rows, inner, by_rows[0]), operand(columns, inner, by_rows[1])
-        return multiply(a, b, out_dtype=torch.bfloat16, emulate=False, **pad)
+        return matmul(a, b, MatmulOptions(torch.bfloat16, emulate=False, **pad))
 
 
 # a torch without CUDA cannot copy a fake tensor that is not contiguous
