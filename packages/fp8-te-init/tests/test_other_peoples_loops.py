@@ -55,12 +55,15 @@ def test_a_layer_that_another_thread_builds_is_told_of(caplog):
 
 
 def test_a_plain_optimizer_of_fp8_weights_is_told_of_once(caplog):
-    net = layer()
+    with fti.primary_weights():
+        net = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    for _ in range(2):
+    for _ in range(3):
         net(torch.ones(2, 24)).sum().backward()
         optimizer.step()
-    assert caplog.text.count("AdamW made a step with 1 FP8 weights that have no float32 masters") == 1
+    (said,) = caplog.messages
+    assert said.startswith("AdamW made a step with 2 FP8 weights that have no float32 masters")
+    assert said.endswith("Use MasterOptimizer(AdamW, model.parameters(), ...).")
 
 
 def test_parameters_are_rebuilt_as_accelerate_does_it():

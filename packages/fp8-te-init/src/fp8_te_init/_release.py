@@ -18,6 +18,7 @@ from fp8_te_init._find_master import find_master
 from fp8_te_init._host_memory import FreedBytes, return_freed_memory
 from fp8_te_init._kept_values import KeptValues, Release
 from fp8_te_init._parameter_mark import kept_of
+from fp8_te_init._weight import PrimaryFloat8Weight
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,11 @@ def _tell_of_missing_masters(optimizer: Optimizer, parameters: list[Any]) -> Non
     trained = [p for p in parameters if kept_of(p) is not None and p.requires_grad]
     without = [p for p in trained if find_master(optimizer, p) is None]
     if without:
+        for parameter in without:
+            # said here, with the optimizer's name: writes of its operators are not told of one by one
+            local = getattr(parameter, "_local_tensor", parameter)
+            if isinstance(local, PrimaryFloat8Weight):
+                local.state.told = True
         logger.warning(
             "%s made a step with %d FP8 weights that have no float32 masters: what it adds is rounded to 8 bits each "
             "time, and small updates are lost. Use MasterOptimizer(%s, model.parameters(), ...).",

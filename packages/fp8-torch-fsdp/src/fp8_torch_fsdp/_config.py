@@ -75,7 +75,10 @@ class DelayedScalingConfig:
 
 
 TORCHAO_OPTIONS = {
-    "enable_fsdp_float8_all_gather": "use all_gather=AllGatherConfig(enabled=...), which is on by default",
+    "enable_fsdp_float8_all_gather": (
+        "leave it out, FP8 all-gather is on by default; Float8LinearConfig(all_gather=AllGatherConfig(enabled=False)) "
+        "turns it off"
+    ),
     "cast_config_input": "use recipe=Recipe(input=CastConfig(...), ...)",
     "cast_config_weight": "use recipe=Recipe(weight=CastConfig(...), ...)",
     "cast_config_grad_output": "use recipe=Recipe(grad_output=CastConfig(...), ...)",

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from fp8_torch_fsdp._adapters import adapters
 from fp8_torch_fsdp._conv1d import is_conv1d
 from fp8_torch_fsdp._expert_layouts import layout_of
+from fp8_torch_fsdp._heads import HeadReport, output_heads
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._own_weights import Float8Weights
 from fp8_torch_fsdp._routers import routers, stacked_parameters
@@ -41,9 +42,10 @@ class ClassReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport:
-    """The parameters of a model, largest first; `str()` makes a table."""
+    """The parameters of a model, largest first, and its output heads; `str()` makes a table."""
 
     classes: tuple[ClassReport, ...]
+    heads: tuple[HeadReport, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -67,14 +69,15 @@ class ConversionReport:
 
     @property
     def headline(self) -> str:
-        """One sentence: the shares, and what was left."""
+        """The shares, what was left, and a sentence for each output head."""
         left = [
             f"{one.bytes / max(1, self.bytes):.1%} {one.class_name} ({one.parameters} parameters, {one.why})"
             for one in self.classes
             if not one.converted and one.bytes * 1000 >= self.bytes
         ]
         rest = f" Left: {'; '.join(left)}." if left else ""
-        return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} gathered in FP8.{rest}"
+        heads = "".join(f" {head}" for head in self.heads)
+        return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} gathered in FP8.{rest}{heads}"
 
     def __str__(self) -> str:
         """Return the sentence and a table with one line for each class and fate."""
@@ -97,8 +100,12 @@ def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype =
 
     Returns:
         One entry for each class of modules and fate of its parameters. A parameter that several modules share is
-        counted where it is found first, lazy ones without a shape not at all.
+        counted where it is found first, and computes in FP8 if one of them does; lazy ones without a shape are not
+        counted. And one entry for each output head: a linear layer that shares an embedding's weight or gives as many
+        values as the largest embedding has rows.
     """
+    heads = output_heads(model)
+    in_fp8 = {id(layer.weight) for head, layer in heads.items() if head.fp8 and head.shared_with}
     known = dict.fromkeys(adapters(model), "adapter") | dict.fromkeys(routers(model, {}), "router")
     seen = set[int]()
     count, size, gathered = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
@@ -107,7 +114,8 @@ def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype =
             if parameter is None or is_lazy(parameter) or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            key = _original_name(module), _why_wide(module, name, parameter, known.get(module, ""))
+            why = "" if id(parameter) in in_fp8 else _why_wide(module, name, parameter, known.get(module, ""))
+            key = _original_name(module), why
             own = parameter.numel() * reference_dtype.itemsize
             count[key] += 1
             size[key] += own
@@ -124,7 +132,8 @@ def float8_conversion_report(model: nn.Module, *, reference_dtype: torch.dtype =
         )
         for name, why in size
     ]
-    return ConversionReport(classes=tuple(sorted(rows, key=lambda row: (-row.bytes, row.class_name, row.why))))
+    rows.sort(key=lambda row: (-row.bytes, row.class_name, row.why))
+    return ConversionReport(classes=tuple(rows), heads=tuple(heads))
 
 
 def _original_name(module: nn.Module) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -16,13 +17,14 @@ from fp8_common import Fp8Error, Recipe, select_modules
 from fp8_common.torch.plugin import fsdp
 from fp8_torch_fsdp import _fast_path as fast_path
 from fp8_torch_fsdp._adapters import adapters
-from fp8_torch_fsdp._config import Float8LinearConfig
+from fp8_torch_fsdp._config import TORCHAO_OPTIONS, Float8LinearConfig
 from fp8_torch_fsdp._conv1d import CONV1D, Float8Conv1D, is_conv1d
 from fp8_torch_fsdp._conversion_report import float8_conversion_report
 from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._expert_layouts import ExpertLayout, layout_of
 from fp8_torch_fsdp._experts import Float8Experts
 from fp8_torch_fsdp._filters import ModuleSelection
+from fp8_torch_fsdp._heads import tied_heads
 from fp8_torch_fsdp._linear import Float8Linear, Unsharded
 from fp8_torch_fsdp._local_plan import forget_plan, synchronize_before_forward
 from fp8_torch_fsdp._new_parameter import leave_address, replaced_by, successor_of
@@ -47,11 +49,14 @@ def convert_to_float8_training(
     module_filter_fn: ModuleSelection = None,
     experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
     routers: bool = False,
+    heads: bool = False,
+    **others: Any,
 ) -> nn.Module:
     """Replace the linear layers and the stacked experts of `model` by FP8 ones, in place, before `fully_shard`.
 
     Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
-    (`lora_A` and the like) stay in high precision. What was converted, in bytes, and what was left and why, is logged;
+    (`lora_A` and the like) stay in high precision, and so does an output head whose weight is an embedding's too. One
+    line, logged as a warning on rank 0 so that it is seen, says what was converted and left, and names output heads;
     `float8_conversion_report` says it again.
 
     Args:
@@ -63,17 +68,27 @@ def convert_to_float8_training(
             layers.
         experts: How other classes of experts keep their weights and compute.
         routers: Convert what chooses the experts of each token too, which stays in high precision by default.
+        heads: Convert linear layers whose weight is an embedding's too: their matmuls run in FP8, their weight is
+            gathered in high precision, as the embedding needs it.
+        **others: None. Options of torchao raise an error that says what they are called here.
 
     Returns:
         The converted model. Weights that are gathered in FP8 become new parameters, with the gradient, hooks and
         attributes of the old ones: make the optimizer afterwards.
 
     Raises:
-        Fp8Error: Contradictory choices, a layer already sharded, a parametrized layer that the filter does not leave
-            out, experts of another form than their layout says, or a model without anything to convert.
+        TypeError: An option that neither this function nor torchao has.
+        Fp8Error: torchao's options or configuration, contradictory choices, a layer already sharded, a parametrized
+            layer that the filter does not leave out, experts of another form than their layout says, or a model
+            without anything to convert.
     """
+    _refuse_options(others)
     config = _choose(config, recipe)
-    wide = set() if routers else find_routers(model, experts)
+    wide = dict[nn.Module, str]()
+    if not routers:
+        wide |= dict.fromkeys(find_routers(model, experts), "a router, which chooses experts")
+    if not heads:
+        wide |= dict.fromkeys(tied_heads(model), "a head whose weight is an embedding's (heads=True converts it)")
     chosen, left = _select(model, module_filter_fn, config, experts, wide)
     if not chosen:
         done = sum(isinstance(module, Float8Linear | Float8Weights) for module in model.modules())
@@ -97,7 +112,7 @@ def convert_to_float8_training(
     # Only delayed scaling has state of its own that has to be brought up to date before a forward.
     if any(isinstance(child, DelayedScale) for layer in replacements.values() for child in layer.children()):
         synchronize_before_forward(model)
-    _log(model, replacements.values(), _why_left(left))
+    _log(model, replacements.values(), left)
     return model
 
 
@@ -126,11 +141,30 @@ def unconvert(model: nn.Module) -> nn.Module:
     return replacements.get(model, model)
 
 
+def _refuse_options(others: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that are not ours; say what those of torchao's configuration are called here."""
+    for name in others:
+        if name not in TORCHAO_OPTIONS and name not in Float8LinearConfig.__dataclass_fields__:
+            raise TypeError(f"convert_to_float8_training() got an unexpected keyword argument {name!r}")
+    if others:
+        advice = [
+            f"{name}: {TORCHAO_OPTIONS.get(name, f'use config=Float8LinearConfig({name}=...)')}" for name in others
+        ]
+        raise Fp8Error(f"convert_to_float8_training takes no options of a configuration itself. {'; '.join(advice)}.")
+
+
 def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
     if config is not None and not isinstance(config, Float8LinearConfig):
-        advice = f"Pass recipe={config!r}" if isinstance(config, str | Recipe | Mapping) else "Make one of those"
+        advice = "Make one of those"
+        if isinstance(config, str | Recipe | Mapping):
+            advice = f"Pass recipe={config!r}"
+        elif type(config).__module__.startswith("torchao."):
+            advice = (
+                "Leave config out for torchao's defaults with FP8 all-gather, which is on here, pass recipe= with "
+                "torchao's name of a recipe, or import Float8LinearConfig from fp8_torch_fsdp"
+            )
         raise Fp8Error(
             f"config must be a fp8_torch_fsdp.Float8LinearConfig, got {type(config).__module__}."
             f"{type(config).__qualname__}. {advice}."
@@ -154,13 +188,16 @@ def _converted(
     return Float8Experts.from_module(module, layout, config)
 
 
-def _log(model: nn.Module, converted: Collection[nn.Module], left: str) -> None:
-    """Say what was converted; of experts that nobody described, warn."""
+def _log(model: nn.Module, converted: Collection[nn.Module], left: Mapping[str, str]) -> None:
+    """Say on rank 0 what was converted, as a warning, because nobody sees logging.INFO; the names of others as INFO."""
+    logger.info("FP8:%s", _why_left(left) or " every linear layer was converted.")
     experts = sum(isinstance(module, Float8Experts) for module in converted)
-    layers = len(converted) - experts
-    logger.info("FP8: converted %d linear layers and %d modules of experts.%s", layers, experts, left)
-    report = float8_conversion_report(model)
-    logger.log(logging.WARNING if report.unknown_experts else logging.INFO, "FP8: %s", report.headline)
+    what = f"{len(converted) - experts} linear layers" + f" and {experts} modules of experts" * bool(experts)
+    # Before the first process group only the launcher knows the rank.
+    rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
+    # A layer that is converted alone is one of many.
+    seen = rank == 0 and model not in converted
+    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, float8_conversion_report(model).headline)
 
 
 def _select(
@@ -168,7 +205,7 @@ def _select(
     keep: ModuleSelection,
     config: Float8LinearConfig,
     experts: Mapping[type, ExpertLayout],
-    routers: set[nn.Module],
+    wide: Mapping[nn.Module, str],
 ) -> tuple[dict[nn.Module, Float8LinearConfig], dict[str, str]]:
     """Return the layers to convert with their configurations, and the names of others with the reason they stay."""
     chosen, left, refused = dict[nn.Module, Float8LinearConfig](), dict[str, str](), []
@@ -183,8 +220,8 @@ def _select(
         module = linear[name]
         if not decision.include:
             left[name] = "filtered"
-        elif module in routers:
-            left[name] = "a router, which chooses experts"
+        elif module in wide:
+            left[name] = wide[module]
         elif module in low_rank:
             left[name] = "an adapter"
         elif not isinstance(module, nn.Linear):

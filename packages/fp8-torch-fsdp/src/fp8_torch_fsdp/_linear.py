@@ -198,7 +198,10 @@ class Float8Linear(nn.Linear, LinearOperands):
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""
-        gathered = "fp8" if self.config.all_gather.enabled else "high precision"
+        local = getattr(self.weight, "_local_tensor", self.weight)
+        # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
+        codes = isinstance(local, ShardedFloat8Weight | GatheredFloat8Weight) or hasattr(self.distribution, "wire")
+        gathered = "fp8" if codes and self.config.all_gather.enabled else "high precision"
         cast = self.config.weight
         return f"{super().extra_repr()}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp
 from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
+from fp8_torch_fsdp._heads import output_heads
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
@@ -25,7 +26,7 @@ class WeightReport:
         wire: What travels: "float8_e4m3fn" or the name of a high-precision dtype.
         wire_bytes: Bytes of one gather of the whole parameter, scales included.
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
-        why: How the weight is scaled, or why it does not travel in FP8.
+        why: How the weight is scaled, or why it does not travel in FP8; of an output head, what its matmul does.
         gradient: What FSDP2 reduces for it: "float8_e4m3fn" or "float8_e5m2" as codes of `compress_gradients`, the name
             of a high-precision dtype, or "" where it is frozen or not sharded.
     """
@@ -82,13 +83,13 @@ def float8_communication_report(
     # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
     owners = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
     gradients = _gradients(model)
-    entries = [
-        dataclasses.replace(
-            _entry(name, parameter, owners.get(id(parameter)), reference_dtype),
-            gradient=gradients.get(id(_local(parameter)), ""),
-        )
-        for name, parameter in model.named_parameters()
-    ]
+    heads = {id(layer._parameters.get("weight")): head for head, layer in output_heads(model).items()}
+    entries = []
+    for name, parameter in model.named_parameters():
+        entry = _entry(name, parameter, owners.get(id(parameter)), reference_dtype)
+        head = heads.get(id(parameter))
+        why = entry.why if head is None else f"{entry.why}. {head}"
+        entries.append(dataclasses.replace(entry, why=why, gradient=gradients.get(id(_local(parameter)), "")))
     return CommunicationReport(weights=tuple(entries))
 
 
