@@ -249,7 +249,7 @@ def _select(
     return chosen, left
 
 
-def _why_left(left: dict[str, str]) -> str:
+def _why_left(left: Mapping[str, str]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason, []).append(name)
