@@ -128,7 +128,7 @@ def _advise(options: argparse.Namespace) -> int:
     if options.json:
         _print_json([cli_advise.facts(job) for job in found])
     else:
-        print("\n\n".join(cli_advise.text(job) for job in found))
+        print("\n\n".join(cli_advise.text(job, show_all=options.all) for job in found))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The report of `fp8 advise`: what each way to train costs on a machine, over one or several numbers of ranks."""
+"""The report of `fp8 advise`: what each configuration costs on a machine, over one or several numbers of ranks."""
 
 import argparse
 import dataclasses
@@ -9,11 +9,13 @@ from typing import Any
 
 from fp8_common._cli_text import table
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Accelerator, Advice, Job, Links, ModelShape, advise
+from fp8_common.advise import ACCELERATORS, LINKS, SHAPES, Accelerator, Advice, Estimate, Job, Links, ModelShape, advise
 
 RATES = ("bf16", "fp8", "attention", "bandwidth")
 NETWORK = ("node", "inside", "between", "latency")
-HEADER = ("way", "step", "speed-up", "exposed", "gathers", "gradients", "between nodes", "casts")
+MOST = 4
+"""Rows that are shown without --all, besides the best one in bf16."""
+HEADER = ("configuration", "step", "speed-up", "exposed", "gathers", "gradients", "between nodes", "casts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
     add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
     add("--plot", metavar="FILE", help="draw speed-ups over 8 to 4096 devices (.svg, .png, .pdf; needs matplotlib)")
+    add("--all", action="store_true", help=f"show every configuration, not the {MOST} fastest")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
 
 
@@ -112,23 +115,28 @@ def facts(job: Job) -> dict[str, Any]:
     }
 
 
-def text(job: Job) -> str:
-    """Return the report for people."""
+def text(job: Job, *, show_all: bool = False) -> str:
+    """Return the report for people: what to take, bf16, and the fastest configurations, or all."""
     advice = advise(job)
-    rows = [HEADER, *(_row(advice, number) for number in range(len(advice.estimates)))]
-    first = advice.estimates[0]
+    estimates = advice.estimates
+    shown = list(estimates)
+    if not show_all:
+        fastest = sorted(estimates, key=lambda one: one.seconds)[:MOST]
+        shown = [one for one in estimates if one in fastest or one in (estimates[0], advice.best, advice.best_bf16)]
+    rows = [HEADER, *(_row(advice, one) for one in shown)]
+    first = estimates[0]
     return "\n".join(
         [
             f"{job.shape.parameters / 1e9:.2f} billion parameters on {job.ranks} devices, modelled, not measured; "
             f"weights, gradients and optimizer state {_bytes(first.state_memory)} for each device",
-            *table(rows, "  "),
             f"take: {advice.best.choice.name}. {advice.reason}",
+            *table(rows, "  "),
+            *[f"  {len(estimates) - len(shown)} slower ones: --all"] * (len(shown) < len(estimates)),
         ]
     )
 
 
-def _row(advice: Advice, number: int) -> tuple[str, ...]:
-    one = advice.estimates[number]
+def _row(advice: Advice, one: Estimate) -> tuple[str, ...]:
     return (
         one.choice.name,
         f"{1e3 * one.seconds:.0f} ms",

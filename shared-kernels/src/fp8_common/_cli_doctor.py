@@ -40,15 +40,16 @@ def facts(machine: Machine, plugins: Sequence[PluginReport], backend: Backend) -
 def text(machine: Machine, plugins: Sequence[PluginReport], backend: Backend) -> str:
     """Return the report for people."""
     device = machine.accelerator
+    found = paths(machine, device, backend)
     lines = [f"fp8-common {__version__} on {machine.system}, Python {machine.python}, {machine.cores} cores"]
     lines += ["", "Devices", *table([_device_row(device) for device in machine.devices], "  ")]
     lines += [
         "",
         f"FP8 on {device.label} ({device.name})",
-        *_path_lines(paths(machine, device, backend), "  "),
+        *_path_lines(found, "  "),
     ]
     lines += ["", *_status_lines(device)]
-    lines += ["", "Plugins", *_plugin_lines(plugins)]
+    lines += ["", "Plugins", *_plugin_lines(plugins, found)]
     lines += ["", "Versions", *table(list(machine.versions.items()), "  ")]
     if machine.notes:
         lines += ["", "Notes", *(f"  {note}" for note in machine.notes)]
@@ -72,25 +73,36 @@ def _device_row(device: Device) -> tuple[str, str]:
 
 
 def _path_lines(found: Sequence[Path], indent: str) -> list[str]:
-    return table([(path.name, path.status, path.why) for path in found], indent)
+    """Return a line for each status and reason, with the names of all paths that have them."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for path in found:
+        names.setdefault((path.status, path.why), []).append(path.name)
+    return table([(status, f"{', '.join(those)}: {why}") for (status, why), those in names.items()], indent)
 
 
 def _status_lines(device: Device) -> list[str]:
     """Return what was run on such devices by those who made this version, and what the words mean."""
     found = rows(device)
+    names: dict[str, list[str]] = {}
+    for name, row in found:
+        names.setdefault(row, []).append(name)
+    folded = [(row, ", ".join(those)) for row, those in names.items()]
     said = [(f"{word}:", meaning) for word, meaning in load()["words"].items() if any(word in row for _, row in found)]
-    head = f"What this version was tried with: {entry_of(device)['title']}"
-    return [head, *table(found, "  "), *table(said, "    ")]
+    head = f"What this version was tested with: {entry_of(device)['title']}"
+    return [head, *table(folded, "  "), *table(said, "    ")]
 
 
-def _plugin_lines(plugins: Sequence[PluginReport]) -> list[str]:
+def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> list[str]:
+    """Return what each plugin says; of its paths that were `shown` before, the names alone."""
     if not plugins:
         return ["  none installed; fp8-torch-fsdp is the one for PyTorch FSDP2"]
     lines = []
     for plugin in plugins:
         if plugin.info is not None:
             lines.append(f"  {plugin.info.name} {plugin.info.version}: {plugin.info.summary}")
-            lines += _path_lines(plugin.info.paths, "    ")
+            if above := ", ".join(path.name for path in plugin.info.paths if path in shown):
+                lines.append(f"    as above: {above}")
+            lines += _path_lines([path for path in plugin.info.paths if path not in shown], "    ")
         if plugin.problem is not None:
             lines.append(f"  PROBLEM {plugin.entry}: {plugin.problem}")
     return lines

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -232,7 +233,7 @@ def test_fp8_is_not_recommended_where_it_gains_nothing():
     slow = dataclasses.replace(device, fp8=device.bf16)
     advice = advise(job(accelerator=slow))
     assert advice.best.choice == BF16
-    assert "No way is 5 % faster than bf16" in advice.reason
+    assert "Nothing is 5 % faster than bf16" in advice.reason
 
 
 def test_the_simplest_of_equally_fast_ways_is_recommended():
@@ -255,6 +256,19 @@ def test_the_command_prints_each_number_of_ranks(capsys):
     assert "on 8 devices, modelled, not measured" in out
     assert "on 64 devices" in out
     assert out.count("take: ") == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--all"]])
+def test_the_command_says_first_what_to_take_and_then_the_fastest(options, capsys):
+    ethernet = ["--model", "llama3-70b", "--ranks", "64", "--links", "ethernet-100"]
+    assert _cli.main(["advise", *ethernet, *options]) == 0
+    _, take, _, *rows = capsys.readouterr().out.splitlines()
+    assert take.startswith("take: tensorwise, weights FP8, gradients FP8. ")
+    # the gain over the best that bf16 can do, too: its gradients reduced in bf16
+    assert re.search(r"1\.\d\dx over bf16 \(1\.\d\dx over bf16, gradients bf16\)", take)
+    assert rows[0].startswith("  bf16  ")
+    assert len(rows) == len(CHOICES) if options else len(rows) <= 8
+    assert rows[-1].endswith("slower ones: --all") == (not options)
 
 
 def test_the_command_writes_json(capsys):

@@ -1,5 +1,6 @@
 """The `fp8` command: its output and its refusals."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -204,19 +205,30 @@ def test_doctor_in_words():
         "sm_90  H100, 80 GiB, multiplies e4m3 and e5m2",
         "cpu    a processor, no FP8 units",
         "FP8 on sm_90 (H100)",
-        "blockwise_1x128    native",
-        "mx                 emulated",
-        "What this version was tried with: NVIDIA Hopper (9.0)",
-        "casts               compiled for, never run",
+        "native     blockwise_1x128",
+        "emulated   mx: ",
+        "What this version was tested with: NVIDIA Hopper (9.0)",
+        "compiled for, never run  casts",
         "never run:     nobody has run it on such a device",
         "fp8-torch-fsdp 0.1.0: FP8 all-gather.",
-        "wire  native  It can.",
+        "native  wire: It can.",
         "PROBLEM bad = x:y: ImportError: no such thing",
         "triton  3.6.0",
         "Something to know.",
     ):
         assert words in text
     assert "none installed" in cli_doctor.text(MACHINE, [], "auto")
+
+
+def test_doctor_says_each_sentence_once():
+    processor = dataclasses.replace(MACHINE, devices=tuple(d for d in MACHINE.devices if d.kind == "cpu"))
+    info = PluginInfo(
+        name="p", version="1", summary="S.", paths=cli_doctor.paths(processor, processor.accelerator, "auto")
+    )
+    text = cli_doctor.text(processor, [PluginReport(entry="p", info=info, problem=None)] * 2, "auto")
+    assert text.count("it has no FP8 units") == 1
+    assert "emulated   tensorwise, rowwise, blockwise_1x128, blockwise_128x128, mx: cpu: it has no FP8 units" in text
+    assert text.count("as above: cast, tensorwise, ") == 2
 
 
 def test_doctor_as_json(run, monkeypatch):

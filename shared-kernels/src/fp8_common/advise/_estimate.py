@@ -7,9 +7,9 @@ It is a model. Its assumptions are the fields of `Choice`, `Accelerator` and `Li
 - With secondary shards the first gather of a block in an optimizer step crosses nodes, later ones stay inside a node.
 - A collective over all ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes
   on, (M - 1) / M of them divided over the devices of a node between nodes; it takes the longer of both and the latency.
-- A block's gather runs beside the products of the block before it, a reduction beside those of the block after it; what
-  takes longer than the products is exposed, as are the first gathers of forward and backward and the last reduction.
-- Casts and elementwise operations move bytes at the device's bandwidth, products run at the rates given; nothing else
+- A block's gather runs beside the matmuls of the block before it, a reduction beside those of the block after it; what
+  takes longer than the matmuls is exposed, as are the first gathers of forward and backward and the last reduction.
+- Casts and elementwise operations move bytes at the device's bandwidth, matmuls run at the rates given; nothing else
   takes time. AdamW reads and writes 28 bytes per parameter, divided over the ranks.
 """
 
@@ -36,11 +36,11 @@ class Job:
         tokens: Tokens of one micro-batch on one device.
         sequence: Length of a sequence, for attention.
         micro_batches: Micro-batches of an optimizer step; each gathers anew, gradients are reduced once.
-        recompute: Share of the forward's products that the backward computes again (activation checkpointing).
+        recompute: Share of the forward's matmuls that the backward computes again (activation checkpointing).
         accelerator: The device.
         links: The network.
         measured: Tokens per second and device that bf16 reaches on this job, if known. The time that the model does not
-            explain is then added to every way: FP8 does not change what it comes from.
+            explain is then added to every configuration: FP8 does not change what it comes from.
     """
 
     shape: ModelShape
@@ -66,14 +66,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What one way to train costs; times in seconds for one optimizer step, bytes of one device.
+    """What one configuration costs; times in seconds for one optimizer step, bytes of one device.
 
     Attributes:
-        choice: The way.
+        choice: The configuration.
         gather_bytes: Received in all-gathers.
         reduce_bytes: Received to reduce gradients.
         between_bytes: Of both, what crosses nodes, divided over the devices of a node.
-        products: Seconds of products and attention.
+        products: Seconds of matmuls and attention.
         casts: Seconds of casts.
         other: Seconds of elementwise operations and the optimizer.
         exposed: Seconds of communication that nothing hides.
@@ -101,7 +101,7 @@ class Estimate:
 
 
 def estimate(job: Job, choice: Choice) -> Estimate:
-    """Return the estimate of one way to train.
+    """Return the estimate of one configuration.
 
     Raises:
         Fp8Error: bf16 was measured to be faster than the model says.
@@ -149,7 +149,7 @@ def _modelled(job: Job, choice: Choice) -> Estimate:
 
 
 def _products(job: Job, choice: Choice) -> tuple[float, float]:
-    """Return the seconds of products in the forward and in the backward of one micro-batch."""
+    """Return the seconds of matmuls in the forward and in the backward of one micro-batch."""
     rate = (job.accelerator.bf16 if choice.products == "bf16" else job.accelerator.fp8) * choice.rate
     linear = 2 * job.shape.blocks * job.shape.active_weights * job.tokens / rate
     head = 2 * job.shape.vocabulary * job.shape.width * job.tokens / job.accelerator.bf16

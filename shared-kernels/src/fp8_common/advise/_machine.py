@@ -5,11 +5,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
-    """The rates of one device. What products reach is an assumption, not a specification: measure yours.
+    """The rates of one device. What matmuls reach is an assumption, not a specification: measure yours.
 
     Attributes:
-        bf16: FLOP/s that large bf16 products reach.
-        fp8: FLOP/s that large FP8 products with one scale for each operand reach.
+        bf16: FLOP/s that large bf16 matmuls reach.
+        fp8: FLOP/s that large FP8 matmuls with one scale for each operand reach.
         attention: FLOP/s that fused attention in bf16 reaches, forward and backward together.
         bandwidth: Bytes per second that large elementwise kernels reach.
         source: Where the numbers come from.
@@ -24,7 +24,7 @@ class Accelerator:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """The network of one device, each way.
+    """The network of one device, in each direction.
 
     Attributes:
         node: Devices of a node.

@@ -1,4 +1,4 @@
-"""`plot`: speed-ups of every way to train over the number of devices, as a picture."""
+"""`plot`: speed-ups of every configuration over the number of devices, as a picture."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ WORLD_SIZES = tuple(2**power for power in range(3, 13))
 def speed_ups(
     job: Job, ranks: Sequence[int] = WORLD_SIZES, choices: Sequence[Choice] = CHOICES
 ) -> dict[str, tuple[float, ...]]:
-    """Return for every way to train how many times faster than the first it is, on each number of devices.
+    """Return for every configuration how many times faster than the first it is, on each number of devices.
 
     Raises:
         Fp8Error: A number of ranks does not fill the nodes, or bf16 was measured to be faster than the model says.

@@ -1,4 +1,4 @@
-"""`Advice`: the estimates of all ways to train, and the one to take, with the reason."""
+"""`Advice`: the estimates of all configurations, and the one to take, with the reason."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from fp8_common.advise._choices import CHOICES, Choice
 from fp8_common.advise._estimate import Estimate, Job, estimate
 
 WORTH, SAME = 1.05, 0.02
-"""Speed-up from which FP8 is recommended; and the share of time within which the simpler of two ways is."""
+"""Speed-up from which FP8 is recommended; and the share of time within which the simpler of two configurations is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,8 +15,8 @@ class Advice:
     """What `advise` returns.
 
     Attributes:
-        estimates: Of every way, in the order given; the first is what speed-ups are measured against.
-        best: The way to take.
+        estimates: Of every configuration, in the order given; the first is what speed-ups are measured against.
+        best: The configuration to take.
         reason: Why, in one or two sentences.
     """
 
@@ -24,17 +24,23 @@ class Advice:
     best: Estimate
     reason: str
 
+    @property
+    def best_bf16(self) -> Estimate:
+        """The fastest estimate without FP8: with bf16 matmuls, gathers and no codes of gradients."""
+        wide = [one for one in self.estimates if one.choice.is_wide]
+        return min(wide, key=lambda one: one.seconds, default=self.estimates[0])
+
     def speed_up(self, one: Estimate) -> float:
-        """Return how many times faster than the first way one is."""
+        """Return how many times faster than the first configuration one is."""
         return self.estimates[0].seconds / one.seconds
 
 
 def advise(job: Job, choices: Sequence[Choice] = CHOICES) -> Advice:
-    """Estimate every way to train and recommend one.
+    """Estimate every configuration and recommend one.
 
     Args:
         job: What is trained where.
-        choices: The ways, from the simplest to the one that changes most; the first is the comparison.
+        choices: The configurations, from the simplest to the one that changes most; the first is the comparison.
 
     Raises:
         Fp8Error: bf16 was measured to be faster than the model says.
@@ -44,17 +50,21 @@ def advise(job: Job, choices: Sequence[Choice] = CHOICES) -> Advice:
     best = next(one for one in estimates if one.seconds <= fastest.seconds * (1 + SAME))
     if base.seconds < WORTH * best.seconds:
         reason = (
-            f"No way is {100 * (WORTH - 1):.0f} % faster than {base.choice.name}: products take "
+            f"Nothing is {100 * (WORTH - 1):.0f} % faster than {base.choice.name}: matmuls take "
             f"{_share(base.products, base)} of its step, communication that nothing hides {_share(base.exposed, base)}."
         )
         return Advice(estimates=estimates, best=base, reason=reason)
+    advice = Advice(estimates=estimates, best=best, reason="")
+    wide = advice.best_bf16
+    over = f" ({wide.seconds / best.seconds:.2f}x over {wide.choice.name})" if wide is not base else ""
     reason = (
-        f"{base.seconds / best.seconds:.2f}x: products {_milliseconds(base.products, best.products)}, exposed "
-        f"communication {_milliseconds(base.exposed, best.exposed)}, casts {1e3 * best.casts:.0f} ms more."
+        f"{base.seconds / best.seconds:.2f}x over {base.choice.name}{over}: matmuls "
+        f"{_milliseconds(base.products, best.products)}, exposed communication "
+        f"{_milliseconds(base.exposed, best.exposed)}, casts {1e3 * best.casts:.0f} ms more."
     )
     if best.seconds > 1.0005 * fastest.seconds:
         reason += f" {fastest.choice.name} would be {100 * (best.seconds / fastest.seconds - 1):.1f} % faster."
-    return Advice(estimates=estimates, best=best, reason=reason)
+    return dataclasses.replace(advice, reason=reason)
 
 
 def _share(part: float, whole: Estimate) -> str:
