@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 import fp8_torch_fsdp as f8
@@ -53,7 +54,9 @@ def test_a_step_is_one_of_delayed_scaling_too():
     assert all(history[0] > 0 for history in histories)
 
 
-def test_experts_are_timed_in_the_recipes_that_convert_them(tmp_path):
+def test_experts_are_timed_in_the_recipes_that_convert_them(tmp_path, full):
+    if not full:
+        pytest.skip("a benchmark on a CPU: with --full")
     options = ["--device=cpu", "--size=tiny", "--model=experts", "--blocks=1", "--tokens=16", "--rounds=1"]
     options += ["--modes", "eager", "--only", "ours, rowwise", "--output", str(tmp_path / "experts.json")]
     result = bench_llama.run(bench_llama.parse(options))

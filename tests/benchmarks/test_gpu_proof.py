@@ -173,7 +173,9 @@ def test_steps_of_models_enter_the_page(tmp_path):
     assert "| ours, tensorwise | 1.50 ms, 0.75x |" in page.read_text()
 
 
-def test_what_times_layers_runs(tmp_path):
+def test_what_times_layers_runs(tmp_path, full):
+    if not full:
+        pytest.skip("three benchmarks of layers on a CPU run with --full")
     for name in gpu_proof.LAYERS:
         output = tmp_path / f"{name}.json"
         small = [
@@ -255,7 +257,9 @@ def test_every_result_of_a_test_is_written_down_at_once(tmp_path):
     }
 
 
-def test_the_gpu_tests_are_found_by_the_command(tmp_path):
+def test_the_gpu_tests_are_found_by_the_command(tmp_path, full):
+    if not full:
+        pytest.skip("collecting all of them takes 11 s: with --full")
     command = [*gpu_proof.tests(tmp_path / "lines", full=False), "-n", "0", "--collect-only"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
