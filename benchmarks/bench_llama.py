@@ -182,7 +182,7 @@ def step_seconds(convert: Callable[[nn.Module], object], options: argparse.Names
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
         if x.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)

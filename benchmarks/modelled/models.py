@@ -69,7 +69,7 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
     elif family == "ours":
         # Compilers copy what they guard: the state of weights that can be gathered in FP8, and copies of its buffers
         # cannot be made on a GPU that is not there.
-        gather = ours.AllGatherConfig(enabled=mode == "eager")
+        gather = mode == "eager"
         # scales that are there before the operands are, as `settle_delayed_scales` finds them in the third step
         delayed = ours.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
         config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather, delayed=delayed)

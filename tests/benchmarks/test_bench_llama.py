@@ -48,7 +48,7 @@ def test_a_step_is_one_of_delayed_scaling_too():
     model = bench_llama.Stack(bench_llama.SIZES["tiny"], 1)
     bench_llama.contestants()["ours, tensorwise_delayed"](model)
     model(torch.randn(1, 4, 128)).sum().backward()
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     histories = [buffer for name, buffer in model.named_buffers() if name.endswith("fp8_input.history")]
     assert len(histories) == 7
     assert all(history[0] > 0 for history in histories)

@@ -82,7 +82,7 @@ def test_scales_and_histories_are_equal_at_every_step():
             assert_same_bits(np.asarray(theirs)[0], ours)
             seen.add(float(ours))
         model(torch.from_numpy(x)).backward(torch.from_numpy(dy))
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
         meta = jax_step(meta, x, w, dy)
         for name, (attribute, _) in OPERANDS.items():
             assert_same_bits(np.asarray(meta[f"{name}_amax_history"]), getattr(model[0], attribute).history.numpy())
@@ -108,7 +108,7 @@ def losses_of_torch(weights, x, target, rate=0.3):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
         losses.append(loss.item())
     return losses
 

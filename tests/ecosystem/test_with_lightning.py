@@ -62,7 +62,7 @@ def test_the_module_is_converted_before_the_optimizer_is_made():
 
 def test_delayed_histories_grow_and_autocast_reaches_the_layers():
     model = fit(Float8Precision("tensorwise_delayed", autocast_dtype=torch.bfloat16))
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     assert (model.body.fp8_input.history > 0).all()
     assert model.dtypes == {torch.bfloat16}
 

@@ -128,7 +128,7 @@ class Capture(record.Recorder):
 def linear_steps(recipe: str, *, several: bool = False) -> Callable[[], None]:
     """Return a training step of two layers under `recipe`, with a policy of delayed scaling each if `several`."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    plain = f8.AllGatherConfig(enabled=False)
+    plain = False
     if several:
         longer = f8.DelayedScalingConfig(history_len=4)
         config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain, delayed=longer)

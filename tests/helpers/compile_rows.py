@@ -116,7 +116,7 @@ class Model(nn.Module):
 def build(sharding, scaling, gather=None, **shape):
     torch.manual_seed(0)
     gather = sharding != "none" if gather is None else gather
-    config = f8.Float8LinearConfig.from_recipe_name(RECIPES[scaling], all_gather=f8.AllGatherConfig(enabled=gather))
+    config = f8.Float8LinearConfig.from_recipe_name(RECIPES[scaling], all_gather=gather)
     model = f8.convert_to_float8_training(Model(**shape), config=config)
     if sharding == "fsdp2":
         for block in model.blocks:

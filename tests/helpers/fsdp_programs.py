@@ -63,7 +63,6 @@ class Program:
     recipe: str = "tensorwise"
     dtype: torch.dtype = torch.float32
     widths: tuple[int, ...] = WIDTHS[0]
-    cache: str = "step"
     reshard: bool | None = None
     copies: bool = False
     optimizer: str = "sgd"
@@ -78,7 +77,6 @@ def drawn(seed: int, length: int = 12) -> Program:
         "recipe": choose.choice(tuple(RECIPES)),
         "dtype": choose.choice((torch.float32, torch.float32, torch.bfloat16)),
         "widths": choose.choice(WIDTHS),
-        "cache": choose.choice(("step", "step", "none")),
         "reshard": choose.choice((None, True, False)),
         "copies": choose.random() < 0.2,
         "optimizer": choose.choice(tuple(OPTIMIZERS)),
@@ -145,7 +143,7 @@ class Pair:
         self.program, self.low = program, low
         torch.manual_seed(0)
         model = Model(program.widths, program.reentrant).to(program.dtype)
-        gather = f8.AllGatherConfig(enabled=low, cache=program.cache if low else "step")
+        gather = low
         config = f8.Float8LinearConfig(recipe=RECIPES[program.recipe], all_gather=gather)
         self.model = f8.convert_to_float8_training(model, config=config)
         if program.ranks:
@@ -444,9 +442,9 @@ class Run:
         self.settle()
         for pair in self.pairs:
             if how == "precompute":
-                f8.precompute_float8_dynamic_scale_for_fsdp(pair.model)
+                f8.synchronize_scales(pair.model)
             else:
-                f8.sync_float8_amax_and_scale_history(pair.model)
+                f8.synchronize_scales(pair.model)
         return None
 
     def unlike(self, what: str, low: list[torch.Tensor], high: list[torch.Tensor]) -> str | None:

@@ -8,7 +8,7 @@ import fp8_torch_fsdp as f8
 
 def whole(model):
     """The state dict, gathered, after everything that ranks observed was combined."""
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     state = model.state_dict()
     return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
 

@@ -59,7 +59,7 @@ def test_a_tie_to_a_layer_of_another_cast_is_refused():
 @pytest.mark.parametrize("together", [True, False])
 def test_ties_survive_unconvert(gathered, together):
     model = tied()
-    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=gathered))
+    config = f8.Float8LinearConfig(all_gather=gathered)
     f8.convert_to_float8_training(model, config=config)
     if together:
         f8.unconvert(model)

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def config_of(all_gather, recipe="tensorwise"):
-    return f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=f8.AllGatherConfig(enabled=all_gather))
+    return f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=all_gather)
 
 
 def convert(model, all_gather=True, recipe="tensorwise", **options):
@@ -104,7 +104,7 @@ def ddp(rank, world_size):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            f8.sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
+            f8.synchronize_scales(model, group=dist.group.WORLD)
             losses.append(loss.item())
         return losses, whole(model)
 
@@ -123,7 +123,7 @@ def hsdp(rank, world_size, shape):
             checks[f"{recipe}: {name}"] = passed
     model = shard(blocks(True, "tensorwise_delayed"), mesh)
     train(model, rank)
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     histories = torch.cat([b for name, b in model.named_buffers() if name.endswith("history")])
     everywhere = [torch.empty_like(histories) for _ in range(world_size)]
     dist.all_gather(everywhere, histories)

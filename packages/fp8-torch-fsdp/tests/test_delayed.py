@@ -77,7 +77,7 @@ def test_accumulation_and_recomputation_roll_once_per_step():
             optimizer.step()
             optimizer.zero_grad()
     for model in (plain, recomputed):
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
     for name in ("fp8_input", "fp8_weight", "fp8_grad_output"):
         a, b = getattr(plain, name), getattr(recomputed, name)
         assert torch.equal(a.history, b.history)
@@ -92,16 +92,16 @@ def test_evaluation_observes_nothing():
     with torch.no_grad():
         model.train()(torch.randn(8, 32) * 100)
     assert model.fp8_input.observed_key == -1
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     assert not model.fp8_input.ready
 
 
 def test_a_second_synchronization_changes_nothing():
     model = layer()
     train_step(model, torch.randn(8, 32))
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     before = copy.deepcopy(model.state_dict())
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
 
@@ -130,22 +130,11 @@ def test_an_unsynchronized_training_forward_raises():
     layer_alone._forward_pre_hooks.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train_step(model, torch.randn(8, 32), optimizer)
-    with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
+    with pytest.raises(RuntimeError, match="synchronize_scales"):
         model(torch.randn(8, 32))
     model.eval()(torch.randn(8, 32))
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     model.train()(torch.randn(8, 32))
-
-
-def test_controller_synchronizes_after_the_step():
-    model = layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    controller = f8.Float8Controller(model, optimizer)
-    train_step(model, torch.ones(8, 32) * 7, optimizer)
-    assert model.fp8_input.history[0] == 7
-    controller.remove()
-    train_step(model, torch.ones(8, 32) * 5, optimizer)
-    assert model.fp8_input.history[0] == 7
 
 
 def test_a_compiled_optimizer_is_captured_once_whatever_else_comes_and_goes():
@@ -160,7 +149,7 @@ def test_a_compiled_optimizer_is_captured_once_whatever_else_comes_and_goes():
         compiled()
         assert model.fp8_input.late, "the step is noticed"
         others = [layer() for _ in range(3 - step)]
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
         optimizer.zero_grad()
         assert graphs.frame_count == 1, f"after {len(others)} others were alive"
 
@@ -199,7 +188,7 @@ def test_scales_are_float32_whatever_the_default_dtype_is(default):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(2):
             train_step(model, torch.full((8, 32), 1.1, dtype=torch.float32), optimizer)
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
     finally:
         torch.set_default_dtype(torch.float32)
     scale, amax = model.fp8_input.scale, torch.tensor(1.1)
@@ -287,13 +276,13 @@ def test_dynamic_shapes_are_one_graph(recipe):
 def test_synchronization_in_a_compiled_step_breaks_the_graph_once():
     torch._dynamo.reset()
     model = nn.Sequential(layer())
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     counter = CompileCounter()
 
     @torch.compile(backend=counter)
     def after_step(x):
         y = x * 2
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
         return y + 1
 
     for step in range(3):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,7 +38,7 @@ def config_of(initial="dynamic", *, gather=True):
     return f8.Float8LinearConfig(
         recipe="tensorwise_delayed",
         delayed=f8.DelayedScalingConfig(initial=initial, history_len=3),
-        all_gather=f8.AllGatherConfig(enabled=gather),
+        all_gather=gather,
     )
 
 
@@ -88,8 +89,8 @@ def test_every_step_is_that_of_a_loop_over_experts(initial, transposed, dtype, s
     for step, sizes in enumerate(STEPS):
         x = (torch.randn(sum(sizes), 32, generator=generator) * 4.0 ** (step % 3)).to(dtype)
         grad = (torch.randn(sum(sizes), 16, generator=generator) * 3.0 ** -(step % 4)).to(dtype)
-        f8.sync_float8_amax_and_scale_history(low)
-        f8.sync_float8_amax_and_scale_history(layers)
+        f8.synchronize_scales(low)
+        f8.synchronize_scales(layers)
         if settles and step == 4:
             f8.settle_delayed_scales(low)
         rows = x.clone().requires_grad_()
@@ -103,8 +104,8 @@ def test_every_step_is_that_of_a_loop_over_experts(initial, transposed, dtype, s
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    f8.sync_float8_amax_and_scale_history(low)
-    f8.sync_float8_amax_and_scale_history(layers)
+    f8.synchronize_scales(low)
+    f8.synchronize_scales(layers)
     for operand in OPERANDS:
         state = getattr(low, f"fp8_{operand}_weight")
         for name in ("scale", "history", "ready", "key"):
@@ -125,7 +126,7 @@ def test_an_evaluation_observes_nothing():
 def test_the_state_is_saved_and_copied_and_removed():
     low = converted(Experts(3))
     low(torch.randn(6, 32), torch.tensor([2, 2, 6])).sum().backward()
-    f8.sync_float8_amax_and_scale_history(low)
+    f8.synchronize_scales(low)
     state = copy.deepcopy(low.state_dict())
     assert state["fp8_input_weight.history"].shape == (3, 3)
     twin = copy.deepcopy(low)
@@ -176,7 +177,7 @@ def test_compiled_steps_are_one_graph_and_the_same_bits(settles):
     for model, function in zip(models, functions, strict=True):
         generator, own = torch.Generator().manual_seed(2), []
         for step in range(4):
-            f8.sync_float8_amax_and_scale_history(model)
+            f8.synchronize_scales(model)
             if settles and step == 2:
                 f8.settle_delayed_scales(model)
             x = torch.randn(9, 32, generator=generator).requires_grad_()
@@ -284,12 +285,12 @@ def resumed(rank, world_size, folder):
 
     model = build(0)
     train(model, rank)
-    f8.save_checkpoint(model.state_dict(), folder)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
     expected = train(model, rank)
     other = build(7)
     train(other, rank, steps=1)
     state = other.state_dict()
-    f8.load_checkpoint(state, folder)
+    dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     return train(other, rank), expected
 

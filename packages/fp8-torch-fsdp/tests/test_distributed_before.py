@@ -109,7 +109,7 @@ def one_amax(rank, world_size):
     distribute(model, mesh, "torch")
     f8.convert_to_float8_training(model, recipe="tensorwise_delayed")
     model(torch.ones(2, 24)).sum().backward()
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     return float(model.up.fp8_weight.history[0])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +29,7 @@ RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", 
 def build(world_size, recipe, all_gather=True, reshard=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, 24))
-    gather = f8.AllGatherConfig(enabled=all_gather)
+    gather = all_gather
     config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather)
     f8.convert_to_float8_training(model, config=config)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -68,11 +69,11 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     gradients = {}
     if compressed:
-        gradients["gradients"] = f8.compress_gradients(model, f8.GradientCompression(error_feedback=True))
+        gradients["gradients"] = f8.compress_gradients(model, f8.GradientCompression(rounding="stochastic"))
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | gradients
     done = max((int(path.name) for path in Path(folder).glob("?")), default=0)
     if done:
-        f8.load_checkpoint(state, f"{folder}/{done}")
+        dcp.load(state, checkpoint_id=f"{folder}/{done}")
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     del state
     losses = []
@@ -92,9 +93,9 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
         optimizer.zero_grad()
         losses.append(loss.item())
         if (step + 1) % SAVED_EVERY == 0:
-            f8.sync_float8_amax_and_scale_history(model)
+            f8.synchronize_scales(model)
             state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            f8.save_checkpoint(state | gradients, f"{folder}/{step + 1}")
+            dcp.save(state | gradients, checkpoint_id=f"{folder}/{step + 1}")
             del state
     return losses, fingerprint(whole_weights(model).values())
 
@@ -233,7 +234,7 @@ def poisoned_run(rank, world_size, recipe, all_gather, place, value):
             with torch.no_grad():
                 undo()
         results.append(y.detach())
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in model.state_dict().items()}
     return {**state, **dict(enumerate(results))}, prints, bad_entries, skipped
 

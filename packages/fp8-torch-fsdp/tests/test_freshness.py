@@ -29,7 +29,7 @@ def plain_forward(model, x):
     """The same products from the whole high-precision weights."""
     twin = nn.Sequential(nn.Linear(16, 10, bias=False), nn.Linear(10, 6, bias=False))
     twin.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=False))
+    config = f8.Float8LinearConfig(all_gather=False)
     return f8.convert_to_float8_training(twin, config=config)(x)
 
 
@@ -209,7 +209,7 @@ def count_while_gathered(rank, world_size):
     for value in model.state_dict().values():
         value.to_local().mul_(GROWTH)
     del value  # as long as it lives, it could change the weight again
-    f8.precompute_float8_dynamic_scale_for_fsdp(model)
+    f8.synchronize_scales(model)
     with torch.no_grad():
         x = torch.randn(4, 16)
         after = model(x)

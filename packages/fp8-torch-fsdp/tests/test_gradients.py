@@ -7,16 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common._philox import random_bits
-from fp8_torch_fsdp._gradients.collectives import GradientExchange
-from fp8_torch_fsdp._gradients.payload import Span, join, merged, split
+from fp8_torch_fsdp.reduce_scatter import CompressedGradients, Span, join, merged, reduce_rows, split
 from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.distributed
@@ -35,12 +33,12 @@ def rows_of(rank, ranks, length, kind):
     return rows.astype(kind)
 
 
-def reduce_rows(rank, ranks, length, kind, settings):
-    exchange = GradientExchange(f8.GradientCompression(**settings))
+def reduce_on_ranks(rank, ranks, length, kind, settings):
+    handle = CompressedGradients(f8.GradientCompression(**settings))
     rows = rows_of(rank, ranks, length, kind)
     values = torch.from_numpy(rows.astype(np.float32)).to(torch.bfloat16 if kind != np.float32 else torch.float32)
     wide = values[:, :5].clone()
-    compressed, whole = exchange.reduce_scatter((values, wide), dist.group.WORLD)
+    compressed, whole = reduce_rows(handle, values, wide, dist.group.WORLD)
     return compressed.numpy(), whole.numpy()
 
 
@@ -66,66 +64,9 @@ def expected(ranks, length, kind, settings):
 def test_sums_equal_the_definition_bit_for_bit(run_ranks, ranks, kind, settings):
     length = 3 * BLOCK + 17
     total, whole = expected(ranks, length, kind, settings)
-    for rank, (compressed, wide) in enumerate(run_ranks(ranks, reduce_rows, length, kind, settings)):
+    for rank, (compressed, wide) in enumerate(run_ranks(ranks, reduce_on_ranks, length, kind, settings)):
         np.testing.assert_array_equal(compressed, total[rank])
         np.testing.assert_array_equal(wide, whole[rank])
-
-
-def reduce_on_nodes(rank, ranks, length, settings):
-    nodes = init_device_mesh("cpu", (2, ranks // 2))
-    exchange = GradientExchange(f8.GradientCompression(**settings), nodes)
-    values = torch.from_numpy(rows_of(rank, ranks, length, np.float32))
-    residual = torch.zeros(values.shape, dtype=torch.bfloat16) if settings.get("error_feedback") else None
-    with CollectiveCounter() as counter:
-        compressed, whole = exchange.reduce_scatter((values, values[:, :5].clone()), dist.group.WORLD, residual)
-    sent = [one.elements for one in counter.seen]
-    return compressed.numpy(), whole.numpy(), sent, None if residual is None else residual.float().abs().sum().item()
-
-
-def message_bytes(length, wide):
-    """Bytes of one row: codes, scales and float32 elements, each section filled up to multiples of 16."""
-    return sum(-(-nbytes // 16) * 16 for nbytes in (length, 4 * -(-length // BLOCK), 4 * wide))
-
-
-@pytest.mark.parametrize("settings", [{}, {"format": "e5m2", "error_feedback": True}], ids=str)
-def test_nodes_add_first_and_send_one_gradient_each(run_ranks, settings):
-    length, ranks = 3 * BLOCK + 17, 4
-    config = f8.GradientCompression(format=settings.get("format", "e4m3"))
-    all_rows = np.stack([rows_of(rank, ranks, length, np.float32) for rank in range(ranks)]).reshape(2, 2, 2, 2, length)
-    found = run_ranks(ranks, reduce_on_nodes, length, settings)
-    for node in range(2):
-        for local in range(2):
-            # what this rank of each node adds: both of its ranks' rows for the same rank of all nodes, side by side
-            sums = [fp8_common.sum_of_compressed(rows[:, :, local].reshape(2, -1), config) for rows in all_rows]
-            wanted = fp8_common.sum_of_compressed(np.stack([s.reshape(2, length)[node] for s in sums]), config)
-            compressed, whole, sent, residual = found[2 * node + local]
-            np.testing.assert_array_equal(compressed, wanted)
-            np.testing.assert_array_equal(whole, all_rows[:, :, node, local, :5].sum(1).sum(0))
-            # within a node the whole gradient, between nodes half of it: a part for each of its two ranks
-            assert sent == [2 * message_bytes(2 * length, 2 * 5), 2 * message_bytes(length, 5)]
-            assert residual is None or residual > 0
-
-
-def trains_on_nodes(rank, ranks):
-    mesh = init_device_mesh("cpu", (ranks,))
-    nodes = init_device_mesh("cpu", (2, 2))
-    plain, ours = (sharded(mesh) for _ in range(2))
-    f8.compress_gradients(ours, nodes=nodes)
-    torch.manual_seed(0)
-    alone = fully_shard(nn.Linear(16, 16, bias=False), mesh=mesh)  # nothing travels wide
-    f8.compress_gradients(alone, nodes=nodes)
-    alone(torch.ones(2, 16)).sum().backward()
-    with pytest.raises(Fp8Error, match="row by row"):
-        f8.compress_gradients(sharded(mesh), nodes=DeviceMesh("cpu", [[0, 2], [1, 3]]))
-    with pytest.raises(Fp8Error, match="two dimensions"):
-        f8.compress_gradients(sharded(mesh), nodes=mesh)
-    return losses(plain, 8), losses(ours, 8)
-
-
-def test_training_on_nodes_goes_as_without(run_ranks):
-    for plain, ours in run_ranks(4, trains_on_nodes):
-        assert ours != plain
-        np.testing.assert_allclose(ours, plain, rtol=0.02)
 
 
 def test_an_element_arrives_with_the_error_that_is_stated():
@@ -139,24 +80,11 @@ def test_an_element_arrives_with_the_error_that_is_stated():
 
 def test_rows_are_cut_and_joined():
     spans = merged([Span(3, True), Span(0, False), Span(2, True), Span(4, False), Span(1, True)])
-    assert spans == (Span(5, True), Span(4, False), Span(1, True))
+    assert spans == [Span(5, True), Span(4, False), Span(1, True)]
     rows = torch.arange(20.0).view(2, 10)
     compressed, wide = split(rows, spans)
     assert compressed.tolist() == [[0, 1, 2, 3, 4, 9], [10, 11, 12, 13, 14, 19]]
     assert torch.equal(join(compressed[1], wide[1], spans), rows[1])
-
-
-def average_everywhere(rank, ranks):
-    exchange = GradientExchange(f8.GradientCompression())
-    values, wide = torch.full((1000,), float(rank + 1)), torch.full((7,), 1.0 + rank)
-    return [part.tolist() for part in exchange.all_reduce((values, wide), dist.group.WORLD, ranks)]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_an_all_reduce_averages_on_every_rank(run_ranks, ranks):
-    mean = (ranks + 1) / 2
-    for compressed, wide in run_ranks(ranks, average_everywhere):
-        assert (compressed, wide) == ([mean] * 1000, [mean] * 7), "numbers that FP8 holds arrive exactly"
 
 
 # ---------------------------------------------------------------- FSDP2
@@ -219,12 +147,10 @@ def gradients_both_ways(rank, ranks, reduce_dtype):
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_near_and_what_is_left_out_is_exact(run_ranks, reduce_dtype):
     # two ranks: the order of a sum of two makes no difference
-    wide = str(reduce_dtype).removeprefix("torch.")
     for plain, ours, before, after in run_ranks(2, gradients_both_ways, reduce_dtype):
-        assert set(before.values()) == {wide}, "the report says how gradients travel"
+        assert set(before.values()) == {""}, "what FSDP2 reduces, its own policy says"
         assert after == {
-            name: "" if name == "0.norm.weight" else "float8_e4m3fn" if g.ndim == 2 and name != "1.up.weight" else wide
-            for name, g in plain.items()
+            name: "float8_e4m3fn" if g.ndim == 2 and name != "1.up.weight" else "" for name, g in plain.items()
         }
         for name, gradient in plain.items():
             compressed = gradient.ndim == 2 and name != "1.up.weight"
@@ -246,7 +172,7 @@ def trains(rank, ranks, recipe, settings, micro_batches):
     [
         (None, {}, 1),
         ("tensorwise", {"rounding": "stochastic"}, 1),
-        ("tensorwise_delayed", {"error_feedback": True}, 2),
+        ("tensorwise_delayed", {}, 2),
         ("rowwise", {"format": "e5m2"}, 1),
     ],
 )
@@ -291,7 +217,7 @@ def spoiled(rank, ranks, settings):
     return norm.full_tensor().item(), after.full_tensor().item()
 
 
-@pytest.mark.parametrize("settings", [{}, {"rounding": "stochastic"}, {"error_feedback": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"rounding": "stochastic"}], ids=str)
 def test_a_gradient_that_is_not_finite_is_seen_and_forgotten(run_ranks, settings):
     for norm, after in run_ranks(2, spoiled, settings):
         assert not np.isfinite(norm)
@@ -344,7 +270,7 @@ def resumed(rank, ranks, settings, folder):
     return whole, again, losses(fresh, 3, first=3)
 
 
-@pytest.mark.parametrize("settings", [{"rounding": "stochastic", "seed": 3}, {"error_feedback": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"rounding": "stochastic", "seed": 3}], ids=str)
 def test_a_resumed_run_continues_bit_for_bit(run_ranks, settings, tmp_path):
     for whole, again, without in run_ranks(2, resumed, settings, tmp_path / "checkpoint"):
         assert again == whole
@@ -353,9 +279,9 @@ def test_a_resumed_run_continues_bit_for_bit(run_ranks, settings, tmp_path):
 
 def states_of_others(rank, ranks):
     model = sharded(init_device_mesh("cpu", (ranks,)))
-    handle = f8.compress_gradients(model, f8.GradientCompression(error_feedback=True))
+    handle = f8.compress_gradients(model, f8.GradientCompression(rounding="stochastic"))
     told = []
-    for state in ({}, {f"rank {rank} of {ranks}": {"residuals": {}}}):
+    for state in ({}, None, 3, {f"rank {rank} of {ranks}": {"residuals": {}}}):
         with pytest.raises(Fp8Error) as raised:
             handle.load_state_dict(state)
         told.append(str(raised.value))
@@ -367,83 +293,23 @@ def test_a_state_of_other_ranks_or_another_model_is_refused(run_ranks):
         assert all("Load it on as many ranks as saved it" in text for text in told)
 
 
-def feedback(rank, ranks, settings):
+def repeated(rank, ranks, settings):
     """The relative error of the sum of 40 reductions of one gradient."""
-    exchange = GradientExchange(f8.GradientCompression(**settings))
+    handle = CompressedGradients(f8.GradientCompression(**settings))
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(ranks, 4096, generator=generator)
-    residual = torch.zeros(ranks, 4096, dtype=torch.bfloat16) if settings.get("error_feedback") else None
     total = torch.zeros(4096)
     for _ in range(40):
-        total += exchange.reduce_scatter((rows, rows[:, :0]), dist.group.WORLD, residual)[0]
+        total += reduce_rows(handle, rows, rows[:, :0], dist.group.WORLD)[0]
     exact = rows.clone()
     dist.all_reduce(exact)
     return ((total / 40 - exact[rank]).norm() / exact[rank].norm()).item()
 
 
-def test_feedback_and_random_rounding_make_errors_of_many_steps_cancel(run_ranks):
-    nearest, stochastic, fed_back = (
-        max(run_ranks(2, feedback, settings)) for settings in ({}, {"rounding": "stochastic"}, {"error_feedback": True})
-    )
+def test_random_rounding_makes_errors_of_many_steps_cancel(run_ranks):
+    nearest, stochastic = (max(run_ranks(2, repeated, settings)) for settings in ({}, {"rounding": "stochastic"}))
     assert nearest > 0.02, "one and the same error in each step"
     assert stochastic < nearest / 2
-    assert fed_back < nearest / 10
-
-
-# ---------------------------------------------------------------- replicas and DDP
-
-
-def replicated(rank, ranks):
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("nodes", "shards"))
-    plain = losses(sharded(mesh), 8)
-    native, own, between = sharded(mesh), sharded(mesh["shards"]), sharded(mesh["shards"])
-    f8.compress_gradients(native)
-    f8.compress_gradients(own, replicas=mesh["nodes"].get_group())
-    handle = f8.compress_gradients(between, replicas=mesh["nodes"].get_group(), replicas_only=True)
-    with pytest.raises(Fp8Error, match="compressed already"):
-        f8.compress_gradients(between)
-    with pytest.raises(Fp8UnsupportedError, match="replicated by FSDP2"):
-        f8.compress_gradients(sharded(mesh), replicas=mesh["nodes"].get_group())
-    with CollectiveCounter() as counter:
-        alone = losses(between, 1)
-    kinds = [one.kind for one in counter.seen]
-    assert kinds.count("alltoall_base") == 2, "one message for each block, between replicas"
-    assert sum("reduce_scatter" in kind for kind in kinds) == 2, "within a replica FSDP2's own"
-    handle.remove()
-    found = losses(native, 8), losses(own, 8), alone + losses(between, 7, first=1)
-    equal = [torch.empty(2) for _ in range(2)]
-    weight = own[0].up.weight.to_local().flatten()[:2].contiguous()
-    dist.all_gather(equal, weight, group=mesh["nodes"].get_group())
-    return plain, *found, torch.equal(*equal)
-
-
-def test_replicas_are_averaged_as_codes_too(run_ranks):
-    for plain, native, own, between, equal in run_ranks(4, replicated):
-        np.testing.assert_allclose(between[:2], plain[:2], rtol=0.02)
-        np.testing.assert_allclose(native, plain, rtol=0.02)
-        np.testing.assert_allclose(own, plain, rtol=0.02)
-        assert equal, "copies stay copies"
-
-
-def distributed(rank, ranks):
-    def model():
-        torch.manual_seed(0)
-        return DistributedDataParallel(nn.Sequential(Block(), Block()))
-
-    plain, ours = model(), model()
-    handle = f8.compress_gradients(ours, parameters=lambda parameter, name: "down" in name)
-    with pytest.raises(Fp8UnsupportedError, match="for good"):
-        handle.remove()
-    with pytest.raises(Fp8UnsupportedError, match="error_feedback"):
-        f8.compress_gradients(model(), f8.GradientCompression(error_feedback=True))
-    return losses(plain, 8), losses(ours, 8), [p.detach().clone() for p in ours.parameters()]
-
-
-def test_ddp_reduces_as_codes_and_ranks_stay_equal(run_ranks):
-    (plain, ours, first), (_, _, second) = run_ranks(2, distributed)
-    np.testing.assert_allclose(ours, plain, rtol=0.02)
-    assert ours != plain
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 # ---------------------------------------------------------------- bad input
@@ -459,6 +325,7 @@ def refusals(rank, ranks):
         told.append(str(raised.value))
 
     refused(lambda: f8.compress_gradients(nn.Linear(4, 4)))
+    refused(lambda: f8.compress_gradients(sharded(mesh), {"rounding": "nearest"}))
     model = sharded(mesh)
     f8.compress_gradients(model)
     refused(lambda: f8.compress_gradients(model))
@@ -477,6 +344,7 @@ def test_what_cannot_be_done_is_one_sentence_on_all_ranks(run_ranks):
     assert first == second
     parts = [
         "Call fully_shard",
+        "must be a GradientCompression",
         "compressed already",
         "contradict",
         "set_force_sum_reduction_for_comms",

@@ -48,7 +48,7 @@ def grouped(module, x, offsets):
 
 
 def converted(module, recipe, *, gather=True, **options):
-    config = f8.Float8LinearConfig(recipe=recipe, all_gather=f8.AllGatherConfig(enabled=gather), **options)
+    config = f8.Float8LinearConfig(recipe=recipe, all_gather=gather, **options)
     own = {Experts: layout(module.transposed)}
     return f8.convert_to_float8_training(module, config=config, experts=own)
 

@@ -20,7 +20,7 @@ def sqnr(reference: torch.Tensor, value: torch.Tensor) -> float:
 
 def layer(dtype=torch.float32, all_gather=True, **options):
     torch.manual_seed(0)
-    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=all_gather), **options)
+    config = f8.Float8LinearConfig(all_gather=all_gather, **options)
     return f8.convert_to_float8_training(nn.Linear(256, 192).to(dtype), config=config)
 
 
@@ -240,7 +240,7 @@ def test_hooks_and_training_mode_survive_conversion():
             "not both",
         ),
         (lambda: f8.Float8LinearConfig(emulate="yes"), Fp8Error, "emulate must be"),
-        (lambda: f8.AllGatherConfig(cache="forever"), Fp8Error, '"step" or "none"'),
+        (lambda: f8.Float8LinearConfig(all_gather="step"), Fp8Error, "True or False"),
         (lambda: layer()(torch.randn(4, 255)), Fp8Error, r"\[..., 256\]"),
         (
             lambda: layer(emulate=False)(torch.randn(4, 256)),

@@ -23,7 +23,7 @@ from tests.helpers.not_finite import (
 
 
 def converted(model: nn.Module, name: str, all_gather: bool = True) -> nn.Module:
-    gather = f8.AllGatherConfig(enabled=all_gather)
+    gather = all_gather
     config = f8.Float8LinearConfig(recipe=recipe_named(name), all_gather=gather)
     return f8.convert_to_float8_training(model, config=config)
 

@@ -71,7 +71,7 @@ def test_delayed_scales_of_a_model_move_on_in_one_operator():
     f8.convert_to_float8_training(model, config=config_of("tensorwise_delayed", history_len=4))
     model(torch.randn(4, 32)).sum().backward()
     with OperatorCounter() as counter:
-        f8.sync_float8_amax_and_scale_history(model)
+        f8.synchronize_scales(model)
     assert counter.calls == {"delayed_update": 1}, "nine operands, two formats, one policy"
 
 
@@ -132,7 +132,7 @@ def sharded_steps(rank, world_size, formats):
     counts = []
     for _ in range(3):
         with counted_casts() as calls:
-            f8.precompute_float8_dynamic_scale_for_fsdp(model)
+            f8.synchronize_scales(model)
             synchronized = dict(calls)
             model(torch.randn(4, 24)).sum().backward()
         optimizer.step()
@@ -192,7 +192,7 @@ def operators_of_a_synchronization(rank, world_size, recipe, layers):
     for _ in range(2):
         model(torch.randn(4, 16)).sum().backward()
         counted = []
-        for act in (optimizer.step, lambda: f8.precompute_float8_dynamic_scale_for_fsdp(model)):
+        for act in (optimizer.step, lambda: f8.synchronize_scales(model)):
             with AllOperators() as operators:
                 act()
             counted.append(operators.calls)

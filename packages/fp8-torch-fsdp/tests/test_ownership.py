@@ -156,11 +156,11 @@ def test_layers_that_were_converted_elsewhere_keep_their_plan():
     model(torch.ones(4, 16)).sum().backward()
     optimizer.step()
     assert model[0].fp8_input.late, "the next forward raises, because nobody calls what was converted"
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     assert model[0].fp8_input.history[0] == 1
     twin = copy.deepcopy(model[0])
     twin(torch.full((4, 16), 5.0)).sum().backward()
-    f8.sync_float8_amax_and_scale_history(twin)
+    f8.synchronize_scales(twin)
     assert twin.fp8_input.history[0] == 5
 
 
@@ -202,7 +202,7 @@ def error_of(low, wanted, x):
 def test_an_edited_weight_takes_its_delayed_scale_anew(initial, all_gather):
     torch.manual_seed(0)
     wanted = nn.Linear(32, 32, bias=False)
-    gather = f8.AllGatherConfig(enabled=all_gather)
+    gather = all_gather
     config = dataclasses.replace(delayed(initial), all_gather=gather)
     low = f8.convert_to_float8_training(copy.deepcopy(wanted), config=config)
     optimizer = torch.optim.SGD(low.parameters(), lr=0.0)

@@ -19,7 +19,7 @@ SCHEDULES = {"1F1B": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B,
 def stage_module(index, all_gather, recipe):
     torch.manual_seed(index)
     model = nn.Sequential(nn.Linear(DIM, 24), nn.GELU(), nn.Linear(24, DIM))
-    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=f8.AllGatherConfig(enabled=all_gather))
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=all_gather)
     return f8.convert_to_float8_training(model, config=config)
 
 
@@ -62,7 +62,7 @@ def train(mesh, name, all_gather, recipe):
 
 def whole(modules):
     for module in modules:
-        f8.sync_float8_amax_and_scale_history(module)
+        f8.synchronize_scales(module)
     states = [module.state_dict() for module in modules]
     return [
         (name, v.full_tensor() if isinstance(v, DTensor) else v.clone())

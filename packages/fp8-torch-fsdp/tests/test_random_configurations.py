@@ -59,7 +59,6 @@ def configs(draw: Any) -> f8.Float8LinearConfig:
         operands.update(input_for_grad_weight=off, grad_output_for_grad_weight=off)
     return f8.Float8LinearConfig(
         recipe=f8.Recipe(name="drawn", **operands),
-        all_gather=f8.AllGatherConfig(cache=draw(st.sampled_from(("step", "none")))),
         pad_inner_dim=draw(st.booleans()),
     )
 
@@ -103,7 +102,7 @@ def train(
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    f8.sync_float8_amax_and_scale_history(model)
+    f8.synchronize_scales(model)
     state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
     return losses, state
 
@@ -114,7 +113,7 @@ def bits(losses: list[float]) -> list[str]:
 
 def compare(rank: int, world_size: int, config: f8.Float8LinearConfig, run: dict[str, Any]) -> list[str]:
     """Return what differs between the FP8 gather and the high-precision gather."""
-    plain = dataclasses.replace(config, all_gather=f8.AllGatherConfig(enabled=False))
+    plain = dataclasses.replace(config, all_gather=False)
     (low, low_state), (high, high_state) = (train(rank, world_size, c, run) for c in (config, plain))
     different = ["losses"] if bits(low) != bits(high) else []
     different += sorted(low_state.keys() ^ high_state.keys())

@@ -78,7 +78,7 @@ def train(world_size, recipe, reader_of):
         optimizer.step()
         optimizer.zero_grad()
         reader.at("after_step")
-        f8.precompute_float8_dynamic_scale_for_fsdp(model)
+        f8.synchronize_scales(model)
         reader.at("after_precompute")
     return losses, f8.cast_count(model)
 

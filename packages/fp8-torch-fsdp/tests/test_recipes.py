@@ -48,7 +48,7 @@ def test_signal_to_quantization_noise(recipe, all_gather):
     high = nn.Linear(256, 192)
     low = nn.Linear(256, 192)
     low.load_state_dict(high.state_dict())
-    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=f8.AllGatherConfig(enabled=all_gather))
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=all_gather)
     low = f8.convert_to_float8_training(low, config=config)
     x, upstream = torch.randn(256, 256), torch.randn(256, 192)
     measured = [sqnr(a, b) for a, b in zip(run(high, x, upstream), run(low, x, upstream), strict=True)]

@@ -94,7 +94,7 @@ def edit_on_one_rank(rank, world_size):
         if step == 2 and rank == 1:
             with torch.no_grad():
                 model[0].weight.mul_(64)
-        f8.sync_float8_amax_and_scale_history(model, group=dist.group.WORLD)
+        f8.synchronize_scales(model, group=dist.group.WORLD)
         seen.append([float(layer.fp8_weight.scale) for layer in (model[0], model[2])])
     return seen
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,7 +81,7 @@ class Mixture(nn.Module):
 
 
 def converted(model, recipe, *, gather=True):
-    config = f8.Float8LinearConfig(recipe=recipe, all_gather=f8.AllGatherConfig(enabled=gather))
+    config = f8.Float8LinearConfig(recipe=recipe, all_gather=gather)
     return f8.convert_to_float8_training(model, config=config, experts=LAYOUTS)
 
 
@@ -272,12 +273,12 @@ def resumed(rank, world_size, recipe, folder):
     mesh = init_device_mesh("cpu", (world_size,))
     model = shard(converted(Mixture(Experts(3)), recipe), mesh)
     train(model, rank, steps=2)
-    f8.save_checkpoint(model.state_dict(), folder)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
     expected = train(model, rank, steps=2)
     other = shard(converted(Mixture(Experts(3, first=7)), recipe), mesh)
     train(other, rank, steps=1)
     state = other.state_dict()
-    f8.load_checkpoint(state, folder)
+    dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     return train(other, rank, steps=2), expected
 

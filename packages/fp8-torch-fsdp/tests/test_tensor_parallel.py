@@ -76,12 +76,10 @@ def whole_plan():
 PLANS = {"sequence": sequence_plan, "whole": whole_plan}
 
 
-def blocks(recipe, all_gather=True, layers=1, **options):
+def blocks(recipe, all_gather=True, layers=1):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(layers)))
-    config = f8.Float8LinearConfig.from_recipe_name(
-        recipe, all_gather=f8.AllGatherConfig(enabled=all_gather, **options)
-    )
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=all_gather)
     return f8.convert_to_float8_training(model, config=config)
 
 
@@ -175,7 +173,7 @@ def test_equals_the_same_layout_without_fsdp(run_ranks, recipe, plan):
 def scales(rank, world_size, recipe, explicit):
     mesh = mesh_of(2, 2)
     model = parallel(blocks(recipe), mesh, "sequence")
-    train(model, mesh, "sequence", after_step=f8.precompute_float8_dynamic_scale_for_fsdp if explicit else None)
+    train(model, mesh, "sequence", after_step=f8.synchronize_scales if explicit else None)
     model(batch(9, 0, mesh, "sequence"))
     model.reshard()
     found = {}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import POWER_OF_2
-from fp8_torch_fsdp import precompute_float8_dynamic_scale_for_fsdp as precompute
+from fp8_torch_fsdp import synchronize_scales as precompute
 from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.distributed
@@ -26,7 +26,7 @@ def chain(widths=WIDTHS):
 
 
 def convert(model, all_gather=True, **options):
-    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=all_gather), **options)
+    config = f8.Float8LinearConfig(all_gather=all_gather, **options)
     return f8.convert_to_float8_training(model, config=config)
 
 
@@ -306,15 +306,6 @@ def explicit_precompute(rank, world_size):
     return explicit(rank, world_size, lambda model, optimizer: precompute)
 
 
-def explicit_controller(rank, world_size):
-    controllers = []
-
-    def attach(model, optimizer):
-        controllers.append(f8.Float8Controller(model, optimizer))
-
-    return explicit(rank, world_size, attach)
-
-
 DEFECTS = {
     "stale scale after precompute: load_state_dict": load_state_dict_after_precompute,
     "stale scale after precompute: EMA": ema_after_precompute,
@@ -329,7 +320,6 @@ DEFECTS = {
     "every weight cast twice a step": one_cast_for_each_step,
     "gloo refuses the float8 dtype": no_float8_in_collectives,
     "optimizer and precompute: other numbers, more casts": explicit_precompute,
-    "optimizer and controller: other numbers, more casts": explicit_controller,
 }
 
 

@@ -21,7 +21,7 @@ from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp._traceable.ops import copy_in_backward
 from tests.helpers.collectives import CollectiveCounter
 
-RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static", "shardwise")
+RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "static")
 WIDTHS = {"even": (24, 48, 12), "uneven": (24, 7, 40), "empty_rank": (24, 2, 40), "blocks": (24, 200, 150)}
 STATIC = f8.Float8LinearConfig(
     recipe=f8.Recipe(
@@ -50,17 +50,14 @@ class Layer(nn.Module):
         return self.norm(nn.functional.gelu(self.linear(x)))
 
 
-def build(widths="even", recipe="tensorwise", dtype=torch.float32, high_precision_head=True, **gather):
+def build(widths="even", recipe="tensorwise", dtype=torch.float32, high_precision_head=True, all_gather=True):
     """Embedding, FP8 layers with norms, and a head that stays in high precision."""
     torch.manual_seed(0)
     sizes = WIDTHS[widths]
     layers = [Layer(a, b) for a, b in itertools.pairwise(sizes)]
     model = nn.Sequential(nn.Embedding(11, sizes[0]), *layers, nn.Linear(sizes[-1], 5)).to(dtype)
-    if recipe == "shardwise":
-        gather["scale_scope"] = "shard"
-    name = "tensorwise" if recipe == "shardwise" else recipe
-    config = STATIC if recipe == "static" else f8.Float8LinearConfig.from_recipe_name(name)
-    config = dataclasses.replace(config, all_gather=f8.AllGatherConfig(**gather))
+    config = STATIC if recipe == "static" else f8.Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, all_gather=all_gather)
     keep = (lambda module, name: module.out_features != 5) if high_precision_head else None
     return f8.convert_to_float8_training(model, config=config, module_filter_fn=keep)
 
@@ -196,7 +193,7 @@ def composed(rank, world_size, folder):
             loss_of(model, batch(rank, step)).backward()
     problems += [f"recomputed {name}" for name in differences(plain, recomputed)]
 
-    saved = plain.state_dict() if not f8.sync_float8_amax_and_scale_history(plain) else {}
+    saved = plain.state_dict() if not f8.synchronize_scales(plain) else {}
     if any(isinstance(getattr(t, "_local_tensor", t), f8.ShardedFloat8Weight) for t in saved.values()):
         problems.append("a state dict holds more than plain tensors")
     dcp.save({"model": saved}, checkpoint_id=folder)

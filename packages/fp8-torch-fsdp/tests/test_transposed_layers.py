@@ -56,7 +56,7 @@ def train(rank, world_size, recipe):
     for gather in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(Conv1D(48, 32), nn.GELU(), Conv1D(7, 48))
-        config = f8.Float8LinearConfig(recipe=recipe, all_gather=f8.AllGatherConfig(enabled=gather))
+        config = f8.Float8LinearConfig(recipe=recipe, all_gather=gather)
         model = f8.convert_to_float8_training(model, config=config)
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

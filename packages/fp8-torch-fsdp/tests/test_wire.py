@@ -16,7 +16,7 @@ def bytes_of_one_step(rank, world_size, all_gather):
     torch.manual_seed(0)
     layers = [nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)]
     model = nn.Sequential(*layers)
-    config = f8.Float8LinearConfig(all_gather=f8.AllGatherConfig(enabled=all_gather))
+    config = f8.Float8LinearConfig(all_gather=all_gather)
     f8.convert_to_float8_training(model, config=config)
     mesh = init_device_mesh("cpu", (world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

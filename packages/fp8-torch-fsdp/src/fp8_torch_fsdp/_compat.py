@@ -14,7 +14,7 @@ from fp8_common import Fp8UnsupportedError
 
 _ops = torch.ops._c10d_functional
 
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "wait_tensor")
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
 """Operators that the traceable mode is made of."""
 
 
@@ -55,12 +55,6 @@ def start_reduce_scatter(x: torch.Tensor, group_size: int, group: str) -> torch.
     return _ops.reduce_scatter_tensor(x, "avg", group_size, group)
 
 
-def start_all_to_all(x: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
-    """Start to send row r of contiguous `x` [group_size, n] to rank r; the result holds what each rank sent."""
-    ones = [1] * group_size
-    return _ops.all_to_all_single(x, ones, ones, group)
-
-
 def start_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """Start to average `x` over ranks."""
     return _ops.all_reduce(x, "avg", group)
@@ -69,8 +63,3 @@ def start_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Return the result of a collective that was started."""
     return _ops.wait_tensor(x)
-
-
-# PyTorch 2.13 has another name for the collective, and warns of the old one.
-all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gathers one tensor of each rank into one, (output, input, group=...)."""

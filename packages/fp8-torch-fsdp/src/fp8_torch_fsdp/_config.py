@@ -14,31 +14,6 @@ CastConfig = CastRecipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AllGatherConfig:
-    """How FSDP2 gathers the weights.
-
-    Attributes:
-        enabled: Gather FP8 codes instead of high-precision weights.
-        cache: "step" keeps this rank's codes until the weight changes (one byte per local element), so that forward,
-            backward, activation checkpointing and gradient accumulation share one cast; "none" casts at every gather.
-        scale_scope: "tensor" agrees on one scale for a whole tensorwise weight, with one all-reduce per step for all
-            weights; "shard" gives each rank's shard its own scale, which travels with the codes: no all-reduce, but
-            results depend on the number of ranks.
-    """
-
-    enabled: bool = True
-    cache: Literal["step", "none"] = "step"
-    scale_scope: Literal["tensor", "shard"] = "tensor"
-
-    def __post_init__(self) -> None:
-        """Refuse unknown choices."""
-        if self.cache not in ("step", "none"):
-            raise Fp8Error(f'AllGatherConfig.cache must be "step" or "none", got {self.cache!r}.')
-        if self.scale_scope not in ("tensor", "shard"):
-            raise Fp8Error(f'AllGatherConfig.scale_scope must be "tensor" or "shard", got {self.scale_scope!r}.')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScalingConfig:
     """What operands with delayed scaling share.
 
@@ -76,8 +51,7 @@ class DelayedScalingConfig:
 
 TORCHAO_OPTIONS = {
     "enable_fsdp_float8_all_gather": (
-        "leave it out, FP8 all-gather is on by default; Float8LinearConfig(all_gather=AllGatherConfig(enabled=False)) "
-        "turns it off"
+        "leave it out, FP8 all-gather is on by default; Float8LinearConfig(all_gather=False) turns it off"
     ),
     "cast_config_input": "use recipe=Recipe(input=CastConfig(...), ...)",
     "cast_config_weight": "use recipe=Recipe(weight=CastConfig(...), ...)",
@@ -104,14 +78,14 @@ class Float8LinearConfig(LinearConfig):
             warning for GPUs; True always does; False raises there.
         fp8_saved_input: Keep codes of the input for the backward in every recipe, one byte per element. The numbers
             stay, unless the product for the weight's gradient is in high precision: it then takes decoded codes.
-        all_gather: How FSDP2 gathers the weights.
+        all_gather: Let FSDP2 gather FP8 codes instead of high-precision weights.
         delayed: What operands with delayed scaling share; None keeps what the recipe says.
 
     Raises:
         Fp8Error: A choice that is unknown, or that contradicts another one.
     """
 
-    all_gather: AllGatherConfig = dataclasses.field(default_factory=AllGatherConfig)
+    all_gather: bool = True
     delayed: DelayedScalingConfig | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -130,25 +104,14 @@ class Float8LinearConfig(LinearConfig):
         LinearConfig.__post_init__(self)
         if self.delayed is not None:
             object.__setattr__(self, "recipe", self.delayed.apply(self.recipe))
-        if self.all_gather.scale_scope == "shard" and (
-            self.weight.granularity != "tensorwise" or self.weight.scaling != "dynamic"
-        ):
-            raise Fp8Error(
-                'scale_scope="shard" is for weights with dynamic tensorwise scaling, got '
-                f'{self.weight.scaling} {self.weight.granularity} scaling. Use scale_scope="tensor" with it.'
-            )
+        if not isinstance(self.all_gather, bool):
+            raise Fp8Error(f"all_gather must be True or False, got {self.all_gather!r}.")
         one_scale = self.weight.granularity == "tensorwise" and not self.folds_weight_scales
         if self.grad_output.scaling == "delayed" and not one_scale:
             raise Fp8Error(
                 "Delayed scaling of grad_output needs a tensorwise weight with one scale: the backward folds other "
-                f"weight scales into the gradient first. Got weight granularity {self.weight.granularity!r} and "
-                f"scale_scope={self.all_gather.scale_scope!r}."
+                f"weight scales into the gradient first. Got weight granularity {self.weight.granularity!r}."
             )
-
-    @property
-    def folds_weight_scales(self) -> bool:
-        """Whether rows of the weight have their own scales, which the backward folds into the gradient."""
-        return self.weight.granularity == "rowwise" or self.all_gather.scale_scope == "shard"
 
     @classmethod
     def from_recipe_name(cls, name: str | Recipe | Mapping[str, Any], **changes: Any) -> "Float8LinearConfig":

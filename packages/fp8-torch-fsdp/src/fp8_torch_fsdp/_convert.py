@@ -102,7 +102,7 @@ def convert_to_float8_training(
     }
     layers = [layer for layer in replacements.values() if isinstance(layer, Float8Linear)]
     # Before `_replace`: weights are counted by the layers that the model has, and these are still the original ones.
-    if config.all_gather.enabled:
+    if config.all_gather:
         _wrap_weights(model, layers)
         _wrap_own_weights(layer for layer in replacements.values() if isinstance(layer, Float8Weights))
     _replace(model, replacements)
@@ -294,7 +294,7 @@ def _wrap_own_weights(modules: Iterable[Float8Weights]) -> None:
             weight = module.get_parameter(name)
             wrapped: Any = successor_of(weight)
             if wrapped is None:
-                wrapped = _wrapped(weight, products.strategy, module.fp8_config)
+                wrapped = _wrapped(weight, products.strategy)
                 leave_address(weight, module, name)
             else:
                 module.share_strategy(name, wrapped.strategy)
@@ -316,7 +316,7 @@ def _wrap_weights(model: nn.Module, converted: list[Float8Linear]) -> None:
             logger.info("FP8: a weight shared with other layers is gathered in high precision.")
             continue
         tied = _tied_earlier(layers[0])
-        wrapped: Any = _wrapped(layers[0].weight, layers[0].strategy, layers[0].config) if tied is None else tied
+        wrapped: Any = _wrapped(layers[0].weight, layers[0].strategy) if tied is None else tied
         local = getattr(wrapped, "_local_tensor", wrapped)
         strategy = local.strategy
         leave_address(layers[0].weight, layers[0], "weight")
@@ -363,9 +363,8 @@ def _refuse_sharded(model: nn.Module, chosen: Collection[nn.Module]) -> None:
         )
 
 
-def _wrapped(weight: torch.Tensor, strategy: Strategy, config: Float8LinearConfig) -> nn.Parameter:
-    cache = config.all_gather.cache == "step"
-    data = map_local(weight.detach(), lambda local: ShardedFloat8Weight.of(local.detach(), strategy, cache=cache))
+def _wrapped(weight: torch.Tensor, strategy: Strategy) -> nn.Parameter:
+    data = map_local(weight.detach(), lambda local: ShardedFloat8Weight.of(local.detach(), strategy))
     return replaced_by(weight, data, "convert_to_float8_training")
 
 

@@ -163,7 +163,7 @@ class DelayedScale(nn.Module):
                 scale,
                 self.late.any() if self.shape else self.late,
                 "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
-                "root, or call sync_float8_amax_and_scale_history(model) once per step.",
+                "root, or call synchronize_scales(model) once per step.",
             )
         if record:
             self.observe(amax, present)

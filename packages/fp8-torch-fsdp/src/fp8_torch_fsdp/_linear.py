@@ -131,7 +131,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         self.fp8_input = delayed_scale(config.input, config, device)
         self.fp8_weight = delayed_scale(config.weight, config, device)
         self.fp8_grad_output = delayed_scale(config.grad_output, config, device)
-        self.strategy = strategy_for(config.weight, delayed=self.fp8_weight, scope=config.all_gather.scale_scope)
+        self.strategy = strategy_for(config.weight, delayed=self.fp8_weight)
         keep_state_dicts_plain(self)
         return self
 
@@ -201,7 +201,7 @@ class Float8Linear(nn.Linear, LinearOperands):
         local = getattr(self.weight, "_local_tensor", self.weight)
         # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
         codes = isinstance(local, ShardedFloat8Weight | GatheredFloat8Weight) or hasattr(self.distribution, "wire")
-        gathered = "fp8" if codes and self.config.all_gather.enabled else "high precision"
+        gathered = "fp8" if codes and self.config.all_gather else "high precision"
         cast = self.config.weight
         return f"{super().extra_repr()}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
 

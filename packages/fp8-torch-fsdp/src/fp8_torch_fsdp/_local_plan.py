@@ -261,7 +261,7 @@ def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
     warnings.warn(
         "FP8 layers with delayed scaling are a part of a model under DDP that some ranks may leave out "
         "(find_unused_parameters=True), so each rank scales by what it sees alone. Convert the whole model, or call "
-        "sync_float8_amax_and_scale_history(model, group=...) once per step.",
+        "synchronize_scales(model, group=...) once per step.",
         stacklevel=2,
     )
     return None

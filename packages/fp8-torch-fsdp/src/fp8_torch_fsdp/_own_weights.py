@@ -23,7 +23,7 @@ from fp8_torch_fsdp._state_dict import forget_state_dict_hooks, keep_state_dicts
 from fp8_torch_fsdp._strategies import DelayedStrategy, Strategy, strategy_for_layer
 from fp8_torch_fsdp._weight_layout import WeightLayout
 
-_ADDED = {"fp8_config", "fp8_layout", "fp8_products", "fp8_unsharded", "fp8_plan", "fp8_offsets_check"}
+_ADDED = {"fp8_config", "fp8_layout", "fp8_products", "fp8_unsharded", "fp8_plan"}
 """What converted experts have more than the module that they were made of."""
 
 
@@ -39,14 +39,12 @@ class Float8Weights(nn.Module):
         fp8_layout: Where the weights are, and the forward.
         fp8_products: The products of each weight, by its name.
         fp8_unsharded: What is known of the weights before any sharding.
-        fp8_offsets_check: Called before each product of rows in groups, of a `GroupOffsetsCheck`; None costs nothing.
     """
 
     fp8_config: Float8LinearConfig
     fp8_layout: WeightLayout
     fp8_products: "dict[str, WeightProducts]"
     fp8_unsharded: tuple[Unsharded, ...]
-    fp8_offsets_check: Any = None
 
     @classmethod
     def from_module(cls, module: nn.Module, layout: WeightLayout, config: Float8LinearConfig) -> "Float8Weights":
@@ -55,7 +53,7 @@ class Float8Weights(nn.Module):
         Args:
             module: It has the parameters that the layout names.
             layout: How they lie, and the forward.
-            config: How to cast and gather; scales are those of whole matrices, whatever `scale_scope` says.
+            config: How to cast and gather.
 
         Raises:
             Fp8Error: A weight is missing, or has another number of dimensions or experts.
@@ -65,8 +63,7 @@ class Float8Weights(nn.Module):
         # shallow copies, as of linear layers: hooks that users hold still remove theirs
         self.__dict__ = module.__dict__.copy()
         self._modules = dict(module._modules)
-        scope = dataclasses.replace(config.all_gather, scale_scope="tensor")
-        self.fp8_config, self.fp8_layout = dataclasses.replace(config, all_gather=scope), layout
+        self.fp8_config, self.fp8_layout = config, layout
         self.fp8_products = {name: self._products(name) for name in layout.weights}
         self.fp8_unsharded = ()
         keep_state_dicts_plain(self)
@@ -132,8 +129,6 @@ class Float8Weights(nn.Module):
                 "in FP8."
             )
         products = self.fp8_products[name]
-        if self.fp8_offsets_check is not None and offsets is not None:
-            torch.compiler.disable(self.fp8_offsets_check)(name, products, x, weight, offsets)
         # as of linear layers: an evaluation must not move the scales of training
         record = self.training and torch.is_grad_enabled()
         return products.product(x, weight, access=products.access, record=record, offsets=offsets)

@@ -7,13 +7,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp
-from fp8_torch_fsdp._gradients.reduce_scatter import CompressedReduceScatter
 from fp8_torch_fsdp._heads import output_heads
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
-from fp8_torch_fsdp._traceable.compression import gradient_dtypes
+from fp8_torch_fsdp._strategies import Strategy
 from fp8_torch_fsdp._traceable.wires import Float8Wire
+from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +26,8 @@ class WeightReport:
         wire_bytes: Bytes of one gather of the whole parameter, scales included.
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
         why: How the weight is scaled, or why it does not travel in FP8; of an output head, what its matmul does.
-        gradient: What FSDP2 reduces for it: "float8_e4m3fn" or "float8_e5m2" as codes of `compress_gradients`, the name
-            of a high-precision dtype, or "" where it is frozen or not sharded.
+        gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes of `compress_gradients`; ""
+            where FSDP2 reduces it as its policy says.
     """
 
     name: str
@@ -94,18 +93,15 @@ def float8_communication_report(
 
 
 def _gradients(model: nn.Module) -> dict[int, str]:
-    """Return, by the identity of its shard, how FSDP2 reduces the gradient of each parameter that is trained."""
+    """Return, by the identity of its shard, the dtype of codes in which the gradient of each parameter is reduced."""
     found = {}
     for module in model.modules():
         params = list(fsdp.params_of_module(module)) if isinstance(module, FSDPModule) else []
-        found |= {
-            id(param.local): str(param.reduce_dtype).removeprefix("torch.") for param in params if param.is_trained
-        }
         reduction = fsdp.reductions_of(module)[0] if params else None
-        if isinstance(reduction, CompressedReduceScatter):
-            codes = reduction.codes_dtype
-            found |= {id(local): codes for local, chosen in reduction.travels() if chosen and id(local) in found}
-    return found | {id(_local(parameter)): dtype for parameter, dtype in gradient_dtypes(model)}
+        if isinstance(reduction, Float8ReduceScatter):
+            trained = {id(param.local) for param in params if param.is_trained}
+            found |= {shard: codes for shard, codes in reduction.codes.items() if shard in trained}
+    return found
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -119,8 +115,7 @@ def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, referenc
     if strategy is not None:
         cast = strategy.cast
         wire_bytes = parameter.numel() + _scale_bytes(parameter, strategy)
-        scope = " for each shard" * isinstance(strategy, ShardwiseStrategy)
-        wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}{scope}"
+        wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}"
         if strategy.decode:
             why += ", for high-precision layers"
     else:
@@ -144,20 +139,15 @@ def _strategy_of(local: torch.Tensor, owner: nn.Module | None) -> Strategy | Non
 
 
 def _scale_bytes(parameter: torch.Tensor, strategy: Strategy) -> int:
-    """Return the bytes of scales that travel with the codes: those of whole rows and of shards do."""
-    mesh = getattr(parameter, "device_mesh", None)
-    # the last dimension of a mesh shards; one before it (HSDP) holds copies
-    ranks = mesh.size(mesh.ndim - 1) if mesh is not None else 1
-    if isinstance(strategy, ShardwiseStrategy):
-        return 4 * ranks
+    """Return the bytes of scales that travel with the codes: those of whole rows do."""
     return 4 * parameter.numel() // parameter.shape[-1] if strategy.cast.granularity == "rowwise" else 0
 
 
 def _why_not(parameter: nn.Parameter, local: torch.Tensor, owner: nn.Module | None) -> str:
     if isinstance(local, GatheredFloat8Weight):
         return "gathered at the moment: call model.reshard() first"
-    if isinstance(owner, Float8Linear) and not owner.config.all_gather.enabled:
-        return "all_gather.enabled is False"
+    if isinstance(owner, Float8Linear) and not owner.config.all_gather:
+        return "all_gather is False"
     if isinstance(owner, Float8Linear):
         return "shared with a layer that is not FP8"
     if isinstance(owner, nn.Linear) and parameter.ndim == 2:

@@ -63,9 +63,9 @@ class ShardedFloat8Weight(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, data: torch.Tensor, strategy: Strategy, *, cache: bool = True) -> "ShardedFloat8Weight":
+    def of(cls, data: torch.Tensor, strategy: Strategy) -> "ShardedFloat8Weight":
         """Wrap a plain weight that nothing is known about yet."""
-        return cls(data, WeightState(strategy=strategy, cache=cache))
+        return cls(data, WeightState(strategy=strategy))
 
     @property
     def plain(self) -> torch.Tensor:
@@ -267,7 +267,7 @@ class ShardedFloat8Weight(torch.Tensor):
         else:
             buffers, scale = state.to_wire(self._data, mesh.size())
             # Under CPU offload the codes are on the GPU, which is to hold nothing of the shard between gathers.
-            if state.cache and owner is self:
+            if owner is self:
                 state.wire = buffers, scale
         return buffers, (scale, state.geometry.full_shape)
 

@@ -205,7 +205,7 @@ def cast_together(members: Iterable[Member]) -> None:
     for member in members:
         strategy = member.state.strategy
         here = member.shard.device == member.device  # else FSDP2 uploads it for each gather: cast then
-        if strategy.shares_launches and here and member.state.cache and member.state.wire is None:
+        if strategy.shares_launches and here and member.state.wire is None:
             together.setdefault((strategy.layout.fmt, member.shard.device), []).append(member)
     for (fmt, _), group in together.items():
         scales = torch.stack([member.state.agreed_scale for member in group])

@@ -349,7 +349,3 @@ def _refuse(members: list[Member]) -> None:
             f"({', '.join(names)}): FSDP2 supports True and False for them. To keep weights within a node, "
             "shard over a two-dimensional mesh (HSDP) instead."
         )
-    for member in members:
-        problem = member.state.strategy.problem(member.geometry)
-        if problem is not None:
-            raise Fp8Error(f"{member.param.name} {problem}")

@@ -1,33 +1,16 @@
 """Synchronization of scales at a moment of the caller's choice, instead of before the next forward of the root."""
 
-import weakref
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8_common import Fp8Error
-from fp8_common.torch.plugin import hooks
 from fp8_torch_fsdp._counters import plans_of
 from fp8_torch_fsdp._delayed import delayed_scales, settle
 from fp8_torch_fsdp._local_plan import synchronize_before_forward
-from fp8_torch_fsdp._sync_plan import SyncPlan
 
 
-def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Synchronize the scales of all FP8 weights now, for example right after `optimizer.step()`.
-
-    Optional: the next root forward does it otherwise. All ranks must call it. Before the first forward of an FSDP root
-    there is nothing to synchronize and the call does nothing.
-    """
-    for plan in plans_of(model):
-        if isinstance(plan, SyncPlan):
-            plan.synchronize_now(roll=False)
-
-
-def sync_float8_amax_and_scale_history(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Synchronize everything now and roll the histories of delayed scaling. All ranks must call it.
 
     Args:
@@ -72,29 +55,3 @@ def _synchronize_all(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         synchronize_before_forward(model)  # copied layers: nobody has taken them yet
     for plan in plans_of(model):
         plan.synchronize_now(roll=True, group=group)
-
-
-class Float8Controller:
-    """Synchronizes after every optimizer step instead of at the next forward.
-
-    Args:
-        model: The converted model.
-        optimizer: Its optimizer; every rank must step it together.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model = weakref.ref(model)
-        # torch may be walking over its hooks when the optimizer dies, so nothing may take the hook out then
-        self._hook = hooks.OwnedHook(register_optimizer_step_post_hook, optimizer, self._after_step)
-
-    def remove(self) -> None:
-        """Go back to synchronizing at the next forward."""
-        self._hook.remove()
-
-    def _after_step(self, own: Optimizer, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        model = self._model()
-        if model is None or optimizer is not own:
-            return
-        for plan in plans_of(model):
-            plan.steps.finish(optimizer)  # its own hook may come after this one
-        sync_float8_amax_and_scale_history(model)

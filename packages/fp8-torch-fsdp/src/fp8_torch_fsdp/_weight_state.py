@@ -86,7 +86,6 @@ class WeightState:
 
     Attributes:
         strategy: How the weight is scaled and becomes buffers.
-        cache: Keep the buffers until the weight changes.
         changes: The writes to the shard.
         plan: Returns the plan of the root that owns the shard; None before its first gather.
         name: Name of the parameter, known once there is a plan.
@@ -102,7 +101,6 @@ class WeightState:
     """
 
     strategy: Strategy
-    cache: bool = True
     changes: WeightChanges = dataclasses.field(default_factory=WeightChanges)
     plan: Callable[[], Any] = lambda: None
     name: str = "<unnamed>"
@@ -166,17 +164,17 @@ class WeightState:
 
     def fresh(self) -> "WeightState":
         """Return the state of a new tensor that holds other data: the same strategy, nothing remembered."""
-        return WeightState(strategy=self.strategy, cache=self.cache)
+        return WeightState(strategy=self.strategy)
 
     def copied(self) -> "WeightState":
         """Return the state of a copy, which is another weight unless FSDP2 made it only to gather it."""
-        return WeightState(strategy=self.strategy, cache=self.cache, origin=weakref.ref(self))
+        return WeightState(strategy=self.strategy, origin=weakref.ref(self))
 
     def __deepcopy__(self, memo: dict) -> "WeightState":
         """A copied weight starts without memory: its FSDP root, if any, is another one."""
         # With the memo: the `DelayedScale` in a strategy is a submodule of the layer, and the copied layer has the same
         # twin.
-        return WeightState(strategy=copy.deepcopy(self.strategy, memo), cache=self.cache)
+        return WeightState(strategy=copy.deepcopy(self.strategy, memo))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -65,7 +65,7 @@ EXPERTS = {
 
 
 def experts_step(recipe):
-    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=f8.AllGatherConfig())
+    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=True)
     layout = f8.ExpertLayout(forward=lambda e, x, offsets: e.grouped_product("up", x, offsets), weights=("up",))
     experts = f8.convert_to_float8_training(Experts(), config=config, experts={Experts: layout})
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()

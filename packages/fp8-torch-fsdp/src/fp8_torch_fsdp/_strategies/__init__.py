@@ -5,7 +5,6 @@ from fp8_torch_fsdp._delayed import DelayedScale
 from fp8_torch_fsdp._strategies.base import Strategy, WireBuffers
 from fp8_torch_fsdp._strategies.blockwise import BlockwiseStrategy
 from fp8_torch_fsdp._strategies.rowwise import RowwiseStrategy
-from fp8_torch_fsdp._strategies.shardwise import ShardwiseStrategy
 from fp8_torch_fsdp._strategies.stacked import StackedDelayedStrategy, StackedStrategy
 from fp8_torch_fsdp._strategies.tensorwise import DelayedStrategy, StaticStrategy, TensorwiseStrategy
 
@@ -13,7 +12,6 @@ __all__ = [
     "BlockwiseStrategy",
     "DelayedStrategy",
     "RowwiseStrategy",
-    "ShardwiseStrategy",
     "StackedDelayedStrategy",
     "StackedStrategy",
     "StaticStrategy",
@@ -26,22 +24,17 @@ __all__ = [
 ]
 
 
-def strategy_for(
-    cast: CastRecipe, *, delayed: DelayedScale | None = None, decode: bool = False, scope: str = "tensor"
-) -> Strategy:
+def strategy_for(cast: CastRecipe, *, delayed: DelayedScale | None = None, decode: bool = False) -> Strategy:
     """Return the strategy for a weight cast.
 
     Args:
         cast: How the weight is cast.
         delayed: The state of delayed scaling, where `cast.scaling` is "delayed".
         decode: Gathered weights become plain high-precision tensors again: communication only.
-        scope: "tensor" for one scale of a tensorwise weight, "shard" for one of each rank's shard.
 
     Raises:
         Fp8Error: No weight is cast that way.
     """
-    if cast.granularity == "tensorwise" and cast.scaling == "dynamic" and scope == "shard":
-        return ShardwiseStrategy(cast=cast, decode=decode)
     if cast.granularity == "tensorwise" and cast.scaling == "dynamic":
         return TensorwiseStrategy(cast=cast, decode=decode)
     if cast.granularity == "tensorwise" and cast.scaling == "static":

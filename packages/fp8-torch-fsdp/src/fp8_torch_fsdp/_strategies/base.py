@@ -47,10 +47,6 @@ class Strategy(abc.ABC):
         """Find the layout."""
         object.__setattr__(self, "layout", ScaleLayout.of(self.cast, stacked=self.stacked, transposed=self.transposed))
 
-    def problem(self, geometry: ShardGeometry) -> str | None:
-        """Return why a weight that was cut so cannot be scaled; None if it can."""
-        return None
-
     def local_keys(self, shard: torch.Tensor, geometry: ShardGeometry) -> torch.Tensor:
         """Return the int32 keys [k] that the fused MAX all-reduce combines; empty if there is nothing to agree on.
 

@@ -10,7 +10,6 @@ import torch
 
 from fp8_common.torch.plugin import LinearOperands, Operand
 from fp8_torch_fsdp._linear import Distribution, Float8Linear, with_bias
-from fp8_torch_fsdp._traceable.codes import Sent
 from fp8_torch_fsdp._traceable.ops import copy_in_backward
 from fp8_torch_fsdp._traceable.parameters import gathered
 from fp8_torch_fsdp._traceable.placement import Started, local_of
@@ -33,7 +32,7 @@ class TraceableShards(Distribution):
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Return the output; the bias is gathered in high precision."""
         output = layer.distributed_product(input, local_of(layer.weight))
-        bias = None if layer.bias is None else gathered(layer.bias, self.wire.place, "bias")
+        bias = None if layer.bias is None else gathered(layer.bias, self.wire.place)
         return with_bias(output, bias)
 
     def send_weight(self, layer: LinearOperands, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -56,10 +55,10 @@ class TraceableShards(Distribution):
         kept, gathers = started
         return self.wire.operand([self.wire.place.finish(one) for one in gathers], kept, record=record)
 
-    def start_gradient(self, layer: LinearOperands, grad_weight: torch.Tensor) -> Started | Sent:
+    def start_gradient(self, layer: LinearOperands, grad_weight: torch.Tensor) -> Started:
         """Start to average the gradient over all ranks."""
-        return self.wire.place.start_average(grad_weight, "weight")
+        return self.wire.place.start_average(grad_weight)
 
     def finish_gradient(self, layer: LinearOperands, started: Any) -> torch.Tensor:
         """Return this rank's rows of the averaged gradient."""
-        return self.wire.place.finish_average(started, self.rows, "weight")
+        return self.wire.place.finish_average(started, self.rows)

@@ -16,24 +16,24 @@ from fp8_torch_fsdp._traceable.ops import copy_in_backward
 from fp8_torch_fsdp._traceable.placement import Placement, Started, local_of, pad
 
 
-def gathered(parameter: torch.Tensor, place: Placement, name: str) -> torch.Tensor:
-    """Return the whole of the sharded parameter `name` of a module; its gradient is averaged over all ranks."""
-    return _Gather.apply(local_of(parameter), parameter.shape[0], place, name)
+def gathered(parameter: torch.Tensor, place: Placement) -> torch.Tensor:
+    """Return the whole of a sharded parameter; its gradient is averaged over all ranks."""
+    return _Gather.apply(local_of(parameter), parameter.shape[0], place)
 
 
 class _Gather(torch.autograd.Function):
     """Rows of all ranks, and back."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, rows: int, place: Placement, name: str) -> torch.Tensor:
-        ctx.rows, ctx.place, ctx.name = rows, place, name
+    def forward(ctx: Any, part: torch.Tensor, rows: int, place: Placement) -> torch.Tensor:
+        ctx.rows, ctx.place = rows, place
         return whole(place, start_whole(place, part, rows), rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        started = ctx.place.start_average(grad, ctx.name)
-        return ctx.place.finish_average(started, ctx.rows, ctx.name), None, None, None
+        started = ctx.place.start_average(grad)
+        return ctx.place.finish_average(started, ctx.rows), None, None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -61,11 +61,11 @@ class _GatheredLinear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
             grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])
-            averaging = place.start_average(grad_weight.to(part.dtype), "weight")
+            averaging = place.start_average(grad_weight.to(part.dtype))
         if started is not None:
             grad_x = grad @ whole(place, started, ctx.rows).to(grad.dtype)
         if averaging is not None:
-            grad_part = place.finish_average(averaging, ctx.rows, "weight")
+            grad_part = place.finish_average(averaging, ctx.rows)
         return grad_x, grad_part, flat.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -89,7 +89,7 @@ class GatheringLinear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         # The bias is left to autograd: it is one row, while a gathered weight would be alive until the backward.
-        bias = None if self.bias is None else gathered(self.bias, self.fp8_place, "bias").to(input.dtype)
+        bias = None if self.bias is None else gathered(self.bias, self.fp8_place).to(input.dtype)
         return _GatheredLinear.apply(input, local_of(self.weight), bias, self.weight.shape[0], self.fp8_place)
 
 
@@ -125,6 +125,6 @@ def _gathering(cls: type, names: tuple[str, ...]) -> type:
 def _reader(name: str) -> Any:
     def read(self: Any) -> torch.Tensor:
         parameter = self._parameters[name]
-        return gathered(parameter, self.fp8_place, name) if self.fp8_gathering else parameter
+        return gathered(parameter, self.fp8_place) if self.fp8_gathering else parameter
 
     return read

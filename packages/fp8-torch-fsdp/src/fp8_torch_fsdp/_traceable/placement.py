@@ -4,7 +4,6 @@ The mesh has one dimension, or two for HSDP: copies first, shards last.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_common import Fp8Error
 from fp8_torch_fsdp import _compat as compat
-from fp8_torch_fsdp._traceable.codes import GradientCodes, Sent
 
 
 class Started(NamedTuple):
@@ -40,7 +38,6 @@ class Placement:
         group: Name of the group that holds the other shards.
         copies: Number of ranks that hold the same shard.
         copies_group: Name of their group; None without copies.
-        codes: By the name of the parameter in its module, how its gradients travel as codes; others as they are.
     """
 
     size: int
@@ -48,7 +45,6 @@ class Placement:
     group: str
     copies: int = 1
     copies_group: str | None = None
-    codes: Mapping[str, GradientCodes] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Placement":
@@ -91,23 +87,19 @@ class Placement:
         """Wait for what was started."""
         return started.result if self.size == 1 else compat.wait(started.result)
 
-    def start_average(self, whole: torch.Tensor, name: str) -> Started | Sent:
-        """Start to average the gradient [rows, ...] of parameter `name`, of which each rank gets its padded rows."""
+    def start_average(self, whole: torch.Tensor) -> Started:
+        """Start to average the gradient [rows, ...] of a parameter, of which each rank gets its padded rows."""
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
-        if name in self.codes and self.codes[name].shards:
-            return self.codes[name].start(padded)
         return Started(
             padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group),
             padded,
         )
 
-    def finish_average(self, started: Started | Sent, rows: int, name: str) -> torch.Tensor:
+    def finish_average(self, started: Started, rows: int) -> torch.Tensor:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
-        part = self.codes[name].finish(started) if isinstance(started, Sent) else self.finish(started)
+        part = self.finish(started)
         # All ranks have equally many summands, so the average of averages is the average.
-        if name in self.codes and self.codes[name].copies:
-            part = self.codes[name].average_over_copies(part)
-        elif self.copies_group is not None and self.copies > 1:
+        if self.copies_group is not None and self.copies > 1:
             part = compat.wait(compat.start_all_reduce(part, self.copies_group))
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
 

@@ -14,7 +14,7 @@ from fp8_torch_fsdp._config import Float8LinearConfig
 from fp8_torch_fsdp._convert import convert_to_float8_training
 from fp8_torch_fsdp._filters import ModuleFilter
 from fp8_torch_fsdp._linear import Float8Linear
-from fp8_torch_fsdp._synchronize import sync_float8_amax_and_scale_history
+from fp8_torch_fsdp._synchronize import synchronize_scales
 from fp8_torch_fsdp.integrations._scales_apart import ScalesApart
 
 try:
@@ -85,5 +85,5 @@ class Float8Precision(Precision):
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         # Sharded models synchronize in the forward of their root.
         if not any(isinstance(p, DTensor) for p in model.parameters()):
-            sync_float8_amax_and_scale_history(model, group=dist.group.WORLD if dist.is_initialized() else None)
+            synchronize_scales(model, group=dist.group.WORLD if dist.is_initialized() else None)
         return result

@@ -1,0 +1,260 @@
+"""`compress_gradients`: FSDP2 reduce-scatters gradients as FP8 codes, in an all-to-all and a float32 sum.
+
+Sums are made in float32 and in the order of ranks, so that a reduction gives the same bits in every run. Elements that
+stay in the dtype of the reduction travel in the same message.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
+from fp8_common.torch.plugin import dispatch, fsdp
+
+ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
+"""Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
+
+
+def compress_gradients(
+    model: nn.Module, config: GradientCompression | None = None, *, parameters: ParameterSelection = None
+) -> "CompressedGradients":
+    """Let the ranks of `model` reduce-scatter its gradients as FP8 codes with one scale for each block of 128.
+
+    Call it on all ranks, after `fully_shard`. It is independent of FP8 weights and matmuls. Gradients of parameters of
+    fewer than two dimensions, and of those left out, travel in the dtype of the reduction, in the same message. A
+    gradient element that is infinite or NaN arrives as NaN. Under HSDP the all-reduce between copies stays FSDP2's.
+
+    Args:
+        model: The outermost FSDP module, whose groups all take part.
+        config: How gradients are rounded; a `GradientCompression()` by default.
+        parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
+
+    Returns:
+        What undoes it, and holds the state to be saved with `rounding="stochastic"`.
+
+    Raises:
+        Fp8Error: Nothing of `model` is sharded by FSDP2, gradients are compressed already, or a rule decides nothing.
+        Fp8UnsupportedError: Error feedback, which would keep a copy of every whole gradient.
+    """
+    if config is not None and not isinstance(config, GradientCompression):
+        raise Fp8Error(f"config must be a GradientCompression, got {config!r}.")
+    config = config or GradientCompression()
+    if config.error_feedback:
+        raise Fp8UnsupportedError(
+            "error_feedback=True would keep a copy of every whole gradient on every rank, and is not offered here. Use "
+            'GradientCompression(rounding="stochastic"), whose error averages away too.'
+        )
+    modules: list[tuple[str, Any]] = [
+        (n, module) for n, module in model.named_modules() if isinstance(module, FSDPModule)
+    ]
+    groups = [(name, module) for name, module in modules if fsdp.params_of_module(module)]
+    if not groups:
+        raise Fp8Error(
+            f"compress_gradients needs a model that FSDP2 shards, got {type(model).__name__}. Call fully_shard(model) "
+            "first; DistributedDataParallel and fully_shard_traceable reduce in high precision."
+        )
+    # all checks before the first change, so that a refusal leaves the model as it was
+    for name, module in groups:
+        if isinstance(fsdp.reductions_of(module)[0], Float8ReduceScatter):
+            raise Fp8Error(f"The gradients of {name or 'the model'} are compressed already. Remove that first.")
+    able = {name: shard for name, shard in fsdp.named_shards(model) if shard.ndim >= 2}
+    chosen = {id(able[name]) for name, one in select_modules(able, parameters).items() if one.include}
+    handle = CompressedGradients(config)
+    for _, module in groups:
+        params = list(fsdp.params_of_module(module))
+        handle.install(module, Float8ReduceScatter(handle, params, [id(param.local) in chosen for param in params]))
+    return handle
+
+
+class CompressedGradients:
+    """The handle of `compress_gradients`; a `Stateful` for torch.distributed.checkpoint.
+
+    Save and load it with the model where rounding is stochastic: a run then goes on with the same bits. The state is
+    this rank's own, under a name that holds the rank.
+
+    Args:
+        config: How gradients are rounded.
+
+    Attributes:
+        config: As given.
+        drawn: int64 scalar on the CPU: how many counters of random bits this rank has used.
+    """
+
+    def __init__(self, config: GradientCompression) -> None:
+        self.config = config
+        self.drawn = torch.zeros((), dtype=torch.int64)
+        self._installed: list[tuple[Any, Any]] = []
+
+    def install(self, module: Any, scatter: "Float8ReduceScatter") -> None:
+        """Let the FSDP module reduce its gradients by `scatter` until `remove`."""
+        self._installed.append((module, fsdp.reductions_of(module)[0]))
+        module.set_custom_reduce_scatter(scatter)
+
+    def remove(self) -> None:
+        """Let gradients be reduced as before."""
+        for module, before in self._installed:
+            module.set_custom_reduce_scatter(before)
+        self._installed.clear()
+
+    def draw(self, rows: int, columns: int) -> tuple[int, int] | None:
+        """Return key and offset of the random bits of a message [rows, columns]; None rounds to nearest.
+
+        Philox under the key (seed, rank): one bit pattern for each element, each counter good for four. Rows begin with
+        a new block of counters.
+        """
+        if self.config.rounding != "stochastic":
+            return None
+        offset = int(self.drawn)
+        self.drawn += -(-rows * -(-columns // self.config.block) * self.config.block // 4)
+        # the seed below and the rank above, so that the errors of ranks are independent
+        return self.config.seed | dist.get_rank() << 32, offset
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's random state."""
+        return {self._name(): {"drawn": self.drawn}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            Fp8Error: It is that of another number of ranks.
+        """
+        own = state_dict.get(self._name()) if isinstance(state_dict, dict) else None
+        if not isinstance(own, dict) or set(own) != {"drawn"}:
+            found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise Fp8Error(
+                f"The state of compressed gradients holds {found}, and this rank needs {self._name()!r} with 'drawn'. "
+                "Load it on as many ranks as saved it, or begin without it."
+            )
+        self.drawn.copy_(own["drawn"])
+
+    def _name(self) -> str:
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+class Float8ReduceScatter:
+    """FSDP2's reduce-scatter of one group of parameters, as an all-to-all of FP8 codes and a float32 sum.
+
+    Args:
+        handle: The model's configuration and random bits.
+        params: The group's parameters in the order of FSDP2.
+        compressed: For each of them, whether its gradient travels as FP8.
+    """
+
+    def __init__(
+        self, handle: CompressedGradients, params: Sequence[fsdp.ShardedParam], compressed: Sequence[bool]
+    ) -> None:
+        self._handle = handle
+        self._params = list(zip(params, compressed, strict=True))
+
+    @property
+    def codes(self) -> dict[int, str]:
+        """By the identity of its shard, the dtype of codes of each parameter whose gradient travels as FP8."""
+        name = self._handle.config.fp8_format.dtype_name
+        return {id(param.local): name for param, chosen in self._params if chosen}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer, which FSDP2 fills."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Write the reduction of this rank's part into `output_tensor`, ordered on the current stream.
+
+        Args:
+            output_tensor: [m], of the dtype of the input.
+            input_tensor: [n * m]: for each of the n ranks its part of the gradients of the group's parameters.
+            group: The ranks.
+            op: SUM or AVG.
+            async_op: Makes no difference: nothing is left to wait for.
+
+        Raises:
+            Fp8UnsupportedError: Another reduction.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise Fp8UnsupportedError(
+                "Compressed gradients are reduced by SUM or AVG, and not by what set_gradient_divide_factor asks. "
+                "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module: it then divides by itself."
+            )
+        rows = input_tensor.view(group.size(), -1)
+        spans = self.spans(rows.shape[1])
+        compressed, wide = split(rows, spans)
+        divisor = group.size() if op == dist.ReduceOp.AVG else 1
+        sums = reduce_rows(self._handle, compressed, wide, group, divisor)
+        output_tensor.copy_(join(*sums, spans).view_as(output_tensor))
+
+    def spans(self, length: int) -> "list[Span]":
+        """Return how the elements of a rank's part, `length` of them, travel."""
+        trained = [(param, chosen) for param, chosen in self._params if param.is_trained]
+        spans = merged([Span(param.padded_shape.numel(), chosen) for param, chosen in trained])
+        # Parameters without a gradient are left out of the buffer, the same ones on all ranks; which, it does not say.
+        return spans if sum(span.length for span in spans) == length else [Span(length, compressed=False)]
+
+
+def reduce_rows(
+    handle: CompressedGradients, compressed: Tensor, wide: Tensor, group: dist.ProcessGroup, divisor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the float32 sums [c] and [w] over ranks of this rank's row, divided by `divisor`.
+
+    Args:
+        handle: Configuration and random bits.
+        compressed: Values [n, c] for each of the n ranks of `group` that travel as codes.
+        wide: Values [n, w] that travel in their dtype.
+        group: The ranks, which all call this with equal shapes.
+        divisor: The sums are divided by it.
+    """
+    config = handle.config
+    random = handle.draw(*compressed.shape)
+    message = dispatch.pack_gradients(compressed, wide, config.fp8_format, config.block, None, random)
+    received = torch.empty_like(message)
+    dist.all_to_all_single(received, message, group=group)
+    sizes = (compressed.shape[1], wide.shape[1])
+    return dispatch.sum_gradients(received, sizes, wide.dtype, config.fp8_format, config.block, divisor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A run of elements of a row, of one parameter or of several that travel alike.
+
+    Attributes:
+        length: Number of elements.
+        compressed: Whether they travel as FP8.
+    """
+
+    length: int
+    compressed: bool
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans with neighbours that travel alike made one, and without empty ones."""
+    filled = [span for span in spans if span.length]
+    runs = itertools.groupby(filled, key=lambda span: span.compressed)
+    return [Span(sum(span.length for span in run), compressed) for compressed, run in runs]
+
+
+def split(rows: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Return the compressed [n, c] and the wide elements [n, w] of `rows` [n, c + w]."""
+    parts = rows.split([span.length for span in spans], dim=1)
+
+    def chosen(compressed: bool) -> Tensor:
+        own = [part for part, span in zip(parts, spans, strict=True) if span.compressed == compressed]
+        if len(own) == 1:
+            return own[0]  # without a copy, as where all of a group's parameters travel alike
+        return torch.cat(own, dim=1) if own else rows[:, :0]
+
+    return chosen(True), chosen(False)
+
+
+def join(compressed: Tensor, wide: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Undo `split` for rows without their first dimension: [c] and [w] give [c + w]."""
+    codes = iter(compressed.split([span.length for span in spans if span.compressed]))
+    others = iter(wide.split([span.length for span in spans if not span.compressed]))
+    parts = [next(codes) if span.compressed else next(others) for span in spans]
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
