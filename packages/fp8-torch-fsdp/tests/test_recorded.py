@@ -102,7 +102,7 @@ def ten_steps(rank: int, world_size: int, recipe: str | None, mode: str) -> dict
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
                 layer.register_forward_pre_hook(look)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, collectives = [], {}
     for step in range(STEPS):
         x = torch.randn(16, 140, generator=torch.Generator().manual_seed(1000 * step + rank))

@@ -152,7 +152,7 @@ def test_hsdp_equals_fsdp2_and_copies_stay_equal(run_ranks, recipe):
 
 
 def count(rank, world_size, recipe, fp8):
-    model = f8.fully_shard_traceable(build("even", recipe, enabled=fp8))
+    model = f8.fully_shard_traceable(build("even", recipe, all_gather=fp8))
     loss_of(model, batch(rank, 0)).backward()
     model.zero_grad()
     with CollectiveCounter() as forward:
