@@ -17,7 +17,7 @@ from fp8_common.torch.plugin import ShardGeometry, max_over_ranks
 from fp8_torch_fsdp._linear import Float8Linear
 from fp8_torch_fsdp._own_weights import Float8Weights
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
-from fp8_torch_fsdp._strategies import ShardwiseStrategy, Strategy
+from fp8_torch_fsdp._strategies import Strategy
 
 
 @torch.no_grad()
@@ -105,10 +105,8 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_strategy(strategy: Strategy, name: str) -> None:
-    if isinstance(strategy, ShardwiseStrategy) or strategy.transposed:
-        raise Fp8UnsupportedError(
-            f'{name} is scaled for each shard, or stored transposed, which no serving layout has. Use codes="masters".'
-        )
+    if strategy.transposed:
+        raise Fp8UnsupportedError(f'{name} is stored transposed, which no serving layout has. Use codes="masters".')
     serving.check_is_e4m3(strategy.cast, name)
 
 
