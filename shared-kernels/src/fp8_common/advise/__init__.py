@@ -1,7 +1,7 @@
 """Estimates of what FP8 training is worth for a model on a machine: bytes, exposed communication, step time, memory.
 
-A model, not a measurement: `Job`, `Choice`, `Accelerator` and `Links` hold its assumptions, the page "What FP8 is
-worth" of the documents lists them and compares it with published runs.
+A model, not a measurement: `Job`, `Choice`, `Accelerator` and `Links` hold its assumptions, the page "Estimate the
+speed-up" of the documents lists them and compares it with published runs.
 """
 
 from fp8_common.advise._choices import CHOICES, Choice
