@@ -12,8 +12,9 @@ import torch.distributed as dist
 from fp8_common._formats import FORMATS, Format
 from fp8_common._recipe import CastRecipe
 from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._amax import amax_over_ranks
+from fp8_common.torch._amax import float_key, key_to_float
 from fp8_common.torch._quantize import Cast, expand_blocks
+from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.gathered import GatheredWeight
 
 BLOCK_1X128 = (1, 128)
@@ -162,7 +163,10 @@ def quantize_tensorwise(
         codes, amax, transposed = dispatch.cast_with_amax(x, delayed.scale, fmt, both=both)
         return Cast(codes, *delayed.current_with_inverse(amax, record), transposed)
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
-    amax = amax_over_ranks(dispatch.amax(x), group)
+    amax = dispatch.amax(x)
+    if group is not None:
+        (bits,), _ = max_over_ranks([float_key(amax)], group)
+        amax = key_to_float(bits)
     scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)
     return _quantize_with(x, scale, fmt)
 
