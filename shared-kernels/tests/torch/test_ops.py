@@ -21,6 +21,7 @@ from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _grouped_products as grouped_products
 from fp8_common.torch import _ops as ops
+from fp8_common.torch.linear import grouped_matmul
 
 POLICY = ops.policy_key(f8.CANONICAL)
 X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
@@ -79,6 +80,19 @@ OPERATORS = {
         *(GROUPS, True, torch.float32, EMULATED),
     ),
     "grouped_wide_product": (X, X[:, :16], GROUPS),
+    "amax_by_segment": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
+    "zero_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
+    "grouped_matmul": (
+        *(CODES, torch.ones(2), "e4m3", []),
+        *(WEIGHTS, torch.ones(2), "e4m3", []),
+        *(GROUPS, False, torch.bfloat16, EMULATED),
+    ),
+    "grouped_matmul_between_rows": (
+        *(CODES, torch.ones(2), "e4m3", []),
+        *(f8t.quantize(X[:, :16], ONE, "e5m2").view(torch.uint8), torch.ones(2), "e5m2", []),
+        *(GROUPS, True, torch.float32, EMULATED),
+    ),
+    "grouped_matmul_wide": (X, X[:, :16], GROUPS),
     "delayed_update": (torch.ones(3, 2), torch.ones(2), torch.ones(2), "e4m3,e5m2", ops.policy_key(te_delayed())),
 }
 
@@ -96,7 +110,7 @@ def test_opcheck(case):
 
 
 def test_every_operator_is_checked():
-    assert fused_ops.NAMESPACE == grouped_products.NAMESPACE == "fp8_common"
+    assert fused_ops.NAMESPACE == grouped_products.NAMESPACE == grouped_matmul.NAMESPACE == "fp8_common"
     defined = {
         name.removeprefix("fp8_common::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
