@@ -26,7 +26,7 @@ nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "test", "docs"]
 
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
-TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax,equinox]"
+TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax]"
 PACKAGES = (f"{COMMON}[torch,jax]", FSDP, WITH_ALL, TE)
 WITH_TRITON = (f"{COMMON}[torch,jax,triton]", *PACKAGES[1:])
 

@@ -8,6 +8,8 @@ import sys
 
 import jax
 
+from tests.helpers import jax_layers
+
 
 def main(rank: int, port: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -25,7 +27,7 @@ def main(rank: int, port: int) -> None:
         @nn.compact
         def __call__(self, h):
             scaling = owg.DelayedScaling(amax_history_length=3)
-            return owg_linen.Fp8Dense(8, use_bias=False, scaling=scaling, name="fc")(h)
+            return jax_layers.dense(8, use_bias=False, scaling=scaling, name="fc")(h)
 
     model = owg_linen.LayerwiseShardablePipelined(body=Stage(), num_stages=2, num_microbatches=3)
     x = np.random.default_rng(0).integers(-4, 5, (3, 8, 8)).astype(np.float32)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import linen as owg_linen
+from tests.helpers import jax_layers
 
 SCALING = owg.DelayedScaling(amax_history_length=3)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -153,7 +153,7 @@ def test_a_state_that_is_computed_with_is_refused(what, mode):
 
 
 def test_a_penalty_over_all_variables_of_a_model_is_refused(mode):
-    model, x = owg_linen.Fp8Dense(2, use_bias=False, scaling=SCALING), jnp.ones((2, 2))
+    model, x = jax_layers.dense(2, use_bias=False, scaling=SCALING), jnp.ones((2, 2))
     variables = model.init(jax.random.key(0), x)
 
     def loss(variables, penalized):
@@ -180,7 +180,7 @@ def test_state_that_a_loss_returns_beside_its_value_is_float32(mode):
 
 
 def test_variables_that_linen_returns_beside_the_output_are_float32(mode):
-    model = nn.Sequential([owg_linen.Fp8Dense(2, scaling=SCALING)])
+    model = nn.Sequential([jax_layers.dense(2, scaling=SCALING)])
     variables = model.init(jax.random.key(0), jnp.ones((2, 2)))
 
     def loss(variables):

@@ -1,20 +1,15 @@
-"""Models of Linen and Equinox converted by rules, and `filter_value_and_grad` of the latter."""
+"""Models of Linen converted by rules."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import CurrentScaling, DelayedScaling
+from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
-from fp8_jax_owg.optax import bypass_owg
-
-eqx = pytest.importorskip("equinox", reason="needs equinox")
-owg_eqx = pytest.importorskip("fp8_jax_owg.equinox")
 
 SCALING = DelayedScaling(amax_history_length=2)
 COLLECTION = "_overwrite_with_gradient"
@@ -65,59 +60,3 @@ def test_layers_of_a_converted_model_under_scan_and_in_attention():
     histories = [a for p, a in jax.tree_util.tree_leaves_with_path(after) if "input_amax" in str(p)]
     assert len(histories) == 4
     assert all(history.shape == (2, 2) and (history[:, 0] > 0).all() for history in histories)
-
-
-def mlp():
-    return eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
-
-
-def test_an_equinox_model_is_converted_by_rules():
-    model = owg_eqx.convert_to_fp8(mlp(), ["*", "!layers.2", "layers.1 = tensorwise"], scaling=SCALING)
-    first, second, third = model.layers
-    assert (first.scaling, second.scaling, second.fp8) == (SCALING, CurrentScaling(), None)
-    assert type(third) is eqx.nn.Linear
-    with pytest.raises(Fp8Error, match=r"No layer to convert among 3 \(layers.0"):
-        owg_eqx.convert_to_fp8(mlp(), lambda layer, name: False)
-
-
-def test_equinox_models_train_with_examples_that_share_their_state():
-    model = owg_eqx.convert_to_fp8(mlp(), scaling=SCALING)
-    xs = jnp.float32([1, 5, 3])[:, None] * jnp.ones((3, 4))
-    tx = bypass_owg(optax.sgd(0.1))
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def step(model, opt_state, xs):
-        loss = lambda model, xs: ((jax.vmap(model)(xs) ** 2).mean(), "aux")  # noqa: E731
-        (value, _), grads = owg_eqx.filter_value_and_grad(loss, has_aux=True)(model, xs)
-        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
-        return owg_eqx.apply_updates(model, updates), opt_state, value
-
-    model, opt_state, first = step(model, opt_state, xs)
-    np.testing.assert_array_equal(model.layers[0].fp8.value["input_amax_history"], [5, 0])
-    for _ in range(5):
-        model, opt_state, last = step(model, opt_state, xs)
-    assert last < first
-    np.testing.assert_array_equal(model.layers[0].fp8.value["input_amax_history"], [5, 5])
-    assert not owg.report(model).suspicious
-
-
-def test_a_weight_that_is_trained_without_its_state_is_refused():
-    model, x = owg_eqx.convert_to_fp8(mlp(), scaling=SCALING), jnp.ones(4)
-    chosen = jax.tree.map(lambda state, leaf: eqx.is_inexact_array(leaf) and not state, owg.owg_mask(model), model)
-    trained, rest = eqx.partition(model, chosen)
-    with pytest.raises(Fp8Error, match="The kernel of an Fp8Linear is trained and its FP8 state is not"):
-        jax.grad(lambda trained: eqx.combine(trained, rest)(x).sum())(trained)
-
-
-def test_stacked_equinox_layers_have_a_state_each():
-    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))
-    stack = owg_eqx.convert_to_fp8(make(jax.random.split(jax.random.key(0), 3)), scaling=SCALING)
-
-    def loss(model, x):
-        arrays, rest = eqx.partition(model, eqx.is_array)
-        return jax.lax.scan(lambda h, one: (eqx.combine(one, rest)(h), None), x, arrays)[0].sum()
-
-    after = eqx.filter_jit(owg_eqx.filter_grad(loss))(stack, jnp.full(4, 3.0))
-    assert after.fp8.value["input_amax_history"].shape == (3, 2)
-    assert after.fp8.value["input_amax_history"][0, 0] == 3

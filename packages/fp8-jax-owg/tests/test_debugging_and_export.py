@@ -11,7 +11,7 @@ from jax import export
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling, checkpoint
-from fp8_jax_owg.linen import Fp8Dense
+from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=2)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -50,8 +50,8 @@ def test_export_with_a_symbolic_batch():
 
 
 def test_equal_layers_are_equal():
-    assert Fp8Dense(4, scaling=SCALING) == Fp8Dense(4, scaling=SCALING)
-    assert Fp8Dense(4, scaling=SCALING) != Fp8Dense(4)
+    assert jax_layers.dense(4, scaling=SCALING) == jax_layers.dense(4, scaling=SCALING)
+    assert jax_layers.dense(4, scaling=SCALING) != jax_layers.dense(4)
     traced = []
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -59,14 +59,14 @@ def test_equal_layers_are_equal():
         traced.append(layer)
         return layer.apply(variables, x)
 
-    values = Fp8Dense(4, scaling=SCALING).init(jax.random.key(0), jnp.ones((2, 3)))
+    values = jax_layers.dense(4, scaling=SCALING).init(jax.random.key(0), jnp.ones((2, 3)))
     for _ in range(4):
-        run(Fp8Dense(4, scaling=SCALING), values, jnp.ones((2, 3)))
+        run(jax_layers.dense(4, scaling=SCALING), values, jnp.ones((2, 3)))
     assert len(traced) == 1
 
 
 def test_a_checkpoint_is_upgraded_to_shapes():
-    layer, x = Fp8Dense(4, scaling=SCALING), jnp.ones((2, 3))
+    layer, x = jax_layers.dense(4, scaling=SCALING), jnp.ones((2, 3))
     shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
     saved = layer.init(jax.random.key(0), x)
     jax.tree.map(np.testing.assert_array_equal, checkpoint.upgrade(saved, shapes), saved)
@@ -75,8 +75,8 @@ def test_a_checkpoint_is_upgraded_to_shapes():
 
 
 def test_a_history_of_another_length_than_the_settings_is_refused():
-    layer, x = Fp8Dense(4, scaling=SCALING), jnp.ones((2, 3))
-    saved = Fp8Dense(4, scaling=DelayedScaling(amax_history_length=5)).init(jax.random.key(0), x)
+    layer, x = jax_layers.dense(4, scaling=SCALING), jnp.ones((2, 3))
+    saved = jax_layers.dense(4, scaling=DelayedScaling(amax_history_length=5)).init(jax.random.key(0), x)
     with pytest.raises(Fp8Error, match=r"have 5 entries.*amax_history_length=2.*checkpoint.upgrade"):
         layer.apply(saved, x)
     assert layer.apply(checkpoint.upgrade(saved, layer.init(jax.random.key(0), x)), x).shape == (2, 4)

@@ -14,7 +14,6 @@ import fp8_jax_owg as owg
 
 SCALINGS = {
     "delayed": owg.DelayedScaling(),
-    "channel": owg.DelayedScaling(kernel_granularity="channel"),
     "tensor": owg.CurrentScaling(),
     "power of 2": owg.CurrentScaling(power_of_2=True),
     "row": owg.CurrentScaling(granularity="row"),
@@ -31,8 +30,7 @@ def step_on(platform, scaling, shape, dtype):
     random = np.random.default_rng(0)
     x, kernel, weights = (random.normal(size=size).astype(np.float32) for size in ((m, k), (k, n), (m, n)))
     delayed = isinstance(scaling, owg.DelayedScaling)
-    channels = n if delayed and scaling.kernel_granularity == "channel" else None
-    meta = owg.init_meta(scaling, channels=channels) if delayed else None
+    meta = owg.init_meta(scaling) if delayed else None
 
     def loss(x, kernel, weights):
         y = owg.fp8_dot_general(x, kernel, MATMUL, meta=meta, scaling=scaling)

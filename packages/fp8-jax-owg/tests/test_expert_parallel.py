@@ -1,4 +1,4 @@
-"""Experts on the devices of a mesh axis: FP8 dispatch, states of their own, the numbers of one device."""
+"""Experts on the devices of a mesh axis: states of their own, the numbers of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
-from fp8_common import CANONICAL, POWER_OF_2, Fp8Error
-from fp8_common.jax import dequantize, quantize_rowwise
 from fp8_jax_owg import DelayedScaling
 
 EXPERTS, CAPACITY, FEATURES, HIDDEN = 4, 3, 16, 8
@@ -19,75 +17,6 @@ SCALING = DelayedScaling(amax_history_length=3)
 def mesh(devices):
     """Two devices hold copies of each half of the experts."""
     return jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=devices[:4])
-
-
-def rounded(x, fmt, policy=CANONICAL):
-    if fmt is None:
-        return x
-    return dequantize(*quantize_rowwise(x, fmt, policy=policy), fmt, x.dtype)
-
-
-def straight(x, fmt, policy=CANONICAL):
-    """Return rounded values whose gradient is that of the values."""
-
-    @jax.custom_vjp
-    def cast(x):
-        return rounded(x, fmt, policy)
-
-    cast.defvjp(lambda x: (rounded(x, fmt, policy), None), lambda _, g: (g,))
-    return cast(x)
-
-
-def spread(*shape, dtype="float32"):
-    x = np.random.default_rng(1).normal(size=shape) * 10.0 ** np.random.default_rng(2).integers(-4, 4, (*shape[:-1], 1))
-    return jnp.asarray(x, dtype)
-
-
-@pytest.mark.matrix(
-    "each", dtype=["float32", "bfloat16", "float16"], formats=[("e4m3", None), ("e4m3", "e5m2"), (None, "e4m3")]
-)
-def test_rows_arrive_as_casts_before_a_plain_exchange(mesh, dtype, formats):
-    x, factor = spread(4, EXPERTS, CAPACITY, FEATURES, dtype=dtype), spread(4, 2, 2 * CAPACITY, FEATURES, dtype=dtype)
-
-    def run(exchange, forward, backward):
-        def local(x, factor):
-            y, pull = jax.vjp(lambda x: exchange(forward(x[0])), x)
-            return y[None], pull(backward(factor[0]))[0]
-
-        both = P(("data", "expert"))
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(both, both), out_specs=(both, both)))(x, factor)
-
-    fmt, of_gradient = formats
-    found = run(
-        lambda x: owg.fp8_all_to_all(x, "expert", 0, 1, fp8_format=fmt, gradient_format=of_gradient),
-        lambda x: x,
-        lambda g: g,
-    )
-
-    wanted = run(
-        lambda x: jax.lax.all_to_all(x, "expert", 0, 1, tiled=True),
-        lambda x: straight(x, fmt),
-        lambda g: rounded(g, of_gradient),
-    )
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
-def test_one_message_of_half_the_bytes(mesh):
-    features = 256
-
-    def local(x):
-        y, pull = jax.vjp(lambda x: owg.fp8_all_to_all(x, "expert", 0, 1, gradient_format="e5m2"), x)
-        return y, pull(jnp.sin(y))[0]
-
-    both = P(("data", "expert"))
-    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(both, both), check_vma=False))
-    compiled = mapped.lower(jnp.ones((EXPERTS, CAPACITY, features), jnp.bfloat16)).compile()
-    found = [one for one in owg.find_collectives(compiled) if one.kind == "all-to-all"]
-    # XLA writes an exchange as one array for each device
-    assert [(one.dtype, 2 * one.elements) for one in found] == [("u8", EXPERTS * CAPACITY * (features + 4))] * 2
-    assert 0.50 < (features + 4) / (2 * features) < 0.52
 
 
 def products(x, up, down, meta):
@@ -104,8 +33,8 @@ def products(x, up, down, meta):
 
 def parallel(x, up, down, meta):
     """The same with experts of this device alone, for tokens [experts, capacity, features] of this device."""
-    rows = owg.fp8_all_to_all(x, "expert", 0, 1, gradient_format="e4m3", policy=POWER_OF_2)
-    return owg.fp8_all_to_all(products(rows, up, down, meta), "expert", 1, 0, policy=POWER_OF_2)
+    rows = jax.lax.all_to_all(x, "expert", 0, 1, tiled=True)
+    return jax.lax.all_to_all(products(rows, up, down, meta), "expert", 1, 0, tiled=True)
 
 
 def integers(*shape, seed):
@@ -124,7 +53,7 @@ def test_experts_on_devices_train_as_on_one(mesh):
 
     def whole(parameters, x, factor):
         rows = jnp.moveaxis(x, 0, 1).reshape(EXPERTS, -1, FEATURES)
-        y = straight(products(rows, *parameters), "e4m3", POWER_OF_2).reshape(EXPERTS, 4, CAPACITY, FEATURES)
+        y = products(rows, *parameters).reshape(EXPERTS, 4, CAPACITY, FEATURES)
         return (jnp.moveaxis(y, 1, 0) * factor).sum()
 
     def local(parameters, x, factor):
@@ -152,32 +81,3 @@ def test_experts_on_devices_train_as_on_one(mesh):
     inputs = states[0][1][2]["up"]["input_amax_history"]
     assert inputs[1].max() == 8.0, "what one device saw is known to its copy"
     assert inputs[2].max() <= 0.0, "nobody saw a token"
-
-
-BAD = [
-    ((0, 2), {}, "dimensions before the last"),
-    ((3, 0), {}, "dimensions before the last"),
-    ((1, 0), {}, "cuts dimension 1 for 2 devices, and it has 3 elements"),
-    ((0, 1), {"fp8_format": "e9m9"}, "e9m9"),
-]
-
-
-@pytest.mark.parametrize(("axes", "options", "message"), BAD)
-def test_what_does_not_fit_is_refused(mesh, axes, options, message):
-    def local(x):
-        return owg.fp8_all_to_all(x, "expert", *axes, **options)
-
-    with pytest.raises(Fp8Error, match=message):
-        jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(
-            jnp.ones((4, 3, FEATURES))
-        )
-
-
-def test_a_second_derivative_is_refused(mesh):
-    def local(x):
-        return jax.grad(lambda x: jax.grad(lambda x: (owg.fp8_all_to_all(x, "expert", 0, 1) ** 2).sum())(x).sum())(x)
-
-    with pytest.raises(Fp8Error, match="second"):
-        jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(
-            jnp.ones((4, 2, FEATURES))
-        )

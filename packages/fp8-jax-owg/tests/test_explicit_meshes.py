@@ -13,8 +13,10 @@ from fp8_common import Fp8UnsupportedError
 from fp8_jax_owg import CurrentScaling, DelayedScaling, fp8_all_gather, fp8_dot_general, fp8_einsum, fp8_ragged_dot
 from fp8_jax_owg import nnx as fp8_nnx
 from fp8_jax_owg.pipeline import Schedule, pipeline
+from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=3)
+BOTH = nnx.Any(nnx.Param, fp8_nnx.OverwriteWithGradient)
 MATMUL = (((1,), (0,)), ((), ()))
 
 
@@ -65,8 +67,8 @@ def test_products_and_gradients_are_those_of_one_device(mesh, product, at_x, at_
 @pytest.mark.parametrize("form", ["linear", "einsum", "conv"])
 def test_layers_of_nnx_take_out_sharding(devices, kind, form):
     layers = {
-        "linear": lambda: fp8_nnx.Fp8Linear(16, 8, scaling=SCALING, rngs=nnx.Rngs(0)),
-        "einsum": lambda: fp8_nnx.Fp8Einsum("bsd,de->bse", (16, 8), scaling=SCALING, rngs=nnx.Rngs(0)),
+        "linear": lambda: jax_layers.linear(16, 8, scaling=SCALING, rngs=nnx.Rngs(0)),
+        "einsum": lambda: jax_layers.einsum("bsd,de->bse", (16, 8), scaling=SCALING, rngs=nnx.Rngs(0)),
         "conv": lambda: fp8_nnx.convert_to_fp8(nnx.Conv(16, 8, (3,), rngs=nnx.Rngs(0)), scaling=SCALING),
     }
     x = np.float32(np.random.default_rng(0).integers(-4, 5, (8, 4, 16)))
@@ -74,7 +76,7 @@ def test_layers_of_nnx_take_out_sharding(devices, kind, form):
     def step(layer, x, out_sharding):
         y = nnx.jit(lambda layer, x: layer(x, out_sharding=out_sharding))(layer, x)
         loss = lambda layer: (layer(x, out_sharding=out_sharding) ** 2).sum() / x.size  # noqa: E731
-        return y, jax.device_get(nnx.to_pure_dict(nnx.jit(fp8_nnx.grad(loss))(layer)))
+        return y, jax.device_get(nnx.to_pure_dict(nnx.jit(fp8_nnx.grad(loss, wrt=BOTH))(layer)))
 
     wanted, gradients = step(layers[form](), x, None)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=devices[:4])
@@ -98,7 +100,7 @@ def stage(w, h, _):
 
 def test_the_rest_is_refused_with_the_remedy(mesh):
     x, w = (jax.device_put(a, P("data")) for a in arrays())
-    with refused("Scales per row or output feature"):
+    with refused("Scales per row"):
         fp8_dot_general(x, w, MATMUL, scaling=CurrentScaling(granularity="row"))
     with refused("fp8_all_gather"):
         fp8_all_gather(w, sharding=w.sharding)

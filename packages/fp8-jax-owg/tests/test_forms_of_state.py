@@ -18,6 +18,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
+from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=2)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -44,7 +45,7 @@ class Twice(nn.Module):
 
     @nn.compact
     def __call__(self, xs):
-        layer = owg_linen.Fp8Dense(2, use_bias=False, scaling=SCALING, name="fc")
+        layer = jax_layers.dense(2, use_bias=False, scaling=SCALING, name="fc")
         return sum(layer(x).sum() for x in xs)
 
 
@@ -58,7 +59,7 @@ def test_a_bridge_from_linen_gives_variables_that_are_known():
     graph, state, rest = nnx.split(model, (nnx.Param, owg_nnx.OverwriteWithGradient), ...)
     gradient = owg.grad(lambda state: nnx.merge(graph, state, rest, copy=True)(inputs()))(state)
     assert newest(gradient) == 5
-    optimizer = owg_nnx.Optimizer(model, optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     optimizer.update(model, owg_nnx.grad(lambda model: model(inputs()))(model))
     assert newest(nnx.state(model)) == 5
 
@@ -77,13 +78,13 @@ def test_variables_of_a_bridge_that_was_used_before_are_known_too():
             return sum(owg.fp8_einsum("bi,io->bo", x, self.w[...], meta=meta, scaling=SCALING).sum() for x in xs)
 
     model = Layer()
-    optimizer = owg_nnx.Optimizer(model, optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     optimizer.update(model, owg_nnx.grad(lambda model: model(inputs()))(model))
     assert newest(nnx.state(model)) == 5
 
 
 def test_a_bridge_to_linen_keeps_the_collection():
-    model = nnx.bridge.to_linen(owg_nnx.Fp8Linear, 2, 2, use_bias=False, scaling=SCALING)
+    model = nnx.bridge.to_linen(jax_layers.linear, 2, 2, use_bias=False, scaling=SCALING)
     variables = model.init(jax.random.key(0), inputs()[0])
     assert COLLECTION in variables
     loss = lambda v: sum(model.apply(v, x).sum() for x in inputs())  # noqa: E731
@@ -165,7 +166,7 @@ def test_a_layer_of_flax_beside_one_of_ours_shares_its_state_too():
     class Half(nn.Module):
         @nn.compact
         def __call__(self, xs):
-            ours = owg_linen.Fp8Dense(2, use_bias=False, scaling=SCALING, name="ours")
+            ours = jax_layers.dense(2, use_bias=False, scaling=SCALING, name="ours")
             theirs = nn.Dense(
                 2,
                 use_bias=False,

@@ -12,6 +12,7 @@ import fp8_common
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import CurrentScaling, DelayedScaling
+from tests.helpers import jax_layers
 
 nn = pytest.importorskip("flax.linen", reason="needs flax")
 fp8_linen = pytest.importorskip("fp8_jax_owg.linen")
@@ -27,7 +28,6 @@ def make(name, cls=None, length=3):
         "Dense": lambda: nn.Dense(8, dot_general_cls=op),
         "DenseGeneral": lambda: nn.DenseGeneral((2, 4), axis=(-2, -1), dot_general_cls=op),
         "attention": lambda: nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=op, out_dot_general_cls=op),
-        "Fp8Dense": lambda: fp8_linen.Fp8Dense(8, scaling=DelayedScaling(amax_history_length=length)),
     }[name]()
 
 
@@ -35,7 +35,7 @@ def sample():
     return jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 8)), jnp.float32)
 
 
-PRODUCTS = {"Dense": (1, 0), "DenseGeneral": (1, 0), "attention": (4, 2), "Fp8Dense": (1, 0)}
+PRODUCTS = {"Dense": (1, 0), "DenseGeneral": (1, 0), "attention": (4, 2)}
 
 
 @pytest.mark.parametrize("name", list(PRODUCTS))
@@ -102,7 +102,7 @@ def test_the_older_operation_of_flax_loads_too():
 @pytest.mark.parametrize("margin", [0, 2])
 def test_histories_and_scales_equal_the_definition_over_twice_the_window(algo, margin):
     scaling = DelayedScaling(amax_history_length=3, amax_compute_algo=algo, margin=margin)
-    layer = fp8_linen.Fp8Dense(4, use_bias=False, scaling=scaling)
+    layer = jax_layers.dense(4, use_bias=False, scaling=scaling)
     random = np.random.default_rng(0)
     inputs = [jnp.asarray(random.normal(size=(5, 8)) * size, jnp.float32) for size in (1, 0, 40, 1e-4, 3, 7, 1e6)]
     variables = layer.init(jax.random.key(0), inputs[0])
@@ -120,7 +120,7 @@ def test_histories_and_scales_equal_the_definition_over_twice_the_window(algo, m
 
 
 def test_current_scaling_keeps_no_state():
-    layer = fp8_linen.Fp8Dense(4, scaling=CurrentScaling(granularity="row"))
+    layer = jax_layers.dense(4, scaling=CurrentScaling(granularity="row"))
     assert set(layer.init(jax.random.key(0), sample())) == {"params"}
 
 
@@ -161,13 +161,13 @@ def test_a_layer_that_is_called_twice_has_one_state():
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layer = fp8_linen.Fp8Dense(8, scaling=DelayedScaling(amax_history_length=2))
+            layer = jax_layers.dense(8, scaling=DelayedScaling(amax_history_length=2))
             return layer(x) + layer(5 * x)
 
     x = sample()
     variables = Twice().init(jax.random.key(0), x)
     _, grads = owg.value_and_grad(lambda v: Twice().apply(v, x).sum())(variables)
-    state = grads[OWG]["Fp8Dense_0"]["Fp8DotGeneralOp_0"]
+    state = grads[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]
     assert state["input_amax_history"][0] == np.abs(5 * x).max()
 
 

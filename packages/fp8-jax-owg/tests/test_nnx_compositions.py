@@ -13,7 +13,9 @@ from jax import export, lax
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import nnx as owg_nnx
+from tests.helpers import jax_layers
 
+BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
 SCALING = owg.DelayedScaling(amax_history_length=3)
 MATMUL = (((1,), (0,)), ((), ()))
 T = jax.tree.map
@@ -26,7 +28,7 @@ def inputs():
 
 class Model(nnx.Module):
     def __init__(self):
-        self.layer = owg_nnx.Fp8Linear(2, 2, use_bias=False, scaling=SCALING, rngs=nnx.Rngs(0))
+        self.layer = jax_layers.linear(2, 2, use_bias=False, scaling=SCALING, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
         return self.layer(x).sum()
@@ -74,7 +76,7 @@ NNX = {
 
 @pytest.mark.parametrize("how", NNX)
 def test_transforms_of_nnx_combine_or_refuse(how, mode):
-    grad = nnx.jit(owg_nnx.grad(NNX[how]))
+    grad = nnx.jit(owg_nnx.grad(NNX[how], wrt=BOTH))
     if mode == "extended" or "vmap" in how:
         history = grad(Model())["layer"]["dot_general"]["input_amax_history"]
         np.testing.assert_array_equal(history[...], [5, 0, 0])
@@ -89,18 +91,22 @@ def test_what_is_cast_with_all_leaves_is_refused(mode):
         return nnx.merge(graph, T(lambda x: x.astype(jnp.bfloat16), state))(inputs()[0].astype(jnp.bfloat16))
 
     with pytest.raises(Fp8Error, match="must be float32, got bfloat16"):
-        owg_nnx.grad(loss)(Model())
+        owg_nnx.grad(loss, wrt=BOTH)(Model())
 
 
 def test_a_penalty_over_all_variables_is_refused(mode):
     with pytest.raises(Fp8Error, match="enters the loss itself"):
-        owg_nnx.grad(lambda m: m(inputs()[0]) + sum((x**2).sum() for x in jax.tree.leaves(nnx.state(m))))(Model())
-    fine = owg_nnx.grad(lambda m: m(inputs()[1]) + sum((x**2).sum() for x in jax.tree.leaves(nnx.state(m, nnx.Param))))
+        owg_nnx.grad(lambda m: m(inputs()[0]) + sum((x**2).sum() for x in jax.tree.leaves(nnx.state(m))), wrt=BOTH)(
+            Model()
+        )
+    fine = owg_nnx.grad(
+        lambda m: m(inputs()[1]) + sum((x**2).sum() for x in jax.tree.leaves(nnx.state(m, nnx.Param))), wrt=BOTH
+    )
     assert nnx.jit(fine)(Model())["layer"]["dot_general"]["input_amax_history"][...][0] == 5
 
 
 def test_the_state_that_a_loss_returns_is_float32(mode):
-    both = owg_nnx.value_and_grad(lambda m: (m(inputs()[0]), nnx.state(m)), has_aux=True)
+    both = owg_nnx.value_and_grad(lambda m: (m(inputs()[0]), nnx.state(m)), has_aux=True, wrt=BOTH)
     (_, returned), _ = both(Model())
     assert {leaf.dtype for leaf in jax.tree.leaves(returned)} == {jnp.dtype("float32")}
 

@@ -8,6 +8,7 @@ import pytest
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import CurrentScaling, DelayedScaling
+from tests.helpers import jax_layers
 
 nnx = pytest.importorskip("flax.nnx", reason="needs flax")
 fp8_nnx = pytest.importorskip("fp8_jax_owg.nnx")
@@ -83,23 +84,12 @@ def test_conversions_that_cannot_be_meant_are_refused(model):
         fp8_nnx.convert_to_fp8(model, ["einsum", "nowhere"])
 
 
-def test_layers_of_our_own_equal_converted_ones():
-    x = sample()
-    layer = fp8_nnx.Fp8Linear(8, 4, scaling=SCALING, rngs=nnx.Rngs(0))
-    converted = fp8_nnx.convert_to_fp8(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), scaling=SCALING)
-    np.testing.assert_array_equal(layer(x), converted(x))
-    einsum = fp8_nnx.Fp8Einsum("bsd,de->bse", (8, 4), (4,), scaling=SCALING, rngs=nnx.Rngs(0))
-    exact = nnx.Einsum("bsd,de->bse", (8, 4), (4,), rngs=nnx.Rngs(0))(x)
-    assert np.linalg.norm(einsum(x) - exact) < 0.06 * np.linalg.norm(exact)
-    owg.assert_fp8_dots(lambda x: einsum(x), x)
-
-
 def test_layers_hand_on_dtype_precision_and_scaling():
     settings = {"dtype": jnp.float16, "preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     settings |= {"scaling": DelayedScaling(amax_history_length=7), "rngs": nnx.Rngs(0)}
     for layer in (
-        fp8_nnx.Fp8Linear(8, 4, use_bias=False, **settings),
-        fp8_nnx.Fp8Einsum("bsd,de->bse", (8, 4), **settings),
+        jax_layers.linear(8, 4, use_bias=False, **settings),
+        jax_layers.einsum("bsd,de->bse", (8, 4), **settings),
     ):
         traced = jax.make_jaxpr(lambda x, layer=layer: layer(x))(sample())
         assert traced.out_avals[0].dtype == jnp.float32
@@ -109,7 +99,7 @@ def test_layers_hand_on_dtype_precision_and_scaling():
 
 
 def test_state_is_no_parameter():
-    layer = fp8_nnx.Fp8Linear(8, 4, scaling=SCALING, rngs=nnx.Rngs(0))
+    layer = jax_layers.linear(8, 4, scaling=SCALING, rngs=nnx.Rngs(0))
     _, params, state = nnx.split(layer, nnx.Param, fp8_nnx.OverwriteWithGradient)
     assert len(jax.tree.leaves(params)) == 2
     assert len(jax.tree.leaves(state)) == 6
@@ -119,6 +109,9 @@ def test_state_is_no_parameter():
 
 def small(seed=0):
     return fp8_nnx.convert_to_fp8(nnx.Linear(4, 4, rngs=nnx.Rngs(seed)), scaling=SCALING)
+
+
+BOTH = nnx.Any(nnx.Param, fp8_nnx.OverwriteWithGradient)
 
 
 def newest(gradients):
@@ -137,7 +130,7 @@ def test_rngs_and_metrics_that_are_arguments_are_changed():
 
     cache = {"calls": nnx.Variable(jnp.int32(0))}
     for _ in range(2):
-        value, gradients = fp8_nnx.value_and_grad(loss)(model, rngs, metric, jnp.ones((2, 4)), cache=cache)
+        value, gradients = fp8_nnx.value_and_grad(loss, wrt=BOTH)(model, rngs, metric, jnp.ones((2, 4)), cache=cache)
         seen.append(value)
         assert newest(gradients) == 1
     assert seen[0] != seen[1], "the random numbers were the same"
@@ -152,12 +145,12 @@ def test_several_models_are_differentiated_by_number():
     def loss(x, one, other):
         return (one(x) * other(2 * x)).sum()
 
-    first, second = fp8_nnx.grad(loss, argnums=(1, 2))(x, *both)
+    first, second = fp8_nnx.grad(loss, argnums=(1, 2), wrt=BOTH)(x, *both)
     assert (newest(first), newest(second)) == (3, 6)
-    assert newest(fp8_nnx.grad(loss, argnums=-1)(x, *both)) == 6
+    assert newest(fp8_nnx.grad(loss, argnums=-1, wrt=BOTH)(x, *both)) == 6
     # one model as two arguments has one state
     model = small()
-    assert newest(fp8_nnx.grad(lambda model, again: loss(x, model, again["it"]))(model, {"it": model})) == 6
+    assert newest(fp8_nnx.grad(lambda model, again: loss(x, model, again["it"]), wrt=BOTH)(model, {"it": model})) == 6
 
 
 def test_layers_that_vmap_has_stacked_keep_a_state_each():
@@ -176,7 +169,9 @@ def test_layers_that_vmap_has_stacked_keep_a_state_each():
         return layer(h)
 
     stack = fp8_nnx.convert_to_fp8(nnx.jit(make)(nnx.Rngs(0)), scaling=SCALING)
-    after = nnx.to_pure_dict(nnx.jit(fp8_nnx.grad(lambda stack: forward(stack, jnp.ones((1, 4))).sum()))(stack))
+    after = nnx.to_pure_dict(
+        nnx.jit(fp8_nnx.grad(lambda stack: forward(stack, jnp.ones((1, 4))).sum(), wrt=BOTH))(stack)
+    )
     np.testing.assert_array_equal(after["dot_general"]["input_amax_history"], [[1, 0], [2, 0], [4, 0]])
     with pytest.raises(Fp8Error, match=r"has shape \(4, 2, 4\), and that of one layer is \(4, 4\)"):
         fp8_nnx.convert_to_fp8(make_inside(nnx.Rngs(0)))

@@ -15,14 +15,14 @@ import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling, checkpoint
 from fp8_jax_owg import linen as owg_linen
-from fp8_jax_owg import nnx as owg_nnx
+from tests.helpers import jax_layers
 
 COLLECTION = "_overwrite_with_gradient"
 SCALING = DelayedScaling(amax_history_length=4)
 
 
 def variables(length=4, seed=0):
-    model = owg_linen.Fp8Dense(8, scaling=DelayedScaling(amax_history_length=length))
+    model = jax_layers.dense(8, scaling=DelayedScaling(amax_history_length=length))
     return jax.jit(model.init)(jax.random.key(seed), jnp.ones((2, 8)))
 
 
@@ -45,15 +45,13 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("kind", ["linen", "boxed", "marked", "nnx"])
+@pytest.mark.parametrize("kind", ["linen", "marked", "nnx"])
 def test_orbax_saves_and_restores(tmp_path, kind):
     tree = trained()
-    if kind == "boxed":
-        tree = jax.tree.map(owg_linen.OwgBox, tree[COLLECTION])
-    elif kind == "marked":
+    if kind == "marked":
         tree = {"w": jnp.ones(3), "amax": owg.Overwrite(jnp.float32([1e-11, 1e30]))}
     elif kind == "nnx":
-        tree = nnx.state(owg_nnx.Fp8Linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0)))
+        tree = nnx.state(jax_layers.linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0)))
     restored = through_orbax(tmp_path, tree, jax.tree.map(jnp.zeros_like, tree))
     assert_same(restored, tree)
     assert jax.tree.leaves(owg.owg_mask(restored)) == jax.tree.leaves(owg.owg_mask(tree))
@@ -126,7 +124,7 @@ def test_the_length_of_a_checkpoint_is_adapted():
 
 
 def test_nnx_states_are_upgraded_by_place():
-    layer = owg_nnx.Fp8Linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0))
+    layer = jax_layers.linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0))
     wanted = nnx.state(layer)
     saved = {"kernel": np.ones((4, 4), np.float32), "bias": np.ones(4, np.float32)}
     new = checkpoint.upgrade(saved, wanted)

@@ -10,6 +10,7 @@ from flax import linen as nn
 from fp8_common import Fp8UnsupportedError
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
+from tests.helpers import jax_layers
 
 
 class Normed(nn.Module):
@@ -28,8 +29,7 @@ class Sowing(nn.Module):
 
 
 def linen_pipeline(body, **options):
-    kind = owg_linen.CircularLayerwiseShardablePipelined if options else owg_linen.LayerwiseShardablePipelined
-    model = kind(body=body, num_stages=2, num_microbatches=3, **options)
+    model = owg_linen.LayerwiseShardablePipelined(body=body, num_stages=2, num_microbatches=3, **options)
     x = jnp.ones((3, 2, 4))
     return model, jax.jit(model.init)(jax.random.key(0), x), x
 
@@ -59,7 +59,7 @@ def test_sown_values_in_linen(mutable):
 
 
 def test_mutable_collections_that_nothing_changes_are_fine():
-    model, variables, x = linen_pipeline(owg_linen.Fp8Dense(4))
+    model, variables, x = linen_pipeline(jax_layers.dense(4))
     y, changed = model.apply(variables, x, mutable=["batch_stats", "intermediates"])
     assert not changed
     np.testing.assert_array_equal(y, model.apply(variables, x))
@@ -67,7 +67,7 @@ def test_mutable_collections_that_nothing_changes_are_fine():
 
 class Stage(nnx.Module):
     def __init__(self, rngs, kind):
-        self.fc = owg_nnx.Fp8Linear(4, 4, rngs=rngs)
+        self.fc = jax_layers.linear(4, 4, rngs=rngs)
         self.kind = kind
         self.norm = nnx.BatchNorm(4, rngs=rngs) if kind == "norm" else None
         self.dropout = nnx.Dropout(0.5, rngs=rngs) if kind == "dropout" else None

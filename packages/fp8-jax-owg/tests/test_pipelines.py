@@ -16,6 +16,7 @@ from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg._marker import map_leaves
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
+from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=3)
 WIDTH, ROWS = 8, 4
@@ -29,13 +30,13 @@ class LinenStage(nn.Module):
     @nn.compact
     def __call__(self, h):
         init = nn.initializers.constant(self.bias)
-        return jnp.tanh(owg_linen.Fp8Dense(WIDTH, scaling=SCALING, bias_init=init, name="fc")(h)) * 2 + h
+        return jnp.tanh(jax_layers.dense(WIDTH, scaling=SCALING, bias_init=init, name="fc")(h)) * 2 + h
 
 
 class NnxStage(nnx.Module):
     def __init__(self, rngs, bias=0.0):
         init = nnx.initializers.constant(bias)
-        self.fc = owg_nnx.Fp8Linear(WIDTH, WIDTH, scaling=SCALING, bias_init=init, rngs=rngs)
+        self.fc = jax_layers.linear(WIDTH, WIDTH, scaling=SCALING, bias_init=init, rngs=rngs)
 
     def __call__(self, h):
         return jnp.tanh(self.fc(h)) * 2 + h
@@ -47,13 +48,8 @@ class Linen:
     def __init__(self, schedule, bias=0.0, **options):
         stage = LinenStage(bias)
         numbers = {"num_stages": schedule.stages, "num_microbatches": schedule.microbatches}
-        kind = owg_linen.LayerwiseShardablePipelined
-        if schedule.rounds > 1:
-            kind, numbers = (
-                owg_linen.CircularLayerwiseShardablePipelined,
-                numbers | {"circular_repeat": schedule.rounds},
-            )
-        self.model = kind(body=stage, **numbers, **options)
+        numbers["circular_repeat"] = schedule.rounds
+        self.model = owg_linen.LayerwiseShardablePipelined(body=stage, **numbers, **options)
         shapes = jax.eval_shape(self.model.init, jax.random.key(1), microbatches(schedule))
         self.variables = filled(shapes, bias)
         self.stage = stage.apply
@@ -72,7 +68,7 @@ class Nnx:
         make = partial(NnxStage, bias=bias)
         options = PipelineOptions(remat=remat, bubble=bubble)
         rounds = {"circular_repeat": schedule.rounds} if schedule.rounds > 1 else {}
-        kind = owg_nnx.CircularLayerwiseShardablePipelined if rounds else owg_nnx.LayerwiseShardablePipelined
+        kind = owg_nnx.LayerwiseShardablePipelined
         numbers = schedule.stages, schedule.microbatches
         model = nnx.eval_shape(lambda: kind(make, *numbers, **rounds, rngs=nnx.Rngs(1), options=options))
         self.graph, shapes = nnx.split(model)

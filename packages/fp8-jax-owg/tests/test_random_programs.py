@@ -14,6 +14,7 @@ import fp8_jax_owg as owg
 from fp8_jax_owg import nnx as owg_nnx
 from tests.helpers import jax_programs
 
+BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
 MODES = ("extended", "fan_out")
 FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "nnx state", "bridge")
 
@@ -46,7 +47,9 @@ def differentiate(form, program, states, h):
     """The next states, by way of one of the forms in which states are handed over."""
     if form == "nnx":
         model = HeldByNnx(states)
-        grads = jax.jit(lambda: owg_nnx.grad(lambda model: program.trace(h, read(model.states)).sum())(model))()
+        grads = jax.jit(
+            lambda: owg_nnx.grad(lambda model: program.trace(h, read(model.states)).sum(), wrt=BOTH)(model)
+        )()
         return nnx.to_pure_dict(grads)["states"]
     if form == "nnx state":
         graph, state = nnx.split(HeldByNnx(states))
@@ -59,7 +62,7 @@ def differentiate(form, program, states, h):
 
             def bridged_grads():
                 bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(h)
-                return nnx.to_pure_dict(owg_nnx.grad(lambda bridged: bridged(h).sum())(bridged))
+                return nnx.to_pure_dict(owg_nnx.grad(lambda bridged: bridged(h).sum(), wrt=BOTH)(bridged))
 
             return jax.jit(bridged_grads)()
         variables = {"_overwrite_with_gradient": states}

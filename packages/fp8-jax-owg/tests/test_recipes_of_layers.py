@@ -11,6 +11,7 @@ import fp8_jax_owg as owg
 from fp8_common import POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe
 from fp8_jax_owg import CurrentScaling, DelayedScaling
 from fp8_jax_owg._recipes import as_scaling, recipe_of
+from tests.helpers import jax_layers
 
 nnx = pytest.importorskip("flax.nnx", reason="needs flax")
 fp8_nnx = pytest.importorskip("fp8_jax_owg.nnx")
@@ -62,9 +63,9 @@ def test_what_cannot_be_honoured_is_refused_with_its_field(choice, message):
     with pytest.raises(Fp8Error, match=message):
         as_scaling(choice)
     with pytest.raises(Fp8Error, match=message):
-        fp8_linen.Fp8Dense(4, scaling=choice)
+        jax_layers.dense(4, scaling=choice)
     with pytest.raises(Fp8Error, match=message):
-        fp8_nnx.Fp8Linear(4, 4, scaling=choice, rngs=nnx.Rngs(0))
+        jax_layers.linear(4, 4, scaling=choice, rngs=nnx.Rngs(0))
 
 
 def sample(*shape):
@@ -83,7 +84,7 @@ def test_every_place_that_takes_a_scaling_takes_a_recipe():
     assert codes.dtype == jnp.float8_e4m3fn
     with pytest.raises(Fp8Error, match="needs delayed scaling"):
         owg.in_q(x, meta["input_scale"], meta["input_amax_history"], scaling="tensorwise")
-    layer = fp8_linen.Fp8Dense(5, scaling=RECIPES[name].to_dict())
+    layer = jax_layers.dense(5, scaling=RECIPES[name].to_dict())
     variables = layer.init(jax.random.key(0), x)
     assert {leaf.shape for leaf in jax.tree.leaves(variables["_overwrite_with_gradient"])} == {(1,), (16,)}
 

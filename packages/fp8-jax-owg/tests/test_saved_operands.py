@@ -10,7 +10,8 @@ from flax import linen as nn
 
 import fp8_jax_owg as owg
 from fp8_jax_owg import CurrentScaling, DelayedScaling
-from fp8_jax_owg.linen import Fp8Dense, Fp8DotGeneralOp, LayerwiseShardablePipelined
+from fp8_jax_owg.linen import Fp8DotGeneralOp, LayerwiseShardablePipelined
+from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=4)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -69,7 +70,7 @@ def test_remat_policies_change_no_gradient(product, policy):
 @pytest.mark.parametrize("policy", ["everything", "except names"])
 def test_pipelines_take_the_policies(policy):
     make = functools.partial(
-        LayerwiseShardablePipelined, body=Fp8Dense(8, scaling=SCALING), num_stages=2, num_microbatches=3
+        LayerwiseShardablePipelined, body=jax_layers.dense(8, scaling=SCALING), num_stages=2, num_microbatches=3
     )
     x = some(3, 4, 8)
     variables = jax.jit(make().init)(jax.random.key(0), x)

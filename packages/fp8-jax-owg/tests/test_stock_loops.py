@@ -13,6 +13,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
+from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=4)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -33,7 +34,7 @@ def linear():
 
 LAYERS = {
     "linear": (linear, lambda m: m(x())),
-    "einsum": (lambda: owg_nnx.Fp8Einsum("bi,io->bo", (4, 3), scaling=SCALING, rngs=nnx.Rngs(0)), lambda m: m(x())),
+    "einsum": (lambda: jax_layers.einsum("bi,io->bo", (4, 3), scaling=SCALING, rngs=nnx.Rngs(0)), lambda m: m(x())),
     "conv": (
         lambda: owg_nnx.convert_to_fp8(nnx.Conv(4, 3, (1,), rngs=nnx.Rngs(0)), scaling=SCALING),
         lambda m: m(x()[None]),
@@ -61,7 +62,7 @@ def test_parameters_of_linen_without_their_state_are_refused(how, mode):
             if how == "einsum":
                 kernel = self.param("kernel", nn.initializers.ones, (4, 4))
                 return owg_linen.Fp8Einsum(scaling=SCALING)("bi,io->bo", h, kernel)
-            h = owg_linen.Fp8Dense(4, scaling=SCALING)(h)
+            h = jax_layers.dense(4, scaling=SCALING)(h)
             return (h, None) if how == "scan" else h
 
     kinds = {

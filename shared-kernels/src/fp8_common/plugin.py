@@ -1,7 +1,7 @@
 """What plugins need beside the public names: how a plugin tells of itself to `fp8 doctor`, and shared settings.
 
-The parts that know a framework are `fp8_common.torch.plugin` and `fp8_common.jax.plugin`. Nothing else of fp8_common is
-for plugins: modules and names with an underscore change without notice.
+The parts that know a framework are `fp8_common.torch.plugin` and the modules of `fp8_common.jax` without an underscore.
+Nothing else of fp8_common is for plugins: modules and names with an underscore change without notice.
 """
 
 from fp8_common._env import owg_mode

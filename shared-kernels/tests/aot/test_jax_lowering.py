@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fp8_common import CANONICAL
+from fp8_common import Fp8UnsupportedError, get_format
 from fp8_common import _kernels as plans
 from fp8_common._kernels import compile_launch
 from tests.helpers import aot
@@ -22,50 +22,46 @@ import jax.numpy as jnp
 
 from fp8_common import jax as jax_fp8
 from fp8_common.jax import _kernels as kernels
-from fp8_common.jax import _triton_bridge as triton_bridge
+from fp8_common.jax import casts as jax_casts
 
 SCALE = np.float32(3)
 SHAPE = (256, 512)
 SIZE = 256 * 512
 SQUARE = (128, 128)
-ROWS = partial(kernels.quantize_rowwise, fmt="e4m3")
-MX = partial(kernels.quantize_mx, fmt="e4m3")
+ROWS = partial(jax_fp8.quantize_rowwise, fmt="e4m3")
+MX = partial(jax_fp8.quantize_mx, fmt="e4m3")
 # The first word is the function's name: what JAX calls on x for a format, the plans that torch launches for the same.
 CALLS = {
-    "amax": (lambda x, f: kernels.amax(x), lambda d, f: [plans.amax(SIZE, d)]),
-    "quantize": (lambda x, f: kernels.quantize(x, SCALE, f), lambda d, f: [plans.cast(SIZE, d, f)]),
-    "quantize_with_amax": (
-        lambda x, f: kernels.quantize_with_amax(x, SCALE, f),
+    "amax": (lambda x, f: jax_fp8.amax(x), lambda d, f: [plans.amax(SIZE, d)]),
+    "quantize": (lambda x, f: jax_fp8.quantize(x, SCALE, f), lambda d, f: [plans.cast(SIZE, d, f)]),
+    "cast": (
+        lambda x, f: jax_casts.cast(x, jnp.float32(3), get_format(f)),
+        lambda d, f: [plans.cast(SIZE, d, f)],
+    ),
+    "cast_with_amax": (
+        lambda x, f: jax_casts.cast_with_amax(x, jnp.float32(3), get_format(f)),
         lambda d, f: [plans.cast(SIZE, d, f, with_amax=True)],
     ),
-    "quantize_tensorwise": (
-        lambda x, f: kernels.quantize_tensorwise(x, f),
-        lambda d, f: [plans.amax(SIZE, d), plans.cast(SIZE, d, f, policy=CANONICAL)],
-    ),
-    "quantize_transposed": (
-        lambda x, f: kernels.quantize_transposed(x, SCALE, f),
-        lambda d, f: [plans.cast_transpose(*SHAPE, d, f)],
-    ),
     "quantize_rowwise": (
-        lambda x, f: kernels.quantize_rowwise(x, f),
+        lambda x, f: jax_fp8.quantize_rowwise(x, f),
         lambda d, f: [plans.rowwise(*SHAPE, d, f, inverse=False)],
     ),
     "quantize_blockwise 1x128": (
-        lambda x, f: kernels.quantize_blockwise(x, f),
+        lambda x, f: jax_fp8.quantize_blockwise(x, f),
         lambda d, f: [plans.blockwise(*SHAPE, d, f, 1, inverse=False)],
     ),
     "quantize_blockwise 128x128": (
-        lambda x, f: kernels.quantize_blockwise(x, f, SQUARE),
+        lambda x, f: jax_fp8.quantize_blockwise(x, f, SQUARE),
         lambda d, f: [plans.blockwise(*SHAPE, d, f, 128, inverse=False)],
     ),
-    "quantize_mx": (lambda x, f: kernels.quantize_mx(x, f), lambda d, f: [plans.mx(*SHAPE, d, f)]),
+    "quantize_mx": (lambda x, f: jax_fp8.quantize_mx(x, f), lambda d, f: [plans.mx(*SHAPE, d, f)]),
 }
 
 
 def lowered(function, shape=SHAPE, capability=90, platforms=("cuda",), dtype="bfloat16"):
     jax.clear_caches()  # JAX keeps lowered programs, whatever they were lowered for
     x = jax.ShapeDtypeStruct(shape, getattr(jnp, dtype))
-    with triton_bridge.lowering_for(capability):
+    with kernels.lowering_for(capability):
         return jax.jit(function).trace(x).lower(lowering_platforms=platforms)
 
 
@@ -76,7 +72,7 @@ def embedded_calls(module):
     def visit(operation):
         if operation.operation.name == "stablehlo.custom_call":
             attributes = operation.operation.attributes
-            if triton_bridge.CALL_TARGET in str(attributes["call_target_name"]):
+            if kernels.CALL_TARGET in str(attributes["call_target_name"]):
                 found.append(zlib.decompress(attributes["mhlo.backend_config"]["opaque"].value_bytes))
         return jax._src.lib.mlir.ir.WalkResult.ADVANCE
 
@@ -92,10 +88,6 @@ def test_jax_embeds_the_ptx_of_the_plan(name, capability, dtype, fmt):
     calls = embedded_calls(lowered(lambda x: function(x, fmt), capability=capability, dtype=dtype))
     wanted = [compile_launch(plan, capability).ptx.encode() for plan in make(dtype, fmt)]
     assert [text in call for text, call in zip(wanted, calls, strict=True)] == [True] * len(wanted)
-
-
-def test_the_ptx_of_every_function_of_jax_is_compared():
-    assert {name.split()[0] for name in CALLS} == set(kernels.__all__)
 
 
 PUBLIC = {
@@ -126,7 +118,7 @@ def test_arguments_are_passed_inputs_first(name):
 
 def test_a_program_for_cpu_and_cuda_holds_both():
     text = lowered(MX, platforms=("cpu", "cuda")).as_text()
-    assert text.count(triton_bridge.CALL_TARGET) == 1
+    assert text.count(kernels.CALL_TARGET) == 1
     assert "stablehlo.case" in text
 
 
@@ -136,10 +128,19 @@ def test_a_program_for_cpu_and_cuda_holds_both():
 def test_what_has_no_kernel_is_left_to_xla(monkeypatch, shape, capability, backend):
     monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
     text = lowered(ROWS, shape=shape, capability=capability).as_text()
-    assert triton_bridge.CALL_TARGET not in text
+    assert kernels.CALL_TARGET not in text
+
+
+def test_what_is_spread_over_devices_is_left_to_xla():
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    jax.clear_caches()
+    with kernels.lowering_for(90):
+        text = jax.jit(ROWS).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels.CALL_TARGET not in text
 
 
 def test_triton_on_demand_says_why_it_cannot(monkeypatch):
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
-    with pytest.raises(triton_bridge.Fp8UnsupportedError, match=r"8\.0 has no FP8"):
+    with pytest.raises(Fp8UnsupportedError, match=r"8\.0 has no FP8"):
         lowered(ROWS, capability=80)

@@ -127,7 +127,8 @@ if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
         import jax.numpy as jnp
 
         import fp8_common as f8
-        from fp8_common.jax import _kernels as kernels
+        import fp8_common.jax as f8j
+        from fp8_common.jax import casts
         from fp8_common.testing import assert_same_bits
 
         if not any(device.platform == "gpu" for device in jax.devices()):
@@ -136,15 +137,29 @@ if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
         x = np.random.default_rng(0).normal(size=(300, 544)).astype(np.float32)
         for fmt in ("e4m3", "e5m2"):
             want = f8.amax_to_scale(f8.amax(x), fmt)
-            data, scale = jax.jit(lambda a, f=fmt: kernels.quantize_tensorwise(a, f))(jnp.asarray(x))
-            assert_same_bits(np.asarray(scale), want)
-            assert_same_bits(np.asarray(data), f8.quantize(x, want, fmt), fmt=fmt)
+            both = jax.jit(lambda a, f=fmt, s=want: casts.cast_with_amax(a, s, f8.get_format(f)))(jnp.asarray(x))
+            assert_same_bits(np.asarray(both[0]), f8.quantize(x, want, fmt), fmt=fmt)
+            assert_same_bits(np.asarray(both[1]), f8.amax(x))
             for operation, definition in (
-                (kernels.quantize_rowwise, f8.quantize_rowwise),
-                (kernels.quantize_blockwise, f8.quantize_blockwise),
-                (kernels.quantize_mx, f8.quantize_mx),
+                (f8j.quantize_rowwise, f8.quantize_rowwise),
+                (f8j.quantize_blockwise, f8.quantize_blockwise),
+                (f8j.quantize_mx, f8.quantize_mx),
             ):
                 got = jax.jit(lambda a, f=fmt, o=operation: o(a, f))(jnp.asarray(x))
                 assert_same_bits(np.asarray(got.data), definition(x, fmt).data, fmt=fmt)
-            both = jax.jit(lambda a, f=fmt: kernels.quantize_transposed(a, np.float32(2), f))(jnp.asarray(x))
-            assert_same_bits(np.asarray(both[1]), f8.quantize(x, np.float32(2), fmt).T, fmt=fmt)
+
+    def test_the_conversion_of_the_gpu_rounds_as_the_definition_does(monkeypatch):
+        import jax
+        import jax.numpy as jnp
+
+        import fp8_common as f8
+        from fp8_common.jax.casts import cast
+        from fp8_common.testing import all_bfloat16, assert_same_bits
+
+        if not any(device.platform == "gpu" for device in jax.devices()):
+            pytest.skip("this JAX sees no GPU")
+        monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
+        for fmt in (f8.E4M3, f8.E5M2):
+            for scale in np.float32([2**-20, 1 / 3, 1, 7.5, 2**40]):
+                codes = jax.jit(lambda x, s, f=fmt: cast(x, s, f))(jnp.asarray(all_bfloat16()), scale)
+                assert_same_bits(np.asarray(codes), f8.quantize(all_bfloat16(), scale, fmt), fmt=fmt)

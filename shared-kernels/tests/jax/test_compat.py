@@ -9,20 +9,19 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8_common.jax
-from fp8_common import Fp8UnsupportedError
-from fp8_common.jax import _compat as compat
+from fp8_common import E4M3, Fp8UnsupportedError
+from fp8_common import jax as f8j
 from fp8_common.jax import _kernels as kernels
-from fp8_common.jax import _triton_bridge as triton_bridge
+from fp8_common.jax import casts, compat
 
 SCALE = jnp.float32(3)
 OPERATIONS = {
-    "amax": kernels.amax,
-    "quantize": lambda x: kernels.quantize(x, SCALE, "e4m3"),
-    "tensorwise": lambda x: kernels.quantize_tensorwise(x, "e5m2"),
-    "transposed": lambda x: kernels.quantize_transposed(x, SCALE, "e4m3"),
-    "rowwise": lambda x: kernels.quantize_rowwise(x, "e4m3"),
-    "128x128": lambda x: kernels.quantize_blockwise(x, "e4m3", (128, 128)),
-    "mx": lambda x: kernels.quantize_mx(x, "e4m3"),
+    "amax": f8j.amax,
+    "quantize": lambda x: f8j.quantize(x, SCALE, "e4m3"),
+    "with amax": lambda x: casts.cast_with_amax(x, SCALE, E4M3),
+    "rowwise": lambda x: f8j.quantize_rowwise(x, "e4m3"),
+    "128x128": lambda x: f8j.quantize_blockwise(x, "e4m3", (128, 128)),
+    "mx": lambda x: f8j.quantize_mx(x, "e4m3"),
 }
 AXES = ("data", "model")
 
@@ -34,15 +33,22 @@ def sharded(function, given):
 
 
 def test_this_jax_has_what_is_needed():
-    assert compat.PROBLEM is None, f"{compat.PROBLEM}. Adapt fp8_common/jax/_compat.py to this JAX."
+    assert compat.PROBLEM is None, f"{compat.PROBLEM}. Adapt fp8_common/jax/compat.py to this JAX."
 
 
 def test_one_file_imports_private_names():
     folder = Path(fp8_common.jax.__file__).parent
     assert [path.name for path in folder.rglob("*.py") if "import jax._src" in (text := path.read_text())
-            or "from jax._src" in text] == ["_compat.py"]  # fmt: skip
+            or "from jax._src" in text] == ["compat.py"]  # fmt: skip
 
 
+@pytest.fixture(params=["kernels", "reference"])
+def selected(request, monkeypatch):
+    """Both what programs for a GPU hold, and jnp code."""
+    monkeypatch.setattr(kernels, "_obstacle", lambda: None if request.param == "kernels" else "none is wanted")
+
+
+@pytest.mark.usefixtures("selected")
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P()], ids=str)
 def test_results_vary_along_the_axes_of_their_operand(name, spec):
@@ -59,17 +65,19 @@ def test_results_vary_along_the_axes_of_their_operand(name, spec):
     assert found
 
 
+@pytest.mark.usefixtures("selected")
 def test_an_operand_of_its_own_on_each_device_makes_the_result_its_own():
     def function(x, scale):
-        codes = kernels.quantize(x, scale[0], "e4m3")
+        codes = f8j.quantize(x, scale[0], "e4m3")
         assert compat.varying_axes(codes) == {"data"}
         return jnp.float32(0)
 
     jax.eval_shape(sharded(function, (P(), P("data"))), jnp.ones((8, 256)), jnp.ones(2))
 
 
+@pytest.mark.usefixtures("selected")
 def test_jax_refuses_to_call_the_amax_of_one_shard_that_of_all():
-    amax_of_shard = sharded(kernels.amax, P("data"))
+    amax_of_shard = sharded(f8j.amax, P("data"))
     with pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(amax_of_shard, jnp.ones((8, 256)))
 
@@ -93,4 +101,4 @@ def test_what_is_missing_keeps_kernels_out(monkeypatch):
     monkeypatch.setattr(compat, "PROBLEM", "jax 9 has moved a private name: x")
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     with pytest.raises(Fp8UnsupportedError, match="FP8_COMMON_BACKEND=triton, but jax 9 has moved"):
-        triton_bridge.selects_kernels()
+        kernels.selects_kernels()

@@ -1,6 +1,7 @@
 """The cast equals the oracle for every 16-bit float and around every midpoint, and saturates where XLA's does not."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ from jax import lax
 
 import fp8_common
 import fp8_common.jax as f8
-from fp8_common import DATA_FORMATS, E8M0, FORMATS, Fp8Error
-from fp8_common.jax.plugin import dispatch
+from fp8_common import DATA_FORMATS, E4M3, E5M2, E8M0, FORMATS, Fp8Error
+from fp8_common.jax._rounding import _converted
+from fp8_common.jax.casts import cast
 from fp8_common.testing import adversarial, all_bfloat16, all_codes, all_float16, assert_same_bits
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
@@ -45,8 +47,24 @@ def test_encode_equals_the_clipped_cast_of_xla(fmt):
 def test_the_nan_of_an_infinity_has_its_sign(fmt):
     x = np.float32([np.inf, -np.inf])
     np.testing.assert_array_equal(f8.encode(x, fmt), fp8_common.encode(x, fmt))
-    codes = dispatch.quantize_to_codes(jnp.asarray(x), jnp.float32(2), fmt)
-    np.testing.assert_array_equal(codes, fp8_common.encode(x, fmt))
+    codes = cast(jnp.asarray(x), jnp.float32(2), fmt)
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), fp8_common.encode(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("x", [all_bfloat16(), all_float16(), float32s(20_000)], ids=lambda x: str(x.dtype))
+def test_the_conversion_that_nvidia_gpus_have_gives_the_same_codes(x, fmt):
+    """Run on a CPU, whose conversion rounds as theirs does; `test_kernels_on_gpu.py` compares the programs of a GPU."""
+    x = x.astype(np.float32)
+    codes = jax.jit(partial(_converted, fmt))(jnp.asarray(x), ~np.isfinite(x))
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), fp8_common.encode(x, fmt))
+
+
+def test_programs_for_nvidia_gpus_hold_the_conversion_and_others_do_not():
+    traced = jax.jit(lambda x: cast(x, jnp.float32(2), E4M3)).trace(jnp.ones((8, 8)))
+    assert "f8E4M3FN>" in (on_gpu := traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert "stablehlo.clamp" in on_gpu
+    assert "stablehlo.clamp" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
 @formats

@@ -4,10 +4,7 @@ Scale and amax history of delayed scaling are parameters whose gradient is their
 autodiff adds these up; here they are combined by MAX: in scans, under vmap, over devices, over micro-batches.
 """
 
-from fp8_common import GradientCompression
-from fp8_common.jax import dequantize, quantize
 from fp8_common.plugin import check_version
-from fp8_jax_owg._all_to_all import fp8_all_to_all
 from fp8_jax_owg._casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg._checks import (
     Collective,
@@ -30,11 +27,10 @@ from fp8_jax_owg._dot import fp8_dot_general
 from fp8_jax_owg._dtype import fm32, fp32_max_grad
 from fp8_jax_owg._einsum import fp8_einsum
 from fp8_jax_owg._gather import fp8_all_gather
-from fp8_jax_owg._gradients import compressed_psum, compressed_psum_scatter
 from fp8_jax_owg._marker import Overwrite, is_owg, mark, merge, owg_mask, split, unmark
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._mode import get_mode, use_mode
-from fp8_jax_owg._norms import all_finite, clip_by_global_norm, global_norm, scale_gradients
+from fp8_jax_owg._norms import all_finite, clip_by_global_norm, map_parameters
 from fp8_jax_owg._parameter import Fp8Param
 from fp8_jax_owg._ragged import fp8_ragged_dot
 from fp8_jax_owg._report import OwgReport, TensorReport, report
@@ -51,7 +47,6 @@ __all__ = [
     "DelayedScaling",
     "Dot",
     "Fp8Param",
-    "GradientCompression",
     "Overwrite",
     "OwgReport",
     "TensorReport",
@@ -62,15 +57,11 @@ __all__ = [
     "assert_fp8_dots",
     "cast_params",
     "clip_by_global_norm",
-    "compressed_psum",
-    "compressed_psum_scatter",
-    "dequantize",
     "fan_out",
     "find_collectives",
     "find_dots",
     "fm32",
     "fp8_all_gather",
-    "fp8_all_to_all",
     "fp8_conv_general_dilated",
     "fp8_dot_general",
     "fp8_einsum",
@@ -78,13 +69,13 @@ __all__ = [
     "fp32_max_grad",
     "gate",
     "get_mode",
-    "global_norm",
     "grad",
     "in_q",
     "in_qdq",
     "init_accumulator",
     "init_meta",
     "is_owg",
+    "map_parameters",
     "mark",
     "merge",
     "out_dq",
@@ -92,11 +83,9 @@ __all__ = [
     "owg_mask",
     "pmean",
     "psum",
-    "quantize",
     "read",
     "replicated",
     "report",
-    "scale_gradients",
     "scan",
     "share",
     "split",

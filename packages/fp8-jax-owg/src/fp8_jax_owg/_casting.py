@@ -11,12 +11,12 @@ from jax import lax
 
 from fp8_common import Format, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax.plugin import dispatch
-from fp8_jax_owg import _cotangent_encoding as cotangents
+from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.casts import cast as cast_tensor
+from fp8_common.jax.casts import cast_slices, cast_with_amax
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._meta import TensorMeta
-from fp8_jax_owg._one_equation import as_one_equation
-from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, by_channel, format_of
+from fp8_jax_owg._scaling import CurrentScaling, DelayedScaling, Scaling, Tensor, format_of
 from fp8_jax_owg._sharing import like
 from fp8_jax_owg.observation import checked_scale, observe
 
@@ -31,8 +31,8 @@ class Seen(NamedTuple):
     """What a cast leaves for the next value of the state.
 
     Attributes:
-        amax: float32 scalar, what was observed; (channels,) of a kernel with a scale for each output feature.
-        scale_inv: float32 of the same shape, the dequantization scale that was used.
+        amax: float32 scalar, what was observed.
+        scale_inv: float32 scalar, the dequantization scale that was used.
     """
 
     amax: jax.Array
@@ -67,16 +67,14 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
         tensor: Which operand it is; decides its format.
         state: Holds its state for delayed scaling.
         scaling: The rule.
-        axes: Dimensions that the product sums over, for scales per row and per output feature.
+        axes: Dimensions that the product sums over, for scales per row.
     """
     fmt = format_of(tensor, scaling)
     # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
     # and lowered twice.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        if isinstance(scaling, DelayedScaling) and by_channel(tensor, scaling):
-            return _cast_channels(x, state[tensor], axes=axes, fmt=fmt, policy=scaling.policy)
         if isinstance(scaling, DelayedScaling):
-            return _cast_delayed_once(x, state[tensor], fmt=fmt, policy=scaling.policy)
+            return _cast_delayed(x, state[tensor], fmt=fmt, policy=scaling.policy)
         return _cast_current(x, axes=axes if keeps_operands(scaling) else None, fmt=fmt, policy=scaling.policy)
 
 
@@ -85,11 +83,8 @@ def cast(x: jax.Array, tensor: Tensor, state: State, scaling: Scaling, axes: tup
 def _cast_delayed(x: jax.Array, meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> Operand:
     scale, scale_inv, factor = _delayed_scales(meta, fmt=fmt, policy=policy)
     # The amax of this step takes no part in it: it is observed for later steps.
-    codes, greatest = dispatch.quantize_to_codes_with_amax(x, scale, fmt)
-    return Operand(codes, factor, Seen(like(greatest, meta.history), scale_inv))
-
-
-_cast_delayed_once = as_one_equation("fp8_cast", _cast_delayed)
+    data, greatest = cast_with_amax(x, scale, fmt)
+    return Operand(lax.bitcast_convert_type(data, jnp.uint8), factor, Seen(like(greatest, meta.history), scale_inv))
 
 
 # Of its own, because it is the same for operands of every shape.
@@ -103,39 +98,15 @@ def _delayed_scales(meta: TensorMeta, *, fmt: Format, policy: ScalePolicy) -> tu
 
 
 @partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
-def _cast_channels(
-    x: jax.Array, meta: TensorMeta, *, axes: tuple[int, ...], fmt: Format, policy: ScalePolicy
-) -> Operand:
-    """Cast a kernel with a scale for each output feature, in the order of its dimensions that are not summed over."""
-    used, used_inv, sound = jax.vmap(partial(checked_scale, fmt=fmt, policy=policy))(meta.scale, meta.history)
-    greatest = amax(x, axis=axes).reshape(-1)
-    shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
-    scale, scale_inv = computed_once(used.reshape(shape), used_inv.reshape(shape))
-    factor = nan_unless(sound.all(), scale_inv)
-    seen = Seen(like(greatest, meta.history), scale_inv.reshape(-1))
-    return Operand(dispatch.quantize_to_codes(x, scale, fmt), factor, seen)
-
-
-def cast_whole(x: jax.Array, meta: TensorMeta, scaling: DelayedScaling) -> Operand:
-    """Cast a kernel that has a scale for each output feature with one: that of the maximum of all histories.
-
-    For the product that sums over output features. While nothing was observed, the greatest stored scale is taken.
-    """
-    # as integers: XLA's maximum of floats takes subnormals for zero
-    whole = TensorMeta(*(cotangents.maximum_over(leaf, 0) for leaf in meta))
-    return _cast_delayed(x, whole, fmt=format_of("kernel", scaling), policy=scaling.policy)
-
-
-@partial(jax.jit, static_argnames=("axes", "fmt", "policy"))
 def _cast_current(x: jax.Array, *, axes: tuple[int, ...] | None, fmt: Format, policy: ScalePolicy) -> Operand:
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
     # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
     if axes is not None:
-        codes, scale = dispatch.quantize_slices_to_codes(x, fmt, axes, policy)
-        return Operand(codes, dispatch.divide_nearest(1.0, scale), None)
+        data, scale = cast_slices(x, fmt, axes, policy)
+        return Operand(lax.bitcast_convert_type(data, jnp.uint8), divide_nearest(1.0, scale), None)
     scale = amax_to_scale(amax(x), fmt, policy)
-    scale, scale_inv = computed_once(scale, dispatch.divide_nearest(1.0, scale))
-    return Operand(dispatch.quantize_to_codes(x, scale, fmt), scale_inv, None)
+    scale, scale_inv = computed_once(scale, divide_nearest(1.0, scale))
+    return Operand(lax.bitcast_convert_type(cast_tensor(x, scale, fmt), jnp.uint8), scale_inv, None)
 
 
 def nan_unless(sound: jax.Array, scale_inv: jax.Array) -> jax.Array:
@@ -167,7 +138,7 @@ def next_state(state: State, seen: Mapping[Tensor, Seen | None]) -> State:
         seen: What the casts of these tensors left.
     """
     histories = {tensor: meta.history for tensor, meta in state.items()}
-    return _observe_once(histories, {tensor: seen[tensor] for tensor in state}) if state else {}
+    return _observe_all(histories, {tensor: seen[tensor] for tensor in state}) if state else {}
 
 
 @jax.jit
@@ -177,10 +148,6 @@ def _observe_all(histories: dict[Tensor, jax.Array], seen: dict[Tensor, Seen]) -
     return {tensor: TensorMeta(*_observe(found[tensor], history)) for tensor, history in histories.items()}
 
 
-_observe_once = as_one_equation("fp8_observe", _observe_all)
-
-
 @jax.jit
 def _observe(seen: Seen, history: jax.Array) -> tuple[jax.Array, jax.Array]:
-    one = jax.vmap(observe) if history.ndim > 1 else observe
-    return one(seen.amax, seen.scale_inv[..., None], history)
+    return observe(seen.amax, seen.scale_inv[None], history)

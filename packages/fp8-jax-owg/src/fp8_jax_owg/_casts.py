@@ -12,7 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Format, Fp8Error
-from fp8_common.jax.plugin import multiply_back, vary_alike
+from fp8_common.jax.casts import multiply_back
+from fp8_common.jax.compat import vary_alike
 from fp8_jax_owg._casting import Operand, Seen, cast, next_state
 from fp8_jax_owg._dot import as_operand
 from fp8_jax_owg._first_order import first_order_only

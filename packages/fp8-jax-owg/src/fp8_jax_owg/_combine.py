@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import Fp8Error
-from fp8_common.jax.plugin import varying_axes
+from fp8_common.jax.compat import varying_axes
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._marker import map_leaves
 

@@ -4,7 +4,6 @@
 description serves all three products of a layer, `dot_general` and two-operand `einsum` alike.
 """
 
-import math
 import string
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -61,10 +60,6 @@ class Contraction(NamedTuple):
     def for_rhs(self) -> "Contraction":
         """The product of lhs and the output gradient that gives the gradient of rhs."""
         return Contraction(self.lhs, self.out, self.rhs)
-
-    def channels(self, shape: Sequence[int]) -> int:
-        """Return how many output features a rhs of this shape has: the product of dimensions not summed over."""
-        return math.prod(n for n, letter in zip(shape, self.rhs, strict=True) if letter not in self.summed)
 
     def axes_of(self, letters: str) -> tuple[int, ...]:
         """Return where an operand with these letters is summed over."""

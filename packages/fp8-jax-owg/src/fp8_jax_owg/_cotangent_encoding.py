@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8_common.jax.plugin import float_key
+from fp8_common.jax.arrays import float_key
 from fp8_jax_owg._bits import from_bits, to_bits
 
 NOT_OBSERVED = np.float32(-np.inf)

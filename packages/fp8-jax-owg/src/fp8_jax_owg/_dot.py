@@ -15,8 +15,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax.plugin import vary_alike
-from fp8_jax_owg._casting import Operand, State, cast, cast_whole, keeps_operands, next_state
+from fp8_common.jax.compat import vary_alike
+from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._contraction import Contraction, DimensionNumbers
 from fp8_jax_owg._first_order import first_order_only
 from fp8_jax_owg._meshes import refuse_explicit_axes
@@ -29,9 +29,7 @@ from fp8_jax_owg._scaling import (
     DelayedScaling,
     Scaling,
     Tensor,
-    by_channel,
     format_of,
-    refuse_channels,
 )
 
 Kernel = jax.Array | Fp8Param
@@ -124,9 +122,7 @@ def fp8_dot_general(
         precision: As in `lax.dot_general`; None is its default forward and the highest backward, which on GPUs
             switches fast accumulation of gradients off.
         preferred_element_type: The dtype of the result; None is that of `lhs`.
-        meta: The six leaves of `init_meta`, for delayed scaling; None for current scaling. With
-            `kernel_granularity="channel"` the output features are the dimensions of `rhs` that are not summed over,
-            in their order, batch dimensions included.
+        meta: The six leaves of `init_meta`, for delayed scaling; None for current scaling.
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common` (object, name or dictionary); None
             is `DelayedScaling()` with `meta`, else `CurrentScaling()`.
         out_sharding: As in `lax.dot_general`; on meshes with automatic axes it is a constraint.
@@ -158,12 +154,11 @@ def fp8_contract(
     """Return a contraction of checked operands in FP8; arguments as in `fp8_dot_general`."""
     is_cast = isinstance(rhs, Fp8Param)
     tensors: tuple[Tensor, ...] = ("input", "output_grad") if is_cast else TENSORS
-    channels = None if is_cast else contraction.channels(rhs.shape)
-    scaling, state = match_scaling(meta, scaling, tensors, channels)
+    scaling, state = match_scaling(meta, scaling, tensors)
     if is_cast and keeps_operands(scaling):
         raise Fp8Error('A gathered kernel has one scale: use CurrentScaling(granularity="tensor") for its product.')
-    if keeps_operands(scaling) or by_channel("kernel", scaling):
-        refuse_explicit_axes("Scales per row or output feature", (lhs, rhs))
+    if keeps_operands(scaling):
+        refuse_explicit_axes("Scales per row", (lhs, rhs))
     product = Product(
         contraction=contraction,
         scaling=scaling,
@@ -197,7 +192,6 @@ def match_scaling(
     meta: Meta | None,
     scaling: ScalingChoice | None,
     tensors: tuple[Tensor, ...] = TENSORS,
-    channels: int | None = None,
 ) -> tuple[Scaling, State]:
     """Return the rule, and the state of each tensor (empty for current scaling).
 
@@ -205,20 +199,15 @@ def match_scaling(
         meta: The leaves of the product.
         scaling: What was asked for.
         tensors: Which tensors have state.
-        channels: How many output features the kernel has; None if it can have one scale only.
 
     Raises:
-        Fp8Error: Delayed scaling without leaves, leaves without delayed scaling, or scales per output feature where
-            there is one.
+        Fp8Error: Delayed scaling without leaves, or leaves without delayed scaling.
     """
     found = as_scaling(scaling or (CurrentScaling() if meta is None else DelayedScaling()))
-    if channels is None:
-        refuse_channels("This operation", found)
     if isinstance(found, DelayedScaling):
         if meta is None:
             raise Fp8Error("Delayed scaling needs its state: pass meta=init_meta(scaling), or use CurrentScaling().")
-        counts = {tensor: channels if by_channel(tensor, found) else None for tensor in tensors}
-        state = {tensor: tensor_meta(meta, tensor, counts[tensor]) for tensor in tensors}
+        state = {tensor: tensor_meta(meta, tensor) for tensor in tensors}
         lengths = {one.history.shape[-1] for one in state.values()}
         # Without `scaling` there is nothing to compare with: the length of the default belongs to `init_meta` alone,
         # products take histories as long as they are.
@@ -259,9 +248,6 @@ def _product_fwd(product: Product, lhs: jax.Array, rhs: Kernel, state: State) ->
     result, operands = _forward(product, lhs, rhs, state)
     if keeps_operands(product.scaling):
         return result, ((lhs, rhs), state)
-    if by_channel("kernel", product.scaling):
-        # the gradient of lhs needs the kernel with another scale, not the codes
-        operands = operands[0], (rhs, operands[1].seen)
     return result, (operands, state)
 
 
@@ -274,9 +260,6 @@ def _product_bwd(
     if keeps_operands(product.scaling):
         return *_gradients_by_row(product, a, b, g), {}
     how, scaling = product.contraction, product.scaling
-    if isinstance(scaling, DelayedScaling) and by_channel("kernel", scaling):
-        rhs, seen = b
-        b = cast_whole(rhs, state["kernel"], scaling)._replace(seen=seen)
     c = cast(g, "output_grad", state, scaling)
     of_lhs, of_rhs = product.operand_dtypes
     input_, kernel, grad = (a, "input"), (b, "kernel"), (c, "output_grad")

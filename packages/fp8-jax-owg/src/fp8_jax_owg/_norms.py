@@ -1,20 +1,12 @@
-"""Norms, clipping and scaling of gradients: of parameters alone, next values of overwritten leaves are left out."""
+"""Clipping and maps of gradients: of parameters alone, next values of overwritten leaves are left out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp8_jax_owg._marker import map_leaves, split
-
-
-def global_norm(gradients: Any) -> jax.Array:
-    """Return the L2 norm over the gradients of all parameters, float32 []."""
-    leaves = jax.tree.leaves(split(gradients)[0])
-    # The absolute value first makes complex gradients real; in float32, because squares of float16 overflow from 256
-    # on.
-    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
-    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
 
 def all_finite(gradients: Any) -> jax.Array:
@@ -35,18 +27,23 @@ def clip_by_global_norm(gradients: Any, max_norm: float | jax.Array) -> Any:
         gradients: From `value_and_grad`.
         max_norm: The limit.
     """
-    norm = global_norm(gradients)
+    leaves = jax.tree.leaves(split(gradients)[0])
+    # The absolute value first makes complex gradients real; in float32, because squares of float16 overflow from 256
+    # on.
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
+    norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
     # No division by zero where all gradients are zero.
     factor = jnp.minimum(jnp.float32(1), jnp.asarray(max_norm, jnp.float32) / jnp.maximum(norm, jnp.float32(1e-30)))
     # Exactly 1 where nothing is clipped, so that gradients keep their bits.
-    return scale_gradients(gradients, jnp.where(norm < max_norm, jnp.float32(1), factor))
+    factor = jnp.where(norm < max_norm, jnp.float32(1), factor)
+    return map_parameters(lambda g: g * factor.astype(g.dtype), gradients)
 
 
-def scale_gradients(gradients: Any, factor: Any) -> Any:
-    """Return the gradients of parameters times `factor`, for loss scaling and averages; overwritten leaves stay.
+def map_parameters(fn: Callable[[jax.Array], Any], tree: Any) -> Any:
+    """Return the tree with `fn` of every parameter, for loss scaling, averages and casts; overwritten leaves stay.
 
     Args:
-        gradients: From `value_and_grad` or `accumulate`.
-        factor: A number or a scalar array.
+        fn: Called with each leaf that is not overwritten.
+        tree: Variables, or gradients from `value_and_grad` or `accumulate`.
     """
-    return map_leaves(lambda g: g * jnp.asarray(factor, g.dtype), lambda g: g, gradients)
+    return map_leaves(fn, lambda x: x, tree)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax.plugin import vary_alike
+from fp8_common.jax.compat import vary_alike
 from fp8_jax_owg._casting import Operand, State, cast, keeps_operands, next_state
 from fp8_jax_owg._dot import as_operand, match_scaling
 from fp8_jax_owg._first_order import first_order_only

@@ -12,7 +12,6 @@ from fp8_jax_owg._scaling import (
     Granularity,
     Scaling,
     format_of,
-    refuse_channels,
 )
 
 ScalingChoice = Scaling | Recipe | str | Mapping[str, Any]
@@ -56,12 +55,7 @@ def as_scaling(choice: ScalingChoice) -> Scaling:
 
 
 def recipe_of(scaling: Scaling) -> Recipe:
-    """Return the recipe that a scaling stands for.
-
-    Raises:
-        Fp8Error: Its kernel has a history for each output feature, which recipes cannot say.
-    """
-    refuse_channels("A recipe with delayed scaling", scaling)
+    """Return the recipe that a scaling stands for."""
     by_row = isinstance(scaling, CurrentScaling) and scaling.granularity == "row"
     casts = {
         operand: CastRecipe(

@@ -9,7 +9,6 @@ from fp8_common.plugin import Record
 Fp8Format = Literal["HYBRID", "E4M3", "HYBRID_FNUZ", "E4M3_FNUZ"]
 HistoryAlgo = Literal["max", "most_recent"]
 Granularity = Literal["tensor", "row"]
-KernelGranularity = Literal["tensor", "channel"]
 KernelGradient = Literal["float32", "kernel"]
 Tensor = Literal["input", "kernel", "output_grad"]
 TENSORS: tuple[Tensor, ...] = ("input", "kernel", "output_grad")
@@ -26,10 +25,6 @@ class DelayedScaling(Record):
         amax_compute_algo: What stands for the history: its maximum ("max") or its newest entry ("most_recent").
         fp8_format: "HYBRID" takes E4M3 forward and E5M2 for gradients, "E4M3" takes E4M3 for all; "HYBRID_FNUZ" and
             "E4M3_FNUZ" take the formats of AMD MI300.
-        kernel_granularity: One scale and history for the kernel ("tensor"), or one for each output feature
-            ("channel"). Inputs and output gradients have one each. Where a gradient sums over output features, a
-            scale per feature cannot be taken out of the sum: there the kernel is cast again, with one scale from the
-            maximum of all histories.
         kernel_gradient: The dtype of the product that gives a kernel's gradient, before its scale is applied: XLA adds
             the parts of several devices in it. "float32", or "kernel" for that of the kernel, which halves the bytes on
             the wire for a bfloat16 kernel and rounds once more. Other kernels keep "float32".
@@ -39,7 +34,6 @@ class DelayedScaling(Record):
     margin: int = 0
     amax_compute_algo: HistoryAlgo = "max"
     fp8_format: Fp8Format = "HYBRID"
-    kernel_granularity: KernelGranularity = "tensor"
     kernel_gradient: KernelGradient = "float32"
 
     def __post_init__(self) -> None:
@@ -100,22 +94,3 @@ def format_of(tensor: Tensor, scaling: Scaling) -> Format:
     """Return the format that a tensor is cast to."""
     forward, gradient = FORMATS[scaling.fp8_format]
     return gradient if tensor == "output_grad" else forward
-
-
-def by_channel(tensor: Tensor, scaling: Scaling) -> bool:
-    """Return whether a tensor has a scale and a history for each of its output features."""
-    return tensor == "kernel" and isinstance(scaling, DelayedScaling) and scaling.kernel_granularity == "channel"
-
-
-def refuse_channels(what: str, scaling: Scaling) -> None:
-    """Raise if a scaling has histories per output feature.
-
-    Args:
-        what: What has one scale for its kernel.
-        scaling: Any.
-
-    Raises:
-        Fp8Error: It has.
-    """
-    if by_channel("kernel", scaling):
-        raise Fp8Error(f'{what} has one scale for its kernel: use DelayedScaling(kernel_granularity="tensor").')

@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error
-from fp8_common.jax.plugin import varying_axes
+from fp8_common.jax.compat import varying_axes
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._dtype import fp32_max_grad, is_shared
 from fp8_jax_owg._first_order import refuse_second_order

@@ -30,7 +30,7 @@ def _forward(where: str, kernel: Any, state: Any) -> tuple[Any, None]:
         raise Fp8Error(
             f"The kernel of {where} is trained and its FP8 state is not, so its scales would stay as they are for "
             "ever. Differentiate both: the whole variables of Linen with fp8_jax_owg.value_and_grad, a model of NNX "
-            "with fp8_jax_owg.nnx.value_and_grad, and update with the TrainState or Optimizer beside it. For a state "
+            "with fp8_jax_owg.nnx.value_and_grad, and update with the TrainState or the nnx.Optimizer. For a state "
             "that is meant to stay, call fp8_jax_owg.fp8_dot_general with it."
         )
     return jax.tree.map(lambda leaf: leaf.value, kernel, is_leaf=_has_flag), None

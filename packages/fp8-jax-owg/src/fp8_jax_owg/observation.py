@@ -21,8 +21,9 @@ import numpy as np
 from jax import lax
 
 from fp8_common import CANONICAL, Format, ScalePolicy
-from fp8_common.jax import amax, reciprocal
-from fp8_common.jax.plugin import dispatch, float_key
+from fp8_common.jax import amax, amax_to_scale, reciprocal
+from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.arrays import float_key
 from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg._bits import from_bits, to_bits
 from fp8_jax_owg._sharing import check_float32, like
@@ -64,8 +65,8 @@ def checked_scale(
     greatest = cotangents.greatest_bits(history)
     newest_or_greatest = lax.max(to_bits(history[0]), np.int32(0)) if policy.algo == "most_recent" else greatest
     key = lax.broadcast(newest_or_greatest, scale.shape)
-    into = dispatch.key_to_scale(key, dispatch.divide_nearest(1.0, stored), fmt, policy)
-    back = reciprocal(into) if policy.upper > MAX_SCALE else dispatch.divide_nearest(1.0, into)
+    into = amax_to_scale(from_bits(key), fmt, policy, divide_nearest(1.0, stored))
+    back = reciprocal(into) if policy.upper > MAX_SCALE else divide_nearest(1.0, into)
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
     if policy.zero == "previous":
         back = lax.select(lax.eq(key, np.int32(0)), stored, back)

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fp8_jax_owg as owg
-from fp8_common.jax._triton_bridge import lowering_for
+from fp8_common.jax._kernels import lowering_for
 
 ROWS, INPUTS, OUTPUTS = 1024, 2048, 4096
 MATMUL = (((1,), (0,)), ((), ()))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from fp8_common._amax import KEY_MASK, MIN_NORMAL_KEY
-from fp8_common.jax._arrays import as_input, float_key, from_bits, to_bits
+from fp8_common.jax.arrays import as_input, float_key, from_bits, to_bits
 
 
 def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:

@@ -1,27 +1,131 @@
-"""The amax of each scale block, and scales repeated over their blocks, on the grid of `fp8_common._blocks`."""
+"""Casts with block scales, 1x128, 128x128 and the 1x32 of OCP MX: one definition each, and the kernels they run as."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common._blocks import Block, block_grid
+from fp8_common._blocks import Block, block_grid, check_block
 from fp8_common._errors import Fp8Error
-from fp8_common.jax._amax import amax
-from fp8_common.jax._arrays import as_float32
+from fp8_common._formats import E8M0, Format, get_data_format
+from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+from fp8_common._quantize import MX_BLOCK, Quantized
+from fp8_common.jax._amax import amax as amax_by_jnp
+from fp8_common.jax._kernels import KernelOp
+from fp8_common.jax._scales import amax_to_e8m0, amax_to_scale, e8m0_to_scale, e8m0_to_scale_inv, reciprocal
+from fp8_common.jax.arrays import as_codes, as_float32, as_native
+from fp8_common.jax.casts import as_matrix, multiply_back, quantize_by_jnp
 
 
-def block_amax(x: jax.Array, block: Block) -> jax.Array:
+def quantize_blockwise(
+    x: ArrayLike, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
+) -> Quantized:
+    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
+        fmt: The FP8 format.
+        block: (1, 128) for activations and gradients, (128, 128) for weights.
+        policy: The scale rule.
+
+    Returns:
+        float8 data [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
+
+    Raises:
+        Fp8Error: Unsupported dtype, format or block.
+    """
+    as_float32(x)
+    return Quantized(*_BLOCKS(x, fmt=get_data_format(fmt), block=check_block(block, np.ndim(x)), policy=policy))
+
+
+def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quantized:
+    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
+        fmt: The element format.
+        mode: How the scale is rounded; see `amax_to_e8m0`.
+
+    Returns:
+        float8 data [..., N]; float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8; a NaN scale
+        marks a block with an infinity or a NaN, all of whose data is NaN.
+
+    Raises:
+        Fp8Error: Unsupported dtype, format or mode.
+    """
+    check_block(MX_BLOCK, as_float32(x).ndim)
+    data, codes = _MX(x, fmt=get_data_format(fmt), mode=mode)
+    return Quantized(data, as_native(codes, E8M0))
+
+
+def dequantize_blockwise(
+    q: ArrayLike, scale: ArrayLike, fmt: str | Format, block: Block = (1, 128), dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Undo `quantize_blockwise`: data [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)].
+
+    Raises:
+        Fp8Error: Unsupported dtype, format, block or shape of `scale`.
+    """
+    fmt = get_data_format(fmt)
+    codes = as_codes(q, fmt)
+    check_block(block, codes.ndim)
+    return multiply_back(codes, _expanded(reciprocal(scale), block, codes.shape), fmt, dtype)
+
+
+def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Undo `quantize_mx`: data [..., N] and scales [..., ceil(N / 32)], either as native dtype or as codes.
+
+    Exact in float32, subnormal results included.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, or the shapes do not fit.
+    """
+    fmt = get_data_format(fmt)
+    data = as_codes(q, fmt)
+    return multiply_back(data, _expanded(e8m0_to_scale_inv(codes), MX_BLOCK, data.shape), fmt, dtype)
+
+
+def _blocks(x: jax.Array, *, fmt: Format, block: Block, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+    scale = amax_to_scale(_block_amax(x, block), fmt, policy)
+    return quantize_by_jnp(x, _expanded(scale, block, x.shape), fmt=fmt), scale
+
+
+def _plan_of_blocks(plans: Any, x: Any, *, fmt: Format, block: Block, policy: ScalePolicy) -> Any:
+    return plans.blockwise(*as_matrix(x), str(x.dtype), fmt, block[0], policy, inverse=False)
+
+
+def _has_kernel(x: Any, *, fmt: Format, block: Block, policy: ScalePolicy) -> bool:
+    return block == (1, 128) or (block == (128, 128) and x.ndim == 2)
+
+
+def _mx(x: jax.Array, *, fmt: Format, mode: MxMode) -> tuple[jax.Array, jax.Array]:
+    codes = amax_to_e8m0(_block_amax(x, MX_BLOCK), fmt, mode)
+    return quantize_by_jnp(x, _expanded(e8m0_to_scale(codes), MX_BLOCK, x.shape), fmt=fmt), codes
+
+
+_BLOCKS = KernelOp(name="fp8_blocks", reference=_blocks, plan=_plan_of_blocks, fits=_has_kernel)
+_MX = KernelOp(
+    name="fp8_mx",
+    reference=_mx,
+    plan=lambda plans, x, *, fmt, mode: plans.mx(*as_matrix(x), str(x.dtype), fmt, mode),
+    fits=lambda x, *, fmt, mode: True,
+)
+
+
+def _block_amax(x: jax.Array, block: Block) -> jax.Array:
     """Return max |x| of every block, float32 of shape `block_grid(x.shape, block)`."""
     if x.ndim == 1:
-        return block_amax(x[None], (1, block[1]))[0]
+        return _block_amax(x[None], (1, block[1]))[0]
     grid, (rows, columns) = block_grid(x.shape, block), block
     missing = (grid[-2] * rows - x.shape[-2], grid[-1] * columns - x.shape[-1])
     # Partial blocks are filled up with zeros, which change no amax.
     split = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n) for n in missing]).reshape(*grid[:-1], rows, grid[-1], columns)
-    return amax(split, axis=(-3, -1))
+    return amax_by_jnp(split, axis=(-3, -1))
 
 
-def expand_blocks(scale: ArrayLike, block: Block, shape: tuple[int, ...]) -> jax.Array:
+def _expanded(scale: ArrayLike, block: Block, shape: tuple[int, ...]) -> jax.Array:
     """Repeat each block's scale over the block, cut to `shape`.
 
     Raises:
@@ -34,7 +138,7 @@ def expand_blocks(scale: ArrayLike, block: Block, shape: tuple[int, ...]) -> jax
             f"{block_grid(shape, block)}, got {array.shape}."
         )
     if len(shape) == 1:
-        return expand_blocks(array[None], (1, block[1]), (1, *shape))[0]
+        return _expanded(array[None], (1, block[1]), (1, *shape))[0]
     *batch, grid_rows, grid_columns = array.shape
     rows, columns = block
     wide = jnp.broadcast_to(array[..., :, None, :, None], (*batch, grid_rows, rows, grid_columns, columns))

@@ -1,4 +1,4 @@
-"""FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and layers."""
+"""FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers."""
 
 try:
     import flax  # noqa: F401
@@ -8,30 +8,24 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from fp8_jax_owg.linen._boxes import OwgBox, owg_init
 from fp8_jax_owg.linen._convert import convert_to_fp8
-from fp8_jax_owg.linen._dense import Fp8Dense
 from fp8_jax_owg.linen._operations import (
     Fp8ConvGeneralDilatedOp,
     Fp8DirectDotGeneralOp,
     Fp8DotGeneralOp,
     Fp8Einsum,
 )
-from fp8_jax_owg.linen._pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
+from fp8_jax_owg.linen._pipeline import LayerwiseShardablePipelined
 from fp8_jax_owg.linen._train_state import TrainState
 from fp8_jax_owg.linen._variables import OVERWRITE_WITH_GRADIENT
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
-    "CircularLayerwiseShardablePipelined",
     "Fp8ConvGeneralDilatedOp",
-    "Fp8Dense",
     "Fp8DirectDotGeneralOp",
     "Fp8DotGeneralOp",
     "Fp8Einsum",
     "LayerwiseShardablePipelined",
-    "OwgBox",
     "TrainState",
     "convert_to_fp8",
-    "owg_init",
 ]

@@ -4,6 +4,7 @@ The layers of a Linen module exist while it runs. So the conversion is a module 
 own, that gives each of them its product at the beginning of its call.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from fp8_common import Fp8Error, Rules
 from fp8_jax_owg._choice import RulesOrFilter
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
 from fp8_jax_owg._scaling import DelayedScaling, Scaling
-from fp8_jax_owg.linen._dense import Product
 from fp8_jax_owg.linen._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp
 from fp8_jax_owg.linen._variables import Fp8Op
 
@@ -22,6 +22,18 @@ OPERATIONS: tuple[tuple[tuple[type[nn.Module], ...], str, type[Fp8Op]], ...] = (
     ((nn.Dense, nn.DenseGeneral), "dot_general", Fp8DotGeneralOp),
     ((nn.Conv, nn.ConvLocal), "conv_general_dilated", Fp8ConvGeneralDilatedOp),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Make:
+    """Makes the operation of a layer. Equal for equal settings, as the layer is then: `functools.partial` never is."""
+
+    kind: type[Fp8Op]
+    scaling: Scaling
+
+    def __call__(self) -> Fp8Op:
+        """Return an operation, with a state of its own."""
+        return self.kind(scaling=self.scaling)
 
 
 class _Converted(nn.Module):
@@ -61,7 +73,7 @@ class _Converted(nn.Module):
             if scaling is None or any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
                 return call(*args, **kwargs)
             converted.append(name)
-            return _call_with(context.module, f"{row[1]}_cls", Product(row[2], scaling), call, args, kwargs)
+            return _call_with(context.module, f"{row[1]}_cls", _Make(row[2], scaling), call, args, kwargs)
 
         with nn.intercept_methods(intercept):
             result = self.converted_module(*args, **kwargs)

@@ -7,14 +7,13 @@ take the attributes of `fp8_jax_owg.linen._variables.Fp8Op`.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_jax_owg._contraction import Contraction, DimensionNumbers
+from fp8_jax_owg._contraction import DimensionNumbers
 from fp8_jax_owg._conv import CONV_TENSORS, fp8_conv_general_dilated
-from fp8_jax_owg._dot import as_operand, fp8_dot_general
-from fp8_jax_owg._einsum import as_contraction, fp8_einsum
+from fp8_jax_owg._dot import fp8_dot_general
+from fp8_jax_owg._einsum import fp8_einsum
 from fp8_jax_owg._scaling import TENSORS
 from fp8_jax_owg.linen._variables import Fp8Op
 
@@ -36,8 +35,7 @@ class Fp8DotGeneralOp(Fp8Op):
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
-        how = Contraction.from_dimension_numbers(dimension_numbers, jnp.ndim(lhs), jnp.ndim(rhs))
-        kernel, settings = self.settings(rhs, channels=how.channels(jnp.shape(rhs)))
+        kernel, settings = self.settings(rhs)
         return fp8_dot_general(lhs, kernel, dimension_numbers, precision, preferred_element_type, **settings)
 
 
@@ -58,8 +56,7 @@ class Fp8Einsum(Fp8Op):
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
-        _, part, how = as_contraction(equation, as_operand(lhs, "lhs"), as_operand(rhs, "rhs"))
-        kernel, settings = self.settings(rhs, channels=how.channels(part.shape))
+        kernel, settings = self.settings(rhs)
         return fp8_einsum(equation, lhs, kernel, precision, preferred_element_type, **settings)
 
 

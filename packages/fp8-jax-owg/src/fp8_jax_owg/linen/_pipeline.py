@@ -1,14 +1,9 @@
 """Pipelines of a Linen module: its variables get a stage axis, `apply` keeps its signature.
 
-Which variables are overwritten with their gradient is found inside, in one of four ways:
-
-1. they lie in the collection `_overwrite_with_gradient`;
-2. they are parameters in a box whose class has `is_overwrite_with_gradient` (`OwgBox`);
-3. the boxes were removed: a trace of the body's `init`, without computing anything, shows where they were;
-4. `fp8_jax_owg.value_and_grad` has shared them already.
+Which variables are overwritten with their gradient, their collection or their names tell, or `value_and_grad` has
+shared them already.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +12,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg._marker import COLLECTION, owg_flags
-from fp8_jax_owg.pipeline import PipelineOptions, Schedule, find_overwritten, pipeline
+from fp8_common import Fp8UnsupportedError
+from fp8_jax_owg._marker import COLLECTION
+from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline
 
 STAGE, ROUND = "stage", "round"
 """Names of the added axes in the metadata of partitioned parameters."""
@@ -40,6 +35,8 @@ class LayerwiseShardablePipelined(nn.Module):
         body: One stage; called with activations, returns activations of the same shapes and dtypes.
         num_stages: Number of stages.
         num_microbatches: Number of microbatches.
+        circular_repeat: How often a microbatch goes through all stages, with other variables in each round: from 2 on
+            variables get leading axes [circular_repeat, num_stages, ...], and bubbles shrink by that number.
         remat: Recompute activations of stages in the backward.
         remat_policy: What to keep nevertheless, one of `jax.checkpoint_policies`.
         stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
@@ -50,6 +47,7 @@ class LayerwiseShardablePipelined(nn.Module):
     body: nn.Module
     num_stages: int
     num_microbatches: int
+    circular_repeat: int = 1
     remat: bool = False
     remat_policy: Callable[..., bool] | None = None
     stage_axis: str | None = None
@@ -59,7 +57,7 @@ class LayerwiseShardablePipelined(nn.Module):
     @property
     def schedule(self) -> Schedule:
         """The numbers, checked."""
-        return Schedule(stages=self.num_stages, microbatches=self.num_microbatches)
+        return Schedule(stages=self.num_stages, microbatches=self.num_microbatches, rounds=self.circular_repeat)
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -77,7 +75,7 @@ class LayerwiseShardablePipelined(nn.Module):
         if self.is_initializing():
             self._make_variables(one, schedule)
         self._refuse_changes(one, schedule)
-        return self._run(x, one, schedule)
+        return self._run(x, schedule)
 
     def _refuse_changes(self, one: Any, schedule: Schedule) -> None:
         body, variables = self.body.unbind()
@@ -109,7 +107,7 @@ class LayerwiseShardablePipelined(nn.Module):
             run, shape = _add_axis(run, ROUND), (schedule.rounds, *shape)
         run(self.body, jax.tree.map(lambda h: jnp.broadcast_to(h, (*shape, *jnp.shape(h))), one))
 
-    def _run(self, x: Any, one: Any, schedule: Schedule) -> Any:
+    def _run(self, x: Any, schedule: Schedule) -> Any:
         body, variables = self.body.unbind()
         axes = (ROUND, STAGE) if schedule.rounds > 1 else (STAGE,)
         for name in axes:
@@ -125,25 +123,7 @@ class LayerwiseShardablePipelined(nn.Module):
         options = PipelineOptions(
             remat=self.remat, policy=self.remat_policy, stage_axis=self.stage_axis, bubble=self.bubble
         )
-        flags = _find_flags(body, variables, one)
-        return pipeline(stage, variables, x, schedule, options, overwritten=flags, key=key)
-
-
-class CircularLayerwiseShardablePipelined(LayerwiseShardablePipelined):
-    """A pipeline that every microbatch goes through `circular_repeat` times, with other variables in each round.
-
-    Variables get leading axes [circular_repeat, num_stages, ...]. Bubbles shrink by the number of rounds.
-
-    Attributes:
-        circular_repeat: Number of rounds.
-    """
-
-    circular_repeat: int = 1
-
-    @property
-    def schedule(self) -> Schedule:
-        """The numbers, checked."""
-        return Schedule(stages=self.num_stages, microbatches=self.num_microbatches, rounds=self.circular_repeat)
+        return pipeline(stage, variables, x, schedule, options, key=key)
 
 
 def _paths(tree: Any) -> list[str]:
@@ -159,24 +139,3 @@ def _add_axis(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         split_rngs={True: True},
         metadata_params={nn.PARTITION_NAME: name},
     )
-
-
-def _find_flags(body: nn.Module, variables: Any, one: Any) -> list[bool]:
-    """Return which leaves of the body's variables are overwritten."""
-    flags = find_overwritten(variables)
-    if any(flags):
-        return flags
-    # boxes may have been removed from the parameters; they are still there in what init would make
-    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
-    # Shapes only: nothing is initialized.
-    made = jax.eval_shape(functools.partial(body.init, rngs), one)
-    found = owg_flags(made)
-    if not any(found):
-        return flags
-    plain, given = jax.tree.structure(meta.unbox(made)), jax.tree.structure(meta.unbox(variables))
-    if plain != given:
-        raise Fp8Error(
-            "The pipeline cannot tell which parameters are overwritten with their gradient: its body would make "
-            f"{plain}, and was given {given}. Keep the boxes, or apply the variables that init returned."
-        )
-    return found

@@ -10,7 +10,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg._marker import COLLECTION
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
-from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor, refuse_channels
+from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
 from fp8_jax_owg._trained import trained_with_state
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
@@ -36,35 +36,30 @@ class Fp8Op(nn.Module):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
         super().__post_init__()
 
-    def settings(
-        self, kernel: Any, tensors: tuple[Tensor, ...] = TENSORS, channels: int | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def settings(self, kernel: Any, tensors: tuple[Tensor, ...] = TENSORS) -> tuple[Any, dict[str, Any]]:
         """Return the kernel and the keyword arguments of its product, `meta` and `scaling`.
 
         Args:
             kernel: The second operand.
             tensors: Which tensors of the product have state.
-            channels: How many output features the kernel has; None if it can have one scale only.
 
         Raises:
             Fp8Error: As for `state`; or the kernel is trained and the state is not.
         """
-        meta = self.state(tensors, channels)
+        meta = self.state(tensors)
         if meta is not None:
             kernel = trained_with_state("/".join(self.path), kernel, meta)
         return kernel, {"meta": meta, "scaling": self.scaling}
 
-    def state(self, tensors: tuple[Tensor, ...] = TENSORS, channels: int | None = None) -> dict[str, jax.Array] | None:
+    def state(self, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, jax.Array] | None:
         """Return the leaves, made when the module is initialized; None for current scaling.
 
         Raises:
-            Fp8Error: `apply` got variables without them, or there is one scale for the kernel and more were asked for.
+            Fp8Error: `apply` got variables without them.
         """
         if not isinstance(self.scaling, DelayedScaling):
             return None
-        if channels is None:
-            refuse_channels(type(self).__name__, self.scaling)
-        leaves = init_meta(self.scaling, tensors, channels)
+        leaves = init_meta(self.scaling, tensors)
         known = all(self.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in leaves)
         if not known and not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
             raise Fp8Error(

@@ -1,4 +1,4 @@
-"""FP8 for Flax NNX: a Variable type for overwrite-with-gradient state, layers, and the conversion of models."""
+"""FP8 for Flax NNX: a Variable type for overwrite-with-gradient state, operations, and the conversion of models."""
 
 try:
     import flax  # noqa: F401
@@ -9,22 +9,16 @@ except ModuleNotFoundError as error:
     ) from None
 
 from fp8_jax_owg.nnx._convert import convert_to_fp8
-from fp8_jax_owg.nnx._layers import Fp8Einsum, Fp8Linear
 from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
-from fp8_jax_owg.nnx._optimizer import Optimizer
-from fp8_jax_owg.nnx._pipeline import CircularLayerwiseShardablePipelined, LayerwiseShardablePipelined
+from fp8_jax_owg.nnx._pipeline import LayerwiseShardablePipelined
 from fp8_jax_owg.nnx._transforms import grad, value_and_grad
 from fp8_jax_owg.nnx._variables import OverwriteWithGradient
 
 __all__ = [
-    "CircularLayerwiseShardablePipelined",
     "Fp8ConvGeneralDilatedOp",
     "Fp8DotGeneralOp",
-    "Fp8Einsum",
     "Fp8EinsumOp",
-    "Fp8Linear",
     "LayerwiseShardablePipelined",
-    "Optimizer",
     "OverwriteWithGradient",
     "convert_to_fp8",
     "grad",

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -11,13 +10,7 @@ from flax import nnx
 from fp8_common import Decision, Fp8Error
 from fp8_jax_owg._choice import RulesOrFilter, choose_layers
 from fp8_jax_owg._recipes import ScalingChoice
-from fp8_jax_owg.nnx._operations import (
-    Fp8ConvGeneralDilatedOp,
-    Fp8DotGeneralOp,
-    Fp8EinsumOp,
-    Fp8Op,
-    einsum_channels,
-)
+from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +30,6 @@ KERNELS: dict[type[nnx.Module], Callable[..., tuple[int, ...]]] = {
     nnx.Conv: lambda layer: layer.kernel_shape,
 }
 """The shape of the kernel of one layer; what `nnx.vmap` has stacked has more dimensions in front."""
-CHANNELS: dict[type[nnx.Module], Callable[..., int | None]] = {
-    nnx.Linear: lambda layer: layer.out_features,
-    nnx.LinearGeneral: lambda layer: math.prod((*layer.batch_axis.values(), *layer.out_features)),
-    nnx.Einsum: lambda layer: einsum_channels(layer.einsum_str, layer.kernel_shape),
-    nnx.Conv: lambda layer: None,
-}
-"""How many output features one layer has."""
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
@@ -97,7 +83,7 @@ def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | N
             f"multiply with self.{attribute}."
         )
     stacked = _stacked(layer, base, name)
-    return attribute, kind(decision.recipe or default, stacked, channels=CHANNELS[base](layer))
+    return attribute, kind(decision.recipe or default, stacked)
 
 
 def _calls(kind: type, base: type, attribute: str) -> bool:

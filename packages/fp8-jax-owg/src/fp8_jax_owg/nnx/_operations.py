@@ -4,7 +4,6 @@ Each operation is a module that holds the leaves of one product as attributes, u
 operation of its own: two layers that share one share its scales.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from fp8_jax_owg._dot import fp8_dot_general
 from fp8_jax_owg._einsum import fp8_einsum
 from fp8_jax_owg._meta import init_meta
 from fp8_jax_owg._recipes import ScalingChoice, as_scaling
-from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor, refuse_channels
+from fp8_jax_owg._scaling import TENSORS, DelayedScaling, Tensor
 from fp8_jax_owg._trained import trained_with_state
 from fp8_jax_owg.nnx._variables import OverwriteWithGradient
 
@@ -29,21 +28,15 @@ class Fp8Op(nnx.Module):
     Args:
         scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None is `DelayedScaling()`.
         stacked: Leading sizes of the kernel of layers that `nnx.vmap` has made, each of which has leaves of its own.
-        channels: How many output features the kernel has; needed for `kernel_granularity="channel"`.
-
-    Raises:
-        Fp8Error: `channels` is missing, or there is one scale for the kernel and more were asked for.
     """
 
     tensors: tuple[Tensor, ...] = TENSORS
 
-    def __init__(
-        self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = (), *, channels: int | None = None
-    ) -> None:
+    def __init__(self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = ()) -> None:
         self.scaling = as_scaling(scaling or DelayedScaling())
         self.names: tuple[str, ...] = ()
         if isinstance(self.scaling, DelayedScaling):
-            leaves = init_meta(self.scaling, self.tensors, channels)
+            leaves = init_meta(self.scaling, self.tensors)
             self.names = tuple(leaves)
             for name, value in leaves.items():
                 setattr(self, name, OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape))))
@@ -68,15 +61,6 @@ class Fp8Op(nnx.Module):
         if meta is not None:
             kernel = trained_with_state("an NNX layer", kernel, meta)
         return kernel, {"meta": meta, "scaling": self.scaling, "out_sharding": out_sharding}
-
-
-def einsum_channels(equation: str, kernel_shape: tuple[int, ...]) -> int | None:
-    """Return how many output features the kernel of an equation has; None where dots stand for its dimensions."""
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    letters = inputs.partition(",")[2]
-    if len(letters) != len(kernel_shape):
-        return None
-    return math.prod(n for n, letter in zip(kernel_shape, letters, strict=True) if letter in out)
 
 
 class Fp8DotGeneralOp(Fp8Op):
@@ -119,7 +103,6 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     Args:
         scaling: As for `Fp8Op`.
         stacked: As for `Fp8Op`.
-        channels: Not used: a convolution has one scale for its kernel.
         fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
     """
 
@@ -128,11 +111,9 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         scaling: ScalingChoice | None = None,
         stacked: tuple[int, ...] = (),
         *,
-        channels: int | None = None,
         fp8_backward: bool = False,
     ) -> None:
         self.tensors = TENSORS if fp8_backward else CONV_TENSORS
-        refuse_channels("A convolution", as_scaling(scaling or DelayedScaling()))
         super().__init__(scaling, stacked)
 
     def __call__(

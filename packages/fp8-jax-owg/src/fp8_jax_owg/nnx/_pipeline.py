@@ -75,25 +75,6 @@ class LayerwiseShardablePipelined(nnx.Module):
         return pipeline(stage, state, x, self.schedule, self.options)
 
 
-class CircularLayerwiseShardablePipelined(LayerwiseShardablePipelined):
-    """A pipeline that every microbatch goes through `circular_repeat` times; the argument is required here."""
-
-    def __init__(
-        self,
-        make_stage: Callable[[nnx.Rngs], nnx.Module],
-        num_stages: int,
-        num_microbatches: int,
-        circular_repeat: int,
-        *,
-        rngs: nnx.Rngs,
-        options: PipelineOptions | None = None,
-    ) -> None:
-        """Make the stages; arguments are those of `LayerwiseShardablePipelined`."""
-        super().__init__(
-            make_stage, num_stages, num_microbatches, rngs=rngs, circular_repeat=circular_repeat, options=options
-        )
-
-
 def _refuse_changes(module: nnx.Module, before: set[int]) -> None:
     """Raise if variables of a module hold other values than before it was called, told by their identities."""
     after = jax.tree_util.tree_leaves_with_path(nnx.state(module))

@@ -23,19 +23,27 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Return a function that computes a loss and its gradient with respect to models among its arguments.
 
+    State is treated as batch statistics are: the models hold its next value afterwards, the gradient is that of
+    parameters, and the stock `nnx.Optimizer` is right. Gradients of several micro-batches, devices or steps that may
+    be thrown away need the state in the gradient: name `OverwriteWithGradient` in `wrt`.
+
     Args:
         fun: `fun(model, *args)`. Whatever else it changes in its arguments is changed: batch statistics of the model,
             random numbers, metrics, caches.
         has_aux: Whether `fun` returns (loss, anything).
         argnums: Which arguments are differentiated, one number or several.
-        wrt: Which of their variables are trained; `OverwriteWithGradient` are always included.
-        unobserved: As for `fp8_jax_owg.value_and_grad`.
+        wrt: Which of their variables the gradient is for. With `nnx.Any(nnx.Param, OverwriteWithGradient)` it holds
+            the next values of the state too, models keep theirs, and `fp8_jax_owg.accumulate`, `pmean`,
+            `optax.MultiSteps` and `apply_updates` take it.
+        unobserved: As for `fp8_jax_owg.value_and_grad`; "-inf" needs the state in the gradient.
 
     Returns:
         A function with the arguments of `fun` that returns (value, gradients), gradients as an `nnx.State`, or a tuple
         of them for several `argnums`.
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    asked = filterlib.to_predicate(wrt)
+    # the state is differentiated in any case, and lies apart where the gradient is not asked to hold it
     chosen = filterlib.to_predicate(nnx.Any(wrt, is_overwritten))
 
     @functools.wraps(fun)
@@ -64,8 +72,9 @@ def value_and_grad(
         both = transforms.value_and_grad(pure, has_aux=True, unobserved=unobserved)
         (value, (aux, changed)), gradients = both(trained)
         # Outside of the trace, where the values are arrays again.
-        nnx.update(objects, changed)
-        each = [gradients[name] for name in differentiated]
+        gradients, state = nnx.split_state(gradients, lambda path, value: asked(path[1:], value), ...)
+        nnx.update(objects, changed, state)
+        each = [gradients.get(name, nnx.State({})) for name in differentiated]
         return (value, aux) if has_aux else value, each[0] if isinstance(argnums, int) else tuple(each)
 
     return run

@@ -16,21 +16,8 @@ Tree = TypeVar("Tree")
 PROBLEM: str | None = None
 """What this JAX lacks; None if everything was found."""
 
-try:
-    from jax._src import dispatch
-
-    _needs_devices = dispatch.prim_requires_devices_during_lowering
-except (ImportError, AttributeError) as error:
-    PROBLEM = f"jax {jax.__version__} has moved a private name: {error}"
-    _needs_devices = set()
-
 if not (hasattr(ShapedArray, "mat") or hasattr(ShapedArray, "vma")):
     PROBLEM = f"types of jax {jax.__version__} do not tell along which axes of shard_map arrays vary"
-
-
-def lower_with_devices(primitive: Any) -> None:
-    """Have a primitive lowered for known devices only, as custom partitionings must."""
-    _needs_devices.add(primitive)
 
 
 def gpu_triton() -> Any:
@@ -38,6 +25,19 @@ def gpu_triton() -> Any:
     from jax._src.lib import gpu_triton
 
     return gpu_triton
+
+
+def is_local(context: Any) -> bool:
+    """Return whether a program is lowered for arrays that lie on one device: alone, or as shards of a `shard_map`.
+
+    Args:
+        context: The `module_context.axis_context` of a lowering rule.
+    """
+    if (devices := getattr(context, "num_devices", None)) is not None:
+        return devices == 1
+    # inside a shard_map; axes that it does not map are the partitioner's
+    mesh = getattr(context, "mesh", None)
+    return mesh is None or set(mesh.axis_names) <= set(context.manual_axes)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Scales from amax by the rules of `fp8_common._scaling`, exact although XLA flushes subnormals."""
+"""Scales from amax, exact although XLA flushes subnormals: in float32, as E8M0 codes, and from an amax history."""
 
 from functools import partial
 
@@ -9,22 +9,25 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from fp8_common._amax import INF_KEY, MIN_NORMAL_KEY
-from fp8_common._formats import Format, get_data_format
-from fp8_common._policy import CANONICAL, SCALE_MAX, SCALE_MIN, ScalePolicy
-from fp8_common.jax._arrays import (
+from fp8_common._e8m0 import check_mode
+from fp8_common._formats import E8M0, Format, get_data_format
+from fp8_common._history import check_history
+from fp8_common._policy import CANONICAL, SCALE_MAX, SCALE_MIN, HistoryAlgo, MxMode, ScalePolicy
+from fp8_common.jax._rounding import decode
+from fp8_common.jax.arithmetic import divide, divide_nearest
+from fp8_common.jax.arrays import (
     EXPONENT_MASK,
     HIDDEN_BIT,
     MANTISSA_MASK,
     NAN_KEY,
     SIGN_MASK,
+    as_codes,
     as_float32,
     broadcast_scale,
     float_key,
     from_bits,
     to_bits,
 )
-from fp8_common.jax._division import divide, divide_nearest
-from fp8_common.jax._e8m0 import amax_to_e8m0, e8m0_to_scale
 
 
 def amax_to_scale(
@@ -83,19 +86,7 @@ def reciprocal(scale: ArrayLike) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("fmt", "policy"), inline=True)
 def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    return key_to_scale(float_key(lax.stop_gradient(amax)), lax.stop_gradient(prev), fmt, policy)
-
-
-def key_to_scale(key: jax.Array, prev: jax.Array, fmt: str | Format, policy: ScalePolicy) -> jax.Array:
-    """Return `amax_to_scale` of amax that are given by their bits.
-
-    Args:
-        key: int32, any shape, not negative.
-        prev: float32, broadcastable to `key`.
-        fmt: The format the values go to; static under jit.
-        policy: The rule; static under jit.
-    """
-    fmt = get_data_format(fmt)
+    key, prev = float_key(lax.stop_gradient(amax)), lax.stop_gradient(prev)
     if policy.formula == "e8m0":
         return e8m0_to_scale(amax_to_e8m0(from_bits(key), fmt, policy.mx_mode))
     if policy.formula == "descale":
@@ -194,3 +185,95 @@ def _power_of_2_above(x: jax.Array) -> jax.Array:
     key = float_key(x)
     exponent = jnp.clip((key >> 23) + ((key & MANTISSA_MASK) != 0).astype(jnp.int32), 1, 254)
     return jnp.where(key < INF_KEY, from_bits(exponent << 23), x)
+
+
+def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> jax.Array:
+    """Return the biased exponent of the block scale that goes back from FP8.
+
+    The gradient is zero.
+
+    Args:
+        amax: float16, bfloat16 or float32, any shape: max |x| of each block.
+        fmt: The element format of the block; static under jit.
+        mode: "floor", "ceil", "even" or "rceil", as in `fp8_common.amax_to_e8m0`; static under jit.
+
+    Returns:
+        uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
+
+    Raises:
+        Fp8Error: Unknown mode or format, or unsupported dtype.
+    """
+    fmt = get_data_format(fmt)
+    check_mode(mode)
+    key = float_key(lax.stop_gradient(as_float32(amax, "amax")))
+    # Both are negative for subnormals, as for all that is too small: the smallest scale holds them.
+    code = _rceil(key, fmt) if mode == "rceil" else _round_exponent(key, fmt, mode) - fmt.max_exponent
+    return jnp.where(key >= INF_KEY, E8M0.nan_code, jnp.maximum(code, 0)).astype(jnp.uint8)
+
+
+def e8m0_to_scale(codes: ArrayLike) -> jax.Array:
+    """Return the float32 multiplier into FP8, 2^(127-code); NaN for 255. Code 254 is subnormal.
+
+    Args:
+        codes: uint8 or float8_e8m0fnu, any shape.
+    """
+    code = lax.stop_gradient(as_codes(codes, E8M0)).astype(jnp.int32)
+    # The reciprocal of 2^k is 2^-k: its exponent field is 254 - code. 1 << 22 are the bits of 2^-127, which is
+    # subnormal.
+    bits = jnp.where(code == 254, jnp.int32(1 << 22), (254 - code) << 23)
+    return from_bits(jnp.where(code == E8M0.nan_code, jnp.int32(NAN_KEY), bits))
+
+
+def e8m0_to_scale_inv(codes: ArrayLike) -> jax.Array:
+    """Return the float32 multiplier back from FP8, 2^(code-127); NaN for 255. Code 0 is subnormal.
+
+    Args:
+        codes: uint8 or float8_e8m0fnu, any shape.
+    """
+    return decode(codes, E8M0)
+
+
+def _round_exponent(key: jax.Array, fmt: Format, mode: MxMode) -> jax.Array:
+    if mode == "even":
+        # May overflow for a NaN only, which is decided on the key as it was.
+        key = key + jnp.int32(1 << (22 - fmt.mantissa_bits))
+    if mode == "ceil":
+        return (key >> 23) + ((key & MANTISSA_MASK) != 0).astype(jnp.int32)
+    return key >> 23
+
+
+def _rceil(key: jax.Array, fmt: Format) -> jax.Array:
+    """Compare mantissas instead of dividing: amax <= fmt.max * 2^k when its mantissa is not the larger."""
+    limit = int(np.float32(fmt.max).view(np.int32))
+    above = ((key & MANTISSA_MASK) > (limit & MANTISSA_MASK)).astype(jnp.int32)
+    return (key >> 23) - ((limit >> 23) - 127) + above
+
+
+def update_history(history: ArrayLike, amax: ArrayLike, algo: HistoryAlgo = "max") -> tuple[jax.Array, jax.Array]:
+    """Record one observation per tensor and return the amax that the next scale is made from.
+
+    An infinite or NaN amax is not recorded: the history of that tensor stays as it was. The gradient is zero.
+
+    Args:
+        history: float32 [L, ...], slot 0 is the newest.
+        amax: float32 [...], this step's amax.
+        algo: "max" over the history, or "most_recent" (slot 0); static under jit.
+
+    Returns:
+        (new history [L, ...], amax for the next scale [...]), both float32.
+
+    Raises:
+        Fp8Error: Shapes do not fit, the history is empty, `algo` is unknown, or a dtype is not supported.
+    """
+    old = lax.stop_gradient(as_float32(history, "history"))
+    key = float_key(lax.stop_gradient(as_float32(amax, "amax")))
+    check_history(old.shape, key.shape, algo)
+    # `from_bits(key)` and not `amax`: without its sign.
+    rolled = jnp.concatenate([from_bits(key)[None], jnp.roll(old, -1, axis=0)[1:]])
+    updated = jnp.where(key >= INF_KEY, old, rolled)
+    return updated, reduce_history(updated, algo)
+
+
+def reduce_history(history: jax.Array, algo: HistoryAlgo) -> jax.Array:
+    """Return the amax [...] that a float32 history [L, ...] stands for."""
+    return from_bits(jnp.max(float_key(history), axis=0)) if algo == "max" else history[0]

@@ -1,0 +1,392 @@
+"""Losses, kernel gradients and next states of every layer and operation: equal to `recorded_bits.npz`, bit for bit.
+
+With `--xla_allow_excess_precision=false`, which the tests of this package pin: XLA for CPUs otherwise leaves bfloat16
+results in float32 wherever it fuses them, and two programs of one meaning differ. A change of numbers that is meant is
+recorded by `RECORD_BITS=1 pytest packages/fp8-jax-owg/tests/test_recorded_bits.py`, in the commit that explains it.
+
+Sizes and numbers are small, so that sums are exact in whatever order a processor adds them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8_jax_owg as owg
+from fp8_jax_owg import linen as owg_linen
+from fp8_jax_owg import nnx as owg_nnx
+
+WIDTH, LAYERS, STEPS = 8, 3, 3
+MATMUL = (((1,), (0,)), ((), ()))
+BASE = owg.DelayedScaling(amax_history_length=4, kernel_gradient="kernel")
+RAGGED_SIZES = np.int32([3, 0, 2])
+
+
+@dataclasses.dataclass
+class Program:
+    """Variables, a loss of them and an input, and the input of the first step."""
+
+    variables: Any
+    loss: Callable[[Any, jax.Array], jax.Array]
+    x: np.ndarray
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    """Integers from -4 to 4 without zero, as float32."""
+    random = np.random.default_rng(seed)
+    return np.float32(random.integers(1, 5, shape) * random.choice([-1, 1], shape))
+
+
+def kernel(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Multiples of 1/8."""
+    return jnp.asarray(numbers(seed, *shape) / 8, dtype)
+
+
+def mean_square(y: jax.Array) -> jax.Array:
+    return jnp.square(y.astype(jnp.float32)).mean()
+
+
+def stacked(scaling: Any) -> dict[str, Any]:
+    """The variables of a stack of layers, each with two matmuls."""
+    shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+    meta = owg.init_meta(scaling) if isinstance(scaling, owg.DelayedScaling) else None
+    state = {name: jax.tree.map(lambda v: jnp.broadcast_to(v, (LAYERS, *v.shape)), meta) for name in shapes}
+    kernels = {name: kernel(i, LAYERS, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    return {"kernels": kernels} if meta is None else {"kernels": kernels, "state": state}
+
+
+def block(scaling: Any, x: jax.Array, layer: Any) -> jax.Array:
+    def matmul(x: jax.Array, name: str) -> jax.Array:
+        meta = layer["state"][name] if "state" in layer else None
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        return owg.fp8_dot_general(x, layer["kernels"][name], dims, meta=meta, scaling=scaling)
+
+    return x + jnp.maximum(matmul(x, "up"), 0) @ jnp.ones((2 * WIDTH, 1), x.dtype) + matmul(matmul(x, "up"), "down")
+
+
+def in_scan(scaling: Any, wrap: Callable[..., Any] = lambda f: f) -> Callable[..., Any]:
+    body = wrap(partial(block, scaling))
+    return lambda tree, x: mean_square(lax.scan(lambda c, layer: (body(c, layer), None), x, tree)[0])
+
+
+def stack(scaling: Any = BASE, wrap: Callable[..., Any] = lambda f: f, dtype: Any = jnp.bfloat16) -> Program:
+    variables = stacked(scaling)
+    variables["kernels"] = jax.tree.map(lambda w: w.astype(dtype), variables["kernels"])
+    return Program(variables, in_scan(scaling, wrap), numbers(9, 4, WIDTH).astype(dtype))
+
+
+def used_twice() -> Program:
+    program = stack()
+    once = partial(block, BASE)
+
+    def loss(tree: Any, x: jax.Array) -> jax.Array:
+        def layers(c: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return lax.scan(lambda c, layer: (once(c, layer), None), c, tree)[0], None
+
+        return mean_square(lax.scan(layers, x, None, 2)[0])
+
+    return dataclasses.replace(program, loss=loss)
+
+
+def over_examples() -> Program:
+    program = stack()
+    return Program(
+        program.variables,
+        lambda tree, x: jax.vmap(lambda one: program.loss(tree, one))(x).mean(),
+        numbers(9, 2, 4, WIDTH).astype(jnp.bfloat16),
+    )
+
+
+def unused() -> Program:
+    program = stack()
+    return dataclasses.replace(
+        program, loss=lambda tree, x: mean_square(x) + 0 * tree["kernels"]["up"].sum().astype(jnp.float32)
+    )
+
+
+def single(multiply: Callable[..., jax.Array], rhs: Any, x: np.ndarray, tensors: Any = None) -> Program:
+    """One operation with a state of its own."""
+    meta = owg.init_meta(BASE) if tensors is None else owg.init_meta(BASE, tensors)
+    variables = {"w": rhs, "fp8": meta}
+    return Program(variables, lambda tree, x: mean_square(multiply(x, tree["w"], tree["fp8"])), x)
+
+
+def einsum(equation: str, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Program:
+    def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
+        return owg.fp8_einsum(equation, x, w, meta=meta, scaling=BASE)
+
+    return single(multiply, kernel(1, *rhs), numbers(2, *lhs).astype(jnp.bfloat16))
+
+
+def convolution(fp8_backward: bool) -> Program:
+    def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
+        settings = {"meta": meta, "scaling": BASE, "fp8_backward": fp8_backward}
+        return owg.fp8_conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **settings)
+
+    tensors = None if fp8_backward else ("input", "kernel")
+    return single(multiply, kernel(1, 3, 4, 4), numbers(2, 2, 6, 4).astype(jnp.bfloat16), tensors)
+
+
+def ragged() -> Program:
+    def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
+        return owg.fp8_ragged_dot(x, w, RAGGED_SIZES, meta=meta, scaling=BASE)
+
+    return single(multiply, kernel(1, 3, WIDTH, 4), numbers(2, 6, WIDTH).astype(jnp.bfloat16))
+
+
+def praxis_casts() -> Program:
+    """As praxis' layers and flax's older ones multiply: casts there and back around a plain matmul."""
+
+    def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
+        x = owg.in_qdq(x, meta["input_scale"], meta["input_amax_history"], BASE)
+        w = owg.in_qdq(w, meta["kernel_scale"], meta["kernel_amax_history"], BASE)
+        return owg.out_qdq(x @ w, meta["output_grad_scale"], meta["output_grad_amax_history"], BASE)
+
+    return single(multiply, kernel(1, WIDTH, 4), numbers(2, 3, WIDTH).astype(jnp.bfloat16))
+
+
+def direct_casts() -> Program:
+    """Codes and scales in the hands of the layer."""
+
+    def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
+        a, a_inv = owg.in_q(x, meta["input_scale"], meta["input_amax_history"], BASE)
+        b, b_inv = owg.in_q(w, meta["kernel_scale"], meta["kernel_amax_history"], BASE)
+        product = lax.dot_general(a, b, MATMUL, preferred_element_type=jnp.float32)
+        return owg.out_dq(product, a_inv, b_inv)
+
+    return single(multiply, kernel(1, WIDTH, 4), numbers(2, 3, WIDTH).astype(jnp.bfloat16), ("input", "kernel"))
+
+
+def gathered() -> Program:
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def local(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
+        meta = owg.replicated(meta, "data")
+        whole = owg.fp8_all_gather(
+            w, "data", scale=meta["kernel_scale"], amax_history=meta["kernel_amax_history"], scaling=BASE
+        )
+        own = {name: leaf for name, leaf in meta.items() if not name.startswith("kernel")}
+        return owg.fp8_dot_general(x, whole, MATMUL, meta=own, scaling=BASE)
+
+    def loss(tree: Any, x: jax.Array) -> jax.Array:
+        specs = P("data"), P("data"), P()
+        inside = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+        return mean_square(inside(x, tree["w"], owg.read(tree["fp8"])))
+
+    variables = {"w": kernel(1, WIDTH, 4), "fp8": owg.init_meta(BASE)}
+    return Program(variables, loss, numbers(2, 4, WIDTH).astype(jnp.bfloat16))
+
+
+def mapped_over_devices(check_vma: bool) -> Program:
+    program = stack()
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def local(tree: Any, x: jax.Array) -> jax.Array:
+        return lax.pmean(program.loss(tree | {"state": owg.replicated(tree["state"], "data")}, x), "data")
+
+    def loss(tree: Any, x: jax.Array) -> jax.Array:
+        inside = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+        return inside(tree | {"state": owg.read(tree["state"])}, x)
+
+    return dataclasses.replace(program, loss=loss)
+
+
+def linen(module: nn.Module, *shape: int) -> Program:
+    x = numbers(3, *shape)
+    variables = module.init(jax.random.key(0), jnp.asarray(x))
+    # multiples of 1/8, whatever the initializers draw
+    kernels = jax.tree.map(lambda w: jnp.asarray(numbers(w.size, *w.shape) / 8), variables["params"])
+    return Program(dict(variables) | {"params": kernels}, lambda v, x: mean_square(module.apply(v, x)), x)
+
+
+class LinenEinsum(nn.Module):
+    """A kernel and an equation."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        w = self.param("w", nn.initializers.ones, (WIDTH, 4))
+        return owg_linen.Fp8Einsum(scaling=BASE)("bsd,de->bse", x, w)
+
+
+def linen_dense(**settings: Any) -> nn.Module:
+    return nn.Dense(WIDTH, dot_general_cls=partial(owg_linen.Fp8DotGeneralOp, scaling=BASE), **settings)
+
+
+def linen_scan(remat: bool) -> nn.Module:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+            return x + linen_dense()(x), None
+
+    block = nn.remat(Block, prevent_cse=False) if remat else Block
+    axes = {"params": 0, owg_linen.OVERWRITE_WITH_GRADIENT: 0}
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=LAYERS)()(x)[0]
+
+    return Stack()
+
+
+def linen_pipeline(**settings: Any) -> nn.Module:
+    return owg_linen.LayerwiseShardablePipelined(
+        body=linen_dense(use_bias=False), num_stages=2, num_microbatches=3, **settings
+    )
+
+
+def nnx_model(model: nnx.Module, *shape: int) -> Program:
+    graph, variables = nnx.split(model)
+    flat = nnx.to_flat_state(variables)
+    kernels = [
+        (path, v.replace(jnp.asarray(numbers(v.size, *v.shape) / 8)) if isinstance(v, nnx.Param) else v)
+        for path, v in flat
+    ]
+    variables = nnx.from_flat_state(kernels)
+    return Program(variables, lambda state, x: mean_square(nnx.merge(graph, state)(x)), numbers(3, *shape))
+
+
+def nnx_linear(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(WIDTH, WIDTH, dot_general=owg_nnx.Fp8DotGeneralOp(BASE), rngs=rngs)
+
+
+class NnxStack(nnx.Module):
+    """Stacked layers in a loop of NNX."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.vmap(nnx_linear, in_axes=0, out_axes=0)(nnx.Rngs(0).split(LAYERS))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.scan(lambda c, layer: c + layer(c), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def converted(layer: nnx.Module) -> nnx.Module:
+    return owg_nnx.convert_to_fp8(layer, scaling=BASE)
+
+
+POLICIES = jax.checkpoint_policies
+SCALINGS: dict[str, Any] = {
+    "margin": {"margin": 2},
+    "most recent": {"amax_compute_algo": "most_recent"},
+    "E4M3": {"fp8_format": "E4M3"},
+    "FNUZ": {"fp8_format": "HYBRID_FNUZ"},
+    "length 1": {"amax_history_length": 1},
+    "float32 gradient": {"kernel_gradient": "float32"},
+}
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "scan": stack,
+    "scan, float32": partial(stack, dtype=jnp.float32),
+    "used twice": used_twice,
+    "over examples": over_examples,
+    "unused": unused,
+    "shard_map": partial(mapped_over_devices, False),
+    "shard_map, check_vma": partial(mapped_over_devices, True),
+    "remat": partial(stack, wrap=partial(jax.checkpoint, prevent_cse=False)),
+    **{
+        f"remat, {name}": partial(
+            stack, wrap=partial(jax.checkpoint, prevent_cse=False, policy=getattr(POLICIES, name))
+        )
+        for name in ("dots_saveable", "everything_saveable")
+    },
+    **{name: partial(stack, dataclasses.replace(BASE, **change)) for name, change in SCALINGS.items()},
+    "current scaling": partial(stack, owg.CurrentScaling(kernel_gradient="kernel")),
+    "current scaling, row": partial(stack, owg.CurrentScaling(granularity="row", kernel_gradient="kernel")),
+    "current scaling, power of 2": partial(stack, owg.CurrentScaling(power_of_2=True, kernel_gradient="kernel")),
+    "einsum": partial(einsum, "bsd,de->bse", (2, 3, WIDTH), (WIDTH, 4)),
+    "einsum, other order": partial(einsum, "de,bsd->bse", (WIDTH, 4), (2, 3, WIDTH)),
+    "einsum, batch": partial(einsum, "bid,bjd->bij", (2, 3, WIDTH), (2, 4, WIDTH)),
+    "einsum, dots and sums": partial(einsum, "...id,dj->...j", (2, 3, WIDTH), (WIDTH, 4)),
+    "ragged": ragged,
+    "convolution": partial(convolution, False),
+    "convolution, FP8 backward": partial(convolution, True),
+    "in_qdq, out_qdq": praxis_casts,
+    "in_q, out_dq": direct_casts,
+    "all-gather": gathered,
+    "linen Dense": lambda: linen(linen_dense(), 3, WIDTH),
+    "linen DenseGeneral": lambda: linen(
+        nn.DenseGeneral((2, 4), dot_general_cls=partial(owg_linen.Fp8DotGeneralOp, scaling=BASE)), 3, WIDTH
+    ),
+    "linen Conv": lambda: linen(
+        nn.Conv(4, (3,), conv_general_dilated_cls=partial(owg_linen.Fp8ConvGeneralDilatedOp, scaling=BASE)), 2, 6, 4
+    ),
+    "linen Einsum": lambda: linen(LinenEinsum(), 2, 3, WIDTH),
+    "linen scan": lambda: linen(linen_scan(remat=False), 3, WIDTH),
+    "linen scan of remat": lambda: linen(linen_scan(remat=True), 3, WIDTH),
+    "linen converted": lambda: linen(owg_linen.convert_to_fp8(nn.Dense(4), scaling=BASE), 3, WIDTH),
+    "linen pipeline": lambda: linen(linen_pipeline(), 3, 2, WIDTH),
+    "linen pipeline of remat": lambda: linen(linen_pipeline(remat=True), 3, 2, WIDTH),
+    "nnx Linear": lambda: nnx_model(nnx_linear(nnx.Rngs(0)), 3, WIDTH),
+    "nnx LinearGeneral": lambda: nnx_model(converted(nnx.LinearGeneral(WIDTH, (2, 4), rngs=nnx.Rngs(0))), 3, WIDTH),
+    "nnx Einsum": lambda: nnx_model(converted(nnx.Einsum("bsd,de->bse", (WIDTH, 4), rngs=nnx.Rngs(0))), 2, 3, WIDTH),
+    "nnx Conv": lambda: nnx_model(converted(nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0))), 2, 6, 4),
+    "nnx scan": lambda: nnx_model(NnxStack(), 3, WIDTH),
+    "nnx pipeline": lambda: nnx_model(
+        owg_nnx.LayerwiseShardablePipelined(nnx_linear, 2, 3, rngs=nnx.Rngs(0)), 3, 2, WIDTH
+    ),
+    "nnx circular pipeline": lambda: nnx_model(
+        owg_nnx.LayerwiseShardablePipelined(nnx_linear, 2, 3, circular_repeat=2, rngs=nnx.Rngs(0)), 3, 2, WIDTH
+    ),
+}
+
+
+def record(name: str) -> dict[str, np.ndarray]:
+    """Return the losses of three steps, the gradients of the last one's parameters, and the state after it."""
+    program = PROGRAMS[name]()
+    variables, losses = program.variables, []
+
+    @jax.jit
+    def step(variables: Any, x: jax.Array) -> tuple[jax.Array, Any, Any]:
+        loss, gradients = owg.value_and_grad(program.loss)(variables, x)
+        parameters, state = owg.split(gradients)
+        updates = owg.merge(jax.tree.map(lambda g: -0.125 * g, parameters), state)
+        return loss, parameters, owg.apply_updates(variables, updates)
+
+    for i in range(STEPS):
+        loss, gradients, variables = step(variables, jnp.asarray(program.x * np.asarray(4.0**i, program.x.dtype)))
+        losses.append(np.asarray(loss))
+    found = {"losses": np.stack(losses)}
+    for kind, tree in (("gradient", gradients), ("state", owg.split(variables)[1])):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            # as bytes, because NumPy writes no bfloat16
+            found[kind + jax.tree_util.keystr(path)] = np.asarray(leaf).reshape(-1).view(np.uint8)
+    return found
+
+
+FILE = Path(__file__).with_name("recorded_bits.npz")
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """What the file holds, by program and name; with RECORD_BITS it is written from what the tests put there."""
+    known = {}
+    if FILE.exists():
+        with np.load(FILE) as file:
+            for key in file.files:
+                program, _, name = key.partition("|")
+                known.setdefault(program, {})[name] = file[key]
+    yield known
+    if os.environ.get("RECORD_BITS"):
+        np.savez_compressed(FILE, **{f"{one}|{name}": x for one, all_ in known.items() for name, x in all_.items()})
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_computes_the_recorded_bits(name, recorded, devices):
+    found = record(name)
+    if os.environ.get("RECORD_BITS"):
+        recorded[name] = found
+    wanted = recorded[name]
+    assert sorted(found) == sorted(wanted)
+    different = [key for key in wanted if found[key].tobytes() != wanted[key].tobytes()]
+    assert different == []

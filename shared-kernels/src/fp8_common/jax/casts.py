@@ -1,0 +1,296 @@
+"""Casts to FP8 and back, with scales of tensors and rows: one definition each, and the kernels they run as.
+
+Data has the format's native dtype (`jnp.float8_e4m3fn`, ...). Everything here has zero gradients but `fake_quantize`.
+Formats, policies and dtypes are static under jit. `cast`, `cast_with_amax`, `cast_slices` and `multiply_back` are for
+plugins.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_common._amax import INF_KEY, INPUT_DTYPES
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format, get_data_format
+from fp8_common._policy import CANONICAL, ScalePolicy
+from fp8_common._quantize import Quantized
+from fp8_common.jax._amax import amax as amax_by_jnp
+from fp8_common.jax._kernels import KernelOp, selects_kernels
+from fp8_common.jax._rounding import (
+    check_random_bits,
+    decode_codes,
+    nan_where_infinite,
+    round_to_codes,
+    round_to_codes_at_random,
+    round_to_native,
+)
+from fp8_common.jax._scales import amax_to_scale, reciprocal
+from fp8_common.jax.arithmetic import product_back, product_into
+from fp8_common.jax.arrays import as_codes, as_float32, as_native, broadcast_scale, float_key, from_bits
+
+# ---------------------------------------------------------------- amax
+
+
+def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
+    """Return max |x| over `axis` as float32, exactly; subnormals count although XLA flushes them.
+
+    The gradient is zero. Across devices, combine amax by `jax.lax.pmax` of its bits.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        axis: Axis or axes to reduce; None reduces all. Static under jit.
+        keepdims: Keep reduced axes with length 1. Static under jit.
+
+    Returns:
+        float32; 0 for an empty reduction, NaN if any reduced element is NaN, else inf if any is infinite.
+
+    Raises:
+        Fp8Error: `x` has another dtype.
+    """
+    if axis is not None:
+        return amax_by_jnp(x, axis, keepdims)
+    as_float32(x)
+    largest = from_bits(_AMAX_KEY(x)[0][0])
+    return largest.reshape((1,) * np.ndim(x)) if keepdims else largest
+
+
+def _key_of_amax(x: jax.Array) -> tuple[jax.Array]:
+    return (float_key(amax_by_jnp(x)).reshape(1),)
+
+
+_AMAX_KEY = KernelOp(
+    name="fp8_amax_key",
+    reference=_key_of_amax,
+    plan=lambda plans, x: plans.amax(x.size, str(x.dtype)),
+    # the kernel reduces a whole array of at least one dimension
+    fits=lambda x: x.ndim > 0,
+)
+
+# ---------------------------------------------------------------- one scale, or one that broadcasts
+
+
+def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
+    """Return `x * scale` in the native dtype of `fmt`, saturating; infinity becomes NaN.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: The FP8 format; static under jit.
+
+    Returns:
+        float8 array of the shape of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
+    """
+    shape = as_float32(x).shape
+    return _QUANTIZE(x, broadcast_scale(scale, shape), fmt=get_data_format(fmt))[0]
+
+
+def cast(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+    """Return what `quantize` returns for scales that canonical policies make, with a third of the operations.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32 in [2^-126, 2^100], broadcastable to `x`.
+        fmt: The FP8 format; static under jit.
+
+    Returns:
+        float8 array of the shape of `x`.
+    """
+    return _CAST(x, scale, fmt=fmt)[0]
+
+
+def cast_with_amax(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """Return `cast(x, scale, fmt)` for a scale of one element, and `amax(x)`; a kernel reads `x` once."""
+    data, key = _CAST_WITH_AMAX(x, scale, fmt=fmt)
+    return data, from_bits(key[0])
+
+
+# Jitted, so that an eager call is compiled as a whole; inlined where a caller is traced, which then shows no call.
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def quantize_by_jnp(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
+    """Return `quantize` of checked arguments, for whatever scales."""
+    scaled = product_into(nan_where_infinite(x.astype(jnp.float32)), scale)
+    return as_native(round_to_codes(scaled, fmt), fmt)
+
+
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def _cast(x: jax.Array, scale: jax.Array, *, fmt: Format) -> jax.Array:
+    # In the range of scales it does not matter that XLA flushes subnormals: they round to zero in every format.
+    value = x.astype(jnp.float32)
+    return round_to_native(value * scale, fmt, lax.ge(float_key(value), np.int32(INF_KEY)))
+
+
+def _plan(plans: Any, x: Any, scale: Any, *, fmt: Format) -> Any:
+    return plans.cast(x.size, str(x.dtype), fmt)
+
+
+def _has_one_scale(x: Any, scale: Any, *, fmt: Format) -> bool:
+    return scale.size == 1 and x.ndim > 0
+
+
+def _alone(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
+    return lambda *x, **params: (function(*x, **params),)
+
+
+_QUANTIZE = KernelOp(name="fp8_quantize", reference=_alone(quantize_by_jnp), plan=_plan, fits=_has_one_scale)
+_CAST = KernelOp(name="fp8_cast", reference=_alone(_cast), plan=_plan, fits=_has_one_scale)
+_CAST_WITH_AMAX = KernelOp(
+    name="fp8_cast_with_amax",
+    reference=lambda x, scale, *, fmt: (_cast(x, scale, fmt=fmt), *_key_of_amax(x)),
+    plan=lambda plans, x, scale, *, fmt: plans.cast(x.size, str(x.dtype), fmt, with_amax=True),
+    fits=_has_one_scale,
+)
+
+
+def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> jax.Array:
+    """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype, format or shape.
+    """
+    value = as_float32(x)
+    bits = check_random_bits(random_bits, value.shape)
+    return _quantize_stochastic(value, broadcast_scale(scale, value.shape), bits, fmt=get_data_format(fmt))
+
+
+@partial(jax.jit, static_argnames="fmt", inline=True)
+def _quantize_stochastic(x: jax.Array, scale: jax.Array, bits: jax.Array, *, fmt: Format) -> jax.Array:
+    scaled = product_into(nan_where_infinite(lax.stop_gradient(x)), lax.stop_gradient(scale))
+    return as_native(round_to_codes_at_random(scaled, bits, fmt), fmt)
+
+
+def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Return `q * RN32(1 / scale)`, computed in float32 and rounded to `dtype`.
+
+    Args:
+        q: The native dtype of `fmt`, or uint8 codes; any shape.
+        scale: float32 scale into FP8, broadcastable to `q`.
+        fmt: The FP8 format of `q`; static under jit.
+        dtype: float32, float16 or bfloat16; static under jit.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
+    """
+    fmt = get_data_format(fmt)
+    codes = as_codes(q, fmt)
+    return multiply_back(codes, reciprocal(broadcast_scale(scale, codes.shape)), fmt, dtype)
+
+
+def multiply_back(codes: jax.Array, scale_inv: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
+    """Return the values of uint8 `codes` times float32 `scale_inv` (same number of dimensions), in `dtype`.
+
+    Raises:
+        Fp8Error: `dtype` is not float32, float16 or bfloat16.
+    """
+    found = np.dtype(dtype)
+    if found not in INPUT_DTYPES:
+        raise Fp8Error(f"dtype must be float16, bfloat16 or float32, got {found}.")
+    return _multiply_back(codes, scale_inv, fmt=fmt, dtype=found)
+
+
+@partial(jax.jit, static_argnames=("fmt", "dtype"), inline=True)
+def _multiply_back(codes: jax.Array, scale_inv: jax.Array, *, fmt: Format, dtype: np.dtype) -> jax.Array:
+    return product_back(decode_codes(codes, fmt), lax.stop_gradient(scale_inv)).astype(dtype)
+
+
+def fake_quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> jax.Array:
+    """Return `x` as its FP8 codes represent it: `dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)`.
+
+    Forward mode: the tangent of `x` passes unchanged, the tangent of `scale` is dropped. Transposed: the
+    cotangent of the result is the cotangent of `x`, also where `x` saturates; `scale` gets zero. Second
+    derivatives are zero.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: The FP8 format; static under jit.
+
+    Returns:
+        Array of the shape and dtype of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, or `scale` does not broadcast.
+    """
+    as_float32(x)
+    as_float32(scale, "scale")
+    return _fake_quantize(x, scale, get_data_format(fmt))
+
+
+# A JVP and not a VJP: JAX transposes it for reverse mode, and forward mode works as well.
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _fake_quantize(x: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
+    return dequantize(quantize(x, scale, fmt), scale, fmt, x.dtype)
+
+
+@_fake_quantize.defjvp
+def _straight_through(
+    fmt: Format, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _fake_quantize(*primals, fmt), tangents[0]
+
+
+# ---------------------------------------------------------------- a scale for each row
+
+
+def quantize_rowwise(x: ArrayLike, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL) -> Quantized:
+    """Quantize with one scale for each slice along `axis`.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape of at least one dimension.
+        fmt: The FP8 format.
+        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
+        policy: The scale rule.
+
+    Returns:
+        float8 data of the shape of `x`; float32 scales of that shape with `axis` of length 1.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format.
+    """
+    as_float32(x)
+    return Quantized(*_ROWS(x, axis=axis, fmt=get_data_format(fmt), policy=policy))
+
+
+def cast_slices(x: jax.Array, fmt: Format, axes: tuple[int, ...], policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+    """Return float8 data of the shape of `x`, and float32 scales, one for each slice along `axes`, of length 1 there.
+
+    The same bits as `cast` with the scales of `amax_to_scale`; static arguments as there.
+    """
+    if len(axes) == 1 and x.ndim > 1 and selects_kernels():
+        # The kernel reads rows. XLA's matmuls want their summed dimension last, so the transpose is needed anyhow.
+        data, scale = _ROWS(jnp.moveaxis(x, axes[0], -1), axis=-1, fmt=fmt, policy=policy)
+        return jnp.moveaxis(data, -1, axes[0]), jnp.moveaxis(scale, -1, axes[0])
+    scale = amax_to_scale(amax_by_jnp(x, axis=axes, keepdims=True), fmt, policy)
+    return cast(x, scale, fmt), scale
+
+
+def _rows(x: jax.Array, *, axis: int, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+    scale = amax_to_scale(amax_by_jnp(x, axis=axis, keepdims=True), fmt, policy)
+    return quantize_by_jnp(x, scale, fmt=fmt), scale
+
+
+def _plan_of_rows(plans: Any, x: Any, *, axis: int, fmt: Format, policy: ScalePolicy) -> Any:
+    return plans.rowwise(*as_matrix(x), str(x.dtype), fmt, policy, inverse=False)
+
+
+def as_matrix(x: Any) -> tuple[int, int]:
+    """Return rows and columns of an array whose last dimension is a row."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+_ROWS = KernelOp(
+    name="fp8_rowwise",
+    reference=_rows,
+    plan=_plan_of_rows,
+    # the axis that shares a scale must be the last
+    fits=lambda x, *, axis, fmt, policy: x.ndim > 0 and axis % x.ndim == x.ndim - 1,
+)
