@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from fp8_common._adamw import fused_multiply_add
 from numpy.typing import NDArray
 
-from fp8_common._adamw import fused_multiply_add
 from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import get_format
 from fp8_common._rounding import encode

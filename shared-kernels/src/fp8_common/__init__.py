@@ -28,7 +28,6 @@ from fp8_common._rounding import decode, encode, encode_stochastic
 from fp8_common._rules import Decision, Rule, Rules, select_modules
 from fp8_common._scaling import amax_to_scale, amax_to_scale_inv, reciprocal
 from fp8_common._served import ServedCheckpoint, ServedTensor, read_for_serving
-from fp8_common._weight_stream import WeightCopy, WeightStream
 from fp8_common.presets import PRESETS
 
 __version__ = "0.1.0"
@@ -59,8 +58,6 @@ __all__ = [
     "ScalePolicy",
     "ServedCheckpoint",
     "ServedTensor",
-    "WeightCopy",
-    "WeightStream",
     "amax",
     "amax_to_e8m0",
     "amax_to_scale",

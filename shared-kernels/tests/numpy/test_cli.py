@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8_common import FORMATS, __version__
-from fp8_common import _cli as cli
-from fp8_common import _cli_doctor as cli_doctor
-from fp8_common import _cli_explain as cli_explain
+from fp8_common import __version__, advise
+from fp8_common import _command as command
 from fp8_common._hardware import Device
 from fp8_common._hardware import Path as HardwarePath
 from fp8_common._plugins import PluginReport
@@ -48,7 +46,7 @@ def run(monkeypatch, capsys):
 
     def call(*arguments):
         try:
-            code = cli.main(list(arguments))
+            code = command.main(list(arguments))
         except SystemExit as exit:
             code = exit.code
         captured = capsys.readouterr()
@@ -57,89 +55,15 @@ def run(monkeypatch, capsys):
     return call
 
 
-def explain(run, *arguments):
-    code, out, err = run("explain", *arguments, "--json")
-    assert (code, err) == (0, "")
-    return json.loads(out)
-
-
-def test_explain_a_number(run):
-    facts = explain(run, "0.3", "--format", "e4m3", "--scale", "2")
-    assert facts["value_bits"] == "0x3e99999a"
-    assert not facts["exact_in_float32"]
-    assert (facts["code"], facts["bits"], facts["result"]) == (0x32, "0 0110 010", 0.625)
-    assert (facts["below"], facts["above"]) == (0.5625, 0.6875)
-    assert facts["rounding_error"] == pytest.approx(0.025, rel=1e-5)
-    assert facts["relative_error"] == pytest.approx(0.0416667, rel=1e-4)
-    assert (facts["scale_inv"], facts["back"]) == (0.5, 0.3125)
-    assert [facts["tie"], facts["saturated"], facts["underflowed"]] == [False] * 3
-
-
-@pytest.mark.parametrize(
-    ("value", "fmt", "result", "flags"),
-    [
-        ("0x1.1p0", "e4m3", 1.0, {"tie"}),
-        ("1.1875", "e4m3", 1.25, {"tie"}),
-        ("448.5", "e4m3", 448.0, {"saturated"}),
-        ("-inf", "e5m2", "nan", set()),
-        ("-0x1p-20", "e4m3", 0.0, {"underflowed"}),
-        ("2e-3", "e4m3", 2.0**-9, set()),
-        ("-1000", "e4m3fnuz", -240.0, {"saturated"}),
-        ("1", "e5m2fnuz", 1.0, set()),
-    ],
-)
-def test_explain_says_what_happened(run, value, fmt, result, flags):
-    facts = explain(run, value, "--format", fmt)
-    assert facts["result"] == result
-    assert {flag for flag in ("tie", "saturated", "underflowed") if facts[flag]} == flags
-
-
-def test_explain_nan_and_ends_in_strict_json(run):
-    facts = explain(run, "-nan")
-    assert (facts["result"], facts["code"] & 0x7F) == ("nan", 0x7F)
-    assert (facts["below"], facts["above"]) == (None, None)
-    assert explain(run, "1e9")["above"] is None
-    assert explain(run, "inf")["rounding_error"] == "nan"
-    assert "infinity becomes NaN" in run("explain", "inf")[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["0.3"], ["0.300000012 (0x3e99999a), rounded to float32", "0.3125 (0x2a = 0 0101 010)", "+4.17 %", "0.28125"]),
-        (["1.5"], ["exact"]),
-        (["1.0625"], ["a tie: rounded to the even code"]),
-        (["1e6"], ["saturated", "416, none above"]),
-        (["-1e6"], ["none below, -416"]),
-        (["1e-9"], ["underflowed to zero"]),
-        (["nan"], ["NaN stays NaN"]),
-        (["3", "--scale", "0.7"], ["scale 0.699999988", "times 1/scale = 1.42857146"]),
-    ],
-)
-def test_explain_in_words(run, arguments, words):
-    code, out, _ = run("explain", *arguments)
-    assert code == 0
-    for word in words:
-        assert word in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["explain", "abc"], "fp8 explain: 'abc' is not a number. Write it like 0.3, 1e-4, 0x1.8p-3, inf or nan."),
-        (["explain", "0x"], "fp8 explain: '0x' is not a number."),
-        (["explain", "1", "--scale", "x"], "fp8 explain: 'x' is not a number."),
-        (["explain", "1", "--scale", "0"], "The scale must be positive and finite in float32, got 0.0."),
-        (["explain", "1", "--scale", "-2"], "got -2.0."),
-        (["explain", "1", "--scale", "1e39"], "got 1e+39."),
-        (["explain", "1", "--scale", "nan"], "got nan."),
-        (["explain", "1", "--format", "fp8"], "Unknown FP8 format 'fp8'. Use one of e4m3"),
-        (["explain", "1", "--format", "e8m0"], "E8M0 holds block scales, not data."),
-        (["explain"], "fp8 explain: the following arguments are required: VALUE. See fp8 explain --help."),
-        (["explain", "1", "2"], "unrecognized arguments: 2"),
-        (["explain", "-x"], "fp8 explain: the following arguments are required: VALUE"),
         ([], "fp8: the following arguments are required: COMMAND. See fp8 --help."),
         (["cast"], "invalid choice: 'cast'"),
+        (["advise", "extra"], "unrecognized arguments: extra"),
+        (["advise", "--ranks", "12"], "fp8 advise: 12 ranks do not fill nodes of 8."),
+        (["advise", "--linear", "4096"], "fp8 advise: Shapes are written like 4096x4096"),
+        (["advise", "--model", "no/such/config.json"], "cannot be read as a model's configuration"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(run, arguments, sentence):
@@ -149,57 +73,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run, arguments, sentence):
     assert err.count("\n") == 1
 
 
-def test_numbers_beyond_float64_are_infinite_or_refused(run):
-    assert explain(run, "1e999")["value"] == "inf"
-    assert run("explain", "0x1p99999")[0] == 2
-
-
-def test_formats_table(run):
-    code, out, _ = run("formats")
-    lines = out.splitlines()
-    assert code == 0
-    assert [line.split()[0] for line in lines] == ["name", *FORMATS]
-    assert lines[1].split() == [
-        "e4m3",
-        "float8_e4m3fn",
-        "1",
-        "4",
-        "3",
-        "7",
-        "448",
-        "0.015625",
-        "0.001953125",
-        "no",
-        "yes",
-        "0x7f",
-        "0xff",
-    ]
-    assert "0x7d-0x7f and with sign" in lines[2]
-    assert lines[3].endswith("0x80")
-
-
-def test_formats_json(run):
-    facts = {entry["name"]: entry for entry in json.loads(run("formats", "--json")[1])}
-    assert facts["e5m2"]["nan_codes"] == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
-    assert facts["e4m3fnuz"]["has_negative_zero"] is False
-    assert facts["e8m0"] == {
-        "name": "e8m0",
-        "dtype": "float8_e8m0fnu",
-        "sign_bits": 0,
-        "exponent_bits": 8,
-        "mantissa_bits": 0,
-        "bias": 127,
-        "max": 2.0**127,
-        "smallest_normal": 2.0**-127,
-        "smallest_subnormal": None,
-        "has_infinity": False,
-        "has_negative_zero": False,
-        "nan_codes": [255],
-    }
+def test_advise_says_first_what_to_take(run):
+    code, out, err = run("advise", "--ranks", "64", "--micro-batches", "4")
+    assert (code, err) == (0, "")
+    assert out.startswith("Take tensorwise, FP8 all-gather: 1.31x bf16.")
+    assert "modelled, not measured" in out
+    facts = json.loads(run("advise", "--ranks", "64", "--micro-batches", "4", "--json")[1])
+    assert out.startswith(facts["advice"])
+    assert [row["choice"]["name"] for row in facts["estimates"]] == [choice.name for choice in advise.CHOICES]
 
 
 def test_doctor_in_words():
-    text = cli_doctor.text(MACHINE, [GOOD, BROKEN], "auto")
+    text = command.doctor_text(MACHINE, [GOOD, BROKEN], "auto")
     for words in (
         f"fp8-common {__version__} on Linux x86_64, Python 3.11.7, 4 cores",
         "sm_90  H100, 80 GiB, multiplies e4m3 and e5m2",
@@ -217,23 +102,23 @@ def test_doctor_in_words():
         "Something to know.",
     ):
         assert words in text
-    assert "none installed" in cli_doctor.text(MACHINE, [], "auto")
+    assert "none installed" in command.doctor_text(MACHINE, [], "auto")
 
 
 def test_doctor_says_each_sentence_once():
     processor = dataclasses.replace(MACHINE, devices=tuple(d for d in MACHINE.devices if d.kind == "cpu"))
     info = PluginInfo(
-        name="p", version="1", summary="S.", paths=cli_doctor.paths(processor, processor.accelerator, "auto")
+        name="p", version="1", summary="S.", paths=command.paths(processor, processor.accelerator, "auto")
     )
-    text = cli_doctor.text(processor, [PluginReport(entry="p", info=info, problem=None)] * 2, "auto")
+    text = command.doctor_text(processor, [PluginReport(entry="p", info=info, problem=None)] * 2, "auto")
     assert text.count("it has no FP8 units") == 1
     assert "emulated   tensorwise, rowwise, blockwise_1x128, blockwise_128x128, mx: cpu: it has no FP8 units" in text
     assert text.count("as above: cast, tensorwise, ") == 2
 
 
 def test_doctor_as_json(run, monkeypatch):
-    monkeypatch.setattr(cli, "detect", lambda: MACHINE)
-    monkeypatch.setattr(cli, "discover", lambda machine: (GOOD,))
+    monkeypatch.setattr(command, "detect", lambda: MACHINE)
+    monkeypatch.setattr(command, "discover", lambda machine: (GOOD,))
     code, out, _ = run("doctor", "--json")
     facts = json.loads(out)
     assert code == 0
@@ -249,8 +134,8 @@ def test_doctor_as_json(run, monkeypatch):
 
 
 def test_doctor_exits_1_for_a_broken_plugin_and_2_for_a_bad_variable(run, monkeypatch):
-    monkeypatch.setattr(cli, "detect", lambda: MACHINE)
-    monkeypatch.setattr(cli, "discover", lambda machine: (GOOD, BROKEN))
+    monkeypatch.setattr(command, "detect", lambda: MACHINE)
+    monkeypatch.setattr(command, "discover", lambda machine: (GOOD, BROKEN))
     code, out, err = run("doctor")
     assert (code, err) == (1, "")
     assert "PROBLEM" in out
@@ -264,7 +149,7 @@ def test_version_and_help(run):
     assert run("--version")[:2] == (0, f"fp8-common {__version__}\n")
     code, out, _ = run("--help")
     assert code == 0
-    assert all(command in out for command in ("doctor", "formats", "explain"))
+    assert all(command in out for command in ("doctor", "advise"))
 
 
 def test_the_module_runs_with_numpy_only():
@@ -272,34 +157,24 @@ def test_the_module_runs_with_numpy_only():
     code = (
         "import sys\n"
         "for name in ('torch', 'jax', 'triton', 'flax'): sys.modules[name] = None\n"
-        "from fp8_common._cli import main\n"
+        "from fp8_common._command import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    for arguments in (["formats"], ["explain", "-0x1p-3"], ["doctor"]):
+    for arguments in (["advise"], ["doctor"]):
         done = subprocess.run([sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True)
         assert done.returncode in (0, 1), done.stderr
         assert done.stderr == ""
         assert done.stdout
 
 
-def test_numbers_are_parsed_exactly():
-    assert cli_explain.parse_number("0x1.8p-3") == 0.1875
-    assert cli_explain.parse_number(" -1e-4") == -1e-4
-
-
-@pytest.mark.parametrize("name", ["E4M3", "E5M2fnuz"])
-def test_formats_may_be_written_in_capitals(run, name):
-    assert explain(run, "0.3", "--format", name)["format"] == name.lower()
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["doctor"], ["formats", "--json"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["doctor"], ["advise", "--json"], ["--version"]], ids=" ".join)
 def test_an_output_that_cannot_be_written_is_one_sentence(arguments, unbuffered):
-    command = [sys.executable, "-m", "fp8_common._cli", *arguments]
+    process = [sys.executable, "-m", "fp8_common._command", *arguments]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(process, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     if arguments == ["--version"] and unbuffered:
         assert done.stderr == "", "argparse writes it, and passes over what fails"
         return
@@ -309,9 +184,9 @@ def test_an_output_that_cannot_be_written_is_one_sentence(arguments, unbuffered)
 
 
 def test_a_reader_that_leaves_is_no_error():
-    command = [sys.executable, "-m", "fp8_common._cli", "formats"]
+    process = [sys.executable, "-m", "fp8_common._command", "advise"]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(process, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import fp8_common as f8
-from fp8_common import _cli as cli
 from fp8_common import _safetensors as files
 from fp8_common._serving_layouts import LAYOUTS, scales_of_elements, serving_layout
 
@@ -115,33 +114,3 @@ def test_a_cut_or_damaged_file_is_refused(tmp_path):
 def test_scales_of_another_shape_belong_to_nothing():
     with pytest.raises(f8.Fp8Error, match="must have shape"):
         scales_of_elements(np.ones((7, 3), np.float32), SHAPE)
-
-
-def test_compare_finds_one_code_and_says_so(tmp_path, capsys):
-    values = write(tmp_path / "a", serving_layout("compressed-tensors"), "rowwise")
-    write(tmp_path / "b", serving_layout("compressed-tensors"), "rowwise")
-    pair = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert cli.main(["compare", *pair]) == 0
-    assert "1 tensors decode to the same values" in capsys.readouterr().out
-    file = tmp_path / "b" / "model.safetensors"
-    place = f8.read_for_serving(file)._places["a.weight"][1]
-    content = bytearray(file.read_bytes())
-    content[place.offset + 161] ^= 1
-    file.write_bytes(content)
-    assert cli.main(["compare", *pair, "--json"]) == 1
-    (entry,) = json.loads(capsys.readouterr().out)["different"]
-    assert (entry["tensor"], entry["codes_differing"], entry["values_differing"]) == ("a.weight", 1, 1)
-    changed = f8.read_for_serving(file)["a.weight"].values()
-    assert entry["max_abs"] == np.abs(changed - values).max() > 0
-    assert cli.main(["compare", *pair]) == 1
-    assert "1 of 1 tensors decode differently" in capsys.readouterr().out
-    assert cli.main(["compare", pair[0], str(tmp_path / "c")]) == 2
-    assert "There is no checkpoint" in capsys.readouterr().err
-
-
-def test_compare_tells_layouts_apart_by_their_values_alone(tmp_path):
-    write(tmp_path / "a", serving_layout("compressed-tensors"), "blockwise_128x128")
-    write(tmp_path / "b", serving_layout("deepseek"), "blockwise_128x128")
-    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    write(tmp_path / "b", serving_layout("deepseek"), "tensorwise")
-    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1

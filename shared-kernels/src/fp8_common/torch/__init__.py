@@ -28,7 +28,6 @@ from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
 from fp8_common.torch._checkpoint_folder import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_common.torch._linear_config import GemmConfig
-from fp8_common.torch._model_shape import model_shape
 from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
@@ -51,7 +50,6 @@ __all__ = [
     "encode_stochastic",
     "fake_quantize",
     "load_checkpoint",
-    "model_shape",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",

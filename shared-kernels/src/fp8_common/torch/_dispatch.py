@@ -8,69 +8,21 @@ operators take strings.
 
 import torch
 
-from fp8_common._adamw import AdamWStep as AdamWStep
 from fp8_common._blocks import Block
 from fp8_common._formats import Format
 from fp8_common._policy import ScalePolicy
-from fp8_common.torch import _adamw_compiled as adamw_compiled
 from fp8_common.torch import _fused_ops as fused_ops
 from fp8_common.torch import _gradients as gradients
-from fp8_common.torch import _moments as moments
 from fp8_common.torch import _ops as ops
-from fp8_common.torch import _remainder as remainder
-from fp8_common.torch import _remainder_compiled as remainder_compiled
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import _visible_casts as visible_casts
 from fp8_common.torch._amax import amax_all
-from fp8_common.torch._moments_compiled import compiled_moments
 from fp8_common.torch._quantize import Cast
 from fp8_common.torch._rounding import values as _values
 from fp8_common.torch._scaling import divide
 from fp8_common.torch._scaling import scale_from_amax as _scale_from_amax
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-# Operations on bits, of which a compiler has nothing to change, for optimizers, which run eagerly.
-lower_bytes, split_bytes = remainder.lower_bytes, remainder.split_bytes
-top_byte, join_bytes = remainder.top_byte, remainder.join_bytes
-join_lower_bytes, not_joined = remainder.join_lower_bytes, remainder.not_joined
-join_scaled, usable_inverse = remainder.join_scaled, remainder.usable_inverse
-is_unusual, places_that_may_fail = remainder.is_unusual, remainder.places_that_may_fail
-compiled_bytes = remainder_compiled.compiled_bytes
-
-
-def adamw_in_bytes(codes: torch.Tensor, fmt: Format, *, fused: bool) -> adamw_compiled.CompiledAdamW | None:
-    """Return what steps masters in their bytes where `codes` are; None where nothing makes the bits of AdamW there.
-
-    Args:
-        codes: uint8, of the masters.
-        fmt: Their format.
-        fused: Whether the steps are those of `AdamW(fused=True)`, which on GPUs the definition's take the place of.
-    """
-    return adamw_compiled.compiled_adamw(fmt, fused=fused) if codes.device.type == "cpu" else None
-
-
-def quantize_moments(values: torch.Tensor, step: int, *, squares: bool, compiled: bool) -> Pair:
-    """Return uint8 codes [..., n] and uint8 exponents of scales [..., ceil(n / 128)] of float32 optimizer state.
-
-    Args:
-        values: [..., n], finite; what is not finite becomes NaN.
-        step: The number of the optimizer step, which random bits hang on.
-        squares: Whether these are means of squares, whose roots are stored.
-        compiled: Use code of torch.compile where that makes the same bits.
-    """
-    made = compiled_moments(values.device.type, squares=squares) if compiled else None
-    return made.quantize(values, step) if made else moments.quantize_moments(values, step, squares=squares)
-
-
-def dequantize_moments(
-    codes: torch.Tensor, exponents: torch.Tensor, *, squares: bool, compiled: bool = False
-) -> torch.Tensor:
-    """Return float32 [..., n] of what `quantize_moments` returned."""
-    made = compiled_moments(codes.device.type, squares=squares) if compiled else None
-    if made:
-        return made.dequantize(codes, exponents)
-    return moments.dequantize_moments(codes, exponents, squares=squares)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

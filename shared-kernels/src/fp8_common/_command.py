@@ -1,0 +1,222 @@
+"""The `fp8` command: `fp8 doctor` says what this machine will do with FP8, `fp8 advise` whether FP8 is worth it.
+
+Exit codes: 0 done; 1 `fp8 doctor` found a broken plugin, or something is not installed; 2 bad input, or an output that
+cannot be written, explained in one sentence.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NoReturn
+
+from fp8_common import __version__, advise
+from fp8_common._env import Backend, backend
+from fp8_common._errors import Fp8Error
+from fp8_common._hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
+from fp8_common._machine import Machine, detect
+from fp8_common._plugins import PluginReport, discover
+from fp8_common._status import entry_of, load, rows
+
+READER_GONE = 128 + 13
+"""What a shell reports of a program that SIGPIPE ended."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers bad arguments with one sentence instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and leave."""
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. See {self.prog} --help.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `fp8` command and return its exit code.
+
+    Args:
+        argv: The arguments without the program's name; None takes the process's own.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        try:
+            return options.run(options)
+        finally:
+            sys.stdout.flush()  # here, not while the interpreter ends, where an error would be a traceback
+    except BrokenPipeError:  # `fp8 doctor | head -1`: the reader has what it wanted
+        _discard_output()
+        return READER_GONE
+    except Fp8Error as error:
+        sys.stderr.write(f"fp8 {options.command}: {error}\n")
+        return 2
+    except OSError as error:
+        _discard_output()
+        sys.stderr.write(f"fp8 {options.command}: the output cannot be written ({error.strerror or error}).\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="fp8", description="What this machine does with FP8, and whether FP8 is worth it for a model.")
+    parser.add_argument("--version", action="version", version=f"fp8-common {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor", help="what this machine, its frameworks and plugins will do with FP8, and why"
+    )
+    doctor.set_defaults(run=_doctor)
+    advisor = commands.add_parser("advise", help="which configuration to take for a model, by a model of its step")
+    advisor.set_defaults(run=_advise)
+    for command in (doctor, advisor):
+        command.add_argument("--json", action="store_true", help="write JSON")
+    add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
+    add("--model", default="llama3-8b", help=f"{', '.join(advise.SHAPES)}, or the config.json of a decoder")
+    add("--linear", metavar="SHAPES", help="instead: one block's layers, out x in: 4096x4096,14336x4096,4096x14336")
+    add("--blocks", type=int, default=32, help="number of blocks, with --linear (default %(default)s)")
+    add("--ranks", type=int, default=job.ranks, help="devices, over all of which it is sharded (default %(default)s)")
+    add("--device", choices=advise.ACCELERATORS, default="h100", help="its rates (default %(default)s)")
+    add("--links", choices=advise.LINKS, default="infiniband-400", help="the network (default %(default)s)")
+    add("--tokens", type=int, default=job.tokens, help="of a micro-batch on one device (default %(default)s)")
+    add("--sequence", type=int, default=job.sequence, help="length of a sequence (default %(default)s)")
+    add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
+    add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
+    add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
+    return parser
+
+
+def _advise(options: argparse.Namespace) -> int:
+    if options.linear:
+        shape = advise.ModelShape.parse(options.linear, options.blocks)
+    else:
+        shape = advise.SHAPES.get(options.model) or advise.ModelShape.from_config(FilePath(options.model))
+    job = advise.Job(
+        shape=shape,
+        ranks=options.ranks,
+        tokens=options.tokens,
+        sequence=options.sequence,
+        micro_batches=options.micro_batches,
+        recompute=options.recompute,
+        accelerator=advise.ACCELERATORS[options.device],
+        links=advise.LINKS[options.links],
+        measured=options.measured,
+    )
+    _write(advise.facts(job) if options.json else advise.report(job))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    choice, machine = backend(), detect()
+    plugins = discover(machine)
+    _write((doctor_facts if options.json else doctor_text)(machine, plugins, choice))
+    return int(any(plugin.problem for plugin in plugins))
+
+
+def paths(machine: Machine, device: Device, choice: Backend) -> tuple[Path, ...]:
+    """Return every FP8 path on one device of the machine."""
+    triton = machine.versions.get("triton")
+    cast = cast_path(device, backend=choice, triton=triton, kernels=machine.kernels)
+    return (cast, *product_paths(device), gather_path())
+
+
+def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> dict[str, Any]:
+    """Return the whole report as JSON can carry it."""
+    return {
+        "schema": 1,
+        "fp8_common": __version__,
+        "machine": {"system": machine.system, "python": machine.python, "cores": machine.cores},
+        "backend": choice,
+        "devices": [
+            dataclasses.asdict(device)
+            | {
+                "label": device.label,
+                "native_formats": list(native_formats(device)),
+                "paths": [dataclasses.asdict(path) for path in paths(machine, device, choice)],
+                "status": entry_of(device),
+            }
+            for device in machine.devices
+        ],
+        "versions": machine.versions,
+        "plugins": [dataclasses.asdict(plugin) for plugin in plugins],
+        "notes": list(machine.notes),
+    }
+
+
+def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> str:
+    """Return the report for people."""
+    device = machine.accelerator
+    shown = paths(machine, device, choice)
+    lines = [f"fp8-common {__version__} on {machine.system}, Python {machine.python}, {machine.cores} cores"]
+    lines += ["", "Devices", *_table([_device_row(one) for one in machine.devices], "  ")]
+    lines += ["", f"FP8 on {device.label} ({device.name})", *_path_lines(shown, "  ")]
+    tried = rows(device)
+    words = [(f"{word}:", text) for word, text in load()["words"].items() if any(word in row for _, row in tried)]
+    lines += ["", f"What this version was tested with: {entry_of(device)['title']}"]
+    lines += [*_table(_folded((row, name) for name, row in tried), "  "), *_table(words, "    ")]
+    lines += ["", "Plugins", *_plugin_lines(plugins, shown)]
+    lines += ["", "Versions", *_table(list(machine.versions.items()), "  ")]
+    lines += ["", "Notes", *(f"  {note}" for note in machine.notes)] if machine.notes else []
+    return "\n".join(lines)
+
+
+def _device_row(device: Device) -> tuple[str, str]:
+    memory = f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
+    formats = native_formats(device)
+    return (
+        device.label,
+        f"{device.name}{memory}, {'multiplies ' + ' and '.join(formats) if formats else 'no FP8 units'}",
+    )
+
+
+def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> list[str]:
+    """Return what each plugin says; of its paths that were `shown` before, the names alone."""
+    if not plugins:
+        return ["  none installed; fp8-torch-fsdp is the one for PyTorch FSDP2"]
+    lines = []
+    for plugin in plugins:
+        if plugin.info is not None:
+            lines.append(f"  {plugin.info.name} {plugin.info.version}: {plugin.info.summary}")
+            if above := ", ".join(path.name for path in plugin.info.paths if path in shown):
+                lines.append(f"    as above: {above}")
+            lines += _path_lines([path for path in plugin.info.paths if path not in shown], "    ")
+        if plugin.problem is not None:
+            lines.append(f"  PROBLEM {plugin.entry}: {plugin.problem}")
+    return lines
+
+
+def _path_lines(found: Sequence[Path], indent: str) -> list[str]:
+    """Return a line for each status and reason, with the names of all paths that share them."""
+    folded = _folded(((path.status, path.why), path.name) for path in found)
+    return _table([(status, f"{names}: {why}") for (status, why), names in folded], indent)
+
+
+def _folded(pairs: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """Return each key once, with all of its names."""
+    names: dict[Any, list[str]] = {}
+    for key, name in pairs:
+        names.setdefault(key, []).append(name)
+    return [(key, ", ".join(those)) for key, those in names.items()]
+
+
+def _table(lines: Sequence[Sequence[str]], indent: str) -> list[str]:
+    """Return rows as lines with aligned columns; the last column is left as it is."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    return [
+        indent + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in lines
+    ]
+
+
+def _write(report: Any) -> None:
+    text = report if isinstance(report, str) else json.dumps(report, indent=2, allow_nan=False)
+    sys.stdout.write(text + "\n")
+
+
+def _discard_output() -> None:
+    """Let the interpreter flush what is left at its end into nothing, where it would fail again."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

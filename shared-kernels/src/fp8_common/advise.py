@@ -1,0 +1,377 @@
+"""A model of a training step under FSDP: which of seven configurations to take on a machine, and what it is worth.
+
+Modelled, not measured. FSDP gathers each block before its forward and again before its backward, and reduces its
+gradients after it. A block's gather runs beside the matmuls of the block before it, a reduction beside those of the
+block after it; what takes longer is exposed, as are the first gathers of forward and backward and the last reduction. A
+collective over N ranks moves (N - 1) / N of its bytes over each device's link inside a node and, from two nodes on, its
+share between nodes. Casts and elementwise operations move bytes at the device's bandwidth. AdamW reads and writes 28
+bytes per parameter, divided over the ranks.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from fp8_common._errors import Fp8Error
+
+WORTH, SAME = 1.05, 0.02
+"""Speed-up from which FP8 is recommended; and the share of time within which the simpler of two configurations is."""
+OPTIMIZER_BYTES, STATE_BYTES = 28, 16
+"""Of a parameter: what AdamW moves; and float32 weight, gradient and two moments."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accelerator:
+    """The rates of one device: what large matmuls reach is a share of the data sheet that is assumed.
+
+    Attributes:
+        bf16: FLOP/s of bf16 matmuls: 70 % of the dense rate.
+        fp8: FLOP/s of FP8 matmuls with one scale for each operand: 65 %.
+        attention: FLOP/s of fused attention in bf16: 45 %.
+        bandwidth: Bytes per second of elementwise kernels: 90 %.
+    """
+
+    bf16: float
+    fp8: float
+    attention: float
+    bandwidth: float
+
+    @classmethod
+    def of_data_sheet(cls, bf16: float, fp8: float, bandwidth: float) -> Self:
+        """Return the rates of a device whose data sheet gives FLOP/s (dense) and bytes per second."""
+        return cls(0.70 * bf16, 0.65 * fp8, 0.45 * bf16, 0.90 * bandwidth)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Links:
+    """The network of one device, each direction: 80 % of its specification; latencies are assumptions.
+
+    Attributes:
+        inside: Bytes per second and device inside a node of eight.
+        between: Bytes per second and device between nodes.
+        latency: Seconds that a collective takes for each doubling of the number of ranks.
+    """
+
+    inside: float
+    between: float
+    latency: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration.
+
+    Attributes:
+        name: As it is shown.
+        rate: Share of the device's FP8 rate that matmuls reach; None for bf16 matmuls.
+        cast_bytes: Bytes that casts move beyond those of bf16, for each token and unit of width of a Llama block.
+        weight_bytes: Bytes of one gathered element.
+        gradient_bytes: Bytes of one element of a reduced gradient.
+    """
+
+    name: str
+    rate: float | None = None
+    cast_bytes: float = 0.0
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+
+
+ACCELERATORS = {
+    "h100": Accelerator.of_data_sheet(989e12, 1979e12, 3.35e12),
+    "h200": Accelerator.of_data_sheet(989e12, 1979e12, 4.8e12),
+    "b200": Accelerator.of_data_sheet(2250e12, 4500e12, 8.0e12),
+}
+LINKS = {
+    "infiniband-400": Links(0.8 * 450e9, 0.8 * 50e9, 10e-6),
+    "ethernet-100": Links(0.8 * 450e9, 0.8 * 12.5e9, 20e-6),
+    "pcie-100": Links(0.8 * 32e9, 0.8 * 12.5e9 / 8, 20e-6),
+}
+NODE = 8
+
+# Bytes outside of matmuls that a compiled Llama block of width 4096 moves for 8192 tokens, counted: bf16 4.41e9,
+# tensorwise 9.93e9, delayed 10.79e9, row-wise 9.89e9. That row-wise matmuls reach 85 % of tensorwise ones is assumed.
+ELEMENTS = 4096 * 8192
+BF16_BYTES = 4.41e9 / ELEMENTS
+FP8_GRADIENT = 1 + 4 / 128
+CHOICES = (
+    Choice("bf16"),
+    Choice("bf16, bf16 reduce-scatter", gradient_bytes=2.0),
+    Choice("bf16 matmuls, FP8 all-gather", None, 0.0, 1.0),
+    Choice("tensorwise, FP8 all-gather", 1.0, 5.52e9 / ELEMENTS, 1.0),
+    Choice("tensorwise_delayed, FP8 all-gather", 1.0, 6.38e9 / ELEMENTS, 1.0),
+    Choice("rowwise, FP8 all-gather", 0.85, 5.48e9 / ELEMENTS, 1.0),
+    Choice("tensorwise, FP8 all-gather and reduce-scatter", 1.0, 5.52e9 / ELEMENTS, 1.0, FP8_GRADIENT),
+)
+"""From the simplest to the one that changes most; the first is what speed-ups are measured against."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A stack of equal transformer blocks between an embedding and a head.
+
+    Attributes:
+        blocks: Number of blocks.
+        width: Width of the hidden states.
+        weights: Elements of the linear layers of one block, all experts included.
+        active: Elements that a token is multiplied with.
+        vocabulary: Rows of embedding and head together; 0 leaves them out.
+    """
+
+    blocks: int
+    width: int
+    weights: int
+    active: int
+    vocabulary: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of blocks, embedding and head; norms and biases are left out."""
+        return self.blocks * self.weights + self.vocabulary * self.width
+
+    @classmethod
+    def from_config(cls, path: Path) -> Self:
+        """Read the `config.json` of a decoder with grouped queries and gated linear units, of experts or not.
+
+        Raises:
+            Fp8Error: The file cannot be read, lacks a size, or has another kind of attention.
+        """
+        try:
+            config = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise Fp8Error(f"{str(path)!r} cannot be read as a model's configuration: {error}.") from error
+        if not isinstance(config, dict):
+            raise Fp8Error(f"{str(path)!r} must hold a JSON object, got {type(config).__name__}.")
+        return cls.of_fields(config.get("text_config", config), str(path))
+
+    @classmethod
+    def of_fields(cls, config: Mapping[str, Any], where: str) -> Self:
+        """Return the shape that the fields of a configuration say; `where` names it in errors."""
+        experts = next(
+            (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
+        )
+        gated = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+        needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", gated]
+        needed += ["num_experts_per_tok"] if experts else []
+        if missing := [name for name in needed if not config.get(name)]:
+            raise Fp8Error(f"{where} has no {', '.join(missing)}. Write the shapes out with --linear and --blocks.")
+        if config.get("kv_lora_rank"):
+            raise Fp8Error(f"{where} has latent attention. Write the shapes out with --linear and --blocks.")
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        head = config.get("head_dim") or width // heads
+        attention = 2 * width * head * (heads + (config.get("num_key_value_heads") or heads))
+        one = 3 * width * config[gated]
+        shared = one * (config.get("n_shared_experts") or 0)
+        shared += 3 * width * (config.get("shared_expert_intermediate_size") or 0)
+        return cls(
+            blocks=config["num_hidden_layers"],
+            width=width,
+            weights=attention + (experts * one + shared if experts else one),
+            active=attention + (config["num_experts_per_tok"] * one + shared if experts else one),
+            vocabulary=config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2),
+        )
+
+    @classmethod
+    def parse(cls, linear: str, blocks: int) -> Self:
+        """Read the linear layers of one block, written as "4096x4096,14336x4096" (out x in).
+
+        Raises:
+            Fp8Error: The text is something else.
+        """
+        try:
+            weights = [tuple(map(int, weight.split("x"))) for weight in linear.split(",")]
+            elements = sum(out * features for out, features in weights)
+        except ValueError as error:
+            raise Fp8Error(f"Shapes are written like 4096x4096,14336x4096 (out x in), got {linear!r}.") from error
+        if elements < 1 or blocks < 1:
+            raise Fp8Error(f"A model needs positive sizes, got {linear!r} in {blocks} blocks.")
+        return cls(blocks=blocks, width=weights[0][1], weights=elements, active=elements)
+
+
+LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
+SHAPES = {
+    "llama3-8b": ModelShape.of_fields(
+        LLAMA | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+        "Llama 3 8B",
+    ),
+    "llama3-70b": ModelShape.of_fields(
+        LLAMA | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+        "Llama 3 70B",
+    ),
+}
+"""Models by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is trained where.
+
+    Attributes:
+        shape: The model.
+        ranks: Devices, over all of which it is sharded; beyond 8 in whole nodes of 8.
+        tokens: Tokens of one micro-batch on one device.
+        sequence: Length of a sequence, for attention.
+        micro_batches: Micro-batches of an optimizer step; each gathers anew, gradients are reduced once.
+        recompute: Share of the forward's matmuls that the backward computes again (activation checkpointing).
+        accelerator: The device.
+        links: The network.
+        measured: Tokens per second and device that bf16 reaches on this job, if known. The time that the model does not
+            explain is then added to every configuration: FP8 does not change what it comes from.
+    """
+
+    shape: ModelShape
+    ranks: int = 8
+    tokens: int = 8192
+    sequence: int = 8192
+    micro_batches: int = 1
+    recompute: float = 0.0
+    accelerator: Accelerator = ACCELERATORS["h100"]
+    links: Links = LINKS["infiniband-400"]
+    measured: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no job is."""
+        for name in ("ranks", "tokens", "sequence", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise Fp8Error(f"{name} must be a positive whole number, got {getattr(self, name)!r}.")
+        if self.ranks > NODE and self.ranks % NODE:
+            raise Fp8Error(f"{self.ranks} ranks do not fill nodes of {NODE}.")
+        if not 0 <= self.recompute <= 1:
+            raise Fp8Error(f"recompute must be a share from 0 to 1, got {self.recompute!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What one configuration costs, in seconds of one optimizer step.
+
+    Attributes:
+        choice: The configuration.
+        matmuls: Matmuls and attention.
+        casts: Casts.
+        other: Elementwise operations, the optimizer, and what a measured step in bf16 took beyond the model's.
+        exposed: Communication that nothing hides.
+    """
+
+    choice: Choice
+    matmuls: float
+    casts: float
+    other: float
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one optimizer step."""
+        return self.matmuls + self.casts + self.other + self.exposed
+
+
+def advise(job: Job) -> tuple[str, list[Estimate]]:
+    """Return what to take and why, in a sentence or two, and the estimates of all `CHOICES`.
+
+    Raises:
+        Fp8Error: bf16 was measured to be faster than the model says.
+    """
+    estimates = [estimate(job, choice) for choice in CHOICES]
+    base, fastest = estimates[0], min(estimates, key=lambda one: one.seconds)
+    best = next(one for one in estimates if one.seconds <= fastest.seconds * (1 + SAME))
+    if base.seconds < WORTH * best.seconds:
+        shares = (
+            f"matmuls take {base.matmuls / base.seconds:.0%}, exposed communication {base.exposed / base.seconds:.0%}"
+        )
+        return f"Take bf16: nothing is {WORTH - 1:.0%} faster; of its step {shares}.", estimates
+    # Whoever reduces gradients in bf16 already gains less.
+    wide = estimates[1]
+    ratio = wide.seconds / best.seconds
+    also = f" ({ratio:.2f}x bf16 with gradients reduced in bf16)" if wide.seconds < base.seconds else ""
+    advice = (
+        f"Take {best.choice.name}: {base.seconds / best.seconds:.2f}x bf16{also}. Matmuls {1e3 * base.matmuls:.0f} -> "
+        f"{1e3 * best.matmuls:.0f} ms, exposed communication {1e3 * base.exposed:.0f} -> {1e3 * best.exposed:.0f} ms, "
+        f"casts {1e3 * best.casts:.0f} ms."
+    )
+    return advice, estimates
+
+
+def estimate(job: Job, choice: Choice) -> Estimate:
+    """Return the estimate of one configuration.
+
+    Raises:
+        Fp8Error: bf16 was measured to be faster than the model says.
+    """
+    found = _modelled(job, choice)
+    if job.measured is None:
+        return found
+    tokens = job.micro_batches * job.tokens
+    modelled = _modelled(job, CHOICES[0]).seconds
+    if tokens / job.measured < modelled:
+        raise Fp8Error(
+            f"{job.measured:g} tokens per second in bf16 are more than the {tokens / modelled:.0f} that the model "
+            "allows. Its rates are too low for this machine: give an Accelerator with those you measured."
+        )
+    return dataclasses.replace(found, other=found.other + tokens / job.measured - modelled)
+
+
+def _modelled(job: Job, choice: Choice) -> Estimate:
+    shape, device = job.shape, job.accelerator
+    rate = device.bf16 if choice.rate is None else choice.rate * device.fp8
+    linear = 2 * shape.blocks * shape.active * job.tokens / rate
+    head = shape.vocabulary * shape.width * job.tokens / device.bf16
+    # causal: half of 4 * sequence * width for each token
+    attention = 2 * shape.blocks * job.sequence * shape.width * job.tokens / device.attention
+    forward, backward = linear + head + attention, (2 + job.recompute) * linear + 2 * head + 2.5 * attention
+    wide = shape.blocks * job.tokens * shape.width / device.bandwidth
+    casts, elementwise = choice.cast_bytes * wide, BF16_BYTES * wide
+    optimizer = OPTIMIZER_BYTES * shape.parameters / job.ranks / device.bandwidth
+    return Estimate(
+        choice=choice,
+        matmuls=job.micro_batches * (forward + backward),
+        casts=job.micro_batches * casts,
+        other=job.micro_batches * elementwise + optimizer,
+        exposed=_exposed(job, choice, forward + (casts + elementwise) / 3, backward),
+    )
+
+
+def _exposed(job: Job, choice: Choice, forward: float, backward: float) -> float:
+    """Return the seconds of communication that nothing hides."""
+    blocks, outside = job.shape.blocks, job.shape.vocabulary * job.shape.width
+    gather = _collective(job, choice.weight_bytes * job.shape.weights)
+    reduce = _collective(job, choice.gradient_bytes * job.shape.weights)
+    total = _collective(job, (2.0 * job.micro_batches + choice.gradient_bytes) * outside) if outside else 0.0
+    for micro in range(job.micro_batches):
+        reduced = reduce if micro == job.micro_batches - 1 else 0.0
+        total += 2 * gather + reduced
+        total += (blocks - 1) * max(0.0, gather - forward / blocks)
+        total += (blocks - 1) * max(0.0, gather + reduced - backward / blocks)
+    return total
+
+
+def _collective(job: Job, nbytes: float) -> float:
+    """Return how long a collective of `nbytes`, all ranks' parts together, takes."""
+    if job.ranks == 1:
+        return 0.0
+    nodes, local = max(1, job.ranks // NODE), min(job.ranks, NODE)
+    inside = nbytes * (local - 1) / local / job.links.inside
+    between = nbytes * (nodes - 1) / nodes / NODE / job.links.between
+    return max(inside, between) + job.links.latency * math.log2(job.ranks)
+
+
+def report(job: Job) -> str:
+    """Return what to take, then a table of all configurations."""
+    advice, estimates = advise(job)
+    memory = STATE_BYTES * job.shape.parameters / job.ranks / 1e9
+    lines = [f"{'configuration':<47}{'step':>10}{'speed-up':>10}{'exposed':>10}{'casts':>10}"]
+    for one in estimates:
+        times = "".join(f"{1e3 * seconds:>7.0f} ms" for seconds in (one.exposed, one.casts))
+        speed_up = estimates[0].seconds / one.seconds
+        lines.append(f"{one.choice.name:<47}{1e3 * one.seconds:>7.0f} ms{speed_up:>9.2f}x{times}")
+    size = f"{job.shape.parameters / 1e9:.2f} billion parameters on {job.ranks} devices"
+    return "\n".join(
+        [advice, "", f"{size}, modelled, not measured; weights, gradients and AdamW {memory:.2f} GB a device", *lines]
+    )
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """Return advice, job and estimates as JSON can carry them."""
+    advice, estimates = advise(job)
+    rows = [dataclasses.asdict(one) | {"seconds": one.seconds} for one in estimates]
+    return {"advice": advice, "job": dataclasses.asdict(job), "estimates": rows}
