@@ -40,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; None takes the process's own.
     """
-    options = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = " ".join(["fp8", *(argument for argument in arguments[:1] if not argument.startswith("-"))])
     try:
         try:
+            options = _parser().parse_args(arguments)
             return options.run(options)
         finally:
             sys.stdout.flush()  # here, not while the interpreter ends, where an error would be a traceback
@@ -50,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return READER_GONE
     except Fp8Error as error:
-        sys.stderr.write(f"fp8 {options.command}: {error}\n")
+        sys.stderr.write(f"{name}: {error}\n")
         return 2
     except OSError as error:
         _discard_output()
-        sys.stderr.write(f"fp8 {options.command}: the output cannot be written ({error.strerror or error}).\n")
+        sys.stderr.write(f"{name}: the output cannot be written ({error.strerror or error}).\n")
         return 2
 
 

@@ -76,7 +76,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run, arguments, sentence):
 def test_advise_says_first_what_to_take(run):
     code, out, err = run("advise", "--ranks", "64", "--micro-batches", "4")
     assert (code, err) == (0, "")
-    assert out.startswith("Take tensorwise, FP8 all-gather: 1.31x bf16.")
+    assert out.startswith("Take tensorwise, FP8 all-gather: 1.31x bf16 (1.30x bf16 with gradients reduced in bf16). ")
     assert "modelled, not measured" in out
     facts = json.loads(run("advise", "--ranks", "64", "--micro-batches", "4", "--json")[1])
     assert out.startswith(facts["advice"])
