@@ -1,9 +1,12 @@
-"""The pictures of the numerics pages; `python -m benchmarks.plots` draws them again, for light and dark pages.
+"""The pictures of README and numerics pages; `python -m benchmarks.plots` draws them again, for light and dark pages.
 
-Every curve is computed by `fp8_common` on NumPy arrays from fixed seeds.
+Every curve of the numerics is computed by `fp8_common` on NumPy arrays from fixed seeds; losses of training runs come
+from `benchmarks/results`.
 """
 
 import argparse
+import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from matplotlib.figure import Figure
 import fp8_common as fp8
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs/assets/numerics"
+RESULTS = Path(__file__).parent / "results"
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2, "E4M3 FNUZ": fp8.E4M3FNUZ, "E5M2 FNUZ": fp8.E5M2FNUZ}
 COLOURS = dict(zip(FORMATS, ("#1f6feb", "#d1570c", "#1a7f37", "#8250df"), strict=True))
 
@@ -94,7 +98,53 @@ def restored(x: np.ndarray, axis: int) -> np.ndarray:
     return fp8.dequantize(q.data, q.scale, fp8.E4M3)
 
 
+def held_out_losses() -> dict[str, list[float]]:
+    """Return the held-out loss of each seed, with bf16 and with FP8 matmuls, all-gathers and gradients."""
+    runs = json.loads((RESULTS / "gradient_convergence.json").read_text())["runs"]
+    return {"bf16": runs["bf16"]["held_out"], "FP8": runs["fp8"]["held_out"]}
+
+
+def differences() -> dict[str, list[float]]:
+    """Return, for each package and recipe, how many per cent each seed's held-out loss is above the control's."""
+    runs = json.loads((RESULTS / "convergence.json").read_text())["runs"]
+    losses = {tuple(name.split("/")): run["val_loss"] for name, run in runs.items()}
+    controls = {(package, seed): loss for (package, recipe, seed), loss in losses.items() if recipe in CONTROLS}
+    found: dict[str, list[float]] = {}
+    for (package, recipe, seed), loss in losses.items():
+        if recipe not in CONTROLS:
+            name = f"{package}, {recipe}"
+            found.setdefault(name, []).append(100 * (loss / controls[package, seed] - 1))
+    return dict(sorted(found.items()))
+
+
+CONTROLS = ("bf16", "float32")
+"""Runs that the others of the same package and seed are compared with."""
+
+
 # ---------------------------------------------------------------- pictures
+
+
+def draw_dots(axes: Axes, rows: dict[str, list[float]]) -> None:
+    """Draw a row of dots for each name, one a seed, and under it the mean with its standard error."""
+    for place, values in enumerate(rows.values()):
+        axes.plot(values, np.full(len(values), place), "o", color=COLOURS["E4M3"], alpha=0.5, markersize=5)
+        error = statistics.stdev(values) / len(values) ** 0.5
+        axes.errorbar(statistics.fmean(values), place + 0.25, xerr=error, fmt="d", color=COLOURS["E5M2"], capsize=4)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def draw_losses(axes: Axes) -> None:
+    """Draw the held-out loss of each seed with bf16 and with FP8."""
+    draw_dots(axes, held_out_losses())
+    axes.set_xlabel("held-out loss after 600 steps, nats a byte: a dot a seed, mean and standard error")
+
+
+def draw_differences(axes: Axes) -> None:
+    """Draw how far each recipe ends from its control."""
+    draw_dots(axes, differences())
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_xlabel("held-out loss above the control, %")
 
 
 def draw_grids(axes: Axes) -> None:
@@ -160,6 +210,8 @@ DRAWINGS: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "underflow": (draw_underflow, (6.4, 3.2)),
     "delayed": (draw_delayed, (6.4, 3.2)),
     "folding": (draw_folding, (6.4, 3.2)),
+    "losses": (draw_losses, (6.4, 1.6)),
+    "differences": (draw_differences, (6.4, 4.0)),
 }
 
 
