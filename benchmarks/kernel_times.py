@@ -25,11 +25,11 @@ from fp8_common._policy import CANONICAL, POWER_OF_2
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
 from fp8_common.torch import _foreach as foreach
-from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._amax import amax_all
-from fp8_common.torch._quantize import quantize, quantize_blockwise, quantize_mx, quantize_rowwise
+from fp8_common.torch._quantize import dequantize_blockwise, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
 from fp8_common.torch._scaling import scale_from_amax
+from fp8_common.torch.sharding import gradients
 
 logger = logging.getLogger(__name__)
 ROUNDS = 50
@@ -175,19 +175,20 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
 def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
     """Return the tasks of `tasks` for gradients: x as one row for each of eight ranks, into a message and summed."""
     rows, config = x.reshape(GRADIENT_RANKS, -1), f8.GradientCompression(format=fmt.name)  # pyrefly: ignore[bad-argument-type]
-    columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // config.block)
-    sizes = columns, 0, x.dtype, fmt, config.block
-    message, first = gradients.pack_gradients(rows, rows[:, :0], fmt, config.block), slice(0, 32 * config.block)
+    block = gradients.BLOCK
+    columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // block[1])
+    message, first = gradients.pack_gradients(rows, rows[:, :0], fmt), slice(0, 32 * block[1])
+    codes, scales = quantize_blockwise(rows, fmt, block, POWER_OF_2)
     want = round_gradients(as_numpy(rows[:, first]), config)
 
     def pack() -> torch.Tensor:
-        return gradients.pack_gradients(rows, rows[:, :0], fmt, config.block)
+        return gradients.pack_gradients(rows, rows[:, :0], fmt)
 
     def total() -> torch.Tensor:
-        return gradients.sum_gradients(message, *sizes)[0]
+        return gradients.sum_gradients(message, (columns, 0), x.dtype, fmt)[0]
 
     def added() -> torch.Tensor:
-        return gradients.unpack_gradients(message, *sizes)[0].view(rows.shape).sum(0)
+        return dequantize_blockwise(codes, scales, fmt, block, torch.float32).sum(0)
 
     def check_pack() -> bool:
         assert_same_bits(pack()[:, :columns][:, first].contiguous(), want.codes, fmt=fmt, name="pack gradients")
@@ -198,7 +199,7 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
         return True
 
     eager: dict[str, Run] = {
-        "pack gradients": lambda: quantize_blockwise(rows, fmt, (1, config.block), POWER_OF_2),
+        "pack gradients": lambda: quantize_blockwise(rows, fmt, block, POWER_OF_2),
         "sum gradients": added,
     }
     ways = (

@@ -1,6 +1,5 @@
 """Kernels of gradients that travel as codes equal the NumPy definition bit for bit."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -8,30 +7,23 @@ import torch
 import fp8_common as f8
 from fp8_common._gradient_compression import MessageRows, round_gradients, sum_rounded
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import _gradients as gradients
+from fp8_common.torch.sharding.gradients import pack_gradients, sum_gradients
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, calm, planted, tensor
 
 GRADIENT_ROWS = [(1, 1), (2, 7), (3, 128), (2, 8192), (3, 8192 + 517), (2, 2048 + 144)]
-WAYS = {
-    "nearest": (False, None),
-    "feedback": (True, None),
-    "stochastic": (False, (0x123456789ABCDEF, 2**33)),
-    "stochastic, feedback": (True, (7, 0)),
-}
+ROUNDINGS = {"nearest": None, "stochastic": (0x123456789ABCDEF, 2**33)}
 
 
-@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=GRADIENT_ROWS, way=WAYS)
-def test_gradients_are_packed_as_defined(dtype, fmt, shape, way):
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=GRADIENT_ROWS, rounding=ROUNDINGS)
+def test_gradients_are_packed_as_defined(dtype, fmt, shape, rounding):
     config = f8.GradientCompression(format=fmt)
-    feedback, random = WAYS[way]
+    random = ROUNDINGS[rounding]
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        kept = calm(shape, "bfloat16") if feedback else None
         wide = calm((shape[0], 3), dtype)
-        residual = None if kept is None else tensor(kept)
         # rows that lie apart, as the parts of a larger buffer do
         apart = torch.cat([tensor(x), tensor(x)], dim=1)[:, : shape[1]]
-        message = gradients.pack_gradients(apart, tensor(wide), f8.get_format(fmt), 128, residual, random)
-        want = round_gradients(x, config, residual=kept, random=random)
+        message = pack_gradients(apart, tensor(wide), f8.get_format(fmt), random)
+        want = round_gradients(x, config, random=random)
         rows = MessageRows(compressed=shape[1], wide_bytes=3 * wide.itemsize, block=128)
         assert message.shape == (shape[0], rows.nbytes)
         assert_same_bits(message[:, : shape[1]].contiguous(), want.codes, fmt=fmt, source=x)
@@ -40,8 +32,6 @@ def test_gradients_are_packed_as_defined(dtype, fmt, shape, way):
         sent = message[:, rows.wide_at :][:, : rows.wide_bytes].contiguous()
         assert torch.equal(sent, tensor(wide).view(torch.uint8))
         assert not any(message[:, a:b].any() for a, b in rows.gaps)
-        if residual is not None:
-            assert_same_bits(residual, want.lost.astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.matrix(fmt=FORMATS, shape=GRADIENT_ROWS, divisor=[1, 3, 8], kind=["planted", "calm", "huge"])
@@ -52,10 +42,9 @@ def test_gradients_are_added_in_the_order_of_ranks(fmt, shape, divisor, kind):
         # codes of the first rank stand for 2^128, which a product fused with the sum would not turn into infinity
         x[0], x[1:] = np.float32(3.4e38), np.float32(-1e38)
     want = round_gradients(x, config)
-    message = gradients.pack_gradients(tensor(x), tensor(x[:, :2]), f8.get_format(fmt), 128)
-    total, wide = gradients.sum_gradients(
-        message, shape[1], min(2, shape[1]), torch.float32, f8.get_format(fmt), 128, divisor
-    )
+    message = pack_gradients(tensor(x), tensor(x[:, :2]), f8.get_format(fmt))
+    sizes = shape[1], min(2, shape[1])
+    total, wide = sum_gradients(message, sizes, torch.float32, f8.get_format(fmt), divisor)
     assert_same_bits(total, sum_rounded(want.codes, want.scales, config, divisor))
     expected = x[0, :2].copy()
     with np.errstate(all="ignore"):
