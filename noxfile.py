@@ -27,8 +27,7 @@ nox.options.sessions = ["lint", "test", "docs"]
 
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
 TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax]"
-PACKAGES = (f"{COMMON}[torch,jax]", FSDP, WITH_ALL, TE)
-WITH_TRITON = (f"{COMMON}[torch,jax,triton]", *PACKAGES[1:])
+PACKAGES = (f"{COMMON}[torch,jax,triton]", FSDP, WITH_ALL, TE)
 
 
 class Stack(NamedTuple):
@@ -139,7 +138,7 @@ def full(session: nox.Session) -> None:
 @nox.parametrize("python,constraints", [("3.11", "constraints-oldest.txt"), ("3.13", None)], ids=["oldest", "newest"])
 def versions(session: nox.Session, constraints: str | None) -> None:
     """Run every test on the oldest supported versions, or on the newest that the index has."""
-    install(session, *WITH_TRITON, groups=("test", "demo", "examples"), constraints=constraints)
+    install(session, *PACKAGES, groups=("test", "demo", "examples"), constraints=constraints)
     pytest(session, paths=(TESTS, "packages", "tests"), documents=True)
 
 
@@ -147,7 +146,7 @@ def versions(session: nox.Session, constraints: str | None) -> None:
 @nox.parametrize("constraints", ["constraints.txt", "constraints-oldest.txt"], ids=["newest", "oldest"])
 def kernels(session: nox.Session, constraints: str) -> None:
     """Run kernels in Triton's interpreter; compile them, and JAX programs, for NVIDIA GPUs and judge the code."""
-    install(session, *WITH_TRITON, groups=("test",), constraints=constraints)
+    install(session, *PACKAGES, groups=("test",), constraints=constraints)
     jax = str(session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)).strip()
     # what XLA needs to compile for NVIDIA GPUs, without the libraries that it would call on one
     session.install("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}", "nvidia-cuda-nvcc-cu12")
@@ -185,7 +184,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def ecosystem(session: nox.Session) -> None:
     """Test with the real torchtitan, Transformers, PEFT and Lightning, and run every example."""
-    install(session, *WITH_TRITON, groups=("test", "ecosystem"))
+    install(session, *PACKAGES, groups=("test", "ecosystem"))
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
 
 

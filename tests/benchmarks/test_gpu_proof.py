@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("triton", reason="Triton is not installed: the kernels' benchmark imports it")
+
 import fp8_common as f8
 from benchmarks import gpu_proof, render_kernels
 from benchmarks import kernel_times as bench

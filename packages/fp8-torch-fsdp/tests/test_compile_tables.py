@@ -1,54 +1,17 @@
 """Every row of the compile tables, and what a captured graph must still refuse."""
 
-import itertools
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fp8_torch_fsdp as f8
-from benchmarks import compile_table
 from fp8_common import Fp8Error
 from fp8_common.torch import _multiply as product
 from fp8_torch_fsdp._traceable import linear
 from tests.helpers import compile_rows as rows
 
-ROOT = Path(__file__).parents[3]
 VOCABULARIES = (32, 2256, 2257)
-
-
-def recorded():
-    return json.loads((ROOT / "benchmarks/results/compile-table.json").read_text())
-
-
-def test_the_guide_shows_what_was_recorded():
-    page = (ROOT / "docs/guides/torch-compile.md").read_text()
-    assert compile_table.with_tables(page, recorded()) == page
-    assert "OTHER BITS" not in page
-
-
-def test_every_case_was_recorded():
-    result = recorded()
-    cases = {(case["row"], case["scaling"], case["backend"]) for case in result["rows"]}
-    assert cases == set(itertools.product(rows.ROWS, rows.RECIPES, rows.BACKENDS))
-    projections = {(case["vocab"], case["pad"], case["scaling"], case["backend"]) for case in result["projections"]}
-    assert projections == set(itertools.product(VOCABULARIES, (False, True), rows.RECIPES, rows.BACKENDS))
-    assert result["loss_band"] == rows.LOSS_BAND
-
-
-def assert_as_recorded(table, result):
-    """What a run finds now is what the guide says, except the exact loss, which machines may round differently.
-
-    The record is of one version of PyTorch; another may count its graphs in another way, within the row's limits.
-    """
-    if torch.__version__.partition("+")[0] != recorded()["torch"].partition("+")[0]:
-        return
-    keys = [key for key in ("row", "vocab", "pad", "scaling", "backend") if key in result]
-    (case,) = (one for one in recorded()[table] if all(one[key] == result[key] for key in keys))
-    assert {k: v for k, v in case.items() if k != "loss_gap"} == {k: v for k, v in result.items() if k != "loss_gap"}
 
 
 @pytest.mark.distributed
@@ -70,7 +33,6 @@ def test_row(run_ranks, row, scaling, backend):
         assert result["same_scales"]
         assert result["same_delayed_state"]
         assert result["loss_gap"] <= rows.LOSS_BAND
-        assert_as_recorded("rows", result)
 
 
 @pytest.mark.parametrize("pad", [False, True])
@@ -211,7 +173,6 @@ def test_output_projection(vocab, pad, scaling, backend):
     assert result["graphs"] == 1
     assert result["recompiles"] == 0
     assert result["same_as_eager"]
-    assert_as_recorded("projections", result)
 
 
 class Chain(nn.Sequential):
