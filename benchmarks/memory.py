@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from benchmarks._common import options, save, table
 from fp8_common import get_recipe
-from fp8_te_init import memory_report, primary_weights
+from fp8_te_init import fp8_model_init, memory_report
 from fp8_torch_fsdp import Float8LinearConfig, convert_to_float8_training
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 ROWS, COLUMNS, OUT = 1024, 768, 512
-STARTS = ("none", "cpu")
+STARTS = ("False", "True")
 SIDE, LAYERS = 4096, 12
 
 
@@ -78,7 +78,7 @@ def build(start: str, side: int) -> None:
     """Build the model and print the bytes for each weight."""
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with primary_weights(preserve=start):
+    with fp8_model_init(preserve_high_precision_init_val=start == "True"):
         model = nn.Sequential(*(nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)))
     report = memory_report(model)
     peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -108,7 +108,8 @@ def main() -> None:
     inputs = {name: saved_inputs(config) for name, config in configs.items()}
     starts = {start: initial_values(start, 256 if chosen.quick else chosen.side) for start in STARTS}
     tables = []
-    for head, found in (("bytes per element of the input", inputs), ("bytes per weight, `preserve=`", starts)):
+    per_weight = "bytes per weight, `preserve_high_precision_init_val=`"
+    for head, found in (("bytes per element of the input", inputs), (per_weight, starts)):
         columns = list(next(iter(found.values())))
         rows = [(name, *(f"{row[column]:.2f}" for column in columns)) for name, row in found.items()]
         tables.append(table([(head, *columns), *rows]))

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples._report import Corpus, load_corpus, options, parsed, save, spread, table
-from fp8_te_init import MasterOptimizer, memory_report, primary_weights, seed_masters
+from fp8_te_init import MasterOptimizer, fp8_model_init, memory_report, seed_masters
 
 WIDTH, LAYERS, LENGTH, ROWS, HELD_OUT_BATCHES = 64, 2, 64, 16, 8
 LEARNING_RATE, RISE = 3e-3, 20
-Start = Literal["copy", "dither", "dequant"]
-STARTS: tuple[Start, ...] = ("copy", "dither", "dequant")
+Start = Literal["copy", "dither", "dequantize"]
+STARTS: tuple[Start, ...] = ("copy", "dither", "dequantize")
 """Where masters come from: the copy of the values before rounding, or the codes."""
 
 
@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 def build(seed: int, *, fp8: bool, copies: bool = False) -> ByteModel:
     """Return a model, with or without FP8 weights; `copies` keeps their values before rounding on the CPU."""
     torch.manual_seed(seed)
-    with primary_weights(enabled=fp8, preserve="cpu" if copies else "none"):
+    with fp8_model_init(fp8, preserve_high_precision_init_val=copies):
         return ByteModel()
 
 
@@ -75,7 +75,7 @@ def train(start: Start, corpus: Corpus, steps: int, seed: int) -> dict[str, Any]
     kept = memory_report(model)
     settings = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.0}
     optimizer = MasterOptimizer(torch.optim.AdamW, model.parameters(), **settings)
-    seed_masters(optimizer, model, strict=False, source_order=(start,), seed=seed)
+    seed_masters(optimizer, model, fallback=None if start == "copy" else start, seed=seed)
     masters = {name: optimizer.master_of(one) for name, one in model.named_parameters() if "blocks" in name}
     differences = [(torch.as_tensor(master) - exact[name]).detach() for name, master in masters.items()]
     error = sum(float(difference.square().sum()) for difference in differences)

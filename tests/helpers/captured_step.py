@@ -161,7 +161,7 @@ def foreach_steps() -> Callable[[], None]:
 def primary_steps() -> Callable[[], None]:
     """Return a training step of two layers whose weights are codes, written back by a `MasterOptimizer`."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    te.convert_linear(model, preserve="none")
+    te.convert_linear(model, preserve_high_precision_init_val=False)
     optimizer = te.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     x = torch.randn(4, 128, WIDTH, requires_grad=True)
 

@@ -12,10 +12,10 @@ import fp8_te_init as fti
 
 
 def built(
-    te, preserve="cpu", backend="auto", dtype=torch.bfloat16, device="cpu", sizes=(24, 40, 16), **options
+    te, preserve=True, backend="auto", dtype=torch.bfloat16, device="cpu", sizes=(24, 40, 16), **options
 ) -> nn.Sequential:
     torch.manual_seed(0)
-    with fti.primary_weights(preserve=preserve, backend=backend, **options):
+    with fti.fp8_model_init(preserve_high_precision_init_val=preserve, backend=backend, **options):
         return nn.Sequential(*(te.Linear(a, b, dtype, device) for a, b in itertools.pairwise(sizes)))
 
 

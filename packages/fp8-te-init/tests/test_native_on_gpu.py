@@ -1,4 +1,4 @@
-"""FP8 primary weights of plain layers on a GPU: the codes of the CPU, page-locked copies, masters that train."""
+"""FP8 primary weights of plain layers on a GPU: the codes of the CPU, masters that train."""
 
 import pytest
 import torch
@@ -29,27 +29,14 @@ def test_codes_and_scales_are_those_of_the_cpu(recipe):
         assert torch.equal(layer.weight.scale, twin.weight.scale.cpu())
 
 
-@pytest.mark.parametrize("preserve", ["cpu", "pinned", "residual"])
-def test_what_is_kept_is_on_the_host_and_exact(preserve):
-    model = on_device(preserve=preserve, release="manual")
+def test_what_is_preserved_is_on_the_host_and_exact():
+    model = on_device(release="manual")
     for layer, source in zip(model[::2], plain()[::2], strict=True):
         kept = layer.weight.get_high_precision_init_val()
         assert kept.device.type == "cpu"
         assert torch.equal(kept, source.weight)
-        assert kept.is_pinned() == (preserve == "pinned")
         layer.weight.clear_high_precision_init_val()
         assert layer.weight.get_high_precision_init_val() is None
-
-
-def test_values_that_are_drawn_in_place_can_be_drawn_again():
-    """`replay` repeats the generator of the device."""
-    with torch.device(DEVICE), fti.primary_weights(preserve="replay", release="manual"):
-        torch.manual_seed(3)
-        layer = nn.Linear(64, 96, bias=False)
-    with torch.device(DEVICE):
-        torch.manual_seed(3)
-        expected = nn.Linear(64, 96, bias=False).weight
-    assert torch.equal(layer.weight.get_high_precision_init_val().to(DEVICE), expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -70,4 +57,4 @@ def test_masters_start_from_the_copy_and_codes_follow_them(recipe):
     assert losses[-1] < losses[0]
     for layer in model[::2]:
         weight, master = layer.weight, optimizer.master_of(layer.weight)
-        assert torch.equal(weight.quantized_rows.quantized(master), weight.codes.view(torch.uint8))
+        assert torch.equal(weight.state.quantized(master), weight.codes.view(torch.uint8))

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common.torch.plugin import LinearOperands
+from fp8_common.torch.linear.function import fp8_linear
 
 
-def layer(dtype=torch.float32, **options) -> nn.Linear:
+def layer(dtype=torch.float32, preserve=True, **options) -> nn.Linear:
     torch.manual_seed(0)
-    with fti.primary_weights(**options):
+    with fti.fp8_model_init(preserve_high_precision_init_val=preserve, **options):
         return nn.Linear(24, 40, dtype=dtype)
 
 
@@ -34,7 +34,7 @@ def test_attributes_of_parameters_survive_moves(move):
 @pytest.mark.parametrize("features", [(5, 0), (0, 5)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_layers_without_features_train_as_plain_ones_do(features, recipe):
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         empty = nn.Linear(*features)
     optimizer = optimizer_of(empty)
     x = torch.ones(3, features[0], requires_grad=True)
@@ -44,18 +44,18 @@ def test_layers_without_features_train_as_plain_ones_do(features, recipe):
     assert x.grad.shape == x.shape
 
 
-def test_a_layer_that_another_thread_builds_is_told_of(caplog):
+def test_a_layer_that_another_thread_builds_is_a_plain_one():
     built = []
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         thread = threading.Thread(target=lambda: built.append(nn.Linear(8, 8)))
         thread.start()
         thread.join()
     assert type(built[0]) is nn.Linear
-    assert "built in another thread than an open primary_weights block" in caplog.text
 
 
-def test_a_plain_optimizer_of_fp8_weights_is_told_of_once(caplog):
-    with fti.primary_weights():
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_plain_optimizer_of_fp8_weights_is_told_of_once(caplog, preserve):
+    with fti.fp8_model_init(preserve_high_precision_init_val=preserve):
         net = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_parameters_are_rebuilt_as_accelerate_does_it():
 
 def test_values_can_be_dequantized_to_another_dtype():
     weight = layer(torch.bfloat16).weight
-    assert torch.equal(weight.dequantize(dtype=torch.float32), weight.state.own_values())
+    assert torch.equal(weight.dequantize(dtype=torch.float32), weight.state.values())
     assert weight.dequantize().dtype == torch.bfloat16
 
 
@@ -102,24 +102,13 @@ def test_masters_can_be_rounded_through_the_models_dtype_as_transformer_engine_d
     for _ in range(5):
         net.weight.grad = torch.randn(40, 24, dtype=torch.bfloat16)
         optimizer.step()
-        master, rows = optimizer.master_of(net.weight), net.weight.quantized_rows
+        master, rows = optimizer.master_of(net.weight), net.weight.state
         low = nn.Linear(24, 40, bias=False, dtype=torch.bfloat16)
         with torch.no_grad():
             low.weight.copy_(master)
         cast = fti.convert_linear(low).weight  # what a bfloat16 model casts at its forward
-        assert torch.equal(rows.codes(), cast.state.codes)
+        assert torch.equal(rows.own_codes, cast.state.codes)
         assert torch.equal(net.weight.scale, cast.scale)
-
-
-def test_copies_that_the_system_has_no_mapping_for_come_from_the_heap(monkeypatch):
-    from fp8_te_init import _host_memory
-
-    def refuse(*_, **__):
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(_host_memory.mmap, "mmap", refuse)
-    values = torch.arange(100_000.0)
-    assert torch.equal(_host_memory.mapped_copy(values), values)
 
 
 @pytest.mark.parametrize("read", [lambda w: w.dtype, lambda w: w.device], ids=["dtype", "device"])
@@ -152,13 +141,11 @@ def test_state_dicts_are_taken_and_loaded_in_inference_mode():
     net.load_state_dict(state)
 
 
-class CastAtEachForward(nn.Linear, LinearOperands):
-    """TransformerEngine's way without FP8 primary weights: bfloat16 weights that each forward casts."""
-
-    weight_operand = fti.PrimaryFloat8Linear.weight_operand
+class CastAtEachForward(nn.Linear):
+    """TransformerEngine's method without FP8 primary weights: bfloat16 weights that each forward casts."""
 
     def forward(self, x):
-        return self.product(x, self.weight)
+        return fp8_linear(x, self.weight, self.spec)
 
 
 def test_rounded_through_bfloat16_a_hundred_losses_equal_those_of_bfloat16_weights_that_are_cast():
@@ -167,7 +154,7 @@ def test_rounded_through_bfloat16_a_hundred_losses_equal_those_of_bfloat16_weigh
     twin = nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=torch.bfloat16) for a, b in ((24, 40), (40, 16))))
     nets = {through: fti.convert_linear(copy.deepcopy(twin)) for through in (True, False)}
     for linear in twin:
-        linear.__class__, linear.config = CastAtEachForward, nets[True][0].config
+        linear.__class__, linear.spec = CastAtEachForward, nets[True][0].spec
     models = {"twin": (twin, fti.MasterOptimizer(torch.optim.AdamW, twin.parameters(), lr=1e-3))}
     for through, net in nets.items():
         optimizer = fti.MasterOptimizer(torch.optim.AdamW, net.parameters(), lr=1e-3, round_through_dtype=through)

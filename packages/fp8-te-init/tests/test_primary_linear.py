@@ -1,5 +1,6 @@
 """Layers with FP8 primary weights: how they are made, what they compute, what a write to them means."""
 
+import dataclasses
 import io
 
 import pytest
@@ -14,9 +15,9 @@ RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def built(recipe="tensorwise", dtype=torch.float32, shape=(40, 24), **options) -> nn.Linear:
+def built(recipe="tensorwise", dtype=torch.float32, shape=(40, 24), preserve=True, **options) -> nn.Linear:
     torch.manual_seed(0)
-    with fti.primary_weights(recipe, **options):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve, **options):
         return nn.Linear(shape[1], shape[0], dtype=dtype)
 
 
@@ -28,7 +29,7 @@ def plain(dtype=torch.float32, shape=(40, 24)) -> nn.Linear:
 def reference_codes(weight, recipe):
     """Codes and scales by the public functions of fp8_common."""
     if recipe.startswith("rowwise"):
-        policy = fti.PrimaryConfig(recipe=get_recipe(recipe)).weight.policy
+        policy = fti.LinearConfig(recipe=get_recipe(recipe)).weight.policy
         return quantize_rowwise(weight, "e4m3", -1, policy)
     if recipe == "blockwise":
         return quantize_blockwise(weight, "e4m3", (128, 128))
@@ -131,7 +132,7 @@ def test_reading_gives_dequantized_values_and_new_tensors_are_plain():
 
 
 def test_an_optimizer_without_masters_trains_the_weight_itself():
-    layer = built(preserve="none")
+    layer = built(preserve=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     before = layer.weight.dequantize()
     layer(torch.randn(16, 24)).square().mean().backward()
@@ -145,12 +146,15 @@ def test_an_optimizer_without_masters_trains_the_weight_itself():
 
 
 def test_nesting_disabling_and_exceptions():
-    with fti.primary_weights("tensorwise"):
-        with fti.primary_weights("blockwise"):
+    with fti.fp8_model_init(recipe="tensorwise", preserve_high_precision_init_val=True):
+        with fti.fp8_model_init(recipe="blockwise", preserve_high_precision_init_val=True):
             inner = nn.Linear(8, 8)
-        with fti.primary_weights(enabled=False):
+        with fti.fp8_model_init(enabled=False):
             off = nn.Linear(8, 8)
-        with pytest.raises(RuntimeError, match="stop"), fti.primary_weights("rowwise"):
+        with (
+            pytest.raises(RuntimeError, match="stop"),
+            fti.fp8_model_init(recipe="rowwise", preserve_high_precision_init_val=True),
+        ):
             raise RuntimeError("stop")
         outer = nn.Linear(8, 8)
     after = nn.Linear(8, 8)
@@ -163,7 +167,7 @@ def test_nesting_disabling_and_exceptions():
 def test_an_exception_inside_restores_and_leaves_no_hook():
     hooks = nn.modules.module._global_parameter_registration_hooks
     before = list(hooks)  # deferred layers of other tests leave one
-    with pytest.raises(ZeroDivisionError), fti.primary_weights():
+    with pytest.raises(ZeroDivisionError), fti.fp8_model_init(preserve_high_precision_init_val=True):
         nn.Linear(4, 1 // 0)
     assert type(nn.Linear(4, 4)) is nn.Linear
     assert list(hooks) == before
@@ -187,7 +191,7 @@ def test_only_plain_linear_layers_are_taken():
         def forward(self, x):
             return super().forward(x) * 2
 
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         own, attention = Own(8, 8), nn.MultiheadAttention(8, 2)
     assert type(own) is Own
     assert type(own.weight) is nn.Parameter
@@ -196,7 +200,7 @@ def test_only_plain_linear_layers_are_taken():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_meta_layers_hold_nothing_and_are_initialized_later_with_the_same_values(recipe):
-    with torch.device("meta"), fti.primary_weights(recipe):
+    with torch.device("meta"), fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         layer = nn.Linear(24, 40)
     assert layer.weight.is_meta
     assert layer.weight.codes.is_meta
@@ -233,20 +237,23 @@ def test_layers_can_be_left_out():
     ("call", "message"),
     [
         (lambda: fti.convert_linear(nn.ReLU()), "No nn.Linear layer to convert"),
-        (lambda: fti.convert_linear(nn.Linear(4, 4), preserve="gpu"), "preserve must be one of 'cpu'"),
         (lambda: fti.convert_linear(nn.Linear(4, 4), release="never"), "release must be one of 'seed'"),
         (lambda: fti.convert_linear(nn.Linear(4, 4), recipe="fp4"), "Unknown recipe 'fp4'"),
         (lambda: fti.convert_linear(nn.Linear(4, 4).double()), "is torch.float64: FP8 codes are made of"),
         (lambda: fti.convert_linear(nn.Linear(4, 4), recipe="mx"), "MX weights need TransformerEngine"),
-        (lambda: fti.PrimaryConfig(gather="bf16"), "gather must be"),
-        (lambda: fti.PrimaryConfig(emulate="yes"), "emulate must be"),
+        (lambda: fti.LinearConfig(emulate="yes"), "emulate must be"),
         (
-            lambda: fti.PrimaryConfig(recipe=Recipe(name="off", weight=CastRecipe(scaling="static", static_scale=2.0))),
-            "weight cannot be cast with static tensorwise scaling here",
+            lambda: fti.convert_linear(
+                nn.Linear(4, 4), recipe=Recipe(name="off", weight=CastRecipe(scaling="static", static_scale=2.0))
+            ),
+            "is dynamic or delayed, not static",
         ),
-        (lambda: fti.primary_weights(backend="gpu").__enter__(), "backend must be one of 'auto'"),
         (
-            lambda: fti.convert_linear(nn.Linear(4, 4), recipe="rowwise", config=fti.PrimaryConfig()),
+            lambda: fti.fp8_model_init(preserve_high_precision_init_val=True, backend="gpu").__enter__(),
+            "backend must be one of 'auto'",
+        ),
+        (
+            lambda: fti.convert_linear(nn.Linear(4, 4), recipe="rowwise", config=fti.LinearConfig()),
             "Pass recipe or config, not both",
         ),
         (lambda: built()(torch.randn(3, 7)), "expects \\[..., 24\\] as input, got \\(3, 7\\)"),
@@ -276,9 +283,10 @@ def test_state_dicts_hold_plain_codes_and_scales_and_come_back_bit_for_bit(recip
     assert file.tell() < 130 * 129 + 8000, "one byte per element and a few scales: no copy of the start is in there"
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert state["weight"].dtype == torch.float8_e4m3fn
+    assert state["weight"].dtype == torch.uint8
+    assert state["weight_scale_e4m3"].dtype == torch.float32
     torch.manual_seed(1)
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         other = nn.Linear(129, 130)
     other.load_state_dict(state, assign=assign)
     assert isinstance(other.weight, fti.PrimaryFloat8Weight)
@@ -295,13 +303,42 @@ def test_a_checkpoint_of_the_unconverted_model_is_quantized_and_becomes_the_star
     assert torch.equal(layer.weight.scale, reference_codes(twin.weight.detach(), "tensorwise")[1])
 
 
-def test_codes_without_their_scales_and_scales_of_another_recipe_are_refused():
-    state = built().state_dict()
-    lonely = {name: value for name, value in state.items() if name != "weight_quant_scale"}
-    with pytest.raises(RuntimeError, match="codes mean nothing without their scales"):
-        built().load_state_dict(lonely)
-    with pytest.raises(RuntimeError, match="saved under another recipe"):
-        built("blockwise", shape=(40, 24)).load_state_dict(built("rowwise", shape=(40, 24)).state_dict())
+def e5m2():
+    recipe = get_recipe("tensorwise")
+    weight, grad_output = (dataclasses.replace(recipe.weight, format=fmt) for fmt in ("e5m2", "e4m3"))
+    return dataclasses.replace(recipe, weight=weight, grad_output=grad_output)
+
+
+def larger():
+    layer = built("blockwise", shape=(41, 24))
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: {k: v for k, v in built().state_dict().items() if k != "weight_scale_e4m3"}, "Missing key"),
+        (lambda: built(e5m2()).state_dict(), "Missing key"),
+        (lambda: built("rowwise").state_dict(), "size mismatch"),
+        (lambda: larger().state_dict(), "size mismatch"),
+    ],
+    ids=["no scales", "format", "granularity", "shape"],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_does_not_fit_is_told_by_torch_and_is_never_computed_with(make, told, strict):
+    layer = built("blockwise" if told == "size mismatch" else "tensorwise")
+    state = make()
+    if strict or told == "size mismatch":
+        with pytest.raises(RuntimeError, match=told):
+            layer.load_state_dict(state, strict=strict)
+    else:
+        layer.load_state_dict(state, strict=False)
+    with pytest.raises(Fp8Error, match=r"without the (scales|codes)"):
+        layer(torch.ones(2, 24))
+    layer.load_state_dict(built(layer.config.recipe).state_dict())
+    layer(torch.ones(2, 24))
 
 
 def test_pickling_a_module_keeps_codes_and_leaves_copies_behind():

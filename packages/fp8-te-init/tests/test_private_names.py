@@ -4,11 +4,14 @@ import inspect
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from fp8_te_init._compat import LOADING, PRIVATE_NAMES, dtensor_like, float32_like, local_of
+from fp8_te_init.compat import DISTRIBUTED, PRIVATE_NAMES, distributed_like
+
+ADAPT = f"torch {torch.__version__}: adapt fp8_te_init/compat.py"
 
 
 def test_private_names_exist_and_rewrapping_keeps_the_place():
@@ -16,18 +19,23 @@ def test_private_names_exist_and_rewrapping_keeps_the_place():
     try:
         tensor = distribute_tensor(torch.ones(4, 3, dtype=torch.bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])
         missing = [name for name in PRIVATE_NAMES["DTensor"] if not hasattr(tensor, name)]
-        assert missing == [], f"torch {torch.__version__} has no DTensor.{missing}: adapt fp8_te_init/_compat.py"
-        codes = dtensor_like(tensor, torch.ones(4, 3, dtype=torch.float8_e4m3fn))
-        assert (codes.dtype, codes.placements, codes.shape) == (torch.float8_e4m3fn, (Shard(0),), (4, 3))
-        assert float32_like(tensor, torch.ones(4, 3)).dtype == torch.float32
-        assert local_of(tensor).shape == (4, 3)
+        assert missing == [], ADAPT
+        codes = distributed_like(tensor, torch.ones(4, 3, dtype=torch.uint8))
+        assert (codes.dtype, codes.placements, codes.shape) == (torch.uint8, (Shard(0),), (4, 3))
     finally:
         dist.destroy_process_group()
 
 
-def test_the_function_that_loads_into_models_is_where_it_was():
-    name, arguments = LOADING
-    function = getattr(torch.distributed.checkpoint.state_dict, name, None)
-    advice = f"torch {torch.__version__} has no {name}{arguments}: adapt fp8_te_init/_compat.py"
-    assert function is not None, advice
-    assert tuple(inspect.signature(function).parameters) == arguments, advice
+def test_modules_are_asked_whether_they_are_distributed_before_anything_is_sent():
+    source = inspect.getsource(distribute_module)
+    assert DISTRIBUTED in source, ADAPT
+    assert source.index(f'"{DISTRIBUTED}"') < source.index("partition_fn("), ADAPT
+
+
+def test_ddp_knows_its_group_and_what_it_ignores_before_it_gets_its_module():
+    """`fp8_te_init.weight.replicas` broadcasts when the module is set."""
+    source = inspect.getsource(DistributedDataParallel.__init__)
+    module = source.index("self.module = module")
+    assert source.index("self.process_group = ") < module
+    assert source.index("self.parameters_to_ignore = ") < module < source.index("_sync_module_states(")
+    assert issubclass(DistributedDataParallel, nn.Module)

@@ -13,30 +13,24 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
-from fp8_common.torch.plugin import LinearOperands
-from fp8_te_init._choices import resolve_config
-from fp8_te_init._compat import local_of
-from fp8_te_init._linear import PrimaryFloat8Linear
-from tests.helpers.parallel_twins import ParallelTwin, distribute_like
+from fp8_common.torch.linear.function import fp8_linear
+from fp8_common.torch.sharding.wrappers import local_of
 from tests.helpers.sharded_models import shard
 
 WIDTHS = (24, 40, 136, 16)
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
-MODES = [*["single"] * 5, "ddp", "fsdp", "fsdp", "tp", "tp_fsdp"]
-TENSOR_RANKS = 2
-SHARDED = ("fsdp", "tp", "tp_fsdp")
-PARALLEL = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(output_layouts=Replicate())}
+OPERATIONS = [
+    *("step", "step", "step", "skip", "load", "edit", "merge", "clone", "broadcast", "save_and_resume"),
+    *("rescale", "average", "move"),
+]
+MODES = [*["single"] * 6, "ddp", "fsdp", "fsdp", "fsdp"]
 
 
 def plain(seed: int, dtype=torch.float32) -> nn.Sequential:
@@ -44,13 +38,11 @@ def plain(seed: int, dtype=torch.float32) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(WIDTHS)))
 
 
-class TwinLinear(nn.Linear, LinearOperands):
+class TwinLinear(nn.Linear):
     """Plain weights, cast at each forward."""
 
-    weight_operand = PrimaryFloat8Linear.weight_operand
-
     def forward(self, x):
-        output = self.product(x, self.weight)
+        output = fp8_linear(x, self.weight, self.spec)
         return output + self.bias.to(output.dtype)
 
 
@@ -67,11 +59,11 @@ class Program:
 
     def __init__(self, seed, mode="single", rank=0, world_size=1, recipes=RECIPES):
         self.choose, self.mode, self.rank, self.world_size = random.Random(seed), mode, rank, world_size
-        self.sharded = mode in SHARDED
+        self.sharded = mode == "fsdp"
         self.recipe = self.choose.choice(recipes)
         self.dtype = self.choose.choice([torch.float32, torch.float32, torch.bfloat16])
-        self.preserve = self.choose.choice(["cpu", "residual", "replay", "none"])
-        self.config = resolve_config(self.recipe)
+        self.preserve = self.choose.choice([True, True, True, False])
+        self.spec = fti.convert_linear(nn.Linear(8, 8), recipe=self.recipe).spec
         # a twin without a history has other scales
         self.follows = self.recipe != "tensorwise_delayed"
         self.rule = self.choose.choice(
@@ -83,13 +75,15 @@ class Program:
         """Build both; under DDP each rank draws weights of its own, and the first one's count."""
         own = seed + 1000 * self.rank if self.mode == "ddp" else seed
         if self.choose.random() < 0.5:
-            self.net = fti.convert_linear(plain(own, self.dtype), recipe=self.recipe, preserve=self.preserve)
+            self.net = fti.convert_linear(
+                plain(own, self.dtype), recipe=self.recipe, preserve_high_precision_init_val=self.preserve
+            )
         else:
-            with fti.primary_weights(self.recipe, preserve=self.preserve):
+            with fti.fp8_model_init(recipe=self.recipe, preserve_high_precision_init_val=self.preserve):
                 self.net = plain(own, self.dtype)
         # while the values before rounding are kept, edits act on them; `restarts` says that the masters will start
         # anew from rounded values at the next step, `held` that shards hold a write whose scale is not agreed on yet
-        self.exact, self.restarts, self.held = self.preserve != "none", self.preserve == "none", False
+        self.exact, self.restarts, self.held = self.preserve, not self.preserve, False
         self.twin = self._twin_of(seed)
         self.wrapped, self.wrapped_twin = self.net, self.twin
         self.log.append(f"build {self.mode} {self.recipe} {self.dtype} {self.preserve}")
@@ -97,9 +91,7 @@ class Program:
     def _twin_of(self, seed):
         twin = plain(seed, self.dtype)
         for layer in twin:
-            layer.__class__, layer.config = TwinLinear, self.config
-            if self.mode in ("tp", "tp_fsdp"):
-                layer.__class__, layer.recipe = ParallelTwin, self.recipe
+            layer.__class__, layer.spec = TwinLinear, self.spec
         return twin
 
     def rounded(self, values):
@@ -107,7 +99,9 @@ class Program:
         layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
         with torch.no_grad():
             layer.weight.copy_(values.float())
-        return fti.convert_linear(layer, recipe=self.recipe, preserve="none").weight.state.own_values()
+        return fti.convert_linear(
+            layer, recipe=self.recipe, preserve_high_precision_init_val=False
+        ).weight.state.values()
 
     # ------------------------------------------------------------ operations
 
@@ -118,9 +112,6 @@ class Program:
         elif self.mode == "fsdp":
             shard(self.net, self.world_size)
             shard(self.twin, self.world_size)
-        elif self.mode in ("tp", "tp_fsdp"):
-            parallel(self.net, self.world_size, cut_again=self.mode == "tp_fsdp")
-            parallel(self.twin, self.world_size, cut_again=self.mode == "tp_fsdp")
 
     def optimize(self):
         cls, options = self.rule
@@ -135,7 +126,7 @@ class Program:
         return self.reference.master_of(layer.weight) if self.dtype == torch.bfloat16 else layer.weight
 
     def seed(self):
-        fti.seed_masters(self.optimizer, self.wrapped, strict=self.exact)
+        fti.seed_masters(self.optimizer, self.wrapped, fallback=None if self.exact else "dequantize")
         self.exact = False
         self.check("seed")
 
@@ -149,9 +140,7 @@ class Program:
         self.restarts = False
 
     def step(self, skip=False):
-        # ranks that hold parts of the same weights get the same batch
-        data_rank = self.rank // TENSOR_RANKS if self.mode in ("tp", "tp_fsdp") else self.rank
-        generator = torch.Generator().manual_seed(1000 * self.batches + data_rank)
+        generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
         self.batches += 1
         x = torch.randn(8, WIDTHS[0], generator=generator).to(self.dtype)
         losses = [(net(x).float() - 1).square().mean() for net in (self.wrapped, self.wrapped_twin)]
@@ -225,9 +214,38 @@ class Program:
         self.held = self.sharded
 
     def broadcast(self):
-        for module in (self.net, self.twin) if self.mode == "ddp" else ():
-            for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
+        if self.mode == "ddp":
+            fti.broadcast_weights_(self.net)
+
+    def rescale(self):
+        """Quantize anew with the scale of the present values: nothing changes but for delayed scaling."""
+        if not self.restarts:
+            fti.rescale_(self.net)
+            self.check("rescale")
+
+    def average(self):
+        """Put averages in the place of the weights for an evaluation, and the weights back."""
+        if self.sharded:
+            return
+        backups = [layer.weight.data for layer in self.net]
+        before = [layer.weight.dequantize() for layer in self.net]
+        for layer in self.net:
+            layer.weight.data = layer.weight.dequantize().mul_(0.75)
+        self.net(torch.ones(2, WIDTHS[0], dtype=self.dtype))
+        for layer, backup, values in zip(self.net, backups, before, strict=True):
+            layer.weight.data = backup
+            assert torch.equal(layer.weight.dequantize(), values), " ".join(self.log)
+
+    def move(self):
+        """Go to another dtype and back, which changes neither codes nor scales."""
+        if self.mode == "single":
+            assert self.net.to("cpu") is self.net
+            for layer in self.net:
+                codes, scale = layer.weight.codes.view(torch.uint8).clone(), layer.weight_scale_e4m3.clone()
+                layer.weight.data = layer.weight.data.clone()
+                layer.to("cpu", self.dtype)
+                assert torch.equal(layer.weight.codes.view(torch.uint8), codes)
+                assert torch.equal(layer.weight_scale_e4m3, scale)
 
     def clone(self):
         if self.mode == "single":
@@ -241,7 +259,7 @@ class Program:
         self.step()  # takes up edits, which checkpoints of masters do not know
         saved = self.states() if self.sharded else copy.deepcopy(self.plain_states())
         preserve, (cls, options) = self.preserve, self.rule
-        self.preserve, self.rule = "none", (cls, {"lr": 0.5})
+        self.preserve, self.rule = False, (cls, {"lr": 0.5})
         self.build(77)
         self.preserve, self.exact, self.restarts = preserve, False, False
         self.wrap()
@@ -279,8 +297,9 @@ class Program:
     def check(self, after):
         for layer, twin in zip(self.net, self.twin, strict=True):
             master = local_of(self.optimizer.master_of(layer.weight))
-            rows = local_of(layer.weight).quantized_rows
-            assert torch.equal(rows.quantized(master.to(self.dtype)), rows.codes()), " ".join([after, *self.log])
+            rows = local_of(layer.weight).state
+            codes = rows.quantized(master.to(self.dtype))
+            assert torch.equal(codes, rows.own_codes), " ".join([after, *self.log])
             if self.follows:
                 expected = self.rounded(full(twin.weight)) if self.restarts else full(self.master_of(twin))
                 assert same(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
@@ -295,11 +314,7 @@ class Program:
         if self.choose.random() < 0.7:
             self.do("seed")
         for _ in range(length):
-            self.do(
-                self.choose.choice(
-                    ["step", "step", "step", "skip", "load", "edit", "merge", "clone", "broadcast", "save_and_resume"]
-                )
-            )
+            self.do(self.choose.choice(OPERATIONS))
         self.do("step")
 
     def do(self, name):
@@ -318,15 +333,7 @@ def full(parameter):
 
 
 def dist_like(value, like):
-    return distribute_like(value, like) if isinstance(like, DTensor) else value
-
-
-def parallel(model, world_size, *, cut_again):
-    """Make layers tensor-parallel over TENSOR_RANKS, and shard their parts over the others."""
-    mesh = init_device_mesh("cpu", (world_size // TENSOR_RANKS, TENSOR_RANKS), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], PARALLEL)
-    for module in [*model, model] if cut_again else ():
-        fully_shard(module, mesh=mesh["dp"])
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
 
 
 def set_to(parameter, values):
@@ -334,21 +341,16 @@ def set_to(parameter, values):
 
 
 def on_ranks(rank, world_size, seed, mode, folder):
-    program = Program(seed, mode, rank, world_size, recipes_of(mode))
+    program = Program(seed, mode, rank, world_size, RECIPES)
     program.run(length=6)
     if program.sharded:
         dcp.save(program.states(), checkpoint_id=folder)
     return True
 
 
-def recipes_of(mode):
-    # blocks of 128x128 cannot be cut inside
-    return [recipe for recipe in RECIPES if recipe != "blockwise"] if mode.startswith("tp") else RECIPES
-
-
 def resumed(rank, world_size, seed, mode, folder):
-    """Go on with what another number of ranks has saved, under FSDP2 or tensor parallelism."""
-    program = Program(seed, "fsdp", rank, world_size, recipes_of(mode))
+    """Go on with what another number of ranks has saved, under FSDP2."""
+    program = Program(seed, "fsdp", rank, world_size, RECIPES)
     program.build(77)
     program.exact = program.restarts = False
     program.wrap()
@@ -374,11 +376,10 @@ def test_programs_of_one_process_follow_their_twins(full):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["ddp", *SHARDED])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_programs_of_several_ranks_follow_their_twins(run_ranks, full, mode, tmp_path):
     for seed in programs_of(mode, full):
         folder = str(tmp_path / str(seed))
-        ranks = {"tp": TENSOR_RANKS, "tp_fsdp": 2 * TENSOR_RANKS}.get(mode, 2 + seed % 2)
-        assert all(run_ranks(ranks, on_ranks, seed, mode, folder))
-        if mode in SHARDED:
+        assert all(run_ranks(2 + seed % 2, on_ranks, seed, mode, folder))
+        if mode == "fsdp":
             assert all(run_ranks(3 - seed % 2, resumed, seed, mode, folder))

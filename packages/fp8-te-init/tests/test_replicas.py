@@ -10,24 +10,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_te_init._compat import SYNCHRONIZATION
-from fp8_te_init._kept_in_module import kept_values
 
 pytestmark = pytest.mark.distributed
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 
 
-def build(seed, layers=2, **options) -> nn.Sequential:
+def build(seed, layers=2, preserve=True, **options) -> nn.Sequential:
     torch.manual_seed(seed)
-    with fti.primary_weights(**options):
+    with fti.fp8_model_init(preserve_high_precision_init_val=preserve, **options):
         return nn.Sequential(nn.Linear(24, 40), *(nn.Linear(40, 40, bias=False) for _ in range(layers - 1)))
 
 
 def facts(net) -> list:
-    """Return everything of the weights that ranks must share."""
+    """Return everything of the weights that ranks must share; nothing in the place of a start that is not known."""
     return [
-        (layer.weight.state.codes.clone(), layer.weight.scale.clone(), kept_values(layer, "weight")) for layer in net
+        (layer.weight.state.codes.clone(), layer.weight.scale.clone(), layer.weight.get_high_precision_init_val())
+        for layer in net
     ]
 
 
@@ -49,15 +48,13 @@ def masters_under_ddp(rank, world_size, recipe, preserve, layers, alike):
         optimizer.zero_grad()
     codes = [layer.weight.state.codes.clone() for layer in net]
     rounded = [
-        torch.equal(layer.weight.quantized_rows.quantized(optimizer.master_of(layer.weight)), layer.weight.state.codes)
+        torch.equal(layer.weight.state.quantized(optimizer.master_of(layer.weight)), layer.weight.state.codes)
         for layer in net
     ]
     return starts, set(report.sources.values()), codes, rounded
 
 
-@pytest.mark.matrix(
-    recipe=RECIPES, preserve=["cpu", "residual", "replay"], layers=[1, 2], alike=[True, False], world_size=[2, 3]
-)
+@pytest.mark.matrix(recipe=RECIPES, preserve=[True], layers=[1, 2], alike=[True, False], world_size=[2, 3])
 def test_wrapping_in_ddp_before_seeding_starts_from_the_first_ranks_values(
     run_ranks, recipe, preserve, layers, alike, world_size
 ):
@@ -66,7 +63,7 @@ def test_wrapping_in_ddp_before_seeding_starts_from_the_first_ranks_values(
     plain = nn.Sequential(nn.Linear(24, 40), *(nn.Linear(40, 40, bias=False) for _ in range(layers - 1)))
     results = run_ranks(world_size, masters_under_ddp, recipe, preserve, layers, alike)
     for starts, sources, codes, rounded in results:
-        assert sources == {"copy"}
+        assert sources == {"init"}
         for start, layer in zip(starts, plain, strict=True):
             assert torch.equal(start, layer.weight), "with all its bits, on every rank"
         assert all(rounded)
@@ -75,7 +72,7 @@ def test_wrapping_in_ddp_before_seeding_starts_from_the_first_ranks_values(
 
 def one_weight(rank, world_size):
     torch.manual_seed(rank)
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         layer = nn.Linear(24, 40, bias=False)
     DistributedDataParallel(layer)
     return facts([layer])
@@ -87,7 +84,7 @@ def test_a_model_of_one_weight_is_synchronized_too(run_ranks):
 
 
 def after_release(rank, world_size, recipe):
-    net = build(rank, recipe=recipe, preserve="none")
+    net = build(rank, recipe=recipe, preserve=False)
     before = facts(net)[0][:2]
     DistributedDataParallel(net)
     return [fact[:2] for fact in facts(net)], before
@@ -102,36 +99,13 @@ def test_weights_without_kept_values_are_synchronized_by_their_codes_and_scales(
 
 def other_casts(rank, world_size):
     net = build(0, recipe="tensorwise" if rank else "rowwise")
-    with pytest.raises(Fp8Error, match="needs the same shape, rows and casts on all ranks"):
+    with pytest.raises(Fp8Error, match="differ in shape, rows or cast"):
         DistributedDataParallel(net)
     return rank
 
 
 def test_ranks_that_cast_otherwise_are_refused_by_all(run_ranks):
     assert run_ranks(2, other_casts) == [0, 1]
-
-
-def broadcast(rank, world_size, recipe, asynchronous):
-    """What Megatron's `broadcast_params` and many others do."""
-    net = build(rank, recipe=recipe)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.0)
-    for parameter in net.parameters():
-        work = dist.broadcast(parameter.data, src=1, async_op=asynchronous)
-        if asynchronous:
-            work.wait()
-    shared = facts(net)
-    net(torch.ones(2, 24)).sum().backward()
-    optimizer.step()
-    return shared, [optimizer.master_of(layer.weight).clone() for layer in net]
-
-
-@pytest.mark.matrix(recipe=RECIPES, asynchronous=[False, True])
-def test_a_broadcast_of_parameters_sends_codes_scales_and_kept_values(run_ranks, recipe, asynchronous):
-    results = run_ranks(3, broadcast, recipe, asynchronous)
-    own = build(1, recipe=recipe)
-    for shared, masters in results:
-        assert same(shared, facts(own))
-        assert all(torch.equal(m, kept_values(layer, "weight")) for m, layer in zip(masters, own, strict=True))
 
 
 def refused(rank, world_size):
@@ -148,8 +122,8 @@ def refused(rank, world_size):
         "_reduce_scatter_base_": lambda: dist.reduce_scatter_tensor(weight.view(-1), flat),
         "allreduce_coalesced_": lambda: dist.all_reduce_coalesced([weight]),
         "all_reduce_": lambda: torch.ops._c10d_functional.all_reduce_(weight, "sum", group.group_name),
-        "broadcast_ ": lambda: torch.ops._c10d_functional.broadcast_(weight, 0, group.group_name),
-        "a part of": lambda: dist.broadcast(weight[3:5], 0),
+        "_c10d_functional.broadcast_": lambda: torch.ops._c10d_functional.broadcast_(weight, 0, group.group_name),
+        "c10d.broadcast_": lambda: dist.broadcast(weight[3:5], 0),
     }
     told = {}
     for name, attempt in attempts.items():
@@ -171,29 +145,52 @@ def test_collectives_that_codes_cannot_follow_are_refused_on_all_ranks(run_ranks
         assert summed
 
 
-def gathered_into(rank, world_size):
-    torch.manual_seed(rank)
-    with fti.primary_weights():
-        layers = [nn.Linear(8, 8, bias=False) for _ in range(world_size)]
-    own = torch.randn(8, 8, generator=torch.Generator().manual_seed(rank))
-    dist.all_gather([layer.weight.data for layer in layers], own)
-    return [layer.weight.get_high_precision_init_val() for layer in layers]
+def broadcast_by_hand(rank, world_size, recipe):
+    net = build(rank, recipe=recipe)
+    fti.broadcast_weights_(net, dist.group.WORLD, root=1)
+    return facts(net)
 
 
-def test_values_that_are_gathered_into_weights_are_quantized_and_kept(run_ranks):
-    for starts in run_ranks(2, gathered_into):
-        for rank, start in enumerate(starts):
-            assert torch.equal(start, torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_broadcast_with_scales_and_starts(run_ranks, recipe):
+    own = facts(build(1, recipe=recipe))
+    for shared in run_ranks(3, broadcast_by_hand, recipe):
+        assert same(shared, own)
 
 
-def test_the_function_that_ddp_synchronizes_with_is_there_and_has_its_arguments():
-    import inspect
+def wrapped_after_seeding(rank, world_size, alike):
+    """Return the message, and whether ranks that drew the same weights go on together."""
+    net = build(0 if alike else rank)
+    optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    fti.seed_masters(optimizer, net)
+    before = facts(net)[0][0]
+    try:
+        wrapped = DistributedDataParallel(net)
+    except Fp8Error as error:
+        return str(error), torch.equal(facts(net)[0][0], before)
+    wrapped(torch.ones(2, 24) * (rank + 1)).square().mean().backward()
+    optimizer.step()
+    return optimizer.master_of(net[0].weight), True
 
-    import torch.distributed.utils
 
-    function = getattr(torch.distributed.utils, SYNCHRONIZATION[0], None)
-    assert function is not None, f"torch {torch.__version__} has no {SYNCHRONIZATION[0]}: adapt _compat.py"
-    assert set(SYNCHRONIZATION[1]) <= set(inspect.signature(function).parameters)
+def test_wrapping_after_seeding_is_right_or_refused_on_all_ranks(run_ranks):
+    for message, unchanged in run_ranks(2, wrapped_after_seeding, False):
+        assert "masters were made from them already" in message
+        assert unchanged
+    first, second = run_ranks(2, wrapped_after_seeding, True)
+    assert torch.equal(first[0], second[0])
+
+
+def scales_in_steps(rank, world_size):
+    """Return what DDP broadcasts before a forward: of the buffers nothing, since all are scales."""
+    net = DistributedDataParallel(build(0))
+    return [len(net.modules_buffers), sorted(net.parameters_to_ignore)]
+
+
+def test_ddp_leaves_the_scales_alone(run_ranks):
+    for buffers, ignored in run_ranks(2, scales_in_steps):
+        assert buffers == 0
+        assert ignored == ["0.weight_scale_e4m3", "1.weight_scale_e4m3"]
 
 
 def test_putting_back_the_values_that_are_there_changes_nothing():

@@ -4,29 +4,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error
-from fp8_te_init._kept_in_module import named_kept
 from tests.helpers.sharded_models import WIDTHS, batches, loss_of, mlp, shard
 
 pytestmark = pytest.mark.distributed
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
-PRESERVE = ["cpu", "residual", "replay"]
+PRESERVE = [True]
 
 
 def eager_then_shard(world_size, recipe, preserve, dtype):
     torch.manual_seed(0)
-    with fti.primary_weights(recipe, preserve=preserve):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
         model = mlp(dtype=dtype)
     return shard(model, world_size)
 
 
 def meta_then_shard(world_size, recipe, preserve, dtype):
-    with torch.device("meta"), fti.primary_weights(recipe, preserve=preserve):
+    with torch.device("meta"), fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
         model = mlp(dtype=dtype)
     shard(model, world_size)
     model.to_empty(device="cpu")
@@ -37,19 +34,19 @@ def meta_then_shard(world_size, recipe, preserve, dtype):
 
 
 def starts(model) -> list[torch.Tensor]:
-    return [layer.weight.get_high_precision_init_val() for layer in model]
+    return [layer.weight.to_local().get_high_precision_init_val() for layer in model]
 
 
 def local_and_whole(rank, world_size, build, recipe, preserve, dtype):
     model = globals()[build](world_size, recipe, preserve, dtype)
-    kept = sum(cell.nbytes for _, _, _, cell in named_kept(model))
+    kept = fti.memory_report(model).copies
     before = [start.clone() for start in starts(model)]
     fti.rescale_(model)
     assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "a rescaling moves no start"
     loss_of(model, next(batches(rank, 1, dtype))).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "nor does training, so far"
     weights = [layer.weight.full_tensor() for layer in model]
-    scales = [layer.weight_quant_scale for layer in model]
+    scales = [layer.weight_scale_e4m3 for layer in model]
     return before, kept, [weight + 0 for weight in weights], scales
 
 
@@ -70,42 +67,21 @@ def test_the_shares_make_up_the_whole_start_and_nobody_keeps_more(
         union = torch.cat([shares[index] for shares, *_ in results])
         assert torch.equal(union, layer.weight), "all ranks together hold the whole start, bit for bit"
     torch.manual_seed(0)
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         whole = mlp(dtype=dtype)
     for _, kept, weights, scales in results:
         for layer, weight, scale in zip(whole, weights, scales, strict=True):
-            assert torch.equal(layer.weight_quant_scale, scale), "every rank knows the scales of the whole weight"
+            assert torch.equal(layer.weight_scale_e4m3, scale), "every rank knows the scales of the whole weight"
             assert torch.equal(layer.weight.dequantize(), weight.view_as(layer.weight))
         bound = sum(
             (-(-layer.weight.shape[0] // world_size) + 1) * layer.weight.shape[1] * layer.weight.element_size()
             for layer in reference
         )
-        if preserve in ("cpu", "residual"):
-            coded = preserve == "residual" and dtype == torch.bfloat16
-            assert kept <= (0.8 if coded else 1) * bound, "a share, and a row for the rounding"
-        if preserve == "replay":
-            assert kept <= len(reference) * 5056, "a generator's state, whatever the size"
-
-
-def naive_copy(rank, world_size):
-    """The upstream way: the whole tensor as an attribute of the parameter."""
-    torch.manual_seed(0)
-    with fti.primary_weights(preserve="none"):
-        layer = nn.Linear(24, 40)
-    layer.weight._high_precision_init_val = layer.weight.dequantize()
-    held = layer.weight._high_precision_init_val.nbytes
-    model = shard(nn.Sequential(layer), world_size)
-    return held, hasattr(model[0].weight, "_high_precision_init_val")
-
-
-def test_trap_an_attribute_is_the_whole_tensor_and_is_lost_on_wrapping(run_ranks):
-    for held, survived in run_ranks(2, naive_copy):
-        assert held == 4 * 24 * 40
-        assert not survived
+        assert kept <= bound, "a share, and a row for the rounding"
 
 
 def biases(rank, world_size):
-    return [layer.bias.full_tensor() for layer in meta_then_shard(world_size, "tensorwise", "cpu", torch.float32)]
+    return [layer.bias.full_tensor() for layer in meta_then_shard(world_size, "tensorwise", True, torch.float32)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -118,7 +94,7 @@ def test_biases_of_deferred_layers_are_those_of_an_unsharded_model(run_ranks, wo
 
 def seeded(rank, world_size, recipe, widths):
     torch.manual_seed(0)
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         model = shard(mlp(widths), world_size)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     for master in optimizer.masters():
@@ -126,13 +102,13 @@ def seeded(rank, world_size, recipe, widths):
     reductions = fti.rescale_(model)
     assert reductions == 1
     report = fti.seed_masters(optimizer, model)
-    checked = [layer.weight.to_local().quantized_rows for layer in model]
+    checked = [layer.weight.to_local().state for layer in model]
     masters = [optimizer.master_of(layer.weight) for layer in model]
     same = [
-        torch.equal(rows.quantized(master.to_local()), rows.codes())
+        torch.equal(rows.quantized(master.to_local()), rows.own_codes)
         for rows, master in zip(checked, masters, strict=True)
     ]
-    scales = [layer.weight_quant_scale for layer in model]
+    scales = [layer.weight_scale_e4m3 for layer in model]
     return [master.full_tensor() for master in masters], scales, set(report.sources.values()), same, checked[-2].rows
 
 
@@ -143,58 +119,32 @@ def test_masters_of_row_and_block_scaled_weights_are_those_of_the_unsharded_mode
     run_ranks, recipe, world_size, widths
 ):
     torch.manual_seed(0)
-    with fti.primary_weights(recipe):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         model = mlp(widths)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     fti.seed_masters(optimizer, model)
     results = run_ranks(world_size, seeded, recipe, widths)
-    empty = [rows.count == 0 for *_, rows in results]
+    empty = [rows == 0 for *_, rows in results]
     assert any(empty) == (world_size == 3), "two rows leave one of three ranks without any"
     for masters, scales, sources, same, _ in results:
-        assert sources == {"copy"}
+        assert sources == {"init"}
         assert all(same), "every rank's codes are those of its masters"
         for layer, master, scale in zip(model, masters, scales, strict=True):
             assert torch.equal(master, optimizer.master_of(layer.weight))
-            assert torch.equal(scale, layer.weight_quant_scale), "found again from the rows of all ranks"
-
-
-def read_while_gathered(rank, world_size):
-    model = eager_then_shard(world_size, "tensorwise", "cpu", torch.float32)
-    before = [start.clone() for start in starts(model)]
-    parameters = list(model.parameters())
-    loss_of(model, next(batches(rank, 1)))
-    told = []
-    for parameter in parameters:  # the root keeps its weights gathered until the backward
-        if hasattr(parameter, "get_high_precision_init_val"):
-            try:
-                parameter.get_high_precision_init_val()
-            except Fp8Error as error:
-                told.append(str(error))
-    copies = fti.memory_report(model).copies
-    model.reshard()
-    return told, copies, all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True))
-
-
-def test_kept_values_are_not_read_while_the_whole_weight_is_in_their_place(run_ranks):
-    for told, copies, same in run_ranks(2, read_while_gathered):
-        assert len(told) == 1
-        assert "FSDP2 holds the gathered weight at the moment" in told[0]
-        assert "Call reshard()" in told[0]
-        assert copies > 0
-        assert same
+            assert torch.equal(scale, layer.weight_scale_e4m3), "found again from the rows of all ranks"
 
 
 def rescaled(rank, world_size):
     torch.manual_seed(rank)
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     with torch.no_grad():
         model[2].weight.mul_(1.0 + rank)
     amax = [layer.weight.get_high_precision_init_val().abs().max().item() for layer in model]
-    before = [layer.weight_quant_scale.item() for layer in model]
-    reductions = fti.rescale_(model, groups=dist.group.WORLD)
+    before = [layer.weight_scale_e4m3.item() for layer in model]
+    reductions = fti.rescale_(model, group=dist.group.WORLD)
     kept = [layer.weight.get_high_precision_init_val() for layer in model]
-    return amax, before, [layer.weight_quant_scale.item() for layer in model], reductions, len(kept)
+    return amax, before, [layer.weight_scale_e4m3.item() for layer in model], reductions, len(kept)
 
 
 def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks):
@@ -207,16 +157,16 @@ def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks
 
 
 def different_generators(rank, world_size):
-    with torch.device("meta"), fti.primary_weights():
+    with torch.device("meta"), fti.fp8_model_init(preserve_high_precision_init_val=True):
         model = mlp()
     shard(model, world_size)
     model.to_empty(device="cpu")
     torch.manual_seed(rank)
     for layer in model:
         layer.reset_parameters()
-    guess = [layer.weight_quant_scale.item() for layer in model]
+    guess = [layer.weight_scale_e4m3.item() for layer in model]
     loss_of(model, next(batches(0, 1)))
-    scales = [layer.weight_quant_scale.item() for layer in model]
+    scales = [layer.weight_scale_e4m3.item() for layer in model]
     model.reshard()
     return guess, scales, starts(model)[0]
 
@@ -228,13 +178,13 @@ def test_ranks_that_drew_different_weights_still_agree_on_a_scale_before_the_fir
 
 
 def seeded_with_one_stale_rank(rank, world_size, recipe):
-    model = eager_then_shard(world_size, recipe, "cpu", torch.float32)
+    model = eager_then_shard(world_size, recipe, True, torch.float32)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     if rank == 1:
         model[0].weight.to_local().state.codes[0, 0] ^= 1
     with pytest.raises(fti.StaleInitError) as caught:
         fti.seed_masters(optimizer, model)
-    return str(caught.value), sum(cell.nbytes for _, _, _, cell in named_kept(model))
+    return str(caught.value), fti.memory_report(model).copies
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -242,8 +192,7 @@ def seeded_with_one_stale_rank(rank, world_size, recipe):
 def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks, recipe, world_size):
     results = run_ranks(world_size, seeded_with_one_stale_rank, recipe)
     for rank, (message, _) in enumerate(results):
-        told = "do not quantize to the present FP8 codes" if rank == 1 else "Another rank could not seed the masters of"
-        assert "0.weight" in message
+        told = "0.weight: The values before rounding" if rank == 1 else "Another rank could not seed its masters"
         assert told in message
     assert all(kept > 0 for _, kept in results)
 
@@ -251,29 +200,10 @@ def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dro
 # ---------------------------------------------------------------- two-dimensional meshes, and groups
 
 
-def over_two_groups(rank, world_size):
-    """Weights that a grid of 2 x 2 ranks shares out without DTensors: the scale is that of all four."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    torch.manual_seed(rank)
-    with fti.primary_weights():
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    amax = [layer.weight.get_high_precision_init_val().abs().max().item() for layer in model]
-    reductions = fti.rescale_(model, groups=[mesh.get_group("tp"), mesh.get_group("dp")])
-    return amax, [layer.weight_quant_scale.item() for layer in model], reductions
-
-
-def test_rescale_agrees_over_all_groups_that_it_is_given(run_ranks):
-    results = run_ranks(4, over_two_groups)
-    for layer in range(3):
-        wanted = torch.tensor(448.0) / torch.tensor(max(amax[layer] for amax, *_ in results))
-        assert {scales[layer] for _, scales, _ in results} == {wanted.item()}
-    assert {reductions for *_, reductions in results} == {2}, "one for each group"
-
-
 def owned_by_others(rank, world_size):
     """A replicated model whose weights are shared out among the ranks' optimizers; one is frozen, two are tied."""
     torch.manual_seed(0)
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
         model[4].weight = model[3].weight
     model[0].weight.requires_grad_(False)
@@ -286,12 +216,12 @@ def owned_by_others(rank, world_size):
 def test_no_rank_keeps_copies_of_what_it_does_not_own(run_ranks):
     for rank, (before, sources, after) in enumerate(run_ranks(3, owned_by_others)):
         assert before == 4 * 4 * 24 * 24
-        assert sources == {f"{1 + rank}.weight": "copy"}
+        assert sources == {f"{1 + rank}.weight": "init"}
         assert after == 0
 
 
 def loaded_after_seeding(rank, world_size):
-    model = eager_then_shard(world_size, "tensorwise", "cpu", torch.float32)
+    model = eager_then_shard(world_size, "tensorwise", True, torch.float32)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.0)
     fti.seed_masters(optimizer, model)
     torch.manual_seed(5)
@@ -312,4 +242,4 @@ def test_trap_a_checkpoint_that_is_loaded_after_seeding_is_not_undone_on_any_ran
     loaded = fti.convert_linear(mlp())
     for masters, reductions in run_ranks(world_size, loaded_after_seeding):
         assert all(torch.equal(a, layer.weight.dequantize()) for a, layer in zip(masters, loaded, strict=True))
-        assert reductions == 1
+        assert reductions == 0, "a step that moves nothing reduces nothing"

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_te_init._backends.te_rows import BLOCKS, MX, te_kind, te_rows
+from fp8_te_init.te import TeWeight, fp8_of
 from tests.helpers import te_double, te_sources
 from tests.helpers.te_kernels import encoded
 from tests.helpers.te_models import block_recipe, built, exact, te_free
@@ -26,12 +26,10 @@ def te(request):
     te_double.remove()
 
 
-@pytest.mark.parametrize("preserve", ["cpu", "residual"])
-def test_copies_move_into_this_packages_keeping(te, preserve):
-    net = built(te, preserve)
+def test_copies_are_those_of_transformer_engine_until_they_are_cleared(te):
+    net = built(te)
     for layer, start in zip(net, exact(te), strict=True):
         assert isinstance(layer.weight, te.Float8Tensor)
-        assert not hasattr(layer.weight, "_high_precision_init_val"), "the upstream copy is gone"
         assert torch.equal(layer.weight.get_high_precision_init_val(), start)
         assert torch.equal(layer.weight.get_high_precision_init_val(), start), "again"
     net[0].weight.clear_high_precision_init_val()
@@ -40,15 +38,15 @@ def test_copies_move_into_this_packages_keeping(te, preserve):
 
 
 def test_nothing_is_kept_or_quantized_unless_asked(te):
-    assert built(te, "none")[0].weight.get_high_precision_init_val() is None
+    assert fp8_of(built(te, preserve=False)[0].weight).init_values() is None
     assert type(built(te, enabled=False)[0].weight) is nn.Parameter
     assert type(built(te, backend="native")[0].weight) is nn.Parameter
 
 
 def test_both_kinds_of_layers_in_one_model_and_one_only(te):
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         both = nn.Sequential(te.Linear(24, 40), nn.Linear(40, 8))
-    with fti.primary_weights(backend="te"):
+    with fti.fp8_model_init(preserve_high_precision_init_val=True, backend="te"):
         one = nn.Sequential(te.Linear(24, 40), nn.Linear(40, 8))
     assert [type(layer) for layer in both] == [te.Linear, fti.PrimaryFloat8Linear]
     assert [type(layer) for layer in one] == [te.Linear, nn.Linear]
@@ -57,7 +55,7 @@ def test_both_kinds_of_layers_in_one_model_and_one_only(te):
 def test_trap_masters_of_unit_scale_weights_are_half_zero_without_the_copy(te):
     net = nn.Sequential(te.Linear(24, 40))
     torch.manual_seed(0)
-    with fti.primary_weights():
+    with fti.fp8_model_init(preserve_high_precision_init_val=True):
         net = nn.Sequential(te.Linear(256, 256))
         with torch.no_grad():
             net[0].weight.mul_(1)
@@ -82,7 +80,7 @@ def test_masters_are_seeded_and_everything_is_released(te, optimizer):
         chosen = fti.MasterOptimizer(torch.optim.AdamW, net.parameters())
         master = chosen.master_of
     report = fti.seed_masters(chosen, net)
-    assert set(report.sources.values()) == {"copy"}
+    assert set(report.sources.values()) == {"init"}
     for layer, start in zip(net, exact(te), strict=True):
         assert torch.equal(master(layer.weight), start.float())
     assert fti.memory_report(net).copies == 0
@@ -107,29 +105,27 @@ def test_training_with_masters_quantizes_into_the_tensor(te):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     weight = net[0].weight
-    assert torch.equal(te_rows(weight).quantized(optimizer.master_of(weight)), weight._data)
+    assert torch.equal(fp8_of(weight).quantized(optimizer.master_of(weight)), weight._data)
 
 
 def test_trap_a_loaded_checkpoint_makes_the_start_stale(te):
     net = built(te)
     with torch.no_grad():
         net[0].weight.copy_(torch.randn(40, 24))
-    with pytest.raises(fti.StaleInitError):
-        net[0].weight.get_high_precision_init_val()
+    with pytest.raises(fti.StaleInitError, match="does not quantize to its present codes"):
+        fti.seed_masters(fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1), net)
 
 
 def test_deferred_layers_hand_over_their_copies_when_they_are_reset(te):
     net = built(te, device="meta")
     assert net[0].weight.is_meta
-    assert net[0].weight.get_high_precision_init_val() is None
     torch.manual_seed(0)
     for layer in net:
         layer.reset_parameters()
     for layer, start in zip(net, exact(te), strict=True):
         assert torch.equal(layer.weight.get_high_precision_init_val(), start)
-        assert not hasattr(layer.weight, "_high_precision_init_val")
     optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
-    assert set(fti.seed_masters(optimizer, net).sources.values()) == {"copy"}
+    assert set(fti.seed_masters(optimizer, net).sources.values()) == {"init"}
     assert net[0].weight.get_high_precision_init_val() is None
 
 
@@ -141,8 +137,8 @@ def test_trap_a_second_reset_leaves_a_rounded_copy(te):
     assert isinstance(naive.weight.get_high_precision_init_val(), te.Float8Tensor)
     net = built(te)
     net[0].reset_parameters()
-    with pytest.raises(fti.StaleInitError, match="a second time, in FP8: its copy is a rounded one"):
-        net[0].weight.get_high_precision_init_val()
+    with pytest.raises(fti.StaleInitError, match="initialized a second time"):
+        fp8_of(net[0].weight).init_values()
 
 
 @functools.cache
@@ -168,22 +164,9 @@ def test_every_scale_that_could_have_been_used_is_tried(te):
         values = value.expand(4, 4)
         tensor = te.Float8Quantizer(scale.reshape(1), torch.zeros(1), te.E4M3)(values)
         tensor._quantizer = None
-        rows = te_rows(nn.Parameter(tensor))
+        rows = fp8_of(nn.Parameter(tensor))
         assert torch.equal(rows.quantized(values), tensor._data)
         assert not torch.equal(rows.quantized(values * 1.25), tensor._data), "other values stay others"
-
-
-def test_every_block_is_tried_with_every_scale_that_could_have_been_its_own(te):
-    scales, values = map(torch.stack, zip(*ambiguous_scales(), strict=True))
-    wide = values.repeat_interleave(128).expand(128, -1)
-    tensor = te.Float8BlockQuantizer(te.E4M3, rowwise=True, columnwise=True)(torch.zeros_like(wide))
-    tensor._rowwise_scale_inv[0, : len(scales)] = scales.reciprocal()
-    tensor._rowwise_data.copy_(encoded(wide, scales.repeat_interleave(128)))
-    rows = te_rows(nn.Parameter(tensor))
-    assert torch.equal(rows.quantized(wide), rows.codes())
-    changed = wide.clone()
-    changed[0, 0] *= 1.25
-    assert not torch.equal(rows.quantized(changed), rows.codes())
 
 
 def test_memory_is_counted(te):
@@ -196,7 +179,7 @@ def test_what_this_release_lacks_is_named(te):
     tensor = te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.E4M3)(torch.ones(4, 4))
     del tensor._scale_inv
     with pytest.raises(Fp8UnsupportedError, match="Float8Tensor has no _scale_inv, which fp8-te-init needs"):
-        te_rows(tensor)
+        fp8_of(tensor)
 
 
 def test_errors_without_a_usable_transformer_engine(te, monkeypatch):
@@ -226,22 +209,22 @@ def test_block_scaled_tensors_are_read_as_they_read_themselves(te, kind, sizes):
     net = built(te, recipe=block_recipe(kind), sizes=sizes)
     for layer, start in zip(net, exact(te, sizes=sizes), strict=True):
         weight = layer.weight
-        assert te_kind(weight) == (MX if kind == "mx" else BLOCKS)
-        rows = te_rows(weight)
+        assert isinstance(fp8_of(weight), TeWeight)
+        rows = fp8_of(weight)
         assert torch.equal(rows.values(), weight.dequantize(dtype=torch.float32))
-        assert torch.equal(rows.quantized(start), rows.codes())
+        assert torch.equal(rows.quantized(start), rows.own_codes)
         assert torch.equal(weight.get_high_precision_init_val(), start)
-        assert rows.keys(start).numel() == 0, "blocks need no agreement"
+        assert rows.amax_bits(start).numel() == 0, "blocks need no agreement"
 
 
 def test_recipes_of_transformer_engine_alone_leave_other_layers(te):
     with fti.fp8_model_init(recipe=block_recipe("mx"), preserve_high_precision_init_val=True):
         net = nn.Sequential(te.Linear(64, 32), nn.Linear(32, 8))
-    assert te_kind(net[0].weight) == MX
+    assert isinstance(fp8_of(net[0].weight), TeWeight)
     assert type(net[1]) is nn.Linear
     with (
         pytest.raises(Fp8Error, match="no native layer for the recipe MXFP8BlockScaling"),
-        fti.primary_weights(block_recipe("mx"), backend="native"),
+        fti.fp8_model_init(recipe=block_recipe("mx"), preserve_high_precision_init_val=True, backend="native"),
     ):
         pass
 
@@ -251,7 +234,7 @@ def test_block_scaled_masters_are_seeded_trained_and_quantized_by_their_own_quan
     sizes = (64, 160, 96)
     net = built(te, dtype=torch.float32, recipe=block_recipe(kind), sizes=sizes)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
-    assert set(fti.seed_masters(optimizer, net).sources.values()) == {"copy"}
+    assert set(fti.seed_masters(optimizer, net).sources.values()) == {"init"}
     for layer, start in zip(net, exact(te, torch.float32, sizes), strict=True):
         assert torch.equal(optimizer.master_of(layer.weight), start)
     before = net[0].weight._rowwise_data.clone()
@@ -265,18 +248,11 @@ def test_block_scaled_masters_are_seeded_trained_and_quantized_by_their_own_quan
     assert fti.memory_report(net).codes == sum(a * b for a, b in itertools.pairwise(sizes))
 
 
-def test_mx_scales_in_the_order_of_products_are_refused(te):
-    weight = built(te, recipe=block_recipe("mx"), sizes=(64, 32))[0].weight
-    weight._with_gemm_swizzled_scales = True
-    with pytest.raises(Fp8UnsupportedError, match=r"ordered for its products\. Build primary weights inside"):
-        te_rows(weight)
-
-
 def test_columns_alone_are_refused(te):
     weight = built(te, recipe=block_recipe("2d"), sizes=(64, 32))[0].weight
     weight._columnwise_data, weight._rowwise_data = weight._rowwise_data.t(), None
     with pytest.raises(Fp8UnsupportedError, match="holds transposed codes alone"):
-        te_rows(weight).codes()
+        _ = fp8_of(weight).own_codes
 
 
 @pytest.mark.parametrize(("power_of_2", "scale"), [(False, 448 / 0.75), (True, 512.0)])
@@ -284,19 +260,19 @@ def test_current_scaling_keeps_the_choices_of_its_quantizer(te, power_of_2, scal
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
     recipe.fp8_quant_fwd_weight = types.SimpleNamespace(power_2_scale=power_of_2, amax_epsilon=0.0)
     net = built(te, recipe=recipe)
-    rows = te_rows(net[0].weight)
+    rows = fp8_of(net[0].weight)
     values = torch.zeros(40, 24)
     values[0, 0] = -0.75
-    rows.store(values, rows.keys(values), step=True)
+    rows.quantize_(values, rows.amax_bits(values), record="step")
     assert net[0].weight._scale_inv.item() == (1 / torch.tensor(scale, dtype=torch.float32)).item()
-    assert torch.equal(rows.quantized(values), rows.codes())
+    assert torch.equal(rows.quantized(values), rows.own_codes)
 
 
 def test_the_format_is_read_from_every_kind_of_enumeration(te):
     weight = built(te)[0].weight
-    assert te_rows(weight).fmt.name == "e4m3"
+    assert fp8_of(weight).fmt.name == "e4m3"
     weight._fp8_dtype = type(weight._fp8_dtype).kFloat8E5M2 if te is te_sources else "DType.kFloat8E5M2"
-    assert te_rows(weight).fmt.name == "e5m2"
+    assert fp8_of(weight).fmt.name == "e5m2"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise_delayed", "tensorwise", "blockwise"])
@@ -316,20 +292,7 @@ def test_the_fused_optimizer_trains_the_seeded_masters(te, recipe):
     for layer, twin in zip(net, starts, strict=True):
         master = optimizer.get_unscaled_state(layer.weight, "master_param")
         torch.testing.assert_close(master, twin.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(te_rows(layer.weight).quantized(master), te_rows(layer.weight).codes())
-
-
-def test_scaled_masters_do_not_write_to_the_values_that_they_are_made_of(te):
-    net = built(te, dtype=torch.float32)
-    values = {f"{index}.weight": start for index, start in enumerate(exact(te, torch.float32))}
-    before = {name: value.clone() for name, value in values.items()}
-    optimizer = te.FusedAdam(net.parameters(), master_weights=True, master_weight_dtype=torch.float16)
-    report = fti.seed_masters(optimizer, net, source_order=("checkpoint",), checkpoint=values)
-    assert set(report.sources.values()) == {"checkpoint"}
-    for index, layer in enumerate(net):
-        assert torch.equal(values[f"{index}.weight"], before[f"{index}.weight"])
-        held = optimizer.get_unscaled_state(layer.weight, "master_param")
-        torch.testing.assert_close(held, before[f"{index}.weight"], rtol=1e-3, atol=1e-6)
+        assert torch.equal(fp8_of(layer.weight).quantized(master), fp8_of(layer.weight).own_codes)
 
 
 def test_masters_that_share_bits_with_the_parameter_are_refused(te):

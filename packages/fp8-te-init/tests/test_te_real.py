@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_te_init._backends.te_rows import NEEDED, PER_TENSOR, te_kind, te_rows
+from fp8_te_init.te import NEEDED, PER_TENSOR, fp8_of
 
 te = pytest.importorskip(
     "transformer_engine.pytorch",
@@ -42,18 +42,17 @@ def real_tensor(values: torch.Tensor, scale: float, monkeypatch):
 
 def test_the_real_tensor_offers_what_the_adapter_uses(monkeypatch):
     tensor = real_tensor(torch.randn(32, 64) * 0.02, 1000.0, monkeypatch)
-    assert te_kind(tensor) == PER_TENSOR
+    assert type(tensor).__name__ == PER_TENSOR
     assert [name for name in NEEDED[PER_TENSOR] if not hasattr(tensor, name)] == []
 
 
 def test_the_adapter_reads_and_writes_the_real_tensor(monkeypatch):
     values = torch.randn(32, 64) * 0.02
-    rows = te_rows(nn.Parameter(real_tensor(values, 1000.0, monkeypatch)))
-    assert torch.equal(rows.quantized(values), rows.codes())
-    keys = rows.keys(values)
-    rows.store(values, keys, step=False)
+    rows = fp8_of(nn.Parameter(real_tensor(values, 1000.0, monkeypatch)))
+    assert torch.equal(rows.quantized(values), rows.own_codes)
+    rows.quantize_(values, rows.amax_bits(values))
     assert ((rows.values() - values).norm() / values.norm()) < 0.04
-    assert torch.equal(rows.quantized(values), rows.codes())
+    assert torch.equal(rows.quantized(values), rows.own_codes)
 
 
 @pytest.mark.gpu
@@ -64,14 +63,14 @@ def test_real_layers_and_their_optimizer_start_from_the_values_before_rounding(r
     torch.manual_seed(0)
     reference = te.Linear(256, 256, bias=False, params_dtype=torch.bfloat16)
     torch.manual_seed(0)
-    with fti.primary_weights(recipe, backend="te"):
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True, backend="te"):
         layer = te.Linear(256, 256, bias=False, params_dtype=torch.bfloat16)
     start = layer.weight.get_high_precision_init_val()
     assert torch.equal(start, reference.weight.cpu())
     optimizer = te.optimizers.FusedAdam(layer.parameters(), master_weights=True)
-    assert set(fti.seed_masters(optimizer, layer).sources.values()) == {"copy"}
+    assert set(fti.seed_masters(optimizer, layer).sources.values()) == {"init"}
     assert torch.equal(optimizer.get_unscaled_state(layer.weight, "master_param").cpu(), start.float())
-    assert layer.weight.get_high_precision_init_val() is None
+    assert fp8_of(layer.weight).init_values() is None
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with te.fp8_autocast(enabled=True):
         y = layer(x)

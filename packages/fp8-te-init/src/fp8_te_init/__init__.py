@@ -1,45 +1,41 @@
-"""FP8 primary weights that remember their high-precision start.
+"""FP8 primary weights that remember the values before rounding until the FP32 masters are made from them.
 
-    with primary_weights(preserve="cpu"):
+    with fp8_model_init(preserve_high_precision_init_val=True):
         model = Model()
     fully_shard(model)
+    optimizer = MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    seed_masters(optimizer, model)
 
-The weights of linear layers hold FP8 codes and nothing else; the values before rounding wait for the optimizer's
-masters and are dropped then.
+The weights of linear layers hold FP8 codes and nothing else.
 """
 
+import fp8_te_init.masters.without  # noqa: F401  registers its warning
 from fp8_common.plugin import check_version
-from fp8_common.torch import GemmConfig
-from fp8_te_init._config import PrimaryConfig
-from fp8_te_init._context import fp8_model_init, primary_weights
-from fp8_te_init._convert import convert_linear
-from fp8_te_init._errors import MissingInitError, StaleInitError
-from fp8_te_init._export import export_fp32_state_dict
-from fp8_te_init._linear import PrimaryFloat8Linear
-from fp8_te_init._master_optimizer import MasterOptimizer
-from fp8_te_init._report import MemoryReport, memory_report
-from fp8_te_init._rescale import rescale_
-from fp8_te_init._seed import SeedReport, seed_masters
-from fp8_te_init._weight import PrimaryFloat8Weight
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_te_init.build import convert_linear, fp8_model_init
+from fp8_te_init.errors import MissingInitError, StaleInitError
+from fp8_te_init.linear import PrimaryFloat8Linear
+from fp8_te_init.masters.optimizer import MasterOptimizer
+from fp8_te_init.masters.seed import rescale_, seed_masters
+from fp8_te_init.report import export_fp32_state_dict, memory_report
+from fp8_te_init.weight.replicas import broadcast_weights_
+from fp8_te_init.weight.tensor import PrimaryFloat8Weight
 
 __version__ = "0.1.0"
 check_version("fp8-te-init", __version__)
 
 __all__ = [
-    "GemmConfig",
+    "LinearConfig",
     "MasterOptimizer",
-    "MemoryReport",
     "MissingInitError",
-    "PrimaryConfig",
     "PrimaryFloat8Linear",
     "PrimaryFloat8Weight",
-    "SeedReport",
     "StaleInitError",
+    "broadcast_weights_",
     "convert_linear",
     "export_fp32_state_dict",
     "fp8_model_init",
     "memory_report",
-    "primary_weights",
     "rescale_",
     "seed_masters",
 ]

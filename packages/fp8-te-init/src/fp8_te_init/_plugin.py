@@ -6,10 +6,9 @@ from fp8_common.plugin import Machine, PluginInfo
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
     products = [machine.product_path(granularity) for granularity in ("tensorwise", "rowwise", "blockwise_1x128")]
-    experts = machine.own_path("stacked experts", "emulated", "They are multiplied as values, in a wider format.")
     return PluginInfo(
         name="fp8-te-init",
         version="0.1.0",
         summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
-        paths=(*products, experts, machine.gather_path()),
+        paths=(*products, machine.gather_path()),
     )

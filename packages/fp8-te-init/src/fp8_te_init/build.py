@@ -1,0 +1,257 @@
+"""`fp8_model_init`, `convert_linear`: FP8 primary weights for layers that are being built, or that are there."""
+
+import contextlib
+import dataclasses
+import logging
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fp8_common import Fp8Error, Recipe, Rule, Rules, get_recipe, select_modules
+from fp8_common.torch import INPUT_DTYPES
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.sharding.replaced import mark_replaced
+from fp8_te_init.linear import REGISTERED, PrimaryFloat8Linear, new_weight
+from fp8_te_init.te import te_context
+from fp8_te_init.weight.checkpoint import show_scales
+from fp8_te_init.weight.state import Release
+from fp8_te_init.weight.tensor import primary_of
+
+Backend = Literal["auto", "te", "native"]
+AnyRecipe = str | Recipe | Mapping[str, Any] | Any | None
+
+ModuleSelection = Callable[[nn.Module, str], bool] | Rules | Iterable[str | Rule] | None
+"""Which layers to convert: a filter of (layer, name), or rules by name; None is all of them."""
+
+logger = logging.getLogger(__name__)
+
+# Recipes of TransformerEngine are known by the names of their classes, so nothing is imported from it.
+_TE_RECIPES = {
+    "DelayedScaling": "tensorwise_delayed",
+    "Float8CurrentScaling": "tensorwise",
+    "Float8BlockScaling": "blockwise",
+}
+_TE_ALONE = ("MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Building:
+    """What applies to layers that are being built; `config` is None where FP8 is switched off."""
+
+    config: LinearConfig | None
+    options: dict[str, Any]
+
+
+_building: ContextVar[_Building | None] = ContextVar("fp8_model_init", default=None)
+
+
+@contextlib.contextmanager
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: AnyRecipe = None,
+    preserve_high_precision_init_val: bool = False,
+    *,
+    release: Release = "seed",
+    backend: Backend = "auto",
+    config: LinearConfig | None = None,
+) -> Iterator[None]:
+    """Build layers with FP8 primary weights; the arguments of TransformerEngine's context manager come first.
+
+    Applies to `nn.Linear` (not to subclasses), and to modules of TransformerEngine where it is imported. It holds for
+    the thread (or task) that entered it. On the meta device nothing is allocated: `reset_parameters` after `to_empty`
+    initializes, also after `fully_shard`.
+
+    Args:
+        enabled: False switches FP8 off inside, also inside another such block.
+        recipe: How the weight and the operands of its matmuls are cast: a name, a `Recipe`, its dictionary, or a recipe
+            object of TransformerEngine. "tensorwise" by default. MX and NVFP4 recipes are for TransformerEngine alone.
+        preserve_high_precision_init_val: Copy the values before rounding to the host, this rank's rows of them, until
+            the masters have been made: 2 or 4 bytes for each weight.
+        release: When these copies are dropped. "seed": by `seed_masters`, and by the first step of a `MasterOptimizer`
+            that trains the weight. "forward": after the first forward. "manual": by `clear_high_precision_init_val`.
+        backend: "native" for `nn.Linear` alone, "te" for TransformerEngine's modules alone, "auto" for both.
+        config: All choices of the native layers at once, instead of a recipe.
+
+    Raises:
+        Fp8Error: Unknown choices.
+        Fp8UnsupportedError: backend="te", and TransformerEngine cannot be used here.
+    """
+    _check_choice("release", release, Release)
+    _check_choice("backend", backend, Backend)
+    native = enabled and backend != "te" and not (backend == "auto" and type(recipe).__name__ in _TE_ALONE)
+    building = _Building(
+        config=_config(recipe, config) if native else None,
+        options={"preserves": preserve_high_precision_init_val, "release_on": release},
+    )
+    token = _building.set(building)
+    try:
+        with te_context(backend, recipe, enabled=enabled, preserve=preserve_high_precision_init_val):
+            yield
+    finally:
+        _building.reset(token)
+
+
+def convert_linear(
+    model: nn.Module,
+    *,
+    recipe: AnyRecipe = None,
+    config: LinearConfig | None = None,
+    preserve_high_precision_init_val: bool = True,
+    release: Release = "seed",
+    module_filter_fn: ModuleSelection = None,
+) -> nn.Module:
+    """Give the `nn.Linear` layers of `model` FP8 primary weights, in place. Call it before `fully_shard`.
+
+    Args:
+        model: Any module; a linear layer itself too. Layers stay the objects that they are and change their class.
+        recipe: See `fp8_model_init`.
+        config: All choices at once, instead of a recipe.
+        preserve_high_precision_init_val: Copy the present values to the host until the masters have been made.
+        release: When these copies are dropped; see `fp8_model_init`.
+        module_filter_fn: Called with (layer, qualified name); False leaves the layer as it is. Or `Rules`, by the
+            names of layers, which may give each layer a recipe of its own.
+
+    Returns:
+        The model. Weights are new parameters: make the optimizer afterwards.
+
+    Raises:
+        Fp8Error: Unknown choices, a sharded model, a dtype that cannot be quantized, or nothing to convert.
+    """
+    config = _config(recipe, config)
+    _check_choice("release", release, Release)
+    chosen, left = _select(model, module_filter_fn, config)
+    if not chosen:
+        raise Fp8Error(f"No nn.Linear layer to convert.{_told(left)} Check module_filter_fn and the model.")
+    # By id of the plain weight: layers that share one get one FP8 weight. All of them are held by their layers until
+    # they are looked up here, so none can have the id of one that is gone.
+    made, options = dict[int, nn.Parameter](), {"preserves": preserve_high_precision_init_val, "release_on": release}
+    for name, own in chosen.items():
+        layer: Any = model.get_submodule(name)
+        plain = layer.weight
+        _refuse(name, plain)
+        if id(plain) not in made:
+            made[id(plain)] = new_weight(plain, own, options)
+            if not plain.is_meta:  # else `reset_parameters` after `to_empty` makes the values
+                made[id(plain)].state.write(plain.detach())  # pyrefly: ignore[missing-attribute]
+            mark_replaced(plain, "convert_linear")
+        PrimaryFloat8Linear.adopt(layer, own, options).hold(made[id(plain)])
+    logger.info("FP8: %d linear layers have FP8 primary weights.%s", len(chosen), _told(left))
+    return model
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    """Put an FP8 weight in the place of a linear layer's that is being built."""
+    if primary_of(parameter) is not None:
+        if not isinstance(module, PrimaryFloat8Linear):
+            module._parameters[name] = parameter
+            show_scales(module, name)  # an embedding that is tied to a layer
+        return None
+    building = _building.get()
+    if building is None or building.config is None:
+        return None
+    # Exactly nn.Linear: `adopt` replaces the class, and what a subclass adds would be lost. A weight that is there
+    # already is no longer under construction: somebody gives it other values.
+    if type(module) is not nn.Linear or name != "weight" or name in module._parameters:
+        setattr(parameter, REGISTERED, True)
+        return None
+    if parameter.dtype not in INPUT_DTYPES:
+        return None
+    # Zeros for now: later in its constructor nn.Linear calls `reset_parameters`, by then that of PrimaryFloat8Linear,
+    # because `adopt` changes the class in the middle of it. What that writes is what is preserved.
+    weight = new_weight(parameter, building.config, building.options)
+    PrimaryFloat8Linear.adopt(module, building.config, building.options).hold(weight)
+    return weight
+
+
+# Once, and never taken out: torch walks over such hooks in other threads. Outside of a block it does nothing.
+_hook: Any = _on_parameter  # the stub says that such hooks return nothing
+register_module_parameter_registration_hook(_hook)
+
+
+def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
+    """Return the configuration of native layers.
+
+    Activations and gradients are scaled from themselves, also where the recipe says delayed: a matmul needs no history
+    to be right, and that of a weight is what optimizer steps are rounded with.
+    """
+    if config is not None and recipe is not None:
+        raise Fp8Error(f"Pass recipe or config, not both; got recipe={recipe!r} and a config.")
+    if config is None:
+        if not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
+            name = _TE_RECIPES.get(type(recipe).__name__)
+            if name is None:
+                raise Fp8Error(
+                    f"There is no native layer for the recipe {type(recipe).__name__}. Use one of "
+                    f"{', '.join(_TE_RECIPES)}, a name or a fp8_common.Recipe; MX and NVFP4 weights are "
+                    "TransformerEngine's (backend='te')."
+                )
+            recipe = name
+        try:
+            config = LinearConfig(recipe=get_recipe(recipe or "tensorwise"))
+        except Fp8Error as error:
+            hint = ' MX weights need TransformerEngine on a GPU that has them (backend="te").'
+            raise Fp8Error(f"{error}{hint if 'mx' in str(recipe).lower() else ''}") from error
+    if config.weight.scaling == "static":
+        raise Fp8Error("The scaling of an FP8 primary weight is dynamic or delayed, not static.")
+    casts = {name: getattr(config.recipe, name).from_itself for name in ("input", "grad_output")}
+    return dataclasses.replace(config, recipe=dataclasses.replace(config.recipe, **casts))
+
+
+def _select(
+    model: nn.Module, keep: ModuleSelection, config: LinearConfig
+) -> tuple[dict[str, LinearConfig], dict[str, str]]:
+    """Return the names of layers to convert with their configurations, and those of others with why they stay."""
+    chosen, left, users = dict[str, LinearConfig](), dict[str, str](), _other_users(model)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not isinstance(module, PrimaryFloat8Linear)
+    }
+    own = {name: module for name, module in linear.items() if type(module) is nn.Linear}
+    left |= {name: f"{type(linear[name]).__name__} is a class of its own" for name in linear.keys() - own.keys()}
+    for name, decision in select_modules(own, keep).items():
+        if hasattr(own[name], "parametrizations"):
+            left[name] = "parametrized"
+        elif not decision.include:
+            left[name] = "filtered"
+        elif id(own[name].weight) in users:
+            left[name] = f"shares its weight with {users[id(own[name].weight)]}"
+        else:
+            chosen[name] = config if decision.recipe is None else _config(decision.recipe, None)
+    return chosen, left
+
+
+def _other_users(model: nn.Module) -> dict[int, str]:
+    """Return the parameters that anything but a plain linear layer holds, with its class."""
+    return {
+        id(parameter): type(module).__name__
+        for module in model.modules()
+        if type(module) is not nn.Linear
+        for parameter in module._parameters.values()
+    }
+
+
+def _told(left: dict[str, str]) -> str:
+    if not left:
+        return ""
+    named = [f"{name or 'the model'} ({reason})" for name, reason in list(left.items())[:3]]
+    return f" Left in high precision: {', '.join(named)}{' and others' * (len(left) > 3)}."
+
+
+def _refuse(name: str, weight: torch.Tensor) -> None:
+    if isinstance(weight, DTensor):
+        raise Fp8Error(f"{name}.weight is distributed already. Convert the model first, then apply fully_shard.")
+    if weight.dtype not in INPUT_DTYPES:
+        raise Fp8Error(f"{name}.weight is {weight.dtype}: FP8 codes are made of float32, bfloat16 or float16.")
+
+
+def _check_choice(name: str, value: object, kind: Any) -> None:
+    choices = typing.get_args(kind)
+    if value not in choices:
+        raise Fp8Error(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,0 +1,55 @@
+"""`dithered`: random values in the place of lost ones, evenly spread over what rounds to the same code."""
+
+import hashlib
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fp8_common import Format, decode, philox
+
+if TYPE_CHECKING:
+    from fp8_te_init.te import TeWeight
+    from fp8_te_init.weight.state import WeightState
+
+
+def dithered(weight: "WeightState | TeWeight", *, seed: int, name: str) -> torch.Tensor:
+    """Return float32 values [n, columns] that quantize to the present codes.
+
+    They depend on seed, name and place in the weight alone: every number of ranks draws the same.
+    """
+    codes = weight.own_codes
+    raw, below, above = (torch.from_numpy(table).to(codes.device)[codes.int()] for table in _cells(weight.fmt))
+    first = weight.first_row * codes.shape[1]
+    share = torch.from_numpy(_uniforms(seed, name, first, first + codes.numel())).view(codes.shape).to(codes.device)
+    inverse = weight.scale_inv()
+    spread, middle = (raw + below + (above - below) * share) * inverse, raw * inverse
+    # rounding may carry the end of a cell over: the middle never leaves it
+    return torch.where(weight.quantized(spread) == codes, spread, middle)
+
+
+def _uniforms(seed: int, name: str, first: int, last: int) -> NDArray[np.float32]:
+    """Return the uniform numbers in (0, 1) of the elements from `first` to `last` of a weight."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/dither".encode(), digest_size=8).digest(), "little")
+    counter = np.arange(first // 4, -(-last // 4), dtype=np.uint64)  # four numbers for each
+    zeros = np.zeros_like(counter)
+    words = np.stack(philox((counter & np.uint64(0xFFFFFFFF), counter >> np.uint64(32), zeros, zeros), key), axis=-1)
+    made = ((words.astype(np.float64) + 0.5) / 2.0**32).astype(np.float32).reshape(-1)
+    return made[first % 4 : first % 4 + last - first]
+
+
+@cache
+def _cells(fmt: Format) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Return the value of each code, and the distances to the ends of what rounds to it."""
+    values = decode(np.arange(256, dtype=np.uint8), fmt)
+    positive = np.unique(values[np.isfinite(values) & (values >= 0)].astype(np.float64))
+    half = np.diff(positive) / 2
+    below, above = np.zeros(256, np.float32), np.zeros(256, np.float32)
+    for code, value in enumerate(values):
+        place = int(np.searchsorted(positive, abs(value))) if np.isfinite(value) else len(half)
+        if place < len(half):  # the largest number has no upper end: it stays as it is
+            inner, outer = half[place - 1] if place else 0.0, half[place]
+            below[code], above[code] = (-outer, inner) if np.signbit(value) else (-inner, outer)
+    return values.astype(np.float32), below, above

@@ -1,0 +1,394 @@
+"""`MasterOptimizer`: trains float32 masters of this rank's rows of FP8 weights, and quantizes them after each step.
+
+Any optimizer class of torch works: it sees the masters, and the plain parameters as they are. Masters are distributed
+like their parameters, so that `torch.distributed.checkpoint` saves and reshards them like any optimizer state.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding.agreement import group_of_parts
+from fp8_common.torch.sharding.wrappers import local_of
+from fp8_te_init.masters.values import gradient_of, new_master, tell_of_master, version_of
+from fp8_te_init.te import fp8_of
+from fp8_te_init.weight.all_gather import quantize_together
+from fp8_te_init.weight.state import Record, WeightState
+
+logger = logging.getLogger(__name__)
+
+MASTER = "master_param"
+"""Name of the master in the state of its parameter, as in TransformerEngine's FusedAdam."""
+
+
+class MasterOptimizer(Optimizer):
+    """An optimizer with float32 masters of FP8 (and other low-precision) parameters.
+
+    Masters start from the values before rounding where they are preserved, else from the rounded ones; `seed_masters`
+    does the same and checks it. A step issues one all-reduce, whatever the number of FP8 weights, and drops the values
+    before rounding of the weights that it trains. Optimizers of the same FP8 weight share its master. A parameter that
+    something else wrote to (a loaded checkpoint) keeps what was written: its master starts anew from that.
+
+    Args:
+        optimizer_cls: An optimizer class of torch, or one that takes the same arguments.
+        params: Parameters or groups, as any optimizer takes them.
+        round_through_dtype: Round masters to the dtype that a weight stands for before they are quantized, as
+            TransformerEngine does: the codes are then those of a bfloat16 model that is cast at each forward.
+        **options: Arguments of `optimizer_cls`.
+
+    Attributes:
+        inner: The optimizer that trains the masters.
+        reductions: All-reduces issued so far on this rank.
+
+    Raises:
+        Fp8Error: `optimizer_cls` is no optimizer class, or `params` are missing.
+        StaleInitError: The values before rounding of a weight do not belong to its codes.
+    """
+
+    def __init__(
+        self,
+        optimizer_cls: type[Optimizer],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
+        *,
+        round_through_dtype: bool = False,
+        **options: Any,
+    ) -> None:
+        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)) or params is None:
+            raise Fp8Error(
+                "MasterOptimizer takes the class of an optimizer, then parameters, then its options: "
+                f"MasterOptimizer(AdamW, model.parameters(), lr=1e-3). It got {optimizer_cls!r} first"
+                f"{' and no parameters' if params is None else ''}."
+            )
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        # the versions of parameter and master when they last agreed; of the parameter None after a load
+        self._agreed: dict[torch.Tensor, tuple[Any, int]] = {}
+        self._shared: dict[int, dict[str, Any]] = {}
+        self._round_through_dtype, self._published, self.reductions = round_through_dtype, False, 0
+        # `Optimizer.__init__` calls `add_param_group` for each group while `inner` is not there yet, which takes all
+        # groups at once below.
+        super().__init__(params, {})
+        self.inner = optimizer_cls([self._with_masters(group) for group in self.param_groups], **options)
+        self.defaults = self.inner.defaults
+        self._share_options()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of: masters too, which no other optimizer has."""
+        # `Optimizer.__getstate__` returns its own three attributes alone. Tensors as keys stay right in a copy: it goes
+        # through one memo, in which parameters and masters are copied once.
+        own = ("inner", "reductions", "_masters", "_agreed", "_shared", "_round_through_dtype", "_published")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy is made of: copied masters are those of copied weights."""
+        super().__setstate__(state)
+        for parameter, master in self._masters.items():
+            tell_of_master(parameter, master)
+            self._agree(parameter)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters, as any optimizer does."""
+        super().add_param_group(param_group)
+        if hasattr(self, "inner"):
+            self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
+            self._share_options()
+
+    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter group for the inner optimizer."""
+        params, rounded = [], 0
+        for parameter in group["params"]:
+            weight = fp8_of(parameter)
+            low = weight is not None or parameter.dtype in (torch.bfloat16, torch.float16)
+            if low and parameter.requires_grad and parameter not in self._masters:
+                master = weight.live_master if isinstance(weight, WeightState) else None
+                rounded += master is None and weight is not None and weight.start is None
+                self._masters[parameter] = new_master(parameter) if master is None else master
+                tell_of_master(parameter, self._masters[parameter])
+                self._agree(parameter)
+            params.append(self._masters.get(parameter, parameter))
+        if rounded:
+            logger.warning(
+                "The masters of %d FP8 weights start from rounded values: those before rounding were not preserved, or "
+                "are dropped already. Build the model in fp8_model_init(preserve_high_precision_init_val=True), make "
+                "all optimizers before the first step, or load a checkpoint of the optimizer.",
+                rounded,
+            )
+        return {**group, "params": params}
+
+    # ------------------------------------------------------------ masters
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter has a master here."""
+        return parameter in self._masters
+
+    @torch.no_grad()
+    def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none.
+
+        It is the master itself: after a change of it call `write_back`.
+        """
+        if parameter not in self._masters:
+            return None
+        self._follow_writes([parameter])
+        return self._masters[parameter]
+
+    @torch.no_grad()
+    def masters(self) -> list[torch.Tensor]:
+        """Return every master; see `master_of`."""
+        self._follow_writes()
+        return list(self._masters.values())
+
+    @torch.no_grad()
+    def set_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the values of a master, [n, columns] of the rows held here, by those that the parameter has."""
+        local = local_of(self._masters[parameter])
+        local.copy_(values.reshape(local.shape))
+        self._agree(parameter)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Quantize every master into its FP8 weight, and round it into other parameters. All ranks call it."""
+        self._write_back("start")
+
+    def _write_back(self, record: Record) -> None:
+        waiting, written = [], set[int]()
+        for parameter, master in self._masters.items():
+            weight, local = fp8_of(parameter), local_of(master)
+            if weight is None:  # bfloat16 or float16
+                local_of(parameter).copy_(local)
+                continue
+            waiting.append((weight, self._rounded(parameter, local), group_of_parts(parameter)))
+            # autograd then refuses the backward of a forward that saw the weight of before, as for plain weights
+            increment_version(parameter)
+            if isinstance(parameter, DTensor):
+                written.add(id(local_of(parameter)))
+        self.reductions += quantize_together(waiting, record=record)
+        _reshard(written)
+        for parameter in self._masters:
+            self._agree(parameter)
+
+    def _rounded(self, parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        return master.to(parameter.dtype) if self._round_through_dtype else master
+
+    def _agree(self, parameter: torch.Tensor) -> None:
+        """Take a parameter and its master as they are now for equal up to rounding."""
+        self._agreed[parameter] = (version_of(parameter), local_of(self._masters[parameter])._version)
+
+    def _follow_writes(self, parameters: Iterable[torch.Tensor] | None = None, *, stepping: bool = False) -> None:
+        """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
+        restarted = 0
+        for parameter in self._masters if parameters is None else parameters:
+            weight, local = fp8_of(parameter), local_of(self._masters[parameter])
+            known, edited = self._agreed[parameter][0], self._agreed[parameter][1] != local._version
+            if weight is None:
+                # Compared each time, since torch counts no writes through `.data`. A master that was changed alone
+                # waits for `write_back`.
+                if not edited or known != version_of(parameter):
+                    own = local_of(parameter).detach()
+                    local.copy_(torch.where(local.to(own.dtype) == own, local, own))
+                    self._agree(parameter)
+                continue
+            # Masters that were loaded may be those of weights that are loaded next.
+            if known == weight.version or (known is None and not stepping):
+                continue
+            if not torch.equal(weight.quantized(self._rounded(parameter, local)), weight.own_codes):
+                local.copy_(weight.best_values())
+                restarted += 1
+            self._agree(parameter)
+        if restarted:
+            logger.warning(
+                "%d parameters were written to since their masters were made (a loaded checkpoint, an edit): the "
+                "masters start anew from what was written. Change masters and call write_back to preserve their "
+                "precision, and load model and optimizer of the same step.",
+                restarted,
+            )
+
+    # ------------------------------------------------------------ steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
+        """Make a step with the masters, then quantize: one all-reduce for all FP8 weights. All ranks call it.
+
+        Args:
+            closure: Computes the loss again, as any optimizer takes it. Where the optimizer moves masters before it
+                calls the closure (LBFGS, SAM), the weights follow.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            Fp8Error: An FP8 weight that was frozen when it came here, and so has no master, has a gradient.
+        """
+        if self._published and not self.state:  # `optimizer.state.clear()` resets the moments
+            self.inner.state.clear()
+        self._follow_writes(stepping=True)
+        self._share_options()
+        self._hand_over()
+        # `torch.distributed.checkpoint` makes such a step to have the optimizer build its state: no value changes, and
+        # codes that were loaded just before have to stay.
+        rates = [group.get("lr", 1) for group in self.param_groups]
+        idle = closure is None and not (self.inner.state or self._moved()) and all(float(rate) == 0 for rate in rates)
+        loss = self.inner.step() if closure is None else self.inner.step(self._evaluation_of(closure))
+        # the gradient of a master is a float32 copy, unless it was float32 before; nobody needs it after the step
+        for master in self._masters.values():
+            master.grad = None
+        # the step may have changed options or added keys, which `state_dict` and schedulers read here
+        self._share_options()
+        if idle:
+            for parameter in self._masters:
+                self._agree(parameter)
+        else:
+            self._write_back("step")
+            self._release()
+        self._publish()
+        return loss
+
+    def _moved(self) -> bool:
+        """Return whether any master was changed since it last agreed with its parameter."""
+        return any(local_of(master)._version != self._agreed[p][1] for p, master in self._masters.items())
+
+    def _release(self) -> None:
+        """Drop the values before rounding of the weights that a step has changed."""
+        for parameter in self._masters:
+            weight = fp8_of(parameter)
+            if isinstance(weight, WeightState) and weight.preserves and weight.release_on != "manual":
+                weight.release()
+
+    def _evaluation_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure for the inner optimizer, before which the weights follow the masters."""
+        calls = itertools.count()
+
+        def evaluate() -> Any:
+            if next(calls) or self._moved():
+                self._write_back("nothing")
+            with torch.enable_grad():
+                loss = closure()
+            self._hand_over()
+            return loss
+
+        return evaluate
+
+    def _hand_over(self) -> None:
+        """Give the masters the gradients of their parameters."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient, master = gradient_of(parameter), self._masters.get(parameter)
+                if master is not None:
+                    # a float32 gradient is handed over without a copy, others are converted
+                    master.grad = None if gradient is None else gradient.to(torch.float32)
+                elif gradient is not None and fp8_of(parameter) is not None:
+                    raise Fp8Error(
+                        f"An FP8 weight of shape {tuple(parameter.shape)} was frozen when this MasterOptimizer took "
+                        "it, so it has no master, and it has a gradient now. Make the optimizer after unfreezing, or "
+                        "leave frozen parameters out and give them to add_param_group then."
+                    )
+
+    def _share_options(self) -> None:
+        """Bring the groups of both optimizers together: what somebody set here goes in, everything else comes out.
+
+        Schedulers set options here. Some optimizers (Prodigy, schedule-free ones) have state of their own in the groups
+        that they see, and add keys in a step: pushing our values then would reset them.
+        """
+        for index, (ours, theirs) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
+            shared = self._shared.get(index, {})
+            for key, value in ours.items():
+                # `is not`: an option may be a tensor (a learning rate), whose comparison would wait for the device
+                if key != "params" and (key not in shared or shared[key] is not value):
+                    theirs[key] = value
+            self._shared[index] = {key: value for key, value in theirs.items() if key != "params"}
+            ours.update(self._shared[index])
+
+    # ------------------------------------------------------------ checkpoints
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as any optimizer does; each parameter's state has its master as "master_param"."""
+        self._follow_writes()
+        self._share_options()
+        # Masters belong in a checkpoint before the first step too. After this the state looks empty again, because
+        # torch.distributed.checkpoint takes a state that is not empty for that of an optimizer that has stepped.
+        self._publish(always=True)
+        try:
+            return super().state_dict()
+        finally:
+            self._publish()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or what `torch.distributed.checkpoint` made of it. Values keep their dtype.
+
+        The FP8 weights are not touched: load them into the model, before or after.
+
+        Raises:
+            Fp8Error: The parameter groups are others, or a master is missing; nothing is loaded then.
+        """
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise Fp8Error(
+                f"The checkpoint has parameter groups of {[len(group['params']) for group in groups]} parameters, this "
+                f"optimizer of {[len(group['params']) for group in self.param_groups]}. Build it as it was saved."
+            )
+        pairs = [
+            pair
+            for ours, theirs in zip(self.param_groups, groups, strict=True)
+            for pair in zip(ours["params"], theirs["params"], strict=True)
+        ]
+        missing = [p for p, index in pairs if p in self._masters and MASTER not in state_dict["state"].get(index, {})]
+        if missing:
+            raise Fp8Error(
+                f"The checkpoint has no master for a parameter of shape {tuple(missing[0].shape)}: it was saved by an "
+                "optimizer without masters. Seed new ones with seed_masters instead."
+            )
+        # Not `Optimizer.load_state_dict`: it casts the state to the dtype of its parameter, bfloat16 for many weights.
+        for ours, theirs in zip(self.param_groups, groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+        for parameter, index in pairs:
+            # a copy of the dictionary: the master is popped from it, and the checkpoint is the caller's
+            state, master = dict(state_dict["state"].get(index, {})), self._masters.get(parameter)
+            if master is not None:
+                master.copy_(state.pop(MASTER))
+                # -1: the master counts as changed alone until the parameter changes or the next step is made
+                version = None if fp8_of(parameter) is not None else version_of(parameter)
+                self._agreed[parameter] = (version, -1)
+            if state:
+                device = local_of(parameter).device
+                own = {name: _own(value, device, name) for name, value in state.items()}
+                self.inner.state[parameter if master is None else master] = own
+        self._share_options()
+        self._publish()
+
+    def _publish(self, *, always: bool = False) -> None:
+        """Show the inner optimizer's state under the parameters; empty before the first step, as it is elsewhere."""
+        # Made anew each time: the inner optimizer owns the state, keyed by masters; this is the same by parameters,
+        # without a copy of any tensor.
+        self.state.clear()
+        self._published = bool(self.inner.state)
+        if not self.inner.state and not always:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            master = self._masters.get(parameter)
+            own = self.inner.state.get(parameter if master is None else master, {})
+            if own or master is not None:
+                self.state[parameter] = dict(own) if master is None else {MASTER: master, **own}
+
+
+def _reshard(written: set[int]) -> None:
+    """Let FSDP2 gather the weights with these ids of local tensors anew, also without reshard_after_forward."""
+    if written:
+        for shard in fsdp.shards():
+            if id(shard.local) in written:
+                shard.reshard()
+
+
+def _own(value: Any, device: torch.device, name: str) -> Any:
+    """Return a value of a loaded state that shares nothing with the checkpoint; step counts stay on their device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if name == "step" else value.to(device).clone()

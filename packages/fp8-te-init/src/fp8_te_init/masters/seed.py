@@ -1,0 +1,261 @@
+"""`seed_masters`, `rescale_`: masters from the values before rounding, scales from their maxima."""
+
+import contextlib
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding.agreement import group_of_parts, max_over_ranks
+from fp8_common.torch.sharding.wrappers import local_of
+from fp8_te_init.errors import MissingInitError, StaleInitError
+from fp8_te_init.masters.dither import dithered
+from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer
+from fp8_te_init.te import TeWeight, fp8_of
+from fp8_te_init.weight.all_gather import agree_on_written, quantize_together
+from fp8_te_init.weight.state import WeightState
+
+Fallback = Literal["dequantize", "dither"]
+
+_ERRORS = (Fp8Error, MissingInitError, StaleInitError)
+"""What ranks tell each other by its place here, the most special class last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SeedReport:
+    """What `seed_masters` did on this rank.
+
+    Attributes:
+        sources: What each seeded parameter's master was made from: "init", "dequantize" or "dither".
+        released_bytes: Bytes of values before rounding that were dropped.
+    """
+
+    sources: Mapping[str, str]
+    released_bytes: int
+
+
+@torch.no_grad()
+def seed_masters(
+    optimizer: Optimizer | Sequence[Optimizer],
+    model: nn.Module,
+    *,
+    fallback: Fallback | None = None,
+    seed: int = 0,
+) -> SeedReport:
+    """Set the float32 masters of the FP8 weights to their values before rounding, then drop these.
+
+    All ranks call it. The values of every weight under `model` are dropped, also of those that no optimizer trains.
+    What fails on one rank raises on all, an error of the same class, and nothing is set or dropped then.
+
+    Args:
+        optimizer: A `MasterOptimizer`; TransformerEngine's FusedAdam with masters; or an optimizer of float32 masters
+            that the parameters name as `main_param` (Megatron) or its state as "master_param". All of them, if the
+            weights of `model` are divided among several.
+        model: The model, wrapped or not.
+        fallback: What becomes of weights whose values before rounding are not known: None raises, "dequantize" takes
+            the rounded values, "dither" spreads these over their rounding cells (for random initializations alone).
+        seed: Seed of "dither".
+
+    Raises:
+        MissingInitError: The values of a weight are not known, or its optimizer has no masters, or none of the FP8
+            weights belongs to the optimizer.
+        StaleInitError: The values of a weight do not belong to its codes.
+    """
+    optimizers = _checked(optimizer, model, fallback)
+    # before the wrapper is taken off: the group of DDP is known to the wrapper alone
+    groups = _groups_of(model)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    weights = list(fp8_weights(model))
+    found: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
+    sources: dict[str, str] = {}
+    with _raising_together(groups, weights[0][2].device if weights else torch.device("cpu")):
+        for name, parameter, weight in weights:
+            setters = [_setter(one, name, parameter, strict=fallback is None) for one in optimizers]
+            setters = [set_ for set_ in setters if set_ is not None]
+            if setters:
+                values, sources[name] = _values(name, weight, fallback, seed)
+                found += [(set_, values) for set_ in setters if set_ is not None]
+        trained = [name for name, parameter, _ in weights if parameter.requires_grad]
+        if trained and not found and fallback is None:
+            raise MissingInitError(
+                f"The optimizer holds none of the {len(trained)} trained FP8 weights of this model. "
+                "It was made for another model or a copy of it, or before fully_shard: make it for this one."
+            )
+    # values that were written to shards: their codes are those of one scale before anything is dropped
+    agree_on_written(parameter for _, parameter, _ in weights)
+    for set_, values in found:
+        set_(values)
+    released = sum(weight.release() for _, _, weight in weights)
+    _return_freed_memory()
+    return SeedReport(sources=sources, released_bytes=released)
+
+
+@torch.no_grad()
+def rescale_(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Give every FP8 weight the scale of its own global maximum, and quantize it again; all ranks call it.
+
+    TransformerEngine's delayed scaling starts with 1 otherwise.
+
+    Args:
+        model: Any module.
+        group: The ranks whose weights share scales, for parts that are built as layers of their own (Megatron); by
+            default those that hold other rows of the same parameter.
+
+    Returns:
+        The number of all-reduces: one for each process group.
+
+    Raises:
+        StaleInitError: The values before rounding of a weight do not belong to its codes.
+    """
+    weights = list(fp8_weights(model))
+    waiting = [
+        (weight, _present_values(weight), group or group_of_parts(parameter)) for _, parameter, weight in weights
+    ]
+    reductions = quantize_together(waiting)
+    for _, _, weight in weights:
+        if isinstance(weight, WeightState):
+            weight.writes += 1
+    return reductions
+
+
+def fp8_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, WeightState | TeWeight]]:
+    """Yield name, parameter and FP8 rows of each weight, once, in its sharded form."""
+    # gathered weights are other objects than those that optimizers hold
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, parameter in model.named_parameters():
+        weight = fp8_of(parameter)
+        if weight is not None:
+            yield name, parameter, weight
+
+
+def _present_values(weight: WeightState | TeWeight) -> torch.Tensor:
+    """Return the most exact values that the codes are made of: the start, the master, else the rounded ones."""
+    start = weight.init_values()
+    if start is not None:
+        return start.to(weight.device)
+    master = weight.live_master if isinstance(weight, WeightState) else None
+    if master is not None:
+        local = local_of(master).detach()
+        for values in (local, local.to(weight.dtype)):  # with `round_through_dtype`
+            if torch.equal(weight.quantized(values), weight.own_codes):
+                return values
+    return weight.values()
+
+
+def _checked(optimizer: Any, model: Any, fallback: Any) -> list[Optimizer]:
+    optimizers: list[Any] = [optimizer] if isinstance(optimizer, Optimizer | nn.Module) else list(optimizer)
+    if not isinstance(model, nn.Module) or not all(isinstance(one, Optimizer) for one in optimizers):
+        raise Fp8Error(
+            "seed_masters takes an optimizer (or several), then the model: seed_masters(optimizer, model). It got "
+            f"{type(optimizer).__name__} and {type(model).__name__}."
+        )
+    if fallback not in (None, "dequantize", "dither"):
+        raise Fp8Error(f'fallback must be None, "dequantize" or "dither", got {fallback!r}.')
+    return optimizers
+
+
+def _values(
+    name: str, weight: WeightState | TeWeight, fallback: Fallback | None, seed: int
+) -> tuple[torch.Tensor, str]:
+    """Return what a master is made of, [n, columns], and where it came from."""
+    try:
+        values = weight.init_values()
+    except StaleInitError as error:
+        if fallback is None:
+            raise StaleInitError(f"{name}: {error}") from error
+        values = None
+    if values is not None:
+        return values, "init"
+    if fallback is None:
+        raise MissingInitError(
+            f"The values before rounding of {name} are not known. Build the model in "
+            "fp8_model_init(preserve_high_precision_init_val=True) and seed before the first step, all optimizers in "
+            'one call; load high-precision values and seed again; or take rounded ones with fallback="dequantize".'
+        )
+    return (dithered(weight, seed=seed, name=name) if fallback == "dither" else weight.values()), fallback
+
+
+def _setter(optimizer: Any, name: str, parameter: Any, *, strict: bool) -> Callable[[torch.Tensor], None] | None:
+    """Return what sets the float32 master of a parameter; None if the optimizer has nothing to do with it."""
+    if isinstance(optimizer, MasterOptimizer) and optimizer.owns(parameter):
+        return lambda values: optimizer.set_master(parameter, values)
+    # `is`: comparing tensors with == or `in` compares their elements
+    owned = any(own is parameter for group in optimizer.param_groups for own in group["params"])
+    if owned and hasattr(optimizer, "set_scaled_state") and getattr(optimizer, "master_weights", True):
+        return _setter_of_fused(optimizer, parameter)
+    # asked first: `state` is a defaultdict, to which a look-up would add an empty entry
+    master = optimizer.state[parameter].get(MASTER) if parameter in optimizer.state else None
+    master = getattr(parameter, "main_param", None) if master is None else master
+    if isinstance(master, torch.Tensor):
+        own = local_of(master)
+        return lambda values: own.copy_(values.reshape(own.shape))  # pyrefly: ignore[bad-return]
+    if owned and parameter.requires_grad and strict:
+        raise MissingInitError(
+            f"{type(optimizer).__name__} trains {name} without a float32 master: use "
+            f"MasterOptimizer({type(optimizer).__name__}, model.parameters(), ...)."
+        )
+    return None
+
+
+def _setter_of_fused(optimizer: Any, parameter: Any) -> Callable[[torch.Tensor], None]:
+    """Return what sets a master of TransformerEngine's FusedAdam, which may hold it scaled."""
+    if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
+        raise MissingInitError(
+            "FusedAdam(store_param_remainders=True) keeps 16 bits of each master and takes the others from the "
+            "bfloat16 parameter, which FP8 codes are not. Use store_param_remainders=False."
+        )
+
+    def set_(values: torch.Tensor) -> None:
+        if MASTER not in optimizer.state.get(parameter, {}):
+            optimizer.initialize_state(parameter, False)  # False: without remainders
+        held = local_of(optimizer.state[parameter][MASTER])
+        # a copy: where masters are scaled, the method scales its argument in place
+        optimizer.set_scaled_state(parameter, MASTER, values.to(held.device, torch.float32, copy=True))
+
+    return set_
+
+
+def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Return the process groups that connect all ranks which hold parts or copies of a model."""
+    groups: list[Any] = [m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    meshes = [p.device_mesh for m in model.modules() for p in m._parameters.values() if isinstance(p, DTensor)]
+    groups += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    # in the order of the modules, which all ranks share
+    return list({group.group_name: group for group in groups}.values())
+
+
+@contextlib.contextmanager
+def _raising_together(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
+    """Let all ranks raise, an error of the same class, if one of them does so inside."""
+    problem: Fp8Error | None = None
+    try:
+        yield
+    except Fp8Error as error:
+        problem = error
+    kind = max((number for number, cls in enumerate(_ERRORS, 1) if isinstance(problem, cls)), default=0)
+    flags = torch.tensor([kind], dtype=torch.int32, device=device)
+    for group in groups:  # one after the other: together over all ranks that any path of groups connects
+        (flags,), _ = max_over_ranks([flags], group)
+    if not flags.item():
+        return
+    cls = _ERRORS[int(flags.item()) - 1]
+    if problem is None:
+        raise cls("Another rank could not seed its masters; its message says why. Nothing was changed.")
+    raise problem if isinstance(problem, cls) else cls(str(problem)) from problem
+
+
+def _return_freed_memory() -> None:
+    """Ask glibc to give back what freed values left in its heap; other systems do by themselves, or not."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

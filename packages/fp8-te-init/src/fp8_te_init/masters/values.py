@@ -1,0 +1,41 @@
+"""What masters are made of and follow: starts, gradients, and writes to parameters."""
+
+import weakref
+from typing import Any
+
+import torch
+
+from fp8_common.torch.sharding.wrappers import local_of
+from fp8_te_init.compat import distributed_like
+from fp8_te_init.te import fp8_of
+from fp8_te_init.weight.state import WeightState
+
+
+@torch.no_grad()
+def new_master(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a float32 master of the values before rounding, else of those that the parameter has."""
+    weight, local = fp8_of(parameter), local_of(parameter)
+    values = local.detach() if weight is None else weight.init_values()
+    if values is None and weight is not None:
+        values = weight.values()
+    assert values is not None  # noqa: S101  one of the three
+    return distributed_like(parameter, values.to(local.device, torch.float32, copy=True))
+
+
+def tell_of_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    """Let an FP8 weight of this package know its master, which other optimizers of it then share."""
+    weight = fp8_of(parameter)
+    if isinstance(weight, WeightState):
+        weight.master = weakref.ref(master)
+
+
+def version_of(parameter: torch.Tensor) -> Any:
+    """Return what changes with every write to a parameter that can be seen."""
+    weight = fp8_of(parameter)
+    return local_of(parameter)._version if weight is None else weight.version
+
+
+def gradient_of(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of a parameter, where autograd puts it or where TransformerEngine and Megatron do."""
+    found = (getattr(parameter, name, None) for name in ("grad", "decoupled_grad", "main_grad"))
+    return next((gradient for gradient in found if gradient is not None), None)

@@ -1,0 +1,268 @@
+"""TransformerEngine: its FP8 tensors behind the methods of `WeightState`, and its own context manager.
+
+Nothing is imported from TransformerEngine before its context is asked for: its tensors are known by the names of their
+classes and attributes, which are the same in the releases 2.11 to 2.20. It copies the values before rounding, gathers
+under FSDP2 and saves by itself; here its copies are checked, and its tensors quantized anew.
+"""
+
+import contextlib
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from fp8_common import CastRecipe, Format, Fp8UnsupportedError, Recipe, get_format
+from fp8_common.presets import te_current
+from fp8_common.torch import torch_dtype
+from fp8_common.torch.plugin import dispatch
+from fp8_common.torch.sharding.agreement import group_of_parts
+from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_common.torch.sharding.wrappers import local_of
+from fp8_te_init.errors import StaleInitError
+from fp8_te_init.weight.state import Record, WeightState
+from fp8_te_init.weight.tensor import primary_of
+
+PER_TENSOR, BLOCKS, MX = "Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor"
+NEEDED = {
+    PER_TENSOR: ("_data", "_scale_inv", "_fp8_dtype", "_quantizer", "_transpose_invalid"),
+    BLOCKS: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "_quantizer", "quantize_", "dequantize"),
+    MX: ("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "_quantizer", "quantize_", "dequantize"),
+}
+"""The attributes that this file uses of each class; a test looks for them in the real ones."""
+
+# Shards consist of whole blocks: of 128x128 values, or for MX of 32, down a column in the transposed copy.
+_ROWS_OF_SHARDS = {PER_TENSOR: 1, BLOCKS: 128, MX: 32}
+_ONE_SCALE = ScaleGrid(CastRecipe())
+
+RECIPES = {
+    "tensorwise": "Float8CurrentScaling",
+    "tensorwise_delayed": "DelayedScaling",
+    "blockwise": "Float8BlockScaling",
+    "mx": "MXFP8BlockScaling",
+}
+"""TransformerEngine's classes for the names of recipes."""
+
+
+def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
+    """Return the FP8 rows that this rank holds of a parameter; None if it is no FP8 weight.
+
+    Raises:
+        Fp8UnsupportedError: A tensor of TransformerEngine that cannot be read or is sharded unevenly.
+    """
+    primary = primary_of(parameter)
+    if primary is not None:
+        return primary.state
+    local: Any = getattr(parameter, "_local_tensor", parameter)
+    # along the MRO: subclasses count as well
+    kind = next((cls.__name__ for cls in type(local).__mro__ if cls.__name__ in NEEDED), None)
+    return None if kind is None else TeWeight(parameter, kind)
+
+
+class TeWeight:
+    """The rows of a TransformerEngine tensor that this rank holds, with the methods of `WeightState`.
+
+    Args:
+        parameter: The parameter, plain or distributed by FSDP2.
+        kind: The name of its class.
+
+    Raises:
+        Fp8UnsupportedError: It lacks an attribute, or its rows are not sharded equally in whole blocks.
+    """
+
+    def __init__(self, parameter: Any, kind: str) -> None:
+        self._tensor: Any = local_of(parameter)
+        self._kind, self.full_shape, self.dtype = kind, parameter.shape, parameter.dtype
+        missing = [name for name in NEEDED[kind] if not hasattr(self._tensor, name)]
+        if missing:
+            raise Fp8UnsupportedError(
+                f"This TransformerEngine's {kind} has no {', '.join(missing)}, which fp8-te-init needs. It works with "
+                "the releases 2.11 to 2.20; use one of these, or another release of fp8-te-init."
+            )
+        group, unit = group_of_parts(parameter), _ROWS_OF_SHARDS[kind]
+        ranks = 1 if group is None else group.size()
+        if ranks > 1 and self.full_shape[0] % (ranks * unit):
+            raise Fp8UnsupportedError(
+                f"The rows of a {kind} are sharded equally and in multiples of {unit}; this one has "
+                f"{self.full_shape[0]} rows on {ranks} ranks. Choose other sizes, or FP8 weights of nn.Linear."
+            )
+        self.first_row = 0 if group is None else self.full_shape[0] // ranks * group.rank()
+
+    @property
+    def fmt(self) -> Format:
+        """The format of the codes."""
+        dtype = self._tensor._fp8_dtype
+        # an IntEnum in newer releases, whose str() is a number
+        return get_format("e5m2" if "E5M2" in getattr(dtype, "name", str(dtype)) else "e4m3")
+
+    @property
+    def version(self) -> int:
+        """What changes with every write that torch sees."""
+        return self._tensor._version
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.own_codes.device
+
+    @property
+    def own_codes(self) -> torch.Tensor:
+        """uint8 [n, columns], the rows that are held here."""
+        data = self._tensor._data if self._kind == PER_TENSOR else self._tensor._rowwise_data
+        if data is None:
+            raise Fp8UnsupportedError(
+                "This TransformerEngine tensor holds transposed codes alone. Read it in a forward, or leave row-wise "
+                "usage on for primary weights."
+            )
+        return data.view(torch.uint8).view(-1, self.full_shape[-1])
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales."""
+        return (self._tensor._scale_inv if self._kind == PER_TENSOR else self._tensor._rowwise_scale_inv).nbytes
+
+    def scale_inv(self) -> torch.Tensor:
+        """Return the float32 scale back from FP8, a scalar."""
+        if self._kind != PER_TENSOR:
+            raise Fp8UnsupportedError(f'fallback="dither" is for weights with one scale; this is a {self._kind}.')
+        return self._tensor._scale_inv.reshape(())
+
+    def values(self) -> torch.Tensor:
+        """Return float32 [n, columns], dequantized."""
+        if self._kind != PER_TENSOR:
+            return self._tensor.dequantize(dtype=torch.float32).view(self.own_codes.shape)
+        return dispatch.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.scale_inv()
+
+    def quantized(self, values: torch.Tensor) -> torch.Tensor:
+        """Return uint8 codes of values [n, columns], with the present scale or as the tensor's own quantizer does.
+
+        Only the scale back is stored. Each scale into FP8 whose reciprocal it is, is tried.
+        """
+        if self._kind != PER_TENSOR:
+            made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
+            return made._rowwise_data.view(torch.uint8).view(self.own_codes.shape)
+        inverse = self.scale_inv()
+        nearest = dispatch.reciprocal(inverse)
+        # rounding makes the reciprocal of the reciprocal another number at times, at most one step on either side
+        others = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
+        known = getattr(self._tensor._quantizer, "scale", None)
+        others += [] if known is None else [known.detach().reshape(()).to(inverse.device)]
+        codes = torch.empty_like(self.own_codes)
+        for scale in [nearest, *(other for other in others if torch.equal(dispatch.reciprocal(other), inverse))]:
+            codes = dispatch.quantize(values, scale, self.fmt).view(torch.uint8)
+            if torch.equal(codes, self.own_codes):
+                break
+        return codes
+
+    def init_values(self) -> torch.Tensor | None:
+        """Return TransformerEngine's own copy [n, columns], or None if it made none or it was cleared.
+
+        Raises:
+            StaleInitError: It does not quantize to the present codes.
+        """
+        values = self.start
+        if values is None:
+            return None
+        if type(values) is not torch.Tensor or not torch.equal(
+            self.quantized(values.view(self.own_codes.shape).to(self.device)), self.own_codes
+        ):
+            raise StaleInitError(
+                f"TransformerEngine's copy of a weight {tuple(self.full_shape)} does not quantize to its present "
+                "codes: it was changed, or initialized a second time. Reset parameters on the meta device "
+                "alone, or name a fallback."
+            )
+        return values.view(self.own_codes.shape)
+
+    def best_values(self) -> torch.Tensor:
+        """Return the values before rounding if they are known, else the rounded ones, on the device of the codes."""
+        try:
+            values = self.init_values()
+        except StaleInitError:
+            values = None
+        return self.values() if values is None else values.to(self.device)
+
+    @property
+    def start(self) -> torch.Tensor | None:
+        """TransformerEngine's own copy, unchecked."""
+        get = getattr(self._tensor, "get_high_precision_init_val", None)
+        return None if get is None else get()
+
+    def release(self) -> int:
+        """Clear TransformerEngine's copy; return its bytes."""
+        held = self.start
+        if held is None:
+            return 0
+        self._tensor.clear_high_precision_init_val()
+        return held.nbytes
+
+    def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
+        """Return int32 [1] whose MAX over ranks gives the scale; none for block scales, which need no agreement."""
+        if self._kind != PER_TENSOR:
+            return torch.zeros(0, dtype=torch.int32, device=values.device)
+        return _ONE_SCALE.amax_bits(values, Region.whole(self.full_shape))
+
+    def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
+        """Write codes of values [n, columns] with the scale of the agreed `bits`, and let go of transposed codes."""
+        tensor = self._tensor
+        if self._kind != PER_TENSOR:
+            # in the dtype of the weight, as TransformerEngine casts its own masters
+            tensor.quantize_(values.to(self.dtype).view(tensor.shape))
+            return
+        quantizer = tensor._quantizer
+        policy = te_current(
+            pow2=getattr(quantizer, "force_pow_2_scales", False), eps=getattr(quantizer, "amax_epsilon", 0.0)
+        )
+        bits = self.amax_bits(values) if bits is None else bits
+        scale = dispatch.scale_from_amax(_ONE_SCALE.amax(bits, self.full_shape), self.fmt, policy)
+        self.own_codes.copy_(dispatch.quantize(values, scale, self.fmt).view(torch.uint8))
+        tensor._scale_inv.copy_(dispatch.reciprocal(scale).reshape(tensor._scale_inv.shape))
+        tensor._transpose_invalid = True
+        known = getattr(quantizer, "scale", None)
+        if isinstance(known, torch.Tensor):
+            known.copy_(scale.reshape(known.shape))
+
+
+def te_context(backend: str, recipe: Any, *, enabled: bool, preserve: bool) -> contextlib.AbstractContextManager:
+    """Return TransformerEngine's own context manager; one that does nothing where it has no part.
+
+    Args:
+        backend: "te" needs it, "auto" takes it where it has been imported and has the recipe.
+        recipe: A recipe object of TransformerEngine, a name, a `Recipe`, or None.
+        enabled: Whether weights are FP8.
+        preserve: Whether it copies values before rounding.
+
+    Raises:
+        Fp8UnsupportedError: It is needed, and cannot be imported or has no such context manager or recipe.
+    """
+    # "auto" never imports it: whoever builds its modules has imported it already
+    if backend == "native" or (backend == "auto" and "transformer_engine.pytorch" not in sys.modules):
+        return contextlib.nullcontext()
+    te = _imported("transformer_engine.pytorch")
+    # the newer name first; older releases have the second one alone
+    init = getattr(te, "quantized_model_init", None) or getattr(te, "fp8_model_init", None)
+    if init is None:
+        raise Fp8UnsupportedError(
+            f"transformer_engine {getattr(te, '__version__', '')} has neither quantized_model_init nor fp8_model_init. "
+            "Use one of the releases 2.11 to 2.20."
+        )
+    name = recipe.name if isinstance(recipe, Recipe) else recipe if isinstance(recipe, str) else None
+    if name is not None:
+        kind = RECIPES.get(name)
+        if kind is None and (backend == "auto" or not enabled):
+            return contextlib.nullcontext()  # its modules stay as they are
+        if kind is None:
+            raise Fp8UnsupportedError(
+                f"transformer_engine has no recipe for {name!r}. Use one of {', '.join(RECIPES)}, or its own recipes."
+            )
+        recipe = getattr(_imported("transformer_engine.common.recipe"), kind)()
+    return init(enabled=enabled, recipe=recipe, preserve_high_precision_init_val=preserve)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise Fp8UnsupportedError(
+            f'backend="te" needs TransformerEngine, which cannot be imported here ({error}). Install '
+            'transformer_engine[pytorch] with CUDA, or use backend="native".'
+        ) from error

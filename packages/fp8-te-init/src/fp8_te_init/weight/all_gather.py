@@ -1,0 +1,119 @@
+"""How FSDP2 gathers primary weights, and how ranks agree on scales: one MAX all-reduce for many weights.
+
+The all-gather sends the codes as they are, padded to equal rows; the scales are the same on all ranks. Values that were
+written to shards since the last step (a load, an initialisation) are agreed on first, by all ranks together.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
+from fp8_common.torch.sharding.gathered import finish_gather
+from fp8_common.torch.sharding.wrappers import local_of
+from fp8_te_init.weight.state import Record, WeightState
+
+
+class Quantizable(Protocol):
+    """FP8 rows that can be quantized anew: `WeightState`, or `TeWeight` for TransformerEngine's tensors."""
+
+    def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
+        """Return int32 [k] whose MAX over ranks gives the scales; none if the ranks need not agree."""
+
+    def quantize_(self, values: torch.Tensor, bits: torch.Tensor | None, *, record: Record = "start") -> None:
+        """Write codes of values [n, columns], with the scales of the combined `bits`, or of these values alone."""
+
+
+Waiting = tuple[Quantizable, torch.Tensor, dist.ProcessGroup | None]
+"""A weight, values [n, columns] that are to be quantized, and the ranks that hold the other rows."""
+
+
+@torch.no_grad()
+def quantize_together(waiting: Sequence[Waiting], *, record: Record = "start") -> int:
+    """Quantize values with scales that all ranks agree on.
+
+    Args:
+        waiting: The same weights in the same order on every rank.
+        record: See `WeightState.quantize_`.
+
+    Returns:
+        The number of all-reduces: one for each process group of more than one rank.
+    """
+    agreeing = [(weight.amax_bits(values), group) for weight, values, group in waiting if group is not None]
+    bits, reductions = max_by_group(agreeing)
+    agreed = iter(bits)
+    for weight, values, group in waiting:
+        weight.quantize_(values, None if group is None else next(agreed), record=record)
+    return reductions
+
+
+def agree_on_written(parameters: Iterable[torch.Tensor]) -> None:
+    """Agree on the scales of weights whose shards were written to; all ranks call it with the same parameters.
+
+    A sharded weight is expected to be written to on all ranks, or on none.
+    """
+    waiting = []
+    for parameter in parameters:
+        state = _state_of(local_of(parameter))
+        if state is not None and state.unagreed and state.start is not None:
+            waiting.append((state, state.start.to(state.device), group_of_parts(parameter)))
+    quantize_together(waiting)
+
+
+def pre_all_gather(weight: Any, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    """Return the uint8 rows that this rank sends, and what `post_all_gather` needs besides.
+
+    Raises:
+        Fp8Error: The weight is sharded in a form that codes cannot be gathered in, or its scales are not its own.
+    """
+    state = weight._state
+    origin = state if state.uploaded_from is None else state.uploaded_from()
+    if origin is not None and origin.checked != origin.dtype:
+        _check(origin)
+    state.check()
+    if origin is not None and origin.unagreed:
+        agree_on_written(shard.parameter for shard in _shards_beside(origin))
+        if origin is not state:  # CPU offload: what is sent is a copy, made before the agreement
+            state.codes.copy_(origin.codes)
+            state.scale.copy_(origin.scale)
+            state.settle()
+    # FSDP2 does not pad what this hook returns, and ranks that send different sizes would corrupt the gather.
+    padded = torch.Size((-(-state.full_shape[0] // mesh.size()), *state.full_shape[1:]))
+    codes = state.codes if state.codes.shape == padded else state.own_codes
+    return (fsdp.pad_rows(codes, padded),), (state.scale, state)
+
+
+def post_all_gather(
+    weight: Any, outputs: tuple[torch.Tensor, ...], metadata: tuple, param_dtype: torch.dtype, *, out: Any = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """Make the gathered weight from the rows of all ranks, or bring an existing one up to date."""
+    scale, state = metadata
+    # a copy of the scales: those of the weight are written in place by the next step
+    made = finish_gather(outputs[0], scale.clone(), state.grid, state.full_shape, param_dtype, out=out)
+    if made is not None:
+        gathered: Any = made[0]
+        gathered.gathered_from = weakref.ref(state)
+    return made
+
+
+def _check(state: WeightState) -> None:
+    """Refuse, on all ranks, what FSDP2 does not support for tensors that it gathers in their own format."""
+    found = [shard for shard in _shards_beside(state) if isinstance(_state_of(shard.local), WeightState)]
+    fsdp.check_gathers(found)
+    for shard in found:
+        shard.local._state.checked = shard.local.dtype
+
+
+def _shards_beside(state: WeightState) -> list[fsdp.Shard]:
+    """Return what FSDP2 manages under the root that a shard belongs to."""
+    return list(fsdp.shards(fsdp.find_root(lambda local: _state_of(local) is state)))
+
+
+def _state_of(local: Any) -> WeightState | None:
+    """Return the state of a local FP8 weight, whose class stands on this module; None for other tensors."""
+    return getattr(local, "_state", None)

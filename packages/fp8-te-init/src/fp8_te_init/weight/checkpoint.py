@@ -1,0 +1,116 @@
+"""State dicts: uint8 codes under the weight's name; scales and history are buffers of the module.
+
+torch saves, loads, moves and broadcasts them like any tensor. A checkpoint of the unconverted model loads too: its
+values are quantized, and become the new start. Values before rounding are never part of a state dict.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common.torch.sharding.wrappers import local_of
+from fp8_te_init.compat import distributed_like
+from fp8_te_init.weight.all_gather import agree_on_written
+from fp8_te_init.weight.state import SCALES_ALONE, WeightState
+from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
+
+
+def buffer_names(name: str, state: WeightState) -> tuple[str, str]:
+    """Return the names of the buffers with the scales and the history of the parameter `name`.
+
+    The format is part of the name: codes of another one miss a key then, instead of meaning other values.
+    """
+    return f"{name}_scale_{state.cast.format}", f"{name}_amax_history"
+
+
+def is_scale(name: str) -> bool:
+    """Return whether a name in a state dict is one of `buffer_names`."""
+    return "_scale_e" in name.rpartition(".")[2] or name.endswith("_amax_history")
+
+
+def show_scales(module: nn.Module, name: str = "weight") -> None:
+    """Make the scales of an FP8 parameter buffers of its module, and its codes what state dicts hold.
+
+    Called again it brings the buffers up to date, after `swap_tensors` for example.
+    """
+    primary = primary_of(module._parameters.get(name))
+    if primary is None:
+        return
+    for buffer, tensor in zip(buffer_names(name, primary.state), (primary.scale, primary.state.history), strict=True):
+        if tensor is not None and module._buffers.get(buffer) is not tensor:
+            module.register_buffer(buffer, tensor)
+    if not any(getattr(hook, "args", None) == (name,) for hook in module._state_dict_hooks.values()):
+        # partials of functions of this module and no closures, so that modules that have them can be pickled
+        module.register_state_dict_pre_hook(partial(_before_saving, name))
+        module._register_state_dict_hook(partial(_codes_out, name))
+        module.register_load_state_dict_pre_hook(partial(_codes_in, name))
+
+
+def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Agree on scales that wait: codes with this rank's guess of a scale could be read by nobody."""
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        agree_on_written([parameter])
+        show_scales(module, name)
+        primary = primary_of(parameter)
+        # codes alone may be the target of the load that brings their scales
+        if primary is not None and primary.state.problem == SCALES_ALONE:
+            primary.state.check()
+
+
+def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    value: Any = state_dict.get(f"{prefix}{name}")
+    primary = primary_of(value)
+    if primary is not None:
+        # a view of the storage: what is read into it (dcp.load) counts as a write there
+        state_dict[f"{prefix}{name}"] = distributed_like(value, primary.view_of(primary.state.codes))
+
+
+def _codes_in(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any) -> None:
+    """Prepare what is about to be loaded: values of the unconverted model, or codes that are assigned."""
+    key, primary = f"{prefix}{name}", primary_of(module._parameters.get(name))
+    given = state_dict.get(key)
+    if primary is None or not isinstance(given, torch.Tensor):
+        return
+    show_scales(module, name)
+    local, state = local_of(given), primary.state
+    own = {prefix + b: t for b, t in zip(buffer_names(name, state), (state.scale, state.history), strict=True)}
+    own = {buffer: tensor for buffer, tensor in own.items() if tensor is not None}
+    if state.loading and not state.scales_came:
+        # `set_model_state_dict` has broadcast codes, and gives a buffer itself for scales that it did not get
+        for buffer, tensor in own.items():
+            if buffer in state_dict and state_dict[buffer].data_ptr() == tensor.data_ptr():
+                del state_dict[buffer]
+    if isinstance(local, PrimaryFloat8Weight):
+        if local.state is state and not state.loading:  # values were broadcast into it
+            state_dict |= own
+    elif local_metadata.get("assign_to_params_buffers"):
+        # `load_state_dict(assign=True)` would put plain tensors in the place of parameter and buffers
+        given_scales = {} if local.is_floating_point() else {b: state_dict[b] for b in own if b in state_dict}
+        loaded = _assigned(state, local, *(given_scales.get(buffer) for buffer in own))
+        state_dict[key] = distributed_like(given, loaded)
+        if local.is_floating_point():
+            state_dict |= dict(zip(own, (loaded.scale, loaded.state.history), strict=False))
+    elif local.is_floating_point():
+        state_dict |= own  # no key is missing: the scales follow from the values
+
+
+@torch.no_grad()
+def _assigned(
+    state: WeightState, given: torch.Tensor, scale: torch.Tensor | None, history: torch.Tensor | None = None
+) -> PrimaryFloat8Weight:
+    """Return an FP8 weight that holds given codes and scales themselves, or the quantized values."""
+    if given.is_floating_point():
+        codes = torch.zeros(given.shape, dtype=torch.uint8, device=given.device)
+        fresh = state.around(codes, dtype=given.dtype, unagreed=False)
+        if not given.is_meta:
+            fresh.write(given)
+        return PrimaryFloat8Weight(codes, fresh)
+    fresh = state.around(given, start=None, unagreed=False)
+    fresh.expect_scales()
+    if scale is not None:
+        fresh.scale, fresh.history = scale, history if state.history is not None else None
+        fresh.settle()
+    return PrimaryFloat8Weight(given, fresh)

@@ -1,0 +1,115 @@
+"""`broadcast_weights_`: the FP8 weights of one rank on all, as `DistributedDataParallel` needs them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_te_init.weight.checkpoint import is_scale
+from fp8_te_init.weight.state import WeightState
+from fp8_te_init.weight.tensor import primary_of
+
+
+@torch.no_grad()
+def broadcast_weights_(model: nn.Module, group: dist.ProcessGroup | None = None, root: int = 0) -> None:
+    """Give all ranks the codes, scales and values before rounding of one; all ranks of the group call it.
+
+    Args:
+        model: The same model on every rank.
+        group: The ranks; all by default.
+        root: The rank that sends, counted in the group.
+
+    Raises:
+        Fp8Error: The weights differ in shape or cast, or masters were made from weights that are not those of `root`.
+            On all ranks, and before anything is written.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise Fp8Error("There is no process group: call torch.distributed.init_process_group first.")
+    found = {id(primary.state): primary.state for p in model.parameters() if (primary := primary_of(p)) is not None}
+    states = list(found.values())
+    source = dist.get_global_rank(group, root)
+    _refuse_unlike(states, group, source)
+    _refuse_other_masters(states, group, source)
+    for state in states:
+        for tensor in _sent(state):
+            dist.broadcast(tensor, source, group=group)
+        start = _broadcast_start(state, group, source)
+        state.settle()
+        state.writes += 1
+        state.synchronized = state.version
+        state.start = start if state.preserves or state.unagreed else None
+
+
+def _sent(state: WeightState) -> list[torch.Tensor]:
+    return [state.codes, state.scale, *([] if state.history is None else [state.history])]
+
+
+def _refuse_unlike(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
+    mine = [(tuple(s.codes.shape), tuple(s.full_shape), s.first_row, s.cast, s.dtype) for s in states]
+    theirs = [mine]
+    dist.broadcast_object_list(theirs, source, group=group)
+    if _any_rank(theirs[0] != mine, group):
+        raise Fp8Error(
+            "The FP8 weights of the ranks differ in shape, rows or cast: build the model alike on all ranks, and call "
+            "this before fully_shard, or over ranks that hold the same rows."
+        )
+
+
+def _refuse_other_masters(states: list[WeightState], group: dist.ProcessGroup, source: int) -> None:
+    """Refuse if this would part weights from masters: they would start anew from rounded values on some ranks alone."""
+    owned = [state.live_master is not None for state in states]
+    if not _any_rank(any(owned), group):
+        return
+    differs = False
+    for state in states:
+        for tensor in _sent(state):
+            theirs = tensor.clone()
+            dist.broadcast(theirs, source, group=group)
+            differs |= not torch.equal(theirs, tensor)
+    if _any_rank(differs, group):
+        raise Fp8Error(
+            "The ranks hold different FP8 weights, and masters were made from them already. Wrap the model in "
+            "DistributedDataParallel (or call broadcast_weights_) before the optimizer is made."
+        )
+
+
+def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    (flags,), _ = max_over_ranks([torch.tensor([flag], dtype=torch.int32, device=device)], group)
+    return bool(flags.item())
+
+
+def _broadcast_start(state: WeightState, group: dist.ProcessGroup, source: int) -> torch.Tensor | None:
+    header = torch.tensor([state.start is not None, state.unagreed], dtype=torch.int32, device=state.device)
+    dist.broadcast(header, source, group=group)
+    has_start, unagreed = header.tolist()
+    state.unagreed = bool(unagreed)
+    if not has_start:
+        return None
+    if dist.get_rank() == source and state.start is not None:
+        start = state.start.to(state.device)
+    else:
+        start = torch.empty(state.own_codes.shape, dtype=state.dtype, device=state.device)
+    dist.broadcast(start, source, group=group)
+    return start if state.unagreed and not state.preserves else start.cpu()
+
+
+def _on_module(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Broadcast before DDP does: it would send values, of which what it writes afterwards is then equal already.
+
+    DDP would also broadcast the scales again, which are buffers, before each forward.
+    """
+    if not isinstance(owner, DistributedDataParallel) or name != "module":
+        return
+    if any(primary_of(parameter) is not None for parameter in module.parameters()):
+        # its process group is set before its module; a test looks
+        broadcast_weights_(module, owner.process_group)
+        owner.parameters_to_ignore.update(buffer for buffer, _ in module.named_buffers() if is_scale(buffer))
+
+
+# Once, and never taken out: torch walks over such hooks in other threads. For any other module it does nothing.
+register_module_module_registration_hook(_on_module)

@@ -1,0 +1,393 @@
+"""`PrimaryFloat8Weight`: a tensor of a high-precision dtype that holds FP8 codes and scales, nothing else.
+
+Reading it in any operator gives the dequantized values; views alias the codes. Writing to it means: take the values
+before rounding (the rounded ones where there are none), apply the operator to them, quantize again. So every
+initialization function works on it, and what it makes is preserved exactly. FSDP2 gathers the codes.
+"""
+
+import copy
+import dataclasses
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch import FLOAT8_DTYPES
+from fp8_common.torch.sharding.wrappers import is_view, wrapper_of, written_tensors
+from fp8_te_init.weight import all_gather
+from fp8_te_init.weight.state import WeightState
+
+aten = torch.ops.aten
+logger = logging.getLogger(__name__)
+
+# Results of these are FP8 weights of their own.
+_COPIES = {aten.clone.default, aten.empty_like.default, aten._pin_memory.default, aten._to_copy.default}
+# These replace all values: nothing accumulates that rounding could lose.
+_OVERWRITES = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_}
+# Operators of torch.distributed, whose writes no other rank's codes can be part of.
+_COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem")
+
+
+class _Traced:
+    """A state as compilers see it. Their guards hold copies, which have what code depends on and no state."""
+
+    def __init__(self, state: WeightState) -> None:
+        self.state: Any = state
+        self.kind = state.cast, state.full_shape, state.dtype
+
+    def __deepcopy__(self, memo: dict) -> "_Traced":
+        twin = copy.copy(self)
+        twin.state = None
+        return twin
+
+
+class PrimaryFloat8Weight(torch.Tensor):
+    """A weight [rows, columns], or this rank's rows of it, as FP8 codes; reports the dtype that it stands for.
+
+    Args:
+        codes: uint8 view of `state.codes`.
+        state: What is known of the storage; shared by all aliases.
+    """
+
+    _codes: torch.Tensor
+    _state: WeightState
+
+    @staticmethod
+    def __new__(
+        cls: type,
+        codes: torch.Tensor,
+        state: WeightState | None = None,
+        *,
+        requires_grad: bool = False,
+        **attributes: Any,
+    ) -> "PrimaryFloat8Weight":
+        """Wrap `codes` without copying them.
+
+        Loaders (accelerate's `init_empty_weights`) rebuild parameters as `type(p)(p.to(device), **p.__dict__)`: a
+        weight in place of codes is made a parameter as it is, and the attributes are left to their owners.
+        """
+        if state is None or isinstance(codes, PrimaryFloat8Weight):
+            rebuilt: Any = nn.Parameter(codes, requires_grad=requires_grad)
+            return rebuilt
+        # A wrapper without storage: only `__torch_dispatch__` reaches the codes. It has their strides and offset, so
+        # that a view of this tensor is the same view of them.
+        self = wrapper_of(cls, codes, dtype=state.dtype)
+        self._codes, self._state = codes, state
+        return self
+
+    # ------------------------------------------------------------ the protocol of TransformerEngine
+
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """Return the values before rounding, [n, columns] on the host, or None. It may be called again.
+
+        Raises:
+            StaleInitError: The codes were changed behind its back, or loaded.
+        """
+        return self._state.init_values()
+
+    def clear_high_precision_init_val(self) -> None:
+        """Drop the values before rounding, and preserve none from now on."""
+        self._state.release()
+
+    # ------------------------------------------------------------ what else it offers
+
+    @property
+    def state(self) -> WeightState:
+        """What is known of the storage."""
+        return self._state
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """float32 scales of the whole weight, into FP8."""
+        return self._state.scale
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes of this view, in torch's float8 dtype; they share memory with the weight."""
+        return self._codes.view(self._state.float8_codes.dtype)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values that the codes stand for, a plain tensor in `dtype`, by default this one."""
+        if self.is_meta:
+            return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        return self.view_of(self._state.all_values(dtype or self.dtype).contiguous())
+
+    @property
+    def data(self) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+        """An alias outside of autograd. Setting it takes over values, or another FP8 weight's codes and start.
+
+        Aliases that were taken before go on showing what they showed, as those of plain tensors do.
+
+        Raises:
+            Fp8Error: What is set has another shape, dtype or device, or is a view of a larger buffer.
+        """
+        return super().data
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if (self.shape, self.dtype, self.device) != (values.shape, values.dtype, values.device):
+            raise Fp8Error(
+                f"weight.data of an FP8 weight {tuple(self.shape)} of {self.dtype} on {self.device} takes values like "
+                f"it, got {tuple(values.shape)} of {values.dtype} on {values.device}."
+            )
+        if type(values) is torch.Tensor and values.untyped_storage().nbytes() > values.nbytes:
+            raise Fp8Error(
+                "weight.data of an FP8 weight cannot be a part of a larger buffer: its codes would not follow what is "
+                "written there. Set a copy (values.clone())."
+            )
+        if not self.is_whole:
+            raise Fp8Error("Set .data of the weight itself; this is a view of a part of it. Use copy_.")
+        # The state of this weight has the scales that the layer shows as buffers; old aliases get a state with copies.
+        before, own = self._state, self._state.around(self._state.codes.clone())
+        loading = before.loading
+        own.scale, own.history, before.scale, before.history = before.scale, before.history, own.scale, own.history
+        for state in (own, before):
+            state.settle()
+        own.writes, own.master, before.loading = before.writes + 1, before.master, loading
+        self._codes, self._state = self.view_of(own.codes), own
+        with torch.no_grad():
+            self.copy_(values)
+
+    def share_memory_(self) -> "PrimaryFloat8Weight":
+        """Refuse: other processes would write to codes, and this one would not see it.
+
+        Raises:
+            Fp8UnsupportedError: Always.
+        """
+        raise Fp8UnsupportedError(
+            "FP8 weights cannot be shared between processes: another process's write would not arrive here. Share the "
+            "float32 weights (export_fp32_state_dict) instead."
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this view shows all rows that are held here, with or without padding."""
+        own = self._state.codes
+        rows = self._codes.shape[0] if self._codes.ndim == own.ndim else -1
+        return self._codes.data_ptr() == own.data_ptr() and rows in (self._state.rows, own.shape[0])
+
+    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a contiguous tensor of the storage's shape that this view shows."""
+        offset = self._codes.storage_offset() - self._state.codes.storage_offset()
+        return whole.as_strided(self._codes.shape, self._codes.stride(), whole.storage_offset() + offset)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show shape, format and dtype."""
+        return f"PrimaryFloat8Weight(shape={tuple(self.shape)}, {self._state.cast.format}, dtype={self.dtype})"
+
+    # ------------------------------------------------------------ copies and pickles
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle codes and scales; values before rounding are never part of it."""
+        state = self._state
+        names = ("cast", "codes", "scale", "history", "full_shape", "dtype", "first_row", "sharded")
+        fields = {name: getattr(state, name) for name in names}
+        trained = self.requires_grad if isinstance(self, nn.Parameter) else None
+        return _rebuild, (fields, self._codes, trained)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """Copy codes, scales and start; aliases stay aliases, and buffers of layers those of the copied weight."""
+        if id(self) not in memo:
+            state = self._state
+            if id(state) not in memo:
+                # the buffers of the copied layer, which are copied after its parameters, are these tensors
+                twin = memo[id(state)] = state.around(state.codes.clone())
+                memo[id(state.scale)], memo[id(state.history)] = twin.scale, twin.history
+            codes = self.view_of(memo[id(state)].codes)
+            copied: torch.Tensor = PrimaryFloat8Weight(codes, memo[id(state)])
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        return memo[id(self)]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Expose the codes to compilers."""
+        return ["_codes"], _Traced(self._state)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, traced: Any, size: Any, stride: Any) -> "PrimaryFloat8Weight":
+        """Rebuild from `__tensor_flatten__`."""
+        return PrimaryFloat8Weight(inner["_codes"], traced.state)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: Any, present: Any) -> bool:
+        """Tell compilers that code which reads shapes and dtypes depends on these, not on codes and scales."""
+        return traced.kind == present.kind
+
+    # ------------------------------------------------------------ operators
+
+    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Views and copies stay FP8, writes quantize again, everything else sees dequantized values."""
+        kwargs, first = kwargs or {}, args[0] if args else None
+        # before the check for writes: codes are taken over as they are, every other `copy_` brings values
+        if func is aten.copy_.default and isinstance(first, cls) and _is_codes(args[1]):
+            return _copy_codes(first, args[1])
+        written: Any = [w for w in written_tensors(func, args, kwargs) if isinstance(w, cls)]
+        if func is torch.ops.c10d.broadcast_.default and written and all(w.state.is_synchronized for w in written):
+            copies = pytree.tree_map_only(cls, lambda w: w.dequantize(), args[0])  # DDP, after `broadcast_weights_`
+            return args[0], func(copies, *args[1:], **kwargs)[1]
+        if written and func.namespace in _COLLECTIVES:
+            raise Fp8Error(
+                f"{func} would write to an FP8 weight, whose codes cannot be summed or filled by other ranks. Use "
+                "broadcast_weights_, reduce gradients or masters, or gather weight.dequantize()."
+            )
+        if written:
+            return _write(func, args, kwargs, written)
+        if isinstance(first, cls) and is_view(func):
+            # one byte for each element: a view by shape and strides is the same view of the codes
+            result = func(first._codes, *args[1:], **kwargs)
+            with torch.inference_mode(first.is_inference()):  # a view of a normal tensor is one in inference mode too
+                return pytree.tree_map_only(torch.Tensor, lambda t: cls(t, first._state), result)
+        twin = _twin(first, func, args[1:], kwargs) if isinstance(first, cls) else None
+        if twin is not None:
+            return twin
+        args, kwargs = pytree.tree_map_only(cls, lambda w: w.dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    fsdp_pre_all_gather = all_gather.pre_all_gather
+    fsdp_post_all_gather = all_gather.post_all_gather
+
+
+def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
+    """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, PrimaryFloat8Weight) else None
+
+
+def _is_codes(source: object) -> bool:
+    return isinstance(source, PrimaryFloat8Weight) or (
+        isinstance(source, torch.Tensor) and source.dtype in (torch.uint8, *FLOAT8_DTYPES)
+    )
+
+
+def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFloat8Weight:
+    """Take over codes; from another FP8 weight also scales, values before rounding, and the place of its rows."""
+    mine = target._state
+    if not isinstance(source, PrimaryFloat8Weight):
+        if source.dtype != torch.uint8:
+            raise Fp8Error(
+                f"FP8 weights take codes as uint8, got {source.dtype}: view them as bytes (codes.view(torch.uint8)), "
+                "and give the scales that belong to them too."
+            )
+        target._codes.copy_(source)
+        mine.expect_scales()
+        return target
+    other = source._state
+    if (mine.cast, mine.full_shape) != (other.cast, other.full_shape):
+        return _write(aten.copy_.default, (target, source.dequantize()), {}, [target])
+    target._codes.copy_(source._codes)
+    if mine is other:
+        return target
+    refused = other.problem is not None
+    # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view in
+    # its storage tells which rows these are.
+    row = (source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
+    if mine.scale is not other.scale:
+        mine.scale.copy_(other.scale)
+        if mine.history is not None and other.history is not None:
+            mine.history.copy_(other.history)
+    mine.first_row, mine.unagreed = other.first_row + row, other.unagreed
+    known = mine.preserves or mine.unagreed
+    mine.start = other.start[row : row + mine.rows].clone() if known and other.start is not None else None
+    mine.writes += 1
+    mine.settle()
+    mine.loading = refused  # FSDP2 copies after a load, on ranks with padding alone: all ranks raise at the next use
+    return target
+
+
+def _twin(weight: PrimaryFloat8Weight, func: Any, rest: tuple, kwargs: dict) -> PrimaryFloat8Weight | None:
+    """Return the result of an operator that makes another FP8 weight; None if it makes a plain tensor."""
+    state, options = weight._state, {name: value for name, value in kwargs.items() if name != "dtype"}
+    if kwargs.get("dtype") not in (None, weight.dtype):
+        return None
+    if func is aten.new_zeros.default and torch.Size(rest[0])[1:] == state.full_shape[1:]:
+        # FSDP2 makes the padded tensor for its shard so; it copies nothing to one without rows. The scales stay the
+        # tensors that the layer shows as buffers.
+        codes = func(weight._codes, rest[0], *rest[1:], **options)
+        start = None if state.start is None else state.start[:0]
+        shard = dataclasses.replace(
+            state, codes=codes, sharded=True, first_row=state.full_shape[0], start=start, checked=None
+        )
+        shard.settle()
+        shard.loading = state.loading
+        return PrimaryFloat8Weight(codes, shard)
+    if func not in _COPIES or not weight.is_whole:
+        return None
+    made: dict[str, Any] = {"start": None, "unagreed": False} if func is aten.empty_like.default else {}
+    fresh = state.around(func(state.codes, *rest, **options), **made)
+    if fresh.device != state.device:
+        fresh.uploaded_from = weakref.ref(state)
+    return PrimaryFloat8Weight(weight.view_of(fresh.codes), fresh)
+
+
+def _write(func: Any, args: tuple, kwargs: dict, written: list[PrimaryFloat8Weight]) -> Any:
+    """Run an operator on the values behind the weights that it writes to, then quantize them again."""
+    # by state and not by tensor: two views of one storage in one operator (foreach) have to see each other's writes
+    states = {id(weight._state): weight._state for weight in written}
+    if any(state.codes.is_meta for state in states.values()):
+        return args[0]
+    if func is aten.copy_.default and _holds_already(args[0], args[1]):
+        return args[0]  # otherwise the start would be lost to rounded values
+    _warn_of_rounding(func, list(states.values()))
+    values = {key: _values_to_change(state) for key, state in states.items()}
+
+    def plain(weight: PrimaryFloat8Weight) -> torch.Tensor:
+        whole = values.get(id(weight._state))
+        return weight.dequantize() if whole is None else weight.view_of(whole)
+
+    plain_args, plain_kwargs = pytree.tree_map_only(PrimaryFloat8Weight, plain, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for key, state in states.items():
+        state.write(values[key][: state.rows])
+    # in-place operators return the very tensor that they were called on
+    return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], PrimaryFloat8Weight) else result
+
+
+def _values_to_change(state: WeightState) -> torch.Tensor:
+    """Return what a write starts from, of the shape of the storage, zeros where there is padding."""
+    best = state.best_values()
+    # values of a weight that stands for more bits now (`.float()`) are not rounded to those of before
+    dtype = torch.promote_types(best.dtype, state.dtype) if state.start is not None else state.dtype
+    whole = torch.zeros(state.codes.shape, dtype=dtype, device=state.device)
+    whole[: state.rows] = best
+    return whole
+
+
+def _holds_already(weight: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether an unsharded weight holds exactly these values (put back by DDP, or after an evaluation)."""
+    if not isinstance(weight, PrimaryFloat8Weight) or weight.state.sharded:
+        return False
+    if (values.dtype, values.shape, values.device) != (weight.dtype, weight.shape, weight.device):
+        return False
+    bits = torch.int32 if weight.dtype == torch.float32 else torch.int16  # 0 and -0 have codes of their own
+    return torch.equal(weight.dequantize().contiguous().view(bits), values.contiguous().view(bits))
+
+
+def _warn_of_rounding(func: Any, states: list[WeightState]) -> None:
+    """Warn of an operator that adds to rounded values: averages, optimizers without masters."""
+    if func.overloadpacket in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    rounded = [state for state in states if state.start is None and not state.warned]
+    for state in rounded:
+        state.warned = True
+    if rounded:
+        logger.warning(
+            "%s changed %d FP8 weights of which codes alone are known: each such change is rounded to 8 bits, and "
+            "small ones are lost. Train with MasterOptimizer(AdamW, model.parameters(), ...), and change or average "
+            "its masters (master_of, write_back).",
+            func.overloadpacket.__name__,
+            len(rounded),
+        )
+
+
+def _rebuild(fields: dict, codes: torch.Tensor, trained: bool | None) -> torch.Tensor:
+    weight = PrimaryFloat8Weight(codes, WeightState(**fields))
+    return weight if trained is None else nn.Parameter(weight, requires_grad=trained)
