@@ -250,6 +250,18 @@ def test_a_load_that_fails_half_way_leaves_nothing_that_is_computed_with():
     net(torch.ones(1, 24))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_edit_before_a_copy_of_model_and_optimizer_is_not_undone_by_the_copy(recipe):
+    net = built(recipe)
+    optimizer = seeded(net, lr=0.0)
+    with torch.no_grad():
+        net[0].weight.mul_(50)
+    written = net[0].weight.dequantize()
+    copied, its = copy.deepcopy((net, optimizer))
+    step(copied, its)
+    assert torch.equal(copied[0].weight.dequantize(), written)
+
+
 # ---------------------------------------------------------------- ties
 
 

@@ -92,6 +92,8 @@ class MasterOptimizer(Optimizer):
         for parameter, master in self._masters.items():
             tell_of_master(parameter, master)
             self._agree(parameter)
+            if fp8_of(parameter) is not None:  # a comparison finds whether it was written to before the copy
+                self._agreed[parameter] = ((), local_of(master)._version)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, as any optimizer does."""
