@@ -1,14 +1,13 @@
 """An interpreter for inline PTX on NumPy: the few instructions that the kernels use.
 
 Triton's interpreter has no inline assembly. With this one it executes the text that ships, so a wrong operand order or
-byte selector fails a test without a GPU. Source: the PTX ISA, sections on `cvt`, `fma`, `mov`, `mul` and `prmt`.
+byte selector fails a test without a GPU. Source: the PTX ISA, sections on `cvt`, `mov`, `mul` and `prmt`.
 """
 
 import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from fp8_common._adamw import fused_multiply_add
 from numpy.typing import NDArray
 
 from fp8_common._errors import Fp8UnsupportedError
@@ -57,8 +56,6 @@ def _instruction(name: str) -> Callable[..., Word]:
         return lambda upper, lower: _code(upper, convert[1]) << np.uint32(8) | _code(lower, convert[1])
     if name == "mul.rn.f32":
         return lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32)
-    if name == "fma.rn.f32":
-        return lambda *x: fused_multiply_add(*(value.view(np.float32) for value in x)).view(np.uint32)
     if name in ("mov.b32", "prmt.b32"):
         return {"mov.b32": _join_halves, "prmt.b32": _permute_bytes}[name]
     raise Fp8UnsupportedError(f"The PTX interpreter does not know {name!r}. Add it in tests.helpers.ptx_machine.")
