@@ -139,6 +139,8 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
     """Return for each kernel: bytes moved at least, implementations, and the check of ours (returns True)."""
     n, size, scale = x.numel(), x.element_size(), torch.tensor(3.0, device=x.device)
     backend = triton_backend
+    dtype = str(x.dtype).removeprefix("torch.")
+    transpose = backend.plans().cast_transpose(*x.shape, dtype, fmt)
     eager = {
         "amax": lambda: amax_all(x),
         "cast": lambda: quantize(x, scale, fmt),
@@ -153,7 +155,7 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
         "amax": lambda: backend.amax_all(x),
         "cast": lambda: backend.quantize(x, scale, fmt),
         "tensorwise": lambda: backend.quantize_tensorwise(x, fmt, CANONICAL),
-        "cast + transpose": lambda: backend.quantize_transposed(x, scale, fmt),
+        "cast + transpose": lambda: backend.launch(transpose, x.device, x_ptr=x, scale_ptr=scale),
         "row-wise": lambda: backend.quantize_rowwise(x, fmt, -1, CANONICAL),
         "1x128": lambda: backend.quantize_blockwise(x, fmt, (1, 128), CANONICAL),
         "128x128": lambda: backend.quantize_blockwise(x, fmt, (128, 128), CANONICAL),

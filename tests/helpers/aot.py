@@ -121,16 +121,6 @@ def _flat_cases(dtype: str, fmt: str) -> list[Case]:
             tail=True,
         ),
         Case(
-            name="stochastic cast",
-            plan=kernels.cast_stochastic(n, **x),
-            elements=2048,
-            read=b,
-            written=1,
-            narrow=1,
-            tail=True,
-            memory_bound=False,
-        ),
-        Case(
             name="foreach amax",
             plan=kernels.foreach_amax(1000, 1000, dtype, aligned=True),
             elements=16384,

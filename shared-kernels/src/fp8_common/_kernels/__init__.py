@@ -20,7 +20,6 @@ from fp8_common._kernels.groups import clear_rows, group_amax, group_cast, turn_
 from fp8_common._kernels.launch import Compiled, Launch, Out, compile_launch, interpreting, run, scale_rule
 from fp8_common._kernels.rows import amax_both, cast_both, rowwise
 from fp8_common._kernels.scales import delayed_current, delayed_update, scales_of_amax
-from fp8_common._kernels.stochastic import cast_stochastic
 from fp8_common._kernels.tensor import amax, cast, cast_transpose
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "blockwise",
     "cast",
     "cast_both",
-    "cast_stochastic",
     "cast_transpose",
     "clear_rows",
     "compile_launch",

@@ -2,7 +2,9 @@
 
 Row r of a message is what goes to, or came from, rank r: codes, then a float32 scale for every 128 of them (see
 `fp8_common._gradient_compression.MessageRows`). Element j of row r takes its random bits from word j % 4 of counter
-`offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters.
+`offset` + 32 * ceil(C / 128) * r + j // 4: a row begins with a new block of counters. Bits come from Philox 4x32-10:
+the key is the 64-bit seed (low word first), the counter its (low word, high word, 0, 0); `fp8_common.random_bits` draws
+the same on NumPy. The rule of rounding is `fp8_common.encode_stochastic`.
 """
 
 import math
@@ -37,8 +39,34 @@ from fp8_common._kernels.launch import (
     scale_constants,
     tile_count,
 )
-from fp8_common._kernels.stochastic import random_words, round_at_random
 from fp8_common._policy import POWER_OF_2
+
+
+@triton.jit
+def random_words(seed, counter, BLOCK: tl.constexpr):
+    """uint32 [BLOCK] from counters [BLOCK / 4], the four words of a counter side by side."""
+    w0, w1, w2, w3 = tl.randint4x(seed, counter)
+    # `join` adds a last dimension of length 2 and `reshape` numbers it fastest: w0 and w1 must be joined last.
+    pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(pairs, (BLOCK,)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def round_at_random(v, bits, MAX_KEY: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA_BITS: tl.constexpr):
+    """Move float32 v to the format's grid, up with the probability of its distance from below; NaN stays."""
+    # Saturated first, on the bits: infinity and larger magnitudes become the maximum. NaN is restored at the end.
+    key = tl.minimum(as_bits(v) & KEY_MASK, MAX_KEY)
+    magnitude, exponent = as_float(key), tl.maximum((key >> 23) - 127, MIN_EXPONENT)
+    # Scaled by a power of two built from its bits, so that the format's grid in this binade becomes the integers.
+    grid = magnitude * as_float((MANTISSA_BITS - exponent + 127) << 23)
+    below = grid.to(tl.int32).to(tl.float32)
+    # 23 random bits and a 1 below them: an odd multiple of 2^-24, exact in float32 and never 0.
+    threshold = ((bits >> 9) * 2 + 1).to(tl.int32).to(tl.float32) * (2.0**-24)
+    steps = below + (threshold < grid - below).to(tl.float32)
+    # On the grid now: the cast to FP8 that follows is exact.
+    rounded = steps * as_float((exponent - MANTISSA_BITS + 127) << 23)
+    signed = as_float(as_bits(rounded) | (as_bits(v) & -0x80000000))
+    return tl.where(v == v, signed, v)
 
 
 @triton.jit

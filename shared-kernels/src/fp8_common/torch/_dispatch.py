@@ -130,7 +130,7 @@ delayed_current = triton_backend.delayed_current
 
 def fused(x: torch.Tensor) -> bool:
     """Return whether a compiler sees casts of `x` as operators that it can fuse."""
-    return torch.compiler.is_compiling() and visible_casts.wanted(x.device.type)
+    return torch.compiler.is_compiling() and visible_casts.wanted(x.device.type, x.device.index)
 
 
 def _with_reciprocal(pair: Pair) -> Cast:

@@ -67,6 +67,23 @@ def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
         plans().run(plan, tensors, refusal=refusal)
 
 
+def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Run a launch and return its outputs in order: those that are given, and the others, which are made here.
+
+    Args:
+        plan: The `Launch`.
+        device: Where it runs.
+        given: Tensors named like its pointers; None for those that are left out.
+    """
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, out in plan.outputs.items():
+        if name not in tensors:
+            make = torch.zeros if out.zeroed else torch.empty
+            tensors[name] = make(out.shape, dtype=getattr(torch, out.dtype), device=device)
+    run(plan, device, **tensors)
+    return tuple(tensors[name] for name in plan.outputs)
+
+
 def amax_all(x: torch.Tensor) -> torch.Tensor:
     """Return max |x| over all elements as a float32 scalar tensor."""
     return amax_key(x).view(torch.float32).view(())
@@ -74,10 +91,7 @@ def amax_all(x: torch.Tensor) -> torch.Tensor:
 
 def amax_key(x: torch.Tensor) -> torch.Tensor:
     """Return the int32 key [1] of max |x|; 0 for an empty tensor."""
-    dense = _dense(x)
-    # The kernel takes an atomic maximum with what is stored there; 0 is the smallest key.
-    key = torch.zeros(1, dtype=torch.int32, device=x.device)
-    run(plans().amax(x.numel(), _name(x.dtype)), x.device, x_ptr=dense, amax_ptr=key)
+    (key,) = launch(plans().amax(x.numel(), _name(x.dtype)), x.device, x_ptr=_dense(x))
     return key
 
 
@@ -86,9 +100,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
     # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which only the reference does.
     if scale.numel() != 1 or scale.ndim > x.ndim:
         return _quantize.quantize(x, scale, fmt)
-    dense, y = _dense(x), torch.empty_like(x, dtype=torch_dtype(fmt))
+    y = torch.empty_like(x, dtype=torch_dtype(fmt))
     plan = plans().cast(x.numel(), _name(x.dtype), fmt)
-    run(plan, x.device, x_ptr=dense, scale_ptr=_scale(scale), y_ptr=y)
+    launch(plan, x.device, x_ptr=_dense(x), scale_ptr=_scale(scale), y_ptr=y)
     return y
 
 
@@ -100,11 +114,15 @@ def quantize_with_amax(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tup
 def cast_with_amax(
     x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return `quantize(x, scale, fmt)`, max |x|, and with `both` the codes of a matrix turned, all from one pass."""
-    key = torch.zeros(1, dtype=torch.int32, device=x.device)
-    turned = _room_for_turned(x, fmt) if both else None
-    y = _cast(x, fmt, turned, scale_ptr=_scale(scale), with_amax=True, amax_ptr=key)
-    return y, key.view(torch.float32).view(()), turned
+    """Return `quantize(x, scale, fmt)`, max |x|, and with `both` the codes transposed, all from one pass."""
+    if both and x.ndim == 2 and x.is_contiguous():
+        plan = plans().cast_transpose(*_matrix(x), _name(x.dtype), fmt, with_amax=True)
+        y, transposed, key = launch(plan, x.device, x_ptr=x, scale_ptr=_scale(scale))
+    else:
+        plan, transposed = plans().cast(x.numel(), _name(x.dtype), fmt, with_amax=True), None
+        y = torch.empty_like(x, dtype=torch_dtype(fmt))
+        _, key = launch(plan, x.device, x_ptr=_dense(x), scale_ptr=_scale(scale), y_ptr=y)
+    return y, key.view(torch.float32).view(()), transposed
 
 
 def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +131,15 @@ def quantize_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tu
 
 
 def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: bool = False) -> Cast:
-    """Return data and scales from the tensor's own amax, and with `both` the codes of a matrix turned: two launches."""
-    dense, turned = _dense(x), _room_for_turned(x, fmt) if both else None
-    return _cast_by_key(x, dense, amax_key(dense), fmt, policy, turned)
+    """Return data and scales from the tensor's own amax, and with `both` the codes of a matrix transposed."""
+    dense = _dense(x)
+    (key,) = launch(plans().amax(x.numel(), _name(x.dtype)), x.device, x_ptr=dense)
+    if both and x.ndim == 2 and x.is_contiguous():
+        return _cast_by_key(x, key, fmt, policy)
+    y, scale = torch.empty_like(x, dtype=torch_dtype(fmt)), _scale_of_empty(x)
+    plan = plans().cast(x.numel(), _name(x.dtype), fmt, policy=policy)
+    _, scale = launch(plan, x.device, x_ptr=dense, scale_ptr=key, y_ptr=y, scale_out_ptr=scale)
+    return Cast(y, scale.view(()), torch.reciprocal(scale).view(()))
 
 
 def cast_by_amax(
@@ -125,78 +149,22 @@ def cast_by_amax(
 
     The amax is that of `amax`, without a sign.
     """
-    x = x.contiguous()
-    turned = torch.empty((x.shape[1], x.shape[0]), dtype=torch_dtype(fmt), device=x.device)
     # an amax has no sign, so its bits are its key
-    made = _cast_by_key(x, x, amax.view(torch.int32).reshape(1), fmt, policy, turned)
-    return made.codes, turned, made.scale, made.scale_inv
+    made = _cast_by_key(x.contiguous(), amax.view(torch.int32).reshape(1), fmt, policy)
+    return made.codes, made.turned, made.scale, made.scale_inv
 
 
-def _cast_by_key(
-    x: torch.Tensor,
-    dense: torch.Tensor,
-    key: torch.Tensor,
-    fmt: Format,
-    policy: ScalePolicy,
-    turned: torch.Tensor | None,
-) -> Cast:
-    # Written by the first program; an empty tensor, for which nothing is launched, has the scale 1.
-    make = torch.empty if x.numel() else torch.ones
-    scale = make(1, dtype=torch.float32, device=x.device)
-    places = {"scale_ptr": key, "scale_out_ptr": scale}
-    if turned is None:
-        # A division more would make this kernel, the leanest, one that arithmetic bounds.
-        y = _cast(x, fmt, None, policy=policy, dense=dense, **places)
-        return Cast(y, scale.view(()), torch.reciprocal(scale).view(()))
-    places["scale_inv_ptr"] = make(1, dtype=torch.float32, device=x.device)
-    y = _cast(x, fmt, turned, policy=policy, dense=dense, **places)
-    return Cast(y, scale.view(()), places["scale_inv_ptr"].view(()), turned)
+def _cast_by_key(x: torch.Tensor, key: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Cast:
+    """Cast a contiguous matrix both ways with the scale that follows from the int32 key [1] of its amax."""
+    plan = plans().cast_transpose(*_matrix(x), _name(x.dtype), fmt, policy=policy)
+    given = {"scale_out_ptr": _scale_of_empty(x), "scale_inv_ptr": _scale_of_empty(x)}
+    y, transposed, scale, scale_inv = launch(plan, x.device, x_ptr=x, scale_ptr=key, **given)
+    return Cast(y, scale.view(()), scale_inv.view(()), transposed)
 
 
-def _cast(
-    x: torch.Tensor,
-    fmt: Format,
-    turned: torch.Tensor | None,
-    *,
-    policy: ScalePolicy | None = None,
-    with_amax: bool = False,
-    dense: torch.Tensor | None = None,
-    **places: torch.Tensor,
-) -> torch.Tensor:
-    """Launch a cast with one scale; return the codes, and write those of a contiguous matrix to `turned`, too."""
-    dense, y = _dense(x) if dense is None else dense, torch.empty_like(x, dtype=torch_dtype(fmt))
-    wanted: dict[str, Any] = {"policy": policy, "with_amax": with_amax}
-    if turned is None:
-        plan = plans().cast(x.numel(), _name(x.dtype), fmt, **wanted)
-    else:
-        places["yt_ptr"] = turned
-        plan = plans().cast_transpose(*_matrix(x), _name(x.dtype), fmt, **wanted)
-    run(plan, x.device, x_ptr=dense, y_ptr=y, **places)
-    return y
-
-
-def _room_for_turned(x: torch.Tensor, fmt: Format) -> torch.Tensor | None:
-    if x.ndim != 2 or not x.is_contiguous():
-        return None
-    return torch.empty((x.shape[1], x.shape[0]), dtype=torch_dtype(fmt), device=x.device)
-
-
-def quantize_transposed(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return data [M, N] and its contiguous transpose [N, M] for x [M, N] and one scale."""
-    m, n = x.shape
-    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
-    yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
-    plan = plans().cast_transpose(m, n, _name(x.dtype), fmt)
-    run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y, yt_ptr=yt)
-    return y, yt
-
-
-def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, seed: int, offset: int = 0) -> torch.Tensor:
-    """Return `x * scale` rounded at random with the bits of `fp8_common._philox.random_bits(seed, x.shape, offset)`."""
-    y = torch.empty(x.shape, dtype=torch_dtype(fmt), device=x.device)
-    plan = plans().cast_stochastic(x.numel(), _name(x.dtype), fmt, seed, offset)
-    run(plan, x.device, x_ptr=x.contiguous(), scale_ptr=_scale(scale), y_ptr=y)
-    return y
+def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the scale 1 of an empty tensor, for which nothing is launched; None for others: the kernel writes it."""
+    return None if x.numel() else torch.ones(1, dtype=torch.float32, device=x.device)
 
 
 def quantize_rowwise(x: torch.Tensor, fmt: Format, dim: int, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,34 +191,27 @@ def cast_rowwise(
     if fold is None and (x.numel() == 0 or not x.is_contiguous()):
         return _quantize.cast_rowwise(x, fold, fmt, policy)
     x = x.contiguous()
-    n = x.shape[-1]
-    m = x.numel() // n if n else 0
-    y = torch.empty_like(x, dtype=torch_dtype(fmt))
-    scales = [torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2)]
     given = {"fold": fold is not None, "groups": groups is not None}
-    plan = plans().rowwise(m, n, _name(x.dtype), fmt, policy, **given)
-    folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
-    folds |= {} if groups is None else {"group_ptr": groups}
-    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1], **folds)
-    return Cast(y, *scales)
+    plan = plans().rowwise(*_matrix(x), _name(x.dtype), fmt, policy, **given)
+    folds = None if fold is None else fold.contiguous()
+    y, *scales = launch(plan, x.device, x_ptr=x, fold_ptr=folds, group_ptr=groups)
+    return Cast(y.view(x.shape), *(scale.view(*x.shape[:-1], 1) for scale in scales))
 
 
 def cast_both(x: torch.Tensor, fold: torch.Tensor | None, fmt: Format, policy: ScalePolicy) -> tuple[Cast, Cast]:
     """Return `cast_rowwise(x, fold)` and that of the columns of x, turned: two reads of a contiguous x [4 m, n]."""
     m, n = x.shape
+    # One buffer, so that the scales of rows and columns are one launch.
     keys = torch.zeros(m + n, dtype=torch.int32, device=x.device)
-    folds = {} if fold is None else {"fold_ptr": fold.contiguous()}
-    folded = fold is not None
-    plan = plans().amax_both(m, n, _name(x.dtype), fold=folded)
-    run(plan, x.device, x_ptr=x, row_ptr=keys[:m], column_ptr=keys[m:], **folds)
+    given = {"x_ptr": x, "fold_ptr": None if fold is None else fold.contiguous()}
+    plan = plans().amax_both(m, n, _name(x.dtype), fold=fold is not None)
+    launch(plan, x.device, **given, row_ptr=keys[:m], column_ptr=keys[m:])
     # an amax has no sign, so its key is its bits
     scales = scales_of_amax(keys.view(torch.float32), fmt, policy)
     (rows, columns), (rows_inv, columns_inv) = (one[:, None].split((m, n)) for one in scales)
-    y = torch.empty((m, n), dtype=torch_dtype(fmt), device=x.device)
-    yt = torch.empty((n, m), dtype=torch_dtype(fmt), device=x.device)
-    plan = plans().cast_both(m, n, _name(x.dtype), fmt, fold=folded)
-    run(plan, x.device, x_ptr=x, row_ptr=rows, column_ptr=columns, y_ptr=y, yt_ptr=yt, **folds)
-    return Cast(y, rows, rows_inv), Cast(yt, columns, columns_inv)
+    plan = plans().cast_both(m, n, _name(x.dtype), fmt, fold=fold is not None)
+    y, transposed = launch(plan, x.device, **given, row_ptr=rows, column_ptr=columns)
+    return Cast(y, rows, rows_inv), Cast(transposed, columns, columns_inv)
 
 
 def quantize_blockwise(
@@ -265,22 +226,18 @@ def cast_blockwise(x: torch.Tensor, fmt: Format, block: Block, policy: ScalePoli
     rows, columns = block
     if columns != 128 or rows not in (1, 128) or (rows == 128 and x.ndim != 2) or not _regular(x):
         return _quantize.cast_blockwise(x, fmt, block, policy)
-    y = torch.empty_like(x, dtype=torch_dtype(fmt))
-    scales = [torch.empty(block_grid(tuple(x.shape), block), dtype=torch.float32, device=x.device) for _ in range(2)]
-    plan = plans().blockwise(*_matrix(x), _name(x.dtype), fmt, rows, policy)
-    run(plan, x.device, x_ptr=x, y_ptr=y, scale_ptr=scales[0], scale_inv_ptr=scales[1])
-    return Cast(y, *scales)
+    y, *scales = launch(plans().blockwise(*_matrix(x), _name(x.dtype), fmt, rows, policy), x.device, x_ptr=x)
+    grid = block_grid(tuple(x.shape), block)
+    return Cast(y.view(x.shape), *(scale.view(grid) for scale in scales))
 
 
 def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return MX data [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
     if not _regular(x):
         return _quantize.quantize_mx(x, fmt, mode)
-    y = torch.empty_like(x, dtype=torch_dtype(fmt))
-    codes = torch.empty(block_grid(tuple(x.shape), MX_BLOCK), dtype=torch.uint8, device=x.device)
-    plan = plans().mx(*_matrix(x), _name(x.dtype), fmt, mode)  # pyrefly: ignore[bad-argument-type]
-    run(plan, x.device, x_ptr=x, y_ptr=y, code_ptr=codes)
-    return y, codes.view(torch.float8_e8m0fnu)
+    plan = plans().mx(*_matrix(x), _name(x.dtype), fmt, mode)
+    y, codes = launch(plan, x.device, x_ptr=x)
+    return y.view(x.shape), codes.view(block_grid(tuple(x.shape), MX_BLOCK)).view(torch.float8_e8m0fnu)
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
@@ -308,25 +265,22 @@ def dequantize_mx(q: torch.Tensor, codes: torch.Tensor, fmt: Format, dtype: torc
     """Undo `quantize_mx`."""
     if not _regular(q) or tuple(codes.shape) != block_grid(tuple(q.shape), MX_BLOCK):
         return _quantize.dequantize_mx(q, codes, fmt, dtype)
-    y = torch.empty(q.shape, dtype=dtype, device=q.device)
     plan = plans().dequantize_mx(*_matrix(q), fmt, _name(dtype))
-    run(plan, q.device, q_ptr=_native(q, fmt), code_ptr=codes.view(torch.uint8).contiguous(), y_ptr=y)
-    return y
+    (y,) = launch(plan, q.device, q_ptr=_native(q, fmt), code_ptr=codes.view(torch.uint8).contiguous())
+    return y.view(q.shape)
 
 
 def _dequantize(q: torch.Tensor, scale: torch.Tensor, fmt: Format, dtype: torch.dtype, block: Block) -> torch.Tensor:
-    y = torch.empty(q.shape, dtype=dtype, device=q.device)
     plan = plans().dequantize(*_matrix(q), fmt, _name(dtype), block)
-    run(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale), y_ptr=y)
-    return y
+    (y,) = launch(plan, q.device, q_ptr=_native(q, fmt), scale_ptr=_scale(scale))
+    return y.view(q.shape)
 
 
 def scales_of_amax(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float32 scales into and back from FP8, of the shape of float32 `amax`: one launch."""
-    scale, scale_inv = (torch.empty_like(amax, memory_format=torch.contiguous_format) for _ in range(2))
     plan = plans().scales_of_amax(amax.numel(), fmt, policy)
-    run(plan, amax.device, amax_ptr=amax.contiguous(), scale_ptr=scale, scale_inv_ptr=scale_inv)
-    return scale, scale_inv
+    scale, scale_inv = launch(plan, amax.device, amax_ptr=amax.contiguous())
+    return scale.view(amax.shape), scale_inv.view(amax.shape)
 
 
 def delayed_current(
@@ -340,11 +294,10 @@ def delayed_current(
         own_key: int32 scalar that is raised to the amax if that is finite; None observes nothing.
         amax: float32 scalar without a sign.
     """
-    current, inverse = (torch.empty_like(scale) for _ in range(2))
-    places = {} if own_key is None else {"key_ptr": amax.view(torch.int32), "own_key_ptr": own_key}
-    places |= {} if late is None else {"late_ptr": late.view(torch.uint8)}
     plan = plans().delayed_current(record=own_key is not None, check=late is not None)
-    run(plan, scale.device, scale_ptr=scale, current_ptr=current, scale_inv_ptr=inverse, **places)
+    observed = {} if own_key is None else {"key_ptr": amax.view(torch.int32), "own_key_ptr": own_key}
+    flag = None if late is None else late.view(torch.uint8)
+    *_, current, inverse = launch(plan, scale.device, scale_ptr=scale, late_ptr=flag, **observed)
     return current, inverse
 
 
@@ -364,20 +317,12 @@ def delayed_update(
         The rolled history [L, T], the next step's scales [T] and their reciprocals [T], float32.
     """
     length, tensors = history.shape
-    new_history = torch.empty((length, tensors), dtype=torch.float32, device=history.device)
-    new_scale, scale_inv = torch.empty_like(scale), torch.empty_like(scale)
-    run(
-        plans().delayed_update(tensors, length, policy),
-        history.device,
-        history_ptr=history.contiguous(),
-        amax_ptr=amax.contiguous(),
-        scale_ptr=scale.contiguous(),
-        fmax_ptr=fmax,
-        new_history_ptr=new_history,
-        new_scale_ptr=new_scale,
-        scale_inv_ptr=scale_inv,
+    plan = plans().delayed_update(tensors, length, policy)
+    given = {"history_ptr": history, "amax_ptr": amax, "scale_ptr": scale}
+    rolled, following, inverse = launch(
+        plan, history.device, **{name: tensor.contiguous() for name, tensor in given.items()}, fmax_ptr=fmax
     )
-    return new_history, new_scale, scale_inv
+    return rolled, following, inverse
 
 
 def pack_gradients(
@@ -406,9 +351,8 @@ def pack_gradients(
 def sum_gradients(codes: torch.Tensor, scales: torch.Tensor, fmt: Format, divisor: float) -> torch.Tensor:
     """Return the float32 sum [c] over ranks of codes [n, c] with scales [n, blocks] in a message, divided."""
     ranks, columns = codes.shape
-    total = torch.empty(columns, dtype=torch.float32, device=codes.device)
     plan = plans().sum_gradients(ranks, columns, codes.stride(0), fmt, "float32", divisor)
-    run(plan, codes.device, q_ptr=codes, scale_ptr=scales, y_ptr=total)
+    (total,) = launch(plan, codes.device, q_ptr=codes, scale_ptr=scales)
     return total
 
 
@@ -450,6 +394,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     """Return x in the memory order that `torch.empty_like(x)` has, so that elementwise kernels see flat memory."""
     # `empty_like` keeps the order of dimensions of dense tensors and drops gaps and overlaps. Reading x in that order
     # lets a transposed matrix be cast without a copy, into data that are transposed the same way.
+    if x.is_contiguous():  # nearly always, and asked first: the comparison needs memory of the size of x
+        return x
     order = torch.empty_like(x)
     return x if order.stride() == x.stride() else order.copy_(x)
 

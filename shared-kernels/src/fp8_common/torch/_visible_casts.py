@@ -23,13 +23,16 @@ from fp8_common.torch._scaling import divide, scale_from_amax
 
 
 @assume_constant_result
-def wanted(device_type: str) -> bool:
-    """Return whether compiled casts on such devices are these: on GPUs, where fusing them saves passes.
+def wanted(device_type: str, index: int | None) -> bool:
+    """Return whether compiled casts on a device are these: on GPUs that convert to FP8 in one rounding.
 
-    The bits on a CPU are the same, and the opaque references there are as fast.
+    They do from compute capability 9.0 on. On 8.9 Triton's own conversion, which compilers take, goes through float16
+    and rounds twice, so that casts are opaque there, as on CPUs, where the references are as fast.
     """
     choice = compiled_casts()
-    return choice == "fused" or (choice == "auto" and device_type == "cuda")
+    if choice != "auto":
+        return choice == "fused"
+    return device_type == "cuda" and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 Scales = tuple[torch.Tensor, torch.Tensor]
