@@ -116,7 +116,7 @@ def cast_with_amax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return `quantize(x, scale, fmt)`, max |x|, and with `both` the codes transposed, all from one pass."""
     if both and x.ndim == 2 and x.is_contiguous():
-        plan = plans().cast_transpose(*_matrix(x), _name(x.dtype), fmt, with_amax=True)
+        plan = plans().cast_transpose(*x.shape, _name(x.dtype), fmt, with_amax=True)
         y, transposed, key = launch(plan, x.device, x_ptr=x, scale_ptr=_scale(scale))
     else:
         plan, transposed = plans().cast(x.numel(), _name(x.dtype), fmt, with_amax=True), None
@@ -156,7 +156,7 @@ def cast_by_amax(
 
 def _cast_by_key(x: torch.Tensor, key: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Cast:
     """Cast a contiguous matrix both ways with the scale that follows from the int32 key [1] of its amax."""
-    plan = plans().cast_transpose(*_matrix(x), _name(x.dtype), fmt, policy=policy)
+    plan = plans().cast_transpose(*x.shape, _name(x.dtype), fmt, policy=policy)
     given = {"scale_out_ptr": _scale_of_empty(x), "scale_inv_ptr": _scale_of_empty(x)}
     y, transposed, scale, scale_inv = launch(plan, x.device, x_ptr=x, scale_ptr=key, **given)
     return Cast(y, scale.view(()), scale_inv.view(()), transposed)
@@ -188,8 +188,8 @@ def cast_rowwise(
 
     With `groups`, int32 [M], which names a row of `fold` for each row of x [M, N], it is [groups, N].
     """
-    if fold is None and (x.numel() == 0 or not x.is_contiguous()):
-        return _quantize.cast_rowwise(x, fold, fmt, policy)
+    if x.numel() == 0 or (fold is None and not x.is_contiguous()):
+        return _quantize.cast_rowwise(x, None, fmt, policy)  # rows without columns have scales, and no program
     x = x.contiguous()
     given = {"fold": fold is not None, "groups": groups is not None}
     plan = plans().rowwise(*_matrix(x), _name(x.dtype), fmt, policy, **given)
