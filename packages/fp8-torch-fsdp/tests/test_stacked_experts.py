@@ -373,7 +373,7 @@ def test_experts_that_nobody_described_are_reported(caplog):
     report = f8.float8_conversion_report(model)
     assert report.unknown_experts == 2
     assert report.converted < 0.15
-    assert "Experts (2 parameters, 3-D, products unknown" in caplog.text
+    assert "Experts (2 parameters, 3-D, matmuls unknown" in caplog.text
     assert "ExpertLayout" in str(report)
 
 

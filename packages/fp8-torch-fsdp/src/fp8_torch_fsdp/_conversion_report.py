@@ -16,7 +16,7 @@ from fp8_torch_fsdp._own_weights import Float8Weights
 from fp8_torch_fsdp._routers import routers, stacked_parameters
 from fp8_torch_fsdp._sharded import ShardedFloat8Weight
 
-UNKNOWN_EXPERTS = "3-D, products unknown: describe them with experts={class: ExpertLayout(...)}"
+UNKNOWN_EXPERTS = "3-D, matmuls unknown: describe them with experts={class: ExpertLayout(...)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
