@@ -15,10 +15,8 @@ from fp8_te_init.weight.state import WeightState
 def new_master(parameter: torch.Tensor) -> torch.Tensor:
     """Return a float32 master of the values before rounding, else of those that the parameter has."""
     weight, local = fp8_of(parameter), local_of(parameter)
-    values = local.detach() if weight is None else weight.init_values()
-    if values is None and weight is not None:
-        values = weight.values()
-    assert values is not None  # noqa: S101  one of the three
+    start = None if weight is None else weight.init_values()
+    values = start if start is not None else local.detach() if weight is None else weight.values()
     return distributed_like(parameter, values.to(local.device, torch.float32, copy=True))
 
 
