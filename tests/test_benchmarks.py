@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(900)
 
 NEED_A_GPU = {"bench_llama", "gpu_proof", "kernel_peers", "kernel_report", "kernel_times", "kernels", "render_kernels"}
 PARTS = {"peers", "record"}
-OF_THEIR_OWN = {"convergence", "plots"}
+OF_THEIR_OWN = {"convergence", "convergence_table", "plots"}
 BENCHMARKS = sorted(
     path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py") if path.stem not in NEED_A_GPU | PARTS | OF_THEIR_OWN
 )

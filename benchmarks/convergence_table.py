@@ -1,0 +1,254 @@
+"""Tables and pictures of the runs in results/convergence: `python -m benchmarks.convergence_table`.
+
+Writes results/convergence.md, which the page on training includes, and the pictures that it shows. A run is compared
+with bf16 of the same seed under the same conditions. With two seeds and more, a difference has the 95 % interval of its
+mean (Student's t of the differences, paired by seed); with one seed it has none, and then nothing is said of it.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks._common import RESULTS, table
+from benchmarks.convergence import FP8_GRADIENTS, RECIPES, Spec, queue
+
+PICTURES = Path(__file__).parents[1] / "docs/assets/convergence"
+BAR, BROKEN = 0.25, 1.0
+"""Percent of the held-out loss: the bar that DeepSeek-V3 set itself, and from where on training suffers."""
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+"""97.5 % quantiles, by the number of seeds."""
+Condition = tuple[tuple[str, Any], ...]
+Cells = dict[Condition, dict[str, dict[int, float]]]
+"""Final held-out loss by condition, recipe and seed; infinite where a run diverged."""
+
+
+def losses(folder: Path, question: str) -> Cells:
+    """Return the final held-out losses of the finished runs of a question."""
+    found: Cells = defaultdict(lambda: defaultdict(dict))
+    for path in sorted(folder.glob(f"{question}-*.json")):
+        run = json.loads(path.read_text())
+        spec = run["spec"]
+        loss = float("inf") if run["diverged_at"] else run["held_out"][-1]
+        found[condition(spec)][spec["recipe"]][spec["seed"]] = loss
+    return found
+
+
+def condition(spec: dict[str, Any]) -> Condition:
+    """Return what runs have in common that are compared with one another."""
+    return tuple((name, value) for name, value in spec.items() if name not in ("recipe", "seed"))
+
+
+def paired(recipes: dict[str, dict[int, float]], recipe: str) -> list[int]:
+    """Return the seeds of a recipe whose bf16 run has ended well."""
+    control = recipes.get("bf16", {})
+    return sorted(seed for seed in recipes.get(recipe, {}) if control.get(seed, float("inf")) < float("inf"))
+
+
+def differences(recipes: dict[str, dict[int, float]], recipe: str) -> list[float]:
+    """Return how far a recipe ends above bf16 in percent, a value for each of the seeds that both have."""
+    return [100 * (recipes[recipe][seed] / recipes["bf16"][seed] - 1) for seed in paired(recipes, recipe)]
+
+
+def interval(values: list[float]) -> float | None:
+    """Return half of the 95 % interval of the mean of differences; None with one seed."""
+    return STUDENT_T[len(values)] * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def verdict(values: list[float]) -> str:
+    """Return what the interval carries, and nothing else."""
+    half = interval(values)
+    if half is None:
+        return "one seed: nothing"
+    low, high = fmean(values) - half, fmean(values) + half
+    if low > BAR:
+        return f"above the bar of {BAR} %"
+    return f"within the bar of {BAR} %" if low >= -BAR and high <= BAR else f"does not tell: the bar is {BAR} %"
+
+
+def percent(values: list[float]) -> str:
+    """Return the mean of differences and its interval as text."""
+    if not values:
+        return "not run"
+    if max(values) == float("inf"):
+        return "diverged"
+    half = interval(values)
+    return f"{fmean(values):+.2f} %" + (f" ± {half:.2f} %" if half is not None else "")
+
+
+def compared(recipes: dict[str, dict[int, float]]) -> str:
+    """Return the table of the recipes of one condition, the largest differences first."""
+    found = {recipe: differences(recipes, recipe) for recipe in (*RECIPES[1:], FP8_GRADIENTS)}
+    order = sorted((recipe for recipe, values in found.items() if values), key=lambda one: -fmean(found[one]))
+    rows = [["recipe", "seeds", "held-out loss", "above bf16, 95 % interval", "each seed", "what the interval says"]]
+    for recipe in order:
+        values = found[recipe]
+        each = ", ".join(f"{value:+.2f} %" for value in values)
+        loss = f"{fmean(recipes[recipe][seed] for seed in paired(recipes, recipe)):.4f}"
+        rows.append([recipe, str(len(values)), loss, percent(values), each, verdict(values)])
+    control = recipes.get("bf16", {})
+    if control:
+        rows.append(["bf16", str(len(control)), f"{fmean(control.values()):.4f}", "the control", "-", "-"])
+    return table(rows)
+
+
+def strength(one: Condition) -> str:
+    """Return what a condition of the break runs changes, in words."""
+    spec = dict(one)
+    usual = next(dict(condition_of(run)) for run in queue() if run.question == "breaks")
+    words: dict[str, Callable[[Any], str]] = {
+        "rate": lambda value: f"rate x {value:g}",
+        "outlier": lambda value: f"outlier 2^{value}",
+        "head": lambda _: "head in FP8",
+        "layers": lambda value: f"{value} blocks",
+    }
+    changed = [words[name](spec[name]) for name in words if spec[name] != usual[name]]
+    return ", ".join(changed) or "unchanged"
+
+
+def condition_of(spec: Spec) -> Condition:
+    """Return the condition of a run of the queue."""
+    return condition({name: getattr(spec, name) for name in spec.__slots__})
+
+
+def break_rows(cells: Cells) -> dict[str, dict[str, list[float]]]:
+    """Return differences by perturbation and recipe, kinds of perturbation together and each kind by strength."""
+    wanted = {condition_of(spec): spec for spec in queue() if spec.question == "breaks"}
+    order = sorted(
+        wanted, key=lambda one: (wanted[one].layers, wanted[one].head, wanted[one].outlier, wanted[one].rate)
+    )
+    return {strength(one): {r: differences(cells.get(one, {}), r) for r in RECIPES[1:]} for one in order}
+
+
+def is_broken(values: list[float]) -> bool:
+    """Whether the differences of a perturbation say that training suffers from the recipe under it."""
+    return bool(values) and fmean(values) > BROKEN
+
+
+def breaks(cells: Cells) -> str:
+    """Return the table of perturbations against recipes; where training suffers, the cell is bold."""
+    rows = [["perturbation", "bf16", *RECIPES[1:]]]
+    by_words = {strength(one): recipes for one, recipes in cells.items()}
+    for words, recipes in break_rows(cells).items():
+        control = by_words.get(words, {}).get("bf16", {})
+        texts = [f"**{percent(v)}**" if is_broken(v) else percent(v) for v in recipes.values()]
+        if control:
+            mean = fmean(control.values())
+            rows.append([words, f"{mean:.4f}" if mean < float("inf") else "diverged", *texts])
+    return table(rows)
+
+
+def by_architecture(cells: Cells) -> str:
+    """Return the table of architectures against recipes, and of architectures with some layers left in bf16."""
+    rows = [["architecture", "seeds", "bf16", *RECIPES[1:]]]
+    for one, recipes in cells.items():
+        spec = dict(one)
+        control = cells.get(condition(spec | {"without": ""}), {}).get("bf16", {})
+        if control:
+            left = f", {spec['without']} in bf16" if spec["without"] else ""
+            found = [percent(differences({**recipes, "bf16": control}, recipe)) for recipe in RECIPES[1:]]
+            rows.append([spec["model"] + left, str(len(control)), f"{fmean(control.values()):.4f}", *found])
+    return table(rows)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw_recipes(axes: Axes, recipes: dict[str, dict[int, float]]) -> None:
+    """Draw a dot with its interval for each recipe, the seeds as small dots, and the bar."""
+    shown = [r for r in (*RECIPES[1:], FP8_GRADIENTS) if differences(recipes, r)]
+    for row, recipe in enumerate(shown):
+        values = differences(recipes, recipe)
+        axes.plot(values, [row] * len(values), ".", color="gray", markersize=4)
+        axes.errorbar(fmean(values), row, xerr=interval(values), fmt="o", color="#1f6feb", capsize=3)
+    for bar in (-BAR, BAR):
+        axes.axvline(bar, color="#d1570c", linestyle="--", linewidth=1)
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set(xlabel="held-out loss above bf16, %", ylim=(len(shown) - 0.5, -0.5))
+
+
+def draw_breaks(axes: Axes, rows: dict[str, dict[str, list[float]]]) -> None:
+    """Draw recipes against perturbations: how far above bf16; filled where training suffers."""
+    rows = {words: recipes for words, recipes in rows.items() if any(recipes.values())}
+    for y, recipes in enumerate(rows.values()):
+        for x, values in enumerate(recipes.values()):
+            if values:
+                broken = is_broken(values)
+                colour = "#d1570c" if broken else "#1f6feb"
+                axes.plot(x, y, "o", color=colour, markersize=7, fillstyle="full" if broken else "none")
+                text = "diverged" if max(values) == float("inf") else f"{fmean(values):+.2f}"
+                axes.annotate(text, (x, y), (8, -3), textcoords="offset points", fontsize=7, color="gray")
+    axes.set_xticks(range(len(RECIPES) - 1), RECIPES[1:], rotation=20, ha="right")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlim=(-0.4, len(RECIPES) - 1.2), ylim=(len(rows) - 0.5, -0.5))
+
+
+def picture(name: str, size: tuple[float, float], draw: Callable[[Axes], None], folder: Path) -> None:
+    """Write a picture for light and dark pages."""
+    gray = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), "gray")
+    with mpl.rc_context({"svg.hashsalt": "fp8", "axes.spines.top": False, "axes.spines.right": False, **gray}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, transparent=True)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def finished(folder: Path, question: str) -> str:
+    """Return how many of the runs of a question are finished, and which commits of the packages made them."""
+    wanted = {spec.name for spec in queue() if spec.question == question}
+    runs = [json.loads(path.read_text()) for path in folder.glob(f"{question}-*.json") if path.stem in wanted]
+    commits = sorted({commit for run in runs for commit in run["commits"]})
+    made = f" Made by commit {', '.join(commits)}, PyTorch {runs[0]['torch']}." if runs else ""
+    return f"{len(runs)} of {len(wanted)} runs are finished.{made}"
+
+
+def document(folder: Path, pictures: Path) -> str:
+    """Return the tables as Markdown, and draw the pictures that they are shown with."""
+    parts: list[str] = []
+    titles = {"recipes": "2.5 million parameters, 4,000 steps", "larger": "20 million parameters, 3,000 steps"}
+    for question, title in titles.items():
+        parts += [f"### {title}", finished(folder, question)]
+        for recipes in losses(folder, question).values():
+            if any(differences(recipes, recipe) for recipe in recipes if recipe != "bf16"):
+                picture(question, (6.4, 2.8), lambda axes, recipes=recipes: draw_recipes(axes, recipes), pictures)
+                parts.append(
+                    f"![How far each recipe ends above bf16, with intervals](../assets/convergence/{question}.svg)"
+                )
+            parts.append(compared(recipes))
+    cells = losses(folder, "breaks")
+    parts += ["### Where recipes break", finished(folder, "breaks")]
+    if any(values for recipes in break_rows(cells).values() for values in recipes.values()):
+        picture("breaks", (6.4, 4.4), lambda axes: draw_breaks(axes, break_rows(cells)), pictures)
+        parts.append(
+            "![Perturbations against recipes: filled where training suffers](../assets/convergence/breaks.svg)"
+        )
+    parts.append(breaks(cells))
+    parts += ["### Three architectures", finished(folder, "architectures")]
+    parts.append(by_architecture(losses(folder, "architectures")))
+    # a table of nothing but its head and the line below it says nothing
+    return "\n\n".join(part for part in parts if not part.startswith("|") or part.count("\n") > 1) + "\n"
+
+
+def main() -> None:
+    """Write the tables and the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=Path, default=RESULTS / "convergence", help="the folder of results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the tables go")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the pictures go")
+    options = parser.parse_args()
+    (options.results / "convergence.md").write_text(document(options.runs, options.pictures))
+
+
+if __name__ == "__main__":
+    main()
