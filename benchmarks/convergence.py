@@ -118,7 +118,8 @@ def breaks(seed: int) -> Iterator[Spec]:
     changes += [{"outlier": 20}, {"rate": 2}, {"outlier": 8}, {"layers": 8}, {"layers": 16}]
     for change in changes:
         for recipe in RECIPES:
-            yield Spec(**({"question": "breaks", "recipe": recipe, "seed": seed, **TINY} | change))
+            changed: dict[str, Any] = TINY | change
+            yield Spec(question="breaks", recipe=recipe, seed=seed, **changed)
 
 
 def architectures(seed: int) -> Iterator[Spec]:
