@@ -69,15 +69,15 @@ LAYOUT = {Experts: ExpertLayout(forward=in_fp8, weights=("up", "down"))}
 def step_of(recipe: str | None, matmul: Matmul) -> Callable[[], None]:
     """Return a training step of a block of bfloat16 experts."""
     torch.manual_seed(0)
-    experts = nn.Sequential(Experts(WIDTH, HIDDEN, matmul)).bfloat16()
+    experts: nn.Module = Experts(WIDTH, HIDDEN, matmul).bfloat16()
     if recipe:
-        convert_to_float8_training(experts, recipe=recipe, experts=LAYOUT)
+        experts = convert_to_float8_training(experts, recipe=recipe, experts=LAYOUT)
     optimizer = torch.optim.SGD(experts.parameters(), lr=1e-3)
     x, grad = (torch.randn(TOKENS, WIDTH).bfloat16() for _ in range(2))
     offsets = (torch.arange(1, EXPERTS + 1) * (TOKENS // EXPERTS)).int()
 
     def step() -> None:
-        experts[0](x.requires_grad_(), offsets).backward(grad)
+        experts(x.requires_grad_(), offsets).backward(grad)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -81,7 +81,7 @@ def test_writing_and_reading_keep_every_bit(computed):
 
 
 def test_another_schema_is_refused():
-    with pytest.raises(Fp8Error, match=r"Golden vectors must have schema 1, got 7\. .*python -m fp8_common\.golden"):
+    with pytest.raises(Fp8Error, match=r"Golden vectors must have schema 1, got 7\. .*python -m tests\.golden"):
         golden.load(json.dumps({"schema": 7}))
 
 
