@@ -135,7 +135,8 @@ def cast_tensorwise(x: torch.Tensor, fmt: Format, policy: ScalePolicy, *, both: 
     dense = _dense(x)
     (key,) = launch(plans().amax(x.numel(), _name(x.dtype)), x.device, x_ptr=dense)
     if both and x.ndim == 2 and x.is_contiguous():
-        return _cast_by_key(x, key, fmt, policy)
+        y, transposed, scale, scale_inv = _cast_by_key(x, key, fmt, policy)
+        return Cast(y, scale, scale_inv, transposed)
     y, scale = torch.empty_like(x, dtype=torch_dtype(fmt)), _scale_of_empty(x)
     plan = plans().cast(x.numel(), _name(x.dtype), fmt, policy=policy)
     _, scale = launch(plan, x.device, x_ptr=dense, scale_ptr=key, y_ptr=y, scale_out_ptr=scale)
@@ -150,16 +151,17 @@ def cast_by_amax(
     The amax is that of `amax`, without a sign.
     """
     # an amax has no sign, so its bits are its key
-    made = _cast_by_key(x.contiguous(), amax.view(torch.int32).reshape(1), fmt, policy)
-    return made.codes, made.turned, made.scale, made.scale_inv
+    return _cast_by_key(x.contiguous(), amax.view(torch.int32).reshape(1), fmt, policy)
 
 
-def _cast_by_key(x: torch.Tensor, key: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Cast:
-    """Cast a contiguous matrix both ways with the scale that follows from the int32 key [1] of its amax."""
+def _cast_by_key(
+    x: torch.Tensor, key: torch.Tensor, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return data of a contiguous matrix, its transpose and both scales, from the int32 key [1] of its amax."""
     plan = plans().cast_transpose(*x.shape, _name(x.dtype), fmt, policy=policy)
     given = {"scale_out_ptr": _scale_of_empty(x), "scale_inv_ptr": _scale_of_empty(x)}
     y, transposed, scale, scale_inv = launch(plan, x.device, x_ptr=x, scale_ptr=key, **given)
-    return Cast(y, scale.view(()), scale_inv.view(()), transposed)
+    return y, transposed, scale.view(()), scale_inv.view(())
 
 
 def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:
