@@ -211,7 +211,7 @@ def dev(session: nox.Session) -> None:
     """Make .venv with every package editable and every tool, for an editor or a shell."""
     session.install("uv")
     session.run("uv", "venv", "--clear", f"--python={sys.executable}", ".venv")
-    session.env["VIRTUAL_ENV"] = str(ROOT / ".venv")
+    session.env["UV_PYTHON"] = str(ROOT / ".venv")  # else uv installs into the environment of this session
     install(session, *PACKAGES, groups=("test", "demo", "peers", "lint", "types"))
 
 
