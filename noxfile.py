@@ -40,8 +40,9 @@ class Stack(NamedTuple):
 
 STACKS = {
     "numpy": Stack((COMMON,), (f"{TESTS}/numpy",), ("torch", "jax", "flax", "triton")),
+    # Triton is here, though nothing runs on a GPU: plans of launches are counted, and they stand beside the kernels
     "torch": Stack(
-        (f"{COMMON}[torch]", FSDP, TE), (f"{TESTS}/torch", f"{TESTS}/conformance", FSDP, TE), ("jax", "flax")
+        (f"{COMMON}[torch,triton]", FSDP, TE), (f"{TESTS}/torch", f"{TESTS}/conformance", FSDP, TE), ("jax", "flax")
     ),
     "jax": Stack((f"{COMMON}[jax]", WITH_ALL), (f"{TESTS}/jax", f"{TESTS}/conformance", OWG), ("torch", "triton")),
     "all": Stack(PACKAGES, ("tests",), ()),
