@@ -3,12 +3,11 @@
 python owg_two_processes.py RANK PORT
 """
 
+import functools
 import json
 import sys
 
 import jax
-
-from tests.helpers import jax_layers
 
 
 def main(rank: int, port: int) -> None:
@@ -27,7 +26,8 @@ def main(rank: int, port: int) -> None:
         @nn.compact
         def __call__(self, h):
             scaling = owg.DelayedScaling(amax_history_length=3)
-            return jax_layers.dense(8, use_bias=False, scaling=scaling, name="fc")(h)
+            op = functools.partial(owg_linen.Fp8DotGeneralOp, scaling=scaling)
+            return nn.Dense(8, use_bias=False, dot_general_cls=op, name="fc")(h)
 
     model = owg_linen.LayerwiseShardablePipelined(body=Stage(), num_stages=2, num_microbatches=3)
     x = np.random.default_rng(0).integers(-4, 5, (3, 8, 8)).astype(np.float32)

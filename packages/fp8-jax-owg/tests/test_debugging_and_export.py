@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax import export
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling, checkpoint
+from fp8_jax_owg.linen import Fp8DotGeneralOp
 from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=2)
@@ -49,9 +51,11 @@ def test_export_with_a_symbolic_batch():
     assert program.call(variables(), jnp.ones((5, 4))) == loss(variables(), jnp.ones((5, 4)))
 
 
-def test_equal_layers_are_equal():
-    assert jax_layers.dense(4, scaling=SCALING) == jax_layers.dense(4, scaling=SCALING)
-    assert jax_layers.dense(4, scaling=SCALING) != jax_layers.dense(4)
+def test_layers_of_one_operation_are_equal():
+    # two partials never compare equal, so a program that makes layers anew makes the partial once
+    dense = functools.partial(nn.Dense, 4, dot_general_cls=functools.partial(Fp8DotGeneralOp, scaling=SCALING))
+    assert dense() == dense()
+    assert dense() != nn.Dense(4, dot_general_cls=Fp8DotGeneralOp)
     traced = []
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -59,9 +63,9 @@ def test_equal_layers_are_equal():
         traced.append(layer)
         return layer.apply(variables, x)
 
-    values = jax_layers.dense(4, scaling=SCALING).init(jax.random.key(0), jnp.ones((2, 3)))
+    values = dense().init(jax.random.key(0), jnp.ones((2, 3)))
     for _ in range(4):
-        run(jax_layers.dense(4, scaling=SCALING), values, jnp.ones((2, 3)))
+        run(dense(), values, jnp.ones((2, 3)))
     assert len(traced) == 1
 
 

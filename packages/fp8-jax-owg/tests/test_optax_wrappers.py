@@ -71,7 +71,9 @@ def test_the_norm_that_clips_is_that_of_the_parameters():
     huge[COLLECTION]["layer"]["amax"] = jnp.full(4, 1e30)
     optimizer = bypass_owg(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     updates, _ = optimizer.update(huge, optimizer.init(variables()), variables())
-    np.testing.assert_allclose(float(optax.global_norm(owg.split(updates)[0])), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(owg.split(updates)[0]))), 1.0, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

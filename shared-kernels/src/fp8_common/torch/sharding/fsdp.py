@@ -79,22 +79,33 @@ class Shard:
     Attributes:
         module: The module that owns it; of several that share it, the first.
         name: The name that it has in that module.
-        region: Which part of the gathered parameter this rank holds.
         padded_shape: Shape of every rank's contribution to the all-gather.
         device: Where it is gathered, and where ranks agree; under CPU offload its shard is elsewhere.
-        process_group: The ranks that FSDP2 gathers it from.
         fsdp_param: FSDP2's own object.
         fsdp_group: FSDP2's group of the parameters that are gathered with it.
     """
 
     module: nn.Module
     name: str
-    region: Region
     padded_shape: torch.Size
     device: torch.device
-    process_group: dist.ProcessGroup
     fsdp_param: "FSDPParam"
     fsdp_group: "FSDPParamGroup"
+
+    # The next two ask process groups, which may be gone: models whose group was destroyed live on among the others.
+
+    @property
+    def region(self) -> Region:
+        """Which part of the gathered parameter this rank holds."""
+        param, dim = self.fsdp_param, self.fsdp_param.fsdp_placement.dim
+        # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
+        length = self.padded_shape[dim] if self.padded_shape else 0
+        return Region.along(dim, length * param.shard_mesh.get_local_rank(), param._orig_size)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that FSDP2 gathers it from."""
+        return self.fsdp_param.shard_mesh.get_group()
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -336,16 +347,11 @@ def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) ->
 
 
 def _shard_of(param: "FSDPParam", group: "FSDPParamGroup") -> Shard:
-    dim, padded, mesh = param.fsdp_placement.dim, param.padded_sharded_param_size, param.shard_mesh
-    # FSDP2 gives every rank a part of this length, so that only the last ones are shorter or empty.
-    length = padded[dim] if padded else 0
     return Shard(
         module=param._module_info.module,
         name=param._module_info.param_name,
-        region=Region.along(dim, length * mesh.get_local_rank(), param._orig_size),
-        padded_shape=padded,
+        padded_shape=param.padded_sharded_param_size,
         device=param.device,
-        process_group=mesh.get_group(),
         fsdp_param=param,
         fsdp_group=group,
     )
