@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 import fp8_torch_fsdp as f8
+from fp8_torch_fsdp.convert.report import ConversionReport
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks/results/architectures.json"
 
@@ -91,7 +92,7 @@ def built(name: str) -> nn.Module:
         return of_sizes(name, ARCHITECTURES[name].sizes)
 
 
-def report(name: str) -> f8.ConversionReport:
+def report(name: str) -> ConversionReport:
     """Return what the conversion with the default recipe makes of a model."""
     return f8.float8_conversion_report(f8.convert_to_float8_training(built(name)))
 

@@ -14,8 +14,6 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error
-from fp8_torch_fsdp.integrations.transformers import FILE, Float8Checkpoints
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
@@ -62,7 +60,27 @@ class Sharding(Trainer):
         self.is_fsdp_enabled = True
 
 
-def trained(recipe, folder, *, trainer=Trainer, dtype=torch.float32, stops=False, checkpoint=None, apart=False):
+FILE = "fp8_delayed_scales.pt"
+
+
+class DelayedScales(TrainerCallback):
+    """Keeps the state of delayed scaling in a file of each checkpoint, as the guide says."""
+
+    def __init__(self, model):
+        self.state = f8.DelayedState(model)
+
+    def on_save(self, args, state, control, **rest):
+        scales = self.state.state_dict()  # on all ranks
+        if state.is_world_process_zero and scales:
+            torch.save(scales, Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE)
+
+    def on_train_begin(self, args, state, control, **rest):
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
+        if path.is_file():
+            self.state.load_state_dict(torch.load(path, weights_only=True))
+
+
+def trained(recipe, folder, *, trainer=Trainer, dtype=torch.float32, stops=False, checkpoint=None):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SIZES)).to(dtype)
     f8.convert_to_float8_training(model, recipe=recipe, module_filter_fn=lambda layer, name: "lm_head" not in name)
@@ -79,7 +97,7 @@ def trained(recipe, folder, *, trainer=Trainer, dtype=torch.float32, stops=False
         disable_tqdm=True,
     )
     callbacks = [StopAfterThree()] if stops else []
-    callbacks += [Float8Checkpoints(model)] if apart else []
+    callbacks.append(DelayedScales(model))
     run = trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=callbacks)
     run.train(resume_from_checkpoint=checkpoint)
     return run
@@ -108,13 +126,6 @@ def differences(whole, resumed):
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
-    whole, resumed = whole_and_resumed(recipe, tmp_path)
-    assert differences(whole, resumed) == []
-    assert f8.float8_conversion_report(whole.model).converted > 0.75
-
-
 def test_checkpoints_of_dynamic_recipes_are_those_of_the_plain_model(tmp_path):
     from safetensors import safe_open
 
@@ -128,9 +139,10 @@ def test_checkpoints_of_dynamic_recipes_are_those_of_the_plain_model(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_delayed_scales_can_stand_beside_the_weights_of_a_plain_model(tmp_path, recipe):
-    whole, resumed = whole_and_resumed(recipe, tmp_path, apart=True)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
+    whole, resumed = whole_and_resumed(recipe, tmp_path)
     assert differences(whole, resumed) == []
+    assert f8.float8_conversion_report(whole.model).converted > 0.75
     assert (tmp_path / "parts" / "checkpoint-3" / FILE).is_file() == (recipe == "tensorwise_delayed")
     if recipe == "tensorwise_delayed":
         scales = [{k: v for k, v in run.model.named_buffers() if "fp8_" in k} for run in (whole, resumed)]
@@ -142,18 +154,11 @@ def test_delayed_scales_can_stand_beside_the_weights_of_a_plain_model(tmp_path, 
         assert [info[kind] for kind in ("unexpected_keys", "missing_keys", "mismatched_keys") if info[kind]] == []
 
 
-def test_a_checkpoint_without_the_scales_is_refused(tmp_path):
-    trained("tensorwise_delayed", tmp_path, stops=True)
-    with pytest.raises(Fp8Error, match=r"checkpoint-3/fp8_delayed_scales.pt: resume without Float8Checkpoints"):
-        trained("tensorwise_delayed", tmp_path, checkpoint=str(tmp_path / "checkpoint-3"), apart=True)
-
-
 def sharded(rank, world_size, recipe, folder, ram_efficient, dtype):
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29513")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     trainer = type("Chosen", (Sharding,), {"ram_efficient": ram_efficient})
-    # with the scales among the weights, and beside them
-    whole, resumed = whole_and_resumed(recipe, folder, trainer=trainer, dtype=dtype, apart=dtype == torch.bfloat16)
+    whole, resumed = whole_and_resumed(recipe, folder, trainer=trainer, dtype=dtype)
     reports = f8.float8_communication_report(whole.model).weights
     converted = [w.wire for w in reports if ".mlp." in w.name or ".self_attn." in w.name]
     return differences(whole, resumed), set(converted), {p.dtype for p in whole.model.parameters()}

@@ -60,7 +60,7 @@ def test_every_expert_learns_and_routers_stay_wide(name):
     experts = [(n, module) for n, module in model.named_modules() if isinstance(module, f8.Float8Experts)]
     assert experts
     for _, module in experts:
-        grads = [getattr(module, weight).grad for weight in module.fp8_products]
+        grads = [getattr(module, weight).grad for weight in module.fp8]
         assert all(bool(grad.isfinite().all() and grad.any()) for grad in grads)
     routers = [one for one in f8.float8_conversion_report(model).classes if one.why == "router"]
     assert sum(one.parameters for one in routers) == len(experts)

@@ -30,42 +30,40 @@ def tied():
     return model
 
 
-def test_ties_survive_conversion_one_module_at_a_time():
-    model = tied()
-    for layer in list(model):
-        model[int(layer is model[1])] = f8.convert_to_float8_training(layer)
+def test_ties_survive_conversion():
+    model = f8.convert_to_float8_training(tied(), recipe="tensorwise_delayed")
     assert model[0].weight is model[1].weight
-    assert model[0].strategy is model[1].strategy
+    assert model[0].fp8_weight is model[1].fp8_weight
     assert len(list(model.parameters())) == 3
 
 
 def test_ties_survive_a_gather_for_layers_as_they_are():
     model = tied()
-    for layer in model:
-        f8.enable_float8_all_gather(layer)
+    f8.enable_float8_all_gather(model)
     assert model[0].weight is model[1].weight
+
+
+@pytest.mark.parametrize("call", [f8.convert_to_float8_training, f8.enable_float8_all_gather])
+def test_ties_across_calls_are_refused(call):
+    model = tied()
+    call(model[0])
+    with pytest.raises(Fp8Error, match="in one call"):
+        call(model[1])
 
 
 def test_a_tie_to_a_layer_of_another_cast_is_refused():
     model = tied()
     f8.convert_to_float8_training(model, module_filter_fn=lambda layer, name: name == "0", recipe="tensorwise")
-    model = tied()
-    model[0] = f8.convert_to_float8_training(model[0], recipe="tensorwise")
     with pytest.raises(Fp8Error, match="Convert both with one recipe"):
-        f8.convert_to_float8_training(model[1], recipe="blockwise")
+        f8.convert_to_float8_training(tied(), module_filter_fn=["0 = tensorwise", "1 = blockwise"])
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("together", [True, False])
-def test_ties_survive_unconvert(gathered, together):
+def test_ties_survive_unconvert(gathered):
     model = tied()
     config = f8.Float8LinearConfig(all_gather=gathered)
     f8.convert_to_float8_training(model, config=config)
-    if together:
-        f8.unconvert(model)
-    else:
-        for index in (0, 1):
-            model[index] = f8.unconvert(model[index])
+    f8.unconvert(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     assert model[0].weight is model[1].weight
     assert type(model[0].weight) is nn.Parameter

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch import _multiply as product
-from fp8_torch_fsdp._traceable import linear
+from fp8_torch_fsdp.traceable import linear
 from tests.helpers import compile_rows as rows
 
 VOCABULARIES = (32, 2256, 2257)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common.torch.plugin import dispatch
+from fp8_torch_fsdp.scales import sync
 
 
 def layer(**delayed):
@@ -91,7 +92,7 @@ def test_evaluation_observes_nothing():
     model(torch.randn(8, 32) * 100)
     with torch.no_grad():
         model.train()(torch.randn(8, 32) * 100)
-    assert model.fp8_input.observed_key == -1
+    assert model.fp8_input.observed == -1
     f8.synchronize_scales(model)
     assert not model.fp8_input.ready
 
@@ -100,9 +101,9 @@ def test_a_second_synchronization_changes_nothing():
     model = layer()
     train_step(model, torch.randn(8, 32))
     f8.synchronize_scales(model)
-    before = copy.deepcopy(model.state_dict())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     f8.synchronize_scales(model)
-    for name, value in model.state_dict().items():
+    for name, value in model.named_buffers():
         assert torch.equal(value, before[name]), name
 
 
@@ -154,16 +155,18 @@ def test_a_compiled_optimizer_is_captured_once_whatever_else_comes_and_goes():
         assert graphs.frame_count == 1, f"after {len(others)} others were alive"
 
 
-def test_state_survives_a_round_trip_and_a_plain_checkpoint_starts_anew():
+def test_state_survives_a_round_trip_and_without_it_scales_start_anew():
     model, twin = layer(), layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         train_step(model, torch.randn(8, 32), optimizer)
+    assert set(model.state_dict()) == {"weight", "bias"}, "those of the unconverted layer"
+    state = f8.DelayedState(model).state_dict()
     twin.load_state_dict(model.state_dict())
+    f8.DelayedState(twin).load_state_dict(state)
     x = torch.randn(8, 32)
     assert torch.equal(model(x), twin(x))
-    plain = {name: value for name, value in model.state_dict().items() if ".fp8" not in f".{name}"}
-    twin.load_state_dict(plain)
+    f8.DelayedState(twin).load_state_dict({})
     assert not twin.fp8_input.ready
     assert torch.equal(twin.weight.plain, model.weight.plain)
 
@@ -177,7 +180,7 @@ def test_meta_initialisation():
         module.reset_parameters()
     assert isinstance(model.weight, f8.ShardedFloat8Weight)
     train_step(model, torch.randn(8, 32))
-    assert model.fp8_input.observed_key >= 0
+    assert model.fp8_input.observed >= 0
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -222,16 +225,14 @@ def test_a_branch_that_starts_at_zero_learns_from_its_second_step_on():
     assert model.first.fp8_grad_output.ready
 
 
-def test_a_weight_that_is_edited_to_zero_has_no_scale_until_it_has_values():
+def test_a_weight_that_is_edited_to_zero_takes_the_scale_of_its_next_values():
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.ones(8, 32)
     train_step(model, x, optimizer)
     nn.init.zeros_(model.weight)
     train_step(model, x, optimizer)
-    assert not model.fp8_weight.ready
     assert (model(x) - model.bias).abs().min() > 0, "weights of 1e-4 are not 0 after the step"
-    assert model.fp8_weight.ready == model.fp8_weight.always_ready
 
 
 class Recomputed(nn.Module):
@@ -292,8 +293,8 @@ def test_synchronization_in_a_compiled_step_breaks_the_graph_once():
     assert counter.frame_count == 2, "what is before and what is after"
 
 
-def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_step():
-    def trained(*, settle):
+def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_step(monkeypatch):
+    def trained():
         model, losses = layer(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(6):
@@ -302,19 +303,20 @@ def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_s
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-            # the scales of the first step are known from the second forward on
-            if settle and step < 2:
-                assert f8.settle_delayed_scales(model) == (3 if step == 0 else 0)
-        assert model.fp8_input.always_ready == settle
         return model, torch.stack(losses)
 
-    (settled, got), (looked_at, want) = trained(settle=True), trained(settle=False)
+    settled, got = trained()
+    assert settled.fp8_input.always_ready
+    assert not settled.fp8_weight.always_ready, "the amax of a weight is looked at in every forward"
+    monkeypatch.setattr(sync, "SETTLES_AFTER", 0)
+    looked_at, want = trained()
+    assert not looked_at.fp8_input.always_ready
     assert torch.equal(got, want)
-    assert all(
-        torch.equal(a, b) for a, b in zip(settled.state_dict().values(), looked_at.state_dict().values(), strict=True)
-    )
+    states = [f8.DelayedState(model).state_dict() for model in (settled, looked_at)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
     assert copy.deepcopy(settled).fp8_input.settled
     # a checkpoint may be of a model that was not trained
+    f8.DelayedState(settled).load_state_dict(f8.DelayedState(layer()).state_dict())
     settled.load_state_dict(layer().state_dict())
     assert not settled.fp8_input.always_ready
     assert torch.equal(settled(torch.ones(8, 32)), layer()(torch.ones(8, 32)))
@@ -325,15 +327,12 @@ def test_settled_scales_are_observed_in_one_pass(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         train_step(model, torch.ones(8, 32), optimizer)
-    f8.settle_delayed_scales(model)
+    model(torch.ones(8, 32))  # whose synchronization finds that the scales are ready
     passes = []
     cast = dispatch.cast_with_amax
     monkeypatch.setattr(dispatch, "cast_with_amax", lambda *x, **y: (passes.append(1), cast(*x, **y))[1])
-    monkeypatch.setattr(dispatch, "amax", lambda x: pytest.fail("an operand was read for its amax alone"))
+    read, amax = [], dispatch.amax
+    monkeypatch.setattr(dispatch, "amax", lambda x: (read.append(x.shape), amax(x))[1])
     train_step(model, torch.ones(8, 32))
-    assert len(passes) == 3
-
-
-def test_settling_needs_delayed_scaling():
-    with pytest.raises(fp8_common.Fp8Error, match="no layer has a delayed scale"):
-        f8.settle_delayed_scales(f8.convert_to_float8_training(nn.Linear(32, 16)))
+    assert len(passes) == 2
+    assert read == [(16, 32)], "the weight alone, whose scale has to fit it"

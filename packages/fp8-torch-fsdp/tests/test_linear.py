@@ -77,7 +77,7 @@ def test_power_of_2_scales_reach_the_weight():
     from fp8_common import POWER_OF_2
 
     low = layer(recipe=f8.Recipe(name="custom", weight=f8.CastConfig(policy=POWER_OF_2)))
-    scale = low.weight.strategy.scale_from_amax(torch.tensor(0.3))
+    scale = low.weight.info.cast.grid.scales(torch.tensor(0.3).view(torch.int32).view(1), torch.Size((1, 1)))
     assert scale == 2.0 ** torch.floor(torch.log2(torch.tensor(448 / 0.3)))
 
 
@@ -157,7 +157,7 @@ def test_deepcopy_is_independent():
         twin.weight.zero_()
     assert isinstance(twin.weight, f8.ShardedFloat8Weight)
     assert low.weight.plain.any()
-    assert twin.weight._state is not low.weight._state
+    assert twin.weight.info is not low.weight.info
 
 
 def test_layers_that_share_a_weight_still_share_it():

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_torch_fsdp as f8
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch._operands import cast_operand
-from fp8_common.torch._scale_layout import TensorwiseLayout
 from fp8_common.torch.plugin import foreach
-from fp8_torch_fsdp import _delayed as delayed
-from fp8_torch_fsdp._counters import plans_of
+from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_torch_fsdp.scales import delayed, sync
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -137,7 +136,7 @@ def sharded_steps(rank, world_size, formats):
             model(torch.randn(4, 24)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        counts.append((synchronized, dict(calls), f8.cast_count(model)))
+        counts.append((synchronized, dict(calls), f8.float8_communication_report(model).casts))
     return counts
 
 
@@ -154,9 +153,10 @@ def counted_casts():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((foreach, "amax_keys"), (foreach, "cast"), (TensorwiseLayout, "keys")):
+        for module, name in ((foreach, "amax_keys"), (foreach, "cast")):
             patch.setattr(module, name, counted(name, getattr(module, name)))
-        patch.setattr(TensorwiseLayout, "cast_part", counted("cast_part", TensorwiseLayout.cast_part))
+        for name in ("amax_bits", "quantize_part"):
+            patch.setattr(ScaleGrid, name, counted(name, getattr(ScaleGrid, name)))
         yield calls
 
 
@@ -165,9 +165,10 @@ def counted_casts():
 def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(run_ranks, formats, casts):
     for counts in run_ranks(2, sharded_steps, formats):
         for step, (synchronized, whole, total) in enumerate(counts):
-            assert whole == {"amax_keys": 1, "cast": casts}, "no weight went by itself"
-            assert total == 5 * (step + 1)
-            # before the first forward there is no plan yet; later everything happens in the synchronization
+            # before the first forward there is nothing to synchronize; later that happens twice
+            times = 2 if step else 1
+            assert whole == {"amax_keys": times, "cast": times * casts}, "no weight went by itself"
+            assert total == 5 * (2 * step + 1)
             assert synchronized == ({"amax_keys": 1, "cast": casts} if step else {})
 
 
@@ -198,7 +199,8 @@ def operators_of_a_synchronization(rank, world_size, recipe, layers):
             counted.append(operators.calls)
         optimizer.zero_grad()
     with AllOperators() as operators:
-        plans_of(model)[0]._observe_weights()
+        own = sync.syncs_of(model)[0]
+        own.after_forward(model)
     return [*counted, operators.calls]
 
 
@@ -217,7 +219,7 @@ def test_delayed_scaling_adds_operators_to_a_step_and_none_for_each_weight(run_r
     assert growth["tensorwise"] == growth["tensorwise_delayed"]
     assert growth["tensorwise"][0] == growth["tensorwise"][2] == 0
     added = [d - t for t, d in zip(counts["tensorwise", 4], counts["tensorwise_delayed", 4], strict=True)]
-    assert all(a <= b for a, b in zip(added, (8, 56, 13), strict=True)), added
+    assert all(a <= b for a, b in zip(added, (8, 72, 13), strict=True)), added
 
 
 class LaunchingOperators(TorchDispatchMode):
@@ -243,13 +245,13 @@ def launches_between_steps(rank, world_size, recipe, layers):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     model(torch.randn(4, 16)).sum().backward()
     optimizer.step()
-    plan, launched = plans_of(model)[0], []
-    marks = lambda: delayed.mark_late(plan.scales)  # noqa: E731
+    own, launched = sync.syncs_of(model)[0], []
+    marks = lambda: delayed.mark_late(own.scales)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "_obstacle", lambda device: None)
         patch.setattr(triton_backend, "run", lambda plan, *_, **tensors: launched.append(plan.name))
         counts = []
-        for act in (marks, lambda: plan._before_root_forward(model, ()), plan._observe_weights):
+        for act in (marks, lambda: own._before_fsdp_forward(model, ()), lambda: own.after_forward(model)):
             launched.clear()
             with LaunchingOperators() as operators:
                 act()

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import gc
 import sys
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch.plugin import hooks as process_hooks
 
 DELAYED = f8.Float8LinearConfig.from_recipe_name(
     "tensorwise_delayed", delayed=f8.DelayedScalingConfig(history_len=4, scale_fn="most_recent")
@@ -98,7 +96,7 @@ def test_a_step_of_another_model_leaves_observations_waiting():
     student(torch.ones(4, 16)).sum().backward()
     for _ in range(3):
         others.step()
-    assert student[0].fp8_input.observed_key >= 0
+    assert student[0].fp8_input.observed >= 0
     assert not student[0].fp8_input.late
     own.step()
     assert student[0].fp8_input.late
@@ -164,29 +162,6 @@ def test_layers_that_were_converted_elsewhere_keep_their_plan():
     assert twin.fp8_input.history[0] == 5
 
 
-def test_hooks_go_with_their_model():
-    from torch.optim import optimizer as module
-
-    def reacting():
-        # torch may be walking over its hooks when a model dies: they fall silent, and go with the next registration
-        hooks = module._global_optimizer_post_hooks.values()
-        return sum(1 for hook in hooks if isinstance(hook, process_hooks.OwnedHook) and not hook.is_silent)
-
-    gc.collect()  # those of other tests
-    before = reacting()
-    model, optimizer = build(0)
-    model(torch.ones(4, 16)).sum().backward()
-    assert reacting() > before
-    del model, optimizer
-    gc.collect()  # a plan and its scales hold each other
-    assert reacting() <= before
-    for _ in range(20):
-        build(0)[0](torch.ones(4, 16))
-    gc.collect()
-    build(0)[0](torch.ones(4, 16))
-    assert len(module._global_optimizer_post_hooks) < before + 20
-
-
 def delayed(initial):
     scaling = f8.DelayedScalingConfig(history_len=4, initial=initial)
     return f8.Float8LinearConfig.from_recipe_name("tensorwise_delayed", delayed=scaling)
@@ -198,12 +173,10 @@ def error_of(low, wanted, x):
 
 
 @pytest.mark.parametrize("all_gather", [True, False])
-@pytest.mark.parametrize("initial", ["dynamic", "one"])
-def test_an_edited_weight_takes_its_delayed_scale_anew(initial, all_gather):
+def test_an_edited_weight_takes_its_delayed_scale_anew(all_gather):
     torch.manual_seed(0)
     wanted = nn.Linear(32, 32, bias=False)
-    gather = all_gather
-    config = dataclasses.replace(delayed(initial), all_gather=gather)
+    config = dataclasses.replace(delayed("dynamic"), all_gather=all_gather)
     low = f8.convert_to_float8_training(copy.deepcopy(wanted), config=config)
     optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
     x = torch.randn(8, 32)
@@ -237,7 +210,6 @@ def edit_sharded(rank, world_size, initial):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("initial", ["dynamic", "one"])
-def test_an_edited_sharded_weight_takes_its_delayed_scale_anew(run_ranks, initial):
-    for errors in run_ranks(2, edit_sharded, initial):
+def test_an_edited_sharded_weight_takes_its_delayed_scale_anew(run_ranks):
+    for errors in run_ranks(2, edit_sharded, "dynamic"):
         assert max(errors) < 0.1

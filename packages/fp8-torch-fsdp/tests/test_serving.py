@@ -38,7 +38,7 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, tmp_path):
     read = read_for_serving(tmp_path)
     assert sorted(read) == sorted(dict(model.named_parameters()))
     for name, layer in model.named_children():
-        codes, scale = layer.strategy.cast_whole(layer.weight.detach().plain, record=False)[:2]
+        codes, scale = layer.weight.info.cast.whole(layer.weight.detach().plain, record=False)[:2]
         tensor = read[f"{name}.weight"]
         assert (tensor.data == codes.view(torch.uint8).numpy()).all()
         assert (tensor.scale.reshape(-1) == (1 / scale).reshape(-1).numpy()).all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8_torch_fsdp._stale_scales import nan_if_stale
+from fp8_torch_fsdp.scales.stale import nan_if_stale
 
 
 class ScaleOnAGpu(torch.Tensor):

@@ -1,9 +1,13 @@
-"""A steady forward stays short: the Python functions of our packages that one weight's third forward enters."""
+"""A steady forward stays short: the Python functions of our packages that one weight's third forward enters.
+
+`pytest -s` prints them: the way of a weight from the look at its shard to its gathered form, and what the layer does.
+"""
 
 import subprocess
 import sys
 
 MOST_CALLS = 150
+MOST_CALLS_OF_A_WEIGHT, MOST_FILES_OF_A_WEIGHT = 90, 14
 PROGRAM = """
 import os, sys
 import torch
@@ -25,14 +29,23 @@ calls = []
 sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
 model(x)
 sys.setprofile(None)
-# a comprehension is a function before Python 3.12, and a part of its function after it
-names = [code.co_qualname for code in calls if "/fp8_" in code.co_filename and not code.co_name.startswith("<")]
-print(*names, sep="\\n", flush=True)
+for code in calls:
+    # a comprehension is a function before Python 3.12, and a part of its function after it
+    if "/fp8_" in code.co_filename and not code.co_name.startswith("<"):
+        print(code.co_filename.rpartition("/fp8_")[2], code.co_qualname)
+sys.stdout.flush()
 os._exit(0)  # a gloo thread may still hold tensors of the last collective
 """
 
 
 def test_a_steady_forward_enters_few_functions():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    names = done.stdout.split("\n")
-    assert 5 <= len(names) <= MOST_CALLS, done.stdout
+    calls = [line.split() for line in done.stdout.splitlines()]
+    layer = next(place for place, (_, name) in enumerate(calls) if name == "Float8Linear.forward")
+    files = {file for file, _ in calls[:layer]}
+    print(
+        done.stdout, f"{layer} calls in {len(files)} files until the weight is gathered, {len(calls)} in all", sep="\n"
+    )
+    assert 5 <= layer <= MOST_CALLS_OF_A_WEIGHT
+    assert len(files) <= MOST_FILES_OF_A_WEIGHT
+    assert len(calls) <= MOST_CALLS

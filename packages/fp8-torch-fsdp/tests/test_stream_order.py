@@ -24,7 +24,7 @@ def parts(tensor):
     if isinstance(tensor, DTensor):
         return [tensor._local_tensor]
     if isinstance(tensor, f8.ShardedFloat8Weight):
-        return [tensor._data]
+        return [tensor.plain]
     return [tensor.codes, tensor.scale] if isinstance(tensor, GatheredFloat8Weight) else None
 
 

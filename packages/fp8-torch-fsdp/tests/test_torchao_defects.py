@@ -233,7 +233,7 @@ def scale_survives_aliasing(rank, world_size):
     inner = {name: getattr(local, name) for name in names}
     rebuilt = type(local).__tensor_unflatten__(inner, context, local.shape, local.stride())
     aliases = {"unflatten": rebuilt, "detach": local.detach(), "view": local.view(-1), "slice": local[1:]}
-    scale, casts = local._state.scale, f8.cast_count(model)
+    scale = local.info.slot.scale
     model(torch.randn(8, 16))
     gathered = f8.GatheredFloat8Weight(local.plain.to(torch.float8_e4m3fn), scale, "e4m3", torch.bfloat16)
     names, context = gathered.__tensor_flatten__()
@@ -241,11 +241,10 @@ def scale_survives_aliasing(rank, world_size):
     again = type(gathered).__tensor_unflatten__(inner, context, gathered.shape, gathered.stride())
     clone = local.clone()
     return {
-        **{name: alias._state is local._state and alias._state.scale is scale for name, alias in aliases.items()},
+        **{name: alias.info is local.info for name, alias in aliases.items()},
         "codes and scale": torch.equal(again.dequantize(), gathered.dequantize()) and again.dtype == torch.bfloat16,
         "detached codes": gathered.detach().scale is scale,
-        "a clone is a weight of its own": clone._state is not local._state and clone.strategy is local.strategy,
-        "what precompute cast is gathered as it is": f8.cast_count(model) == casts,
+        "a clone is a weight of its own": clone.info is not local.info and clone.info.cast is local.info.cast,
     }
 
 
@@ -253,10 +252,10 @@ def one_cast_for_each_step(rank, world_size):
     model = shard(convert(chain((16,) * 9)), world_size)
     optimizer, casts, reductions = optimizer_of(model), [], []
     for _ in range(4):
-        before = f8.cast_count(model)
+        before = f8.float8_communication_report(model).casts
         with CollectiveCounter() as collectives:
             train(model, optimizer, rank, steps=1)
-        casts.append(f8.cast_count(model) - before)
+        casts.append(f8.float8_communication_report(model).casts - before)
         reductions.append(collectives.count("all_reduce"))
     gathers = collectives.count("all_gather")
     return {
@@ -295,9 +294,15 @@ def explicit(rank, world_size, attach):
         checks[f"losses of step {step}"] = losses[0] == losses[1]
     # before every forward, so that no rank waits for what another one alone knows; and for every request
     checks["all-reduces"] = reductions == [1, 2] * 4
-    checks["counted"] = (f8.amax_reduction_count(automatic), f8.amax_reduction_count(manual)) == (4, 8)
-    # nothing is cast twice: the codes that the next forward will gather are there already
-    checks["casts"] = (f8.cast_count(automatic), f8.cast_count(manual)) == (4 * len(automatic), 5 * len(manual))
+    checks["counted"] = (
+        f8.float8_communication_report(automatic).reductions,
+        f8.float8_communication_report(manual).reductions,
+    ) == (4, 8)
+    # every forward looks and casts, whatever was cast before it
+    checks["casts"] = (
+        f8.float8_communication_report(automatic).casts,
+        f8.float8_communication_report(manual).casts,
+    ) == (4 * len(automatic), 8 * len(manual))
     checks["weights"] = same_weights(automatic, manual)
     return checks
 

@@ -12,8 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
-from fp8_torch_fsdp._strategies.base import Strategy
+from fp8_torch_fsdp.scales import sync
 
 LAYERS, ROWS, COLUMNS = 3, 512, 128
 # What reads a weight in the captured graph: with these, amax and codes are one pass.
@@ -35,7 +34,7 @@ def ranks(world_size):
 
 
 def reads_of_a_step(recipe, rows):
-    """Return the operators of the captured graphs that read a weight's shard, and how often keys are made besides."""
+    """Return the operators of the captured graphs that read a weight's shard, and how many amax are made besides."""
     torch._dynamo.reset()
     model = nn.Sequential(*(nn.Linear(COLUMNS if i == 0 else rows, rows, bias=False) for i in range(LAYERS)))
     f8.convert_to_float8_training(model, recipe=recipe)
@@ -57,18 +56,17 @@ def reads_of_a_step(recipe, rows):
                 seen[str(node.target).split(".")[1]] += 1
         return make_boxed_func(graph.forward)
 
-    def keys(self, shard, geometry):
-        if not torch.compiler.is_compiling():
-            outside["keys"] += 1
-        return made(self, shard, geometry)
+    def looked(slots):
+        outside["weights"] += len(slots)
+        return made(slots)
 
-    made = Strategy.local_keys
+    made = sync.amax_bits
     compiled = torch.compile(nn.Sequential.forward, backend=aot_autograd(fw_compiler=inspect, bw_compiler=inspect))
     model.forward = compiled.__get__(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Strategy, "local_keys", keys)
+        patch.setattr(sync, "amax_bits", looked)
         model(torch.randn(128, COLUMNS)).sum().backward()
-    return dict(seen), outside["keys"]
+    return dict(seen), outside["weights"]
 
 
 @pytest.mark.parametrize("recipe", CASTS)
@@ -76,25 +74,4 @@ def test_a_captured_step_reads_a_weight_once_for_its_amax_and_once_for_its_codes
     with ranks(2):
         seen, keys = reads_of_a_step(recipe, ROWS)
     assert seen == {CASTS[recipe]: LAYERS}
-    assert keys == (0 if recipe == "rowwise" else LAYERS), "rows are scaled where they are, in one pass"
-
-
-@pytest.mark.parametrize("granularity", ["tensorwise", "blockwise_128x128"])
-@pytest.mark.parametrize(("first", "rows"), [(0, 256), (256, 44), (100, 200), (0, 100)])
-def test_codes_and_verdict_are_those_of_two_passes(granularity, first, rows):
-    torch.manual_seed(0)
-    whole = torch.randn(300, 200)
-    layout = ScaleLayout.of(f8.CastConfig(granularity=granularity))
-    scales = layout.cast_whole(whole).scale
-    part = whole[first : first + rows].clone()
-    geometry = ShardGeometry(full_shape=whole.shape, first_index=first)
-    keys = layout.keys(part, geometry)
-    codes, stale = layout.cast_and_compare(part, scales, keys, geometry)
-    assert not stale
-    assert torch.equal(codes.view(torch.uint8), layout.cast_part(part, scales, geometry).view(torch.uint8))
-    part[rows // 2] *= 100
-    assert layout.cast_and_compare(part, scales, keys, geometry)[1]
-    part[rows // 2] = torch.nan
-    keys = layout.keys(part, geometry)
-    scales = layout.cast_whole(torch.cat([whole[:first], part, whole[first + rows :]])).scale
-    assert not layout.cast_and_compare(part, scales, keys, geometry)[1], "a weight of NaN is no change"
+    assert keys == LAYERS

@@ -94,7 +94,7 @@ def test_data_of_another_dtype_makes_a_weight_of_that_dtype(recipe):
     assert all(torch.equal(p, q) for p, q in zip(low.state_dict().values(), twin.state_dict().values(), strict=True))
 
 
-def test_a_write_by_address_is_seen_where_it_is_said():
+def test_a_write_by_address_is_computed_with():
     low = f8.convert_to_float8_training(layers()[:1], recipe="tensorwise_delayed")
     optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
     for _ in range(2):
@@ -103,10 +103,7 @@ def test_a_write_by_address_is_seen_where_it_is_said():
     weight = low[0].weight
     values = (ctypes.c_float * weight.numel()).from_address(weight.data_ptr())
     values[:] = [100 * value for value in values]
-    assert f8.mark_weights_changed(low) == ["0.weight"]
     assert error_of(low) < 0.1, "the delayed scale is that of the weight as it is"
-    with pytest.raises(Fp8Error, match="has no FP8 weight"):
-        f8.mark_weights_changed(nn.Linear(2, 2))
 
 
 @torch.no_grad()
@@ -174,10 +171,7 @@ def write_with_collective(rank, world_size, name):
     twin = layers()
     twin.load_state_dict({key: value.full_tensor() for key, value in plain.state_dict().items()})
     expected = f8.convert_to_float8_training(twin)(x)
-    try:
-        after = low(x)
-    except RuntimeError as error:
-        return str(error)
+    after = low(x)
     return not torch.equal(before, after) and torch.equal(after, expected)
 
 
@@ -185,12 +179,8 @@ def write_with_collective(rank, world_size, name):
 @pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*:FutureWarning")
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_write_to_weights(run_ranks, name):
-    results = run_ranks(2, write_with_collective, name)
-    if name == "recv":  # only one of two ranks receives
-        assert results[0] == results[1]
-        assert "some ranks only" in results[0]
-    else:
-        assert results == [True, True]
+    # of "recv" too, where only one of two ranks receives
+    assert run_ranks(2, write_with_collective, name) == [True, True]
 
 
 def broadcast_whole(rank, world_size):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
-from fp8_common.torch.plugin import dispatch, fsdp
+from fp8_common.torch.plugin import dispatch
+from fp8_common.torch.sharding.fsdp import Shard, named_shards, reduce_scatter_of, shards
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
 """Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
@@ -53,7 +54,7 @@ def compress_gradients(
     modules: list[tuple[str, Any]] = [
         (n, module) for n, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
-    groups = [(name, module) for name, module in modules if fsdp.params_of_module(module)]
+    groups = [(name, module) for name, module in modules if list(shards(module, recurse=False))]
     if not groups:
         raise Fp8Error(
             f"compress_gradients needs a model that FSDP2 shards, got {type(model).__name__}. Call fully_shard(model) "
@@ -61,13 +62,13 @@ def compress_gradients(
         )
     # all checks before the first change, so that a refusal leaves the model as it was
     for name, module in groups:
-        if isinstance(fsdp.reductions_of(module)[0], Float8ReduceScatter):
+        if isinstance(reduce_scatter_of(module), Float8ReduceScatter):
             raise Fp8Error(f"The gradients of {name or 'the model'} are compressed already. Remove that first.")
-    able = {name: shard for name, shard in fsdp.named_shards(model) if shard.ndim >= 2}
+    able = {name: shard.local for name, shard in named_shards(model) if shard.local.ndim >= 2}
     chosen = {id(able[name]) for name, one in select_modules(able, parameters).items() if one.include}
     handle = CompressedGradients(config)
     for _, module in groups:
-        params = list(fsdp.params_of_module(module))
+        params = list(shards(module, recurse=False))
         handle.install(module, Float8ReduceScatter(handle, params, [id(param.local) in chosen for param in params]))
     return handle
 
@@ -93,7 +94,7 @@ class CompressedGradients:
 
     def install(self, module: Any, scatter: "Float8ReduceScatter") -> None:
         """Let the FSDP module reduce its gradients by `scatter` until `remove`."""
-        self._installed.append((module, fsdp.reductions_of(module)[0]))
+        self._installed.append((module, reduce_scatter_of(module)))
         module.set_custom_reduce_scatter(scatter)
 
     def remove(self) -> None:
@@ -147,9 +148,7 @@ class Float8ReduceScatter:
         compressed: For each of them, whether its gradient travels as FP8.
     """
 
-    def __init__(
-        self, handle: CompressedGradients, params: Sequence[fsdp.ShardedParam], compressed: Sequence[bool]
-    ) -> None:
+    def __init__(self, handle: CompressedGradients, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
         self._handle = handle
         self._params = list(zip(params, compressed, strict=True))
 
@@ -192,7 +191,7 @@ class Float8ReduceScatter:
 
     def spans(self, length: int) -> "list[Span]":
         """Return how the elements of a rank's part, `length` of them, travel."""
-        trained = [(param, chosen) for param, chosen in self._params if param.is_trained]
+        trained = [(param, chosen) for param, chosen in self._params if param.parameter.requires_grad]
         spans = merged([Span(param.padded_shape.numel(), chosen) for param, chosen in trained])
         # Parameters without a gradient are left out of the buffer, the same ones on all ranks; which, it does not say.
         return spans if sum(span.length for span in spans) == length else [Span(length, compressed=False)]

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8UnsupportedError
-from fp8_torch_fsdp._config import Float8LinearConfig
-from fp8_torch_fsdp._convert import convert_to_float8_training
-from fp8_torch_fsdp._filters import ModuleFilter
-from fp8_torch_fsdp._linear import Float8Linear
-from fp8_torch_fsdp._synchronize import synchronize_scales
-from fp8_torch_fsdp.integrations._scales_apart import ScalesApart
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.convert.filters import ModuleFilter
+from fp8_torch_fsdp.convert.model import convert_to_float8_training
+from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.scales.state import DelayedState
+from fp8_torch_fsdp.scales.sync import synchronize_scales
 
 try:
     from lightning.pytorch.plugins.precision import Precision
@@ -32,7 +32,7 @@ class Float8Precision(Precision):
     The module is converted before the optimizer is made. With `ModelParallelStrategy` call `convert_to_float8_training`
     yourself, in `configure_model` before `fully_shard`; the plugin then finds the layers and leaves the module alone.
     Models that are not sharded (one process, DDP) synchronize delayed scales after every optimizer step, and keep them
-    in the plugin's part of a checkpoint: the `state_dict` in it is that of the module before the conversion.
+    in the plugin's part of a checkpoint.
 
     Args:
         recipe: Name of a recipe.
@@ -53,15 +53,14 @@ class Float8Precision(Precision):
     ) -> None:
         self._config = config or Float8LinearConfig.from_recipe_name(recipe)
         self._filter, self._autocast_dtype = module_filter_fn, autocast_dtype
-        self._scales: ScalesApart | None = None
+        self._scales: DelayedState | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place, unless it has FP8 layers already."""
         if any(isinstance(child, Float8Linear) for child in module.modules()):
             return module
         module = convert_to_float8_training(module, config=self._config, module_filter_fn=self._filter)
-        # Lightning loads before it lets the plugin convert: the module that loads knows no delayed scales.
-        self._scales = ScalesApart(module)
+        self._scales = DelayedState(module)
         return module
 
     def state_dict(self) -> dict[str, Any]:

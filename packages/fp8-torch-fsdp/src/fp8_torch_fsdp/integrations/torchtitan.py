@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_torch_fsdp._config import Float8LinearConfig
-from fp8_torch_fsdp._convert import convert_to_float8_training
-from fp8_torch_fsdp._delayed import DelayedScale
-from fp8_torch_fsdp._filters import auto_filter_for_recipe
-from fp8_torch_fsdp._linear import Float8Linear
-from fp8_torch_fsdp._tensor_parallel.placed import ByWeight
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.convert.filters import auto_filter_for_recipe
+from fp8_torch_fsdp.convert.model import convert_to_float8_training
+from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.scales.delayed import DelayedScale
+from fp8_torch_fsdp.tensor_parallel.placed import ByWeight
 
 try:
     from torchtitan.components.quantization import QuantizationConverter
@@ -83,7 +83,7 @@ class Float8Converter(QuantizationConverter):
         model = convert_to_float8_training(model, config=self.fp8, module_filter_fn=keep)
         for module in model.modules():
             if isinstance(module, Float8Linear):
-                module.distribution = ByWeight()  # torchtitan cuts the weights later
+                module.distribute(ByWeight())  # torchtitan cuts the weights later
             elif isinstance(module, DelayedScale):
                 module.__class__ = ProtocolScale
         return model

@@ -61,6 +61,7 @@ PRIVATE_NAMES = {
         "fsdp_params",
         "is_unsharded",
         "reshard",
+        "reshard_after_backward",
         "post_forward_mesh_info",
         "mesh_info",
     ),
@@ -133,6 +134,11 @@ class Shard:
     def is_gathered(self) -> bool:
         """Whether FSDP2 holds the gathered parameter now."""
         return self.fsdp_group.is_unsharded
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether FSDP2 holds it gathered, and was told to by `set_reshard_after_backward(False)`."""
+        return self.fsdp_group.is_unsharded and not self.fsdp_group.reshard_after_backward
 
     def reshard(self) -> None:
         """Let FSDP2 drop the gathered parameters of its group, if it holds them, so that it gathers them anew."""
@@ -214,7 +220,9 @@ def find_root(holds: Callable[[Any], bool]) -> nn.Module:
     """
     check()
     for state in _all_states():
-        if any(holds(_shard_of(param, group).local) for group in _groups_of(state) for param in group.fsdp_params):
+        # no `Shard` of each: another model of the process may be left of a process group that is gone
+        locals_of: list[Any] = [param.sharded_param for group in _groups_of(state) for param in group.fsdp_params]
+        if any(holds(parameter._local_tensor) for parameter in locals_of):
             # FSDP2 finds out in its first forward which module is the root; the root's state is the first of the list.
             root = _initialized_root(state) if state._is_root is None else state._state_ctx.all_states[0]
             return root._modules[0]

@@ -1,0 +1,304 @@
+"""`ShardedFloat8Weight`: a weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
+
+Optimizers, checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees
+FP8. What arrives is a `GatheredFloat8Weight`.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from fp8_common import Fp8Error
+from fp8_common.torch import torch_dtype
+from fp8_common.torch.plugin import GatheredFloat8Weight, dispatch, tensor_subclass
+from fp8_common.torch.sharding.fsdp import find_root, in_backward, unpad
+from fp8_torch_fsdp.scales.slot import Slot
+from fp8_torch_fsdp.scales.sync import ScaleSync
+from fp8_torch_fsdp.scales.weight_cast import WeightCast
+
+aten = torch.ops.aten
+
+# Results of these hold new data of a weight (FSDP2 shards with them): still a weight, and another one.
+_MAKES_WEIGHT = {
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.clone.default,
+}
+# FSDP2 moves shards with these, and under CPU offload uploads them for each gather: the same weight elsewhere.
+_MOVES_WEIGHT = {aten._to_copy.default, aten._pin_memory.default}
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightInfo:
+    """What all tensors that alias one weight share.
+
+    Args:
+        cast: How it is scaled.
+        made_of: What is known about the weight that this one was made of.
+
+    Attributes:
+        cast: As given.
+        slot: Its place among the weights that ranks agree on; None before its first gather.
+        writes: How many operators have written to it. Only a gather inside of a root's forward looks at this.
+        replaced_by: The call after which the model holds another parameter in the place of this one; None before.
+        made_of: Returns what was given, as long as that lives.
+    """
+
+    def __init__(self, cast: WeightCast, made_of: "WeightInfo | None" = None) -> None:
+        self.cast = cast
+        self.slot: Slot | None = None
+        self.writes = 0
+        self.replaced_by: str | None = None
+        self.made_of: Callable[[], WeightInfo | None] = (lambda: None) if made_of is None else weakref.ref(made_of)
+
+    def __deepcopy__(self, memo: dict) -> "WeightInfo":
+        """Copy how the weight is scaled: the copied model agrees on its own."""
+        # with the memo: a `DelayedScale` is a submodule of the layer, and the copied layer has the same twin
+        delayed = copy.deepcopy(self.cast.delayed, memo)
+        return WeightInfo(WeightCast(grid=self.cast.grid, delayed=delayed, decode=self.cast.decode))
+
+
+class ShardedFloat8Weight(torch.Tensor):
+    """A weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
+
+    Args:
+        plain: The plain tensor, float32, bfloat16 or float16 [rows, columns]. Whoever has it may write to it: every
+            forward of the FSDP root looks at it anew.
+        info: What is known about the weight.
+    """
+
+    plain: torch.Tensor
+    info: WeightInfo
+
+    @staticmethod
+    def __new__(cls: type, plain: torch.Tensor, info: WeightInfo) -> "ShardedFloat8Weight":
+        """Wrap `plain` without copying it."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            layout=plain.layout,
+            device=plain.device,
+            requires_grad=plain.requires_grad,
+        )
+        self.plain, self.info = plain, info
+        return self
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weight without its history, as of any tensor; to set it replaces the values.
+
+        Raises:
+            Fp8Error: What is set has another shape or device, or is no float32, bfloat16 or float16.
+        """
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch exchanges what is behind a tensor without an operator, and a wrapper has nothing behind it
+        plain = value.plain if isinstance(value, ShardedFloat8Weight) else value
+        is_plain = type(plain) in (torch.Tensor, nn.Parameter) and plain.dtype in _DTYPES
+        if not is_plain or (plain.shape, plain.device) != (self.shape, self.device):
+            raise Fp8Error(
+                f"The data of an FP8 weight of shape {tuple(self.shape)}, {self.dtype} on {self.device} can be set to "
+                f"a plain tensor like it, of any of {_DTYPES}; got {type(plain).__name__} of shape "
+                f"{tuple(plain.shape)}, {plain.dtype} on {plain.device}. Convert the layer after its weight has its "
+                "final form."
+            )
+        if plain.dtype != self.dtype:
+            # The dtype of a wrapper is fixed when it is made: exchanged for another one, as of any tensor. Trainers
+            # change parameters of bfloat16 to float32 so.
+            other = ShardedFloat8Weight(plain.detach(), self.info)
+            torch.Tensor.data.__set__(self, other)  # pyrefly: ignore[missing-attribute]
+        # So are its strides.
+        if plain.stride() != self.stride():
+            plain = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(plain)
+        # The other tensors that alias this weight keep the old data, as with any tensor whose `.data` is set.
+        self.plain = plain.detach()
+        self.info.writes += 1
+
+    def data_ptr(self) -> int:
+        """Return the address of the plain data; a wrapper has none, but tools tell parameters apart by it."""
+        return self.plain.data_ptr()
+
+    @property
+    def _fp8_replaced_by(self) -> str | None:
+        """The mark of `mark_replaced`, kept where the sync of an FSDP root finds it."""
+        return self.info.replaced_by
+
+    @_fp8_replaced_by.setter
+    def _fp8_replaced_by(self, call: str) -> None:
+        self.info.replaced_by = call
+
+    def share_memory_(self) -> "ShardedFloat8Weight":
+        """Move the plain data to shared memory, in place; torch would look for a storage of the wrapper."""
+        self.plain.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether the plain data is in shared memory."""
+        return self.plain.is_shared()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the plain data, which the importer may write to; torch would export an address that is none.
+
+        Raises:
+            BufferError: It requires a gradient, as for any tensor: export `weight.detach()`.
+        """
+        if self.requires_grad:
+            raise BufferError("An FP8 weight that requires a gradient cannot be exported: export weight.detach().")
+        return self.plain.detach().__dlpack__(**options)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the plain data as an array that may be written to; torch has none for subclasses."""
+        return self.plain.detach().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.plain.tolist()
+
+    def __deepcopy__(self, memo: dict) -> "ShardedFloat8Weight":
+        """Copy data, gradient and attributes; torch would look for a storage of its own behind `data_ptr`."""
+        if id(self) not in memo:
+            twin = type(self)(self.plain.detach().clone(), copy.deepcopy(self.info, memo))
+            own = {name: value for name, value in vars(self).items() if name not in ("plain", "info")}
+            vars(twin).update(copy.deepcopy(own, memo))
+            twin.requires_grad_(self.requires_grad)
+            twin.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = twin
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a copy of a weight (an average, optimizer state) as the plain tensor that it holds.
+
+        Raises:
+            Fp8Error: It is a parameter: what is known about a weight belongs to this process.
+        """
+        if not isinstance(self, nn.Parameter):
+            return self.plain.__reduce_ex__(protocol)
+        raise Fp8Error(
+            "FP8 weights cannot be pickled with their model. Save model.state_dict(): it holds plain tensors."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show the high-precision values."""
+        return f"ShardedFloat8Weight({self.plain!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], WeightInfo]:
+        """Expose the plain tensor to the compiler."""
+        return ["plain"], self.info
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], info: WeightInfo, outer_size: Any, outer_stride: Any
+    ) -> "ShardedFloat8Weight":
+        """Rebuild from `__tensor_flatten__`."""
+        return ShardedFloat8Weight(inner["plain"], info)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: WeightInfo, present: WeightInfo) -> bool:
+        """Tell the compiler that compiled code depends on how a weight is scaled, and on nothing else of it."""
+        return traced.cast.grid == present.cast.grid
+
+    def _stable_hash_for_caching(self) -> str:
+        """Name what a compiled graph depends on besides the values: the same in every process."""
+        return tensor_subclass.stable_hash(self, repr(self.info.cast.grid), self.info.cast.decode)
+
+    # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run `func` on the plain tensors, count writes, and keep weights weights."""
+        kwargs = kwargs or {}
+        for written in tensor_subclass.written_tensors(func, args, kwargs):
+            if isinstance(written, cls):
+                written.info.writes += 1
+        # There is one, or torch would not have called this method.
+        source = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda weight: weight.plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        # An in-place operator returns the very tensor that it was called on, not the plain one under it.
+        if func._schema.is_mutable:
+            return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
+        if tensor_subclass.is_view(func) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
+            return _wrapped(result, source.info)
+        if (func in _MAKES_WEIGHT or func in _MOVES_WEIGHT) and result.is_floating_point():
+            return _wrapped(result, WeightInfo(source.info.cast, source.info))
+        return result
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Slot]:
+        """Return what this rank contributes: one uint8 buffer of codes, whatever the recipe.
+
+        The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on where it
+        happens and never on what this rank did to its weights: the others may not have done it, and would not answer.
+        A backward gathers the codes of its forward.
+
+        Args:
+            mesh: The ranks. FSDP2 has forms with more arguments; with this one short ranks can pad their own buffers.
+        """
+        if self.info.slot is None:
+            # on all ranks alike: the weight is gathered for the first time, or the model has left the meta device
+            ScaleSync.of_fsdp_root(find_root(lambda local: getattr(local, "info", None) is self.info)).first_gather()
+        slot: Any = self.info.slot
+        slot.sync.before_gather(slot)
+        if slot.writes != self.info.writes and not in_backward():
+            slot.cast_again(self.info.writes)
+        return (slot.quantized(self.plain) if slot.codes is None else slot.codes,), slot
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        slot: Slot,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Make the gathered weight of the codes of all ranks, or bring an existing one up to date."""
+        cast = slot.cast
+        target: Any = getattr(out, "_local_tensor", out)
+        if target is not None and not cast.decode:
+            target.scale = slot.scale  # the codes alias the buffer, which FSDP2 has filled
+            return None
+        fmt, tile = cast.grid.cast.fp8_format, cast.grid.tile
+        codes = unpad(all_gather_outputs[0], slot.region.full_shape, torch_dtype(fmt))
+        if not cast.decode:
+            # Nothing of its own to free: the codes are the gathered buffer, which FSDP2 frees itself.
+            return GatheredFloat8Weight(codes, slot.scale, fmt.name, param_dtype, tile), ()
+        plain = dispatch.dequantize(codes, slot.scale, fmt, param_dtype, tile)
+        if target is None:
+            # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
+            return plain, (plain,)
+        # Autograd may have saved it: FSDP2 restores the values, it does not modify them.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+            target.copy_(plain)
+        return None
+
+
+def _wrapped(result: Any, info: WeightInfo) -> Any:
+    """Return the tensors of a result as weights."""
+
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        return ShardedFloat8Weight(tensor, info) if tensor.is_floating_point() else tensor
+
+    if torch.is_inference_mode_enabled():
+        # A wrapper that is made here would be an inference tensor, which later training could not save.
+        with torch.inference_mode(False):
+            return pytree.tree_map_only(torch.Tensor, wrap, result)
+    return pytree.tree_map_only(torch.Tensor, wrap, result)
+
+
+# `torch.load(weights_only=True)` of state that names this class, without the user having to allow it
+torch.serialization.add_safe_globals([ShardedFloat8Weight])

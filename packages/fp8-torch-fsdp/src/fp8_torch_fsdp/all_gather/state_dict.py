@@ -1,0 +1,68 @@
+"""What checkpoints see of FP8 weights: plain tensors under the usual names, that need no package to load."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+from fp8_torch_fsdp.scales.delayed import DelayedScale
+
+
+def keep_state_dicts_plain(module: nn.Module) -> None:
+    """Make `module.state_dict()` hold plain tensors, and an assigning load keep FP8 weights what they are."""
+    # Once for each module: it may be converted again, or own several parameters that are gathered in FP8.
+    if not any(hook is _unwrap for hook in module._state_dict_hooks.values()):
+        module._register_state_dict_hook(_unwrap)
+        module.register_load_state_dict_pre_hook(_wrap_assigned)
+
+
+def forget_state_dict_hooks(module: nn.Module) -> None:
+    """Undo `keep_state_dicts_plain`."""
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            # torch wraps hooks that want the module in an object that has the function as `hook`.
+            if getattr(hook, "hook", hook) in (_unwrap, _wrap_assigned):
+                del hooks[key]
+
+
+def map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply `change` to a tensor, or to the local part of a DTensor."""
+    if isinstance(tensor, DTensor):
+        # The constructor: `from_local` is an autograd function, and would record this.
+        return DTensor(change(tensor._local_tensor), tensor._spec, requires_grad=tensor.requires_grad)
+    return change(tensor)
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a weight, or a DTensor of it, as a plain tensor that shares its memory."""
+    return map_local(tensor, lambda own: own.plain if isinstance(own, ShardedFloat8Weight) else own)
+
+
+def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    # of children too: parametrizations keep the weight there, pruning and old weight_norm under another name
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = f"{prefix}{name}"
+        if key in state_dict and state_dict[key] is not parameter:  # `keep_vars=True` asks for the parameter itself
+            state_dict[key] = plain_of(state_dict[key])
+
+
+def _wrap_assigned(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict, *rest: object
+) -> None:
+    """Wrap what `load_state_dict(assign=True)` is about to put in the place of FP8 weights."""
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        own = getattr(parameter, "_local_tensor", parameter)
+        key = f"{prefix}{name}"
+        if key in state_dict and isinstance(own, ShardedFloat8Weight):
+            # Bound as a default argument: a lambda would look `info` up when it is called, after the loop has gone on.
+            state_dict[key] = map_local(state_dict[key], lambda t, info=own.info: ShardedFloat8Weight(t, info))
+    weight = state_dict.get(f"{prefix}weight")
+    for scale in module.children():
+        # delayed scales are in no state dict of the model: they leave the meta device beside the weight
+        if isinstance(scale, DelayedScale) and scale.scale.is_meta and weight is not None and not weight.is_meta:
+            scale.to_empty(device=weight.device)

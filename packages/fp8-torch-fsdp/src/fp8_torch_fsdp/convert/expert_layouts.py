@@ -1,0 +1,107 @@
+"""`ExpertLayout`: how a module keeps the weights of its experts, and its forward in terms of grouped products.
+
+The experts of Transformers and of torchtitan are known; others are described by their users. Nothing is registered, and
+neither library is imported: their modules are told by the class that brings their forward.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8_torch_fsdp.layers.module import WeightLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout(WeightLayout):
+    """Where experts keep their weights, and how they compute.
+
+    Attributes:
+        forward: Called with the converted module and the inputs of its forward; returns what that returns. It calls
+            `module.grouped_product(name, x, offsets)` in the place of products with `module.name`.
+        weights: The names of the stacked parameters, [experts, out_features, in_features].
+        transposed: They are [experts, in_features, out_features] instead.
+        stacked: Always true.
+    """
+
+    stacked: bool = True
+
+
+def layout_of(module: nn.Module, own: Mapping[type, ExpertLayout]) -> ExpertLayout | None:
+    """Return the layout of a module of experts; None for any other module, and for experts that nobody described.
+
+    Args:
+        module: Any module.
+        own: Layouts of the user's classes.
+    """
+    if type(module) in own:
+        return own[type(module)]
+    forward: Any = type(module).forward
+    source = getattr(forward, "__globals__", {}).get("__name__")
+    # The forward that `use_experts_implementation` gives to a class: it leaves the work to a function that knows how
+    # the weights lie, as ours does.
+    if source == "transformers.integrations.moe":
+        first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+        transposed = bool(getattr(module, "is_transposed", False))
+        return ExpertLayout(forward=_transformers, weights=(first, "down_proj"), transposed=transposed)
+    if forward.__qualname__ == "GroupedExperts.forward" and str(source).startswith("torchtitan."):
+        names = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
+        if [name.partition("_")[0] for name in names] == ["w1", "w2", "w3"]:
+            return ExpertLayout(forward=_torchtitan, weights=tuple(names))
+    return None
+
+
+def _transformers(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute what an experts implementation of Transformers has to: the weighted sum of each token's experts."""
+    chosen = top_k_index.reshape(-1)
+    ids, order = torch.sort(chosen, stable=True)
+    of_experts = torch.arange(experts.num_experts, dtype=ids.dtype, device=ids.device)
+    # Tokens of experts on other ranks have ids from `num_experts` on, and so come behind the last offset.
+    offsets = torch.searchsorted(ids, of_experts, right=True, out_int32=True)
+    bias_of = ids.clamp(max=experts.num_experts - 1)
+
+    def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
+        y = experts.grouped_product(name, x, offsets)
+        return y + getattr(experts, f"{name}_bias")[bias_of].to(y.dtype) if experts.has_bias else y
+
+    up, down = experts.fp8_layout.weights
+    hidden = multiplied(up, hidden_states[order // top_k_index.shape[-1]])
+    hidden = experts._apply_gate(hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
+    output = multiplied(down, hidden)
+    if getattr(experts, "has_post_expert_norm", False):
+        output = experts.post_expert_norm(output)
+    weights = top_k_weights.reshape(-1)
+    if getattr(experts, "_is_expert_parallel", False):
+        # what is not computed here must not reach the router either
+        weights = weights.masked_fill(chosen >= experts.num_experts, 0)
+    # back in the order of tokens, so that a sum in a fixed order takes the place of additions by index
+    output = output[torch.argsort(order)] * weights[:, None]
+    return output.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _torchtitan(experts: Any, x: torch.Tensor, tokens_of_experts: torch.Tensor) -> torch.Tensor:
+    """Compute what the forward of torchtitan's `GroupedExperts` computes, in the dtype of `x`."""
+    offsets = tokens_of_experts.cumsum(0, dtype=torch.int32)
+    gate, down, up = experts.fp8_layout.weights
+    hidden = F.silu(experts.grouped_product(gate, x, offsets)) * experts.grouped_product(up, x, offsets)
+    return experts.grouped_product(down, hidden, offsets)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is Transformers' `Conv1D`, with the forward of that class."""
+    forward: Any = type(module).forward
+    return forward.__qualname__ == "Conv1D.forward" and forward.__module__ == "transformers.pytorch_utils"
+
+
+def _conv1d(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    y = layer.own_weight_matmul("weight", x)
+    return y + layer.bias.to(y.dtype)
+
+
+CONV1D = WeightLayout(forward=_conv1d, transposed=True)
+"""The linear layer of GPT-2, whose weight Transformers keeps transposed."""

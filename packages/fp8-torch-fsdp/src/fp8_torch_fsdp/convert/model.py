@@ -1,0 +1,241 @@
+"""`convert_to_float8_training` and `unconvert`."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_common import Fp8Error, Recipe
+from fp8_common.torch.sharding.fsdp import shards
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
+from fp8_torch_fsdp.all_gather.state_dict import map_local
+from fp8_torch_fsdp.config import TORCHAO_OPTIONS, Float8LinearConfig
+from fp8_torch_fsdp.convert import fast_path
+from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
+from fp8_torch_fsdp.convert.filters import ModuleSelection
+from fp8_torch_fsdp.convert.heads import tied_heads
+from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
+from fp8_torch_fsdp.convert.report import float8_conversion_report
+from fp8_torch_fsdp.convert.routers import routers as find_routers
+from fp8_torch_fsdp.convert.select import other_weights, select, why_left
+from fp8_torch_fsdp.layers.experts import Float8Conv1D, Float8Experts
+from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.layers.module import Float8Module, scale_name, to_fp8, to_original
+from fp8_torch_fsdp.scales.delayed import delayed_scales
+from fp8_torch_fsdp.scales.sync import forget_sync, synchronize_before_forward
+from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
+
+logger = logging.getLogger(__name__)
+
+NO_EXPERTS: Mapping[type, ExpertLayout] = {}
+
+
+def convert_to_float8_training(
+    model: nn.Module,
+    *,
+    config: Float8LinearConfig | None = None,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
+    module_filter_fn: ModuleSelection = None,
+    experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
+    routers: bool = False,
+    heads: bool = False,
+    **others: Any,
+) -> nn.Module:
+    """Turn the linear layers and the stacked experts of `model` into FP8 ones, in place, before `fully_shard`.
+
+    Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
+    (`lora_A` and the like) stay in high precision, and so does an output head whose weight is an embedding's too. One
+    line, logged as a warning on rank 0 so that it is seen, says what was converted and left, and names output heads;
+    `float8_conversion_report` says it again.
+
+    Args:
+        model: Any module, a linear layer too.
+        config: How to cast and gather; or
+        recipe: a recipe instead: a name ("tensorwise" by default), a `Recipe`, or its dictionary.
+        module_filter_fn: Called with (layer, fully qualified name); False leaves the layer as it is. Or `Rules`, by
+            the names of layers, which may give each layer a recipe of its own. Modules of experts are asked about like
+            layers.
+        experts: How other classes of experts keep their weights and compute.
+        routers: Convert what chooses the experts of each token too, which stays in high precision by default.
+        heads: Convert linear layers whose weight is an embedding's too: their matmuls run in FP8, their weight is
+            gathered in high precision, as the embedding needs it.
+        **others: None. Options of torchao raise an error that says what they are called here.
+
+    Returns:
+        `model`. Its modules stay the same objects, of a class that is also their former one. Weights that are gathered
+        in FP8 become new parameters, with the gradient, hooks and attributes of the old ones: make the optimizer
+        afterwards.
+
+    Raises:
+        TypeError: An option that neither this function nor torchao has.
+        Fp8Error: torchao's options or configuration, contradictory choices, a layer already sharded, a parametrized
+            layer that the filter does not leave out, a weight that an earlier call has replaced elsewhere, experts of
+            another form than their layout says, or a model without anything to convert.
+    """
+    _refuse_options(others)
+    config = _choose(config, recipe)
+    wide = {} if routers else dict.fromkeys(find_routers(model, experts), "a router, which chooses experts")
+    if not heads:
+        reason = "an output head whose weight is an embedding's (heads=True converts it)"
+        wide |= dict.fromkeys(tied_heads(model), reason)
+    chosen, left = select(model, module_filter_fn, config, experts, wide)
+    if not chosen:
+        done = sum(isinstance(module, Float8Module) for module in model.modules())
+        why = f" {done} are FP8 layers already." if done else why_left(left)
+        why += other_weights(model)
+        raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
+    if any(shard.module in chosen for shard in shards(model)):
+        raise Fp8Error(
+            "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
+            "Convert first, then shard."
+        )
+    users = _users_of_weights(model)
+    if config.all_gather:
+        for name, parameter in model.named_parameters():
+            if users[id(parameter)][0] in chosen:
+                refuse_replaced(parameter, name)
+    for module, own in chosen.items():
+        _convert(module, own, experts)
+    if config.all_gather:
+        _wrap_weights(list(chosen), users)
+    for module in model.modules():
+        fast_path.turn_off(module, chosen)
+    # Only delayed scaling has state of its own that has to be brought up to date before a forward.
+    if delayed_scales(model):
+        synchronize_before_forward(model)
+    _log(model, chosen, left)
+    return model
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Turn FP8 layers and experts back into what they were, in place. Call it on models that are not sharded.
+
+    Returns:
+        `model`, with plain weights that share the storage of the FP8 layers' weights. Ties, hooks, subclasses,
+        attributes and gradients are those of the FP8 layers.
+
+    Raises:
+        Fp8Error: The model is sharded; save a state dict and load it into a new model instead.
+    """
+    converted = [module for module in model.modules() if isinstance(module, Float8Module)]
+    if any(hasattr(module._parameters.get(name), "_local_tensor") for module in converted for name in module.fp8):
+        raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
+    for module in converted:
+        for name in module.fp8:
+            refuse_replaced(module._parameters[name], name)
+    plain: dict[int, tuple[Any, nn.Parameter]] = {}
+    forget_sync(model)
+    for module in converted:
+        for name in module.fp8:
+            weight: Any = module._parameters[name]
+            if isinstance(weight, ShardedFloat8Weight):
+                if id(weight) not in plain:
+                    # the old one too, so that no other parameter gets its id
+                    plain[id(weight)] = weight, replaced_by(weight, weight.plain, "unconvert")
+                module._parameters[name] = plain[id(weight)][1]
+        to_original(module)
+    for module in model.modules():
+        fast_path.restore(module)
+    return model
+
+
+def _refuse_options(others: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that are not ours; say what those of torchao's configuration are called here."""
+    for name in others:
+        if name not in TORCHAO_OPTIONS and name not in Float8LinearConfig.__dataclass_fields__:
+            raise TypeError(f"convert_to_float8_training() got an unexpected keyword argument {name!r}")
+    if others:
+        advice = [
+            f"{name}: {TORCHAO_OPTIONS.get(name, f'use config=Float8LinearConfig({name}=...)')}" for name in others
+        ]
+        raise Fp8Error(f"convert_to_float8_training takes no options of a configuration itself. {'; '.join(advice)}.")
+
+
+def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:
+    if config is not None and recipe is not None:
+        raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
+    if config is not None and not isinstance(config, Float8LinearConfig):
+        advice = "Make one of those"
+        if isinstance(config, str | Recipe | Mapping):
+            advice = f"Pass recipe={config!r}"
+        elif type(config).__module__.startswith("torchao."):
+            advice = (
+                "Leave config out for torchao's defaults with FP8 all-gather, which is on here, pass recipe= with "
+                "torchao's name of a recipe, or import Float8LinearConfig from fp8_torch_fsdp"
+            )
+        raise Fp8Error(
+            f"config must be a fp8_torch_fsdp.Float8LinearConfig, got {type(config).__module__}."
+            f"{type(config).__qualname__}. {advice}."
+        )
+    return config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
+
+
+def _convert(module: nn.Module, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]) -> None:
+    """Change the class of one module."""
+    if isinstance(module, nn.Linear):
+        layer = Float8Linear.from_linear(module, config)
+        if isinstance(layer.weight, DTensor):
+            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
+    elif is_conv1d(module):
+        to_fp8(module, Float8Conv1D, CONV1D, config)
+    elif (layout := layout_of(module, experts)) is not None:
+        to_fp8(module, Float8Experts, layout, config)
+
+
+def _users_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the modules that have each parameter, by its id: all are alive through the model during the call."""
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), []).append(module)
+    return users
+
+
+def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[nn.Module]]) -> None:
+    """Wrap each weight that FP8 modules alone use; modules that share a weight share its wrapper and its scale.
+
+    Args:
+        converted: The modules whose class has changed.
+        users: The modules that have each parameter.
+    """
+    wrapped: dict[int, tuple[nn.Parameter, nn.Parameter, Any]] = {}
+    for module in converted:
+        for name, matmul in module.fp8.items():
+            weight = module._parameters[name]
+            # Another kind of layer that uses it would multiply by rounded values.
+            if not all(user in converted for user in users[id(weight)]):
+                logger.info("FP8: a weight shared with other layers is gathered in high precision.")
+                continue
+            if id(weight) not in wrapped:
+                info = WeightInfo(matmul.weight_cast)
+                data = map_local(weight.detach(), lambda own, info=info: ShardedFloat8Weight(own.detach(), info))
+                new = replaced_by(weight, data, "convert_to_float8_training")
+                wrapped[id(weight)] = weight, new, matmul
+            _, new, first = wrapped[id(weight)]
+            if first.config.weight != matmul.config.weight:
+                raise Fp8Error(
+                    f"Layers share a weight and cast it in different ways: {first.config.weight} and "
+                    f"{matmul.config.weight}. Convert both with one recipe."
+                )
+            # Not by `setattr`, which runs the registration hooks of the process.
+            module._parameters[name] = new
+            if first.weight_cast.delayed is not None and first is not matmul:
+                matmul.weight_cast, matmul.scales["weight"] = first.weight_cast, first.weight_cast.delayed
+                setattr(module, scale_name(module, "weight", name), first.weight_cast.delayed)
+
+
+def _log(model: nn.Module, converted: Collection[nn.Module], left: Mapping[str, str]) -> None:
+    """Say on rank 0 what was converted, as a warning, because nobody sees logging.INFO; the names of others as INFO."""
+    logger.info("FP8:%s", why_left(left) or " every linear layer was converted.")
+    experts = sum(isinstance(module, Float8Experts) for module in converted)
+    what = f"{len(converted) - experts} linear layers" + f" and {experts} modules of experts" * bool(experts)
+    if delayed_scales(model):
+        what += " with delayed scaling, whose state DelayedState(model) saves"
+    # Before the first process group only the launcher knows the rank.
+    rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
+    # A layer that is converted alone is one of many.
+    seen = rank == 0 and model not in converted
+    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, float8_conversion_report(model).headline)

@@ -1,0 +1,50 @@
+"""Parameters that take the place of others: what users attached to one goes with it."""
+
+import torch
+from torch import nn
+
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding.replaced import MARK, mark_replaced
+
+_OWN = {"plain", "info", MARK}
+"""What belongs to an FP8 wrapper, and what says what became of the old parameter."""
+
+
+def replaced_by(parameter: torch.Tensor, data: torch.Tensor, call: str) -> nn.Parameter:
+    """Return a parameter of `data` in the place of `parameter`, with its gradient, hooks and attributes.
+
+    Args:
+        parameter: The one that the model holds until now. An optimizer that steps it raises from now on.
+        data: What the new one holds; its values are those of `parameter`.
+        call: The call that replaces it, for errors.
+    """
+    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if name not in _OWN:
+            setattr(new, name, value)
+    # set on the parameter itself and not in its `__dict__`, so not among the attributes above
+    new.grad = parameter.grad
+    for attached in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        # the dictionary itself: handles that users hold still remove their hooks
+        if getattr(parameter, attached, None):
+            setattr(new, attached, getattr(parameter, attached))
+    mark_replaced(parameter, call)
+    return new
+
+
+def refuse_replaced(parameter: torch.Tensor | None, name: str) -> None:
+    """Refuse a weight whose place in another module was given to a new one: the two would not be tied any more.
+
+    Args:
+        parameter: A weight that is about to be converted.
+        name: Its name, for the error.
+
+    Raises:
+        Fp8Error: An earlier call has replaced it elsewhere.
+    """
+    call = getattr(parameter, MARK, None)
+    if call is not None:
+        raise Fp8Error(
+            f"{name} is shared with a layer for which {call} has made a new weight in an earlier call, so the two are "
+            "no longer one. Convert the module that holds both in one call."
+        )

@@ -1,0 +1,73 @@
+"""Routers: what chooses the experts of each token, told by its place and its number of outputs.
+
+They stay in high precision by default. Rounded logits change the choice, which nothing later can repair, and a router
+is about a thousandth of the experts' weights.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout, layout_of
+from fp8_torch_fsdp.layers.experts import Float8Experts
+
+_LEVELS = 2
+"""How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
+
+
+def routers(model: nn.Module, own: Mapping[type, ExpertLayout]) -> set[nn.Module]:
+    """Return the modules whose weight [experts, features] chooses among experts, or [1, features] weighs shared ones.
+
+    Args:
+        model: Any model.
+        own: Layouts of the user's classes of experts.
+    """
+    modules = dict(model.named_modules())
+    found: set[nn.Module] = set()
+    for name, module in modules.items():
+        count = _experts_in(name, module, own)
+        if count < 2:
+            continue
+        above = name
+        for _ in range(_LEVELS if name else 0):
+            above = above.rpartition(".")[0]
+            beside = [
+                other
+                for other in modules[above].modules()
+                if _out_features(other) in (count, 1) and other not in set(module.modules())
+            ]
+            found |= set(beside)
+            if above == "" or any(_out_features(other) == count for other in beside):
+                break  # further above are other layers, which may have as many outputs by chance
+    return found
+
+
+def _experts_in(name: str, module: nn.Module, own: Mapping[type, ExpertLayout]) -> int:
+    """Return how many experts a module holds; 0 if it is no such module."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) if "expert" in name.rpartition(".")[2] else 0
+    layout = module.fp8_layout if isinstance(module, Float8Experts) else layout_of(module, own)
+    if layout is None:
+        stacks = list(stacked_parameters(module))
+        return stacks[0].shape[0] if stacks else 0
+    weight = module._parameters.get(layout.weights[0])
+    return 0 if weight is None else weight.shape[0]
+
+
+def stacked_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Return a module's own parameters that look like stacks of matrices: three dimensions, and no convolution."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return
+    for parameter in module._parameters.values():
+        if parameter is None or is_lazy(parameter) or parameter.ndim != 3 or not parameter.is_floating_point():
+            continue
+        if min(parameter.shape) > 1:  # [1, n, features] are positions and queries that are learned
+            yield parameter
+
+
+def _out_features(module: nn.Module) -> int:
+    weight = module._parameters.get("weight")
+    if weight is None or is_lazy(weight) or weight.ndim != 2 or isinstance(module, nn.Embedding):
+        return 0
+    return weight.shape[0]

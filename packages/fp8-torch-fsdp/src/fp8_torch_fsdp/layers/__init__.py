@@ -1,0 +1,1 @@
+"""FP8 layers: what a module becomes when it is converted."""

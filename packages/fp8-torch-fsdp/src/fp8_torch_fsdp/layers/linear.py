@@ -1,0 +1,74 @@
+"""`Float8Linear`: a linear layer that computes in FP8."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common.torch.plugin import GatheredFloat8Weight
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.layers.module import Float8Module, WeightLayout, to_fp8
+from fp8_torch_fsdp.scales.delayed import DelayedScale
+
+
+class Float8Linear(Float8Module, nn.Linear):
+    """A linear layer whose three matmuls run in FP8.
+
+    Made by `convert_to_float8_training`. Under FSDP2 its weight arrives as FP8 codes; without, it is cast in the
+    forward. Parameters, gradients and state dicts are those of `nn.Linear`.
+
+    Attributes:
+        fp8_input: The state of delayed scaling of the input; None for other scaling.
+        fp8_weight: That of the weight.
+        fp8_grad_output: That of the gradient of the output.
+    """
+
+    fp8_input: DelayedScale | None
+    fp8_weight: DelayedScale | None
+    fp8_grad_output: DelayedScale | None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, config: Float8LinearConfig) -> "Float8Linear":
+        """Turn `linear` into a Float8Linear, in place, and return it.
+
+        Args:
+            linear: The layer; weight [out_features, in_features] in float32, bfloat16 or float16.
+            config: How to cast and gather.
+        """
+        to_fp8(linear, cls, LINEAR, config)
+        layer: Any = linear
+        return layer
+
+    @property
+    def config(self) -> Float8LinearConfig:
+        """How to cast and gather."""
+        return self.fp8_config
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return input @ weight.T + bias.
+
+        Args:
+            input: [..., in_features], float32, bfloat16 or float16.
+
+        Returns:
+            [..., out_features] in the dtype of `input` (the autocast dtype under autocast).
+
+        Raises:
+            Fp8Error: The last dimension is not `in_features`, or the weight is distributed in an unknown way.
+        """
+        return self.distribution.forward(self, input)
+
+    def extra_repr(self) -> str:
+        """Show what differs from `nn.Linear`."""
+        local = getattr(self.weight, "_local_tensor", self.weight)
+        # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
+        codes = isinstance(local, ShardedFloat8Weight | GatheredFloat8Weight) or hasattr(self.distribution, "wire")
+        gathered = "fp8" if codes and self.config.all_gather else "high precision"
+        cast = self.config.weight
+        own = nn.Linear.extra_repr(self)
+        return f"{own}, fp8={cast.scaling} {cast.granularity} {cast.format}, all_gather={gathered}"
+
+
+LINEAR = WeightLayout(forward=Float8Linear.forward)
+"""The layout of `nn.Linear`."""

@@ -1,0 +1,336 @@
+"""`Float8Module`: a module whose matmuls with some of its parameters run in FP8, made by changing its class in place.
+
+What a module exchanges with other ranks is its `Distribution`, the one way to extend it: FSDP2 needs none, tensor
+parallelism and `fully_shard_traceable` bring their own.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.plugin import GatheredFloat8Weight, LinearConfig, LinearOperands, Operand, WeightAccess
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.layers.rebind import rebind
+from fp8_torch_fsdp.scales.delayed import DelayedScale
+from fp8_torch_fsdp.scales.weight_cast import WeightCast
+
+OPERANDS = ("input", "weight", "grad_output")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightLayout:
+    """Where a module keeps its weights, and how it computes.
+
+    Attributes:
+        forward: Called with the converted module and the inputs of its forward; returns what that returns.
+        weights: The names of the parameters, [..., out_features, in_features].
+        transposed: They are [..., in_features, out_features] instead.
+        stacked: They are stacks, [experts, ...].
+    """
+
+    forward: Callable[..., Any]
+    weights: tuple[str, ...] = ("weight",)
+    transposed: bool = False
+    stacked: bool = False
+
+
+class Distribution(WeightAccess):
+    """How a module works with its parameters: by default it has them whole when it computes.
+
+    Under FSDP2 too, which gathers before the forward and before the backward. As a `WeightAccess` it says where the
+    matmuls get the weight from.
+    """
+
+    # read-only, because all modules share it
+    parts: Mapping[str, Any] = MappingProxyType({})
+    """What `WeightCast.whole` has to know about the parts of a weight that other ranks hold."""
+
+    def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
+        """Return the output of a linear layer for `input`; see `Float8Linear.forward`."""
+        if isinstance(layer.weight, DTensor):
+            raise Fp8Error(
+                "Float8Linear cannot compute with this distributed weight. Make layers tensor-parallel with "
+                "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
+            )
+        return with_bias(layer.fp8_matmul("weight", input, layer.weight), layer.bias)
+
+    def keeps_operand(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is one that is gathered in FP8, and at hand without a gather: nobody frees it.
+
+        Compilers choose themselves what they keep.
+        """
+        return isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
+
+    def __deepcopy__(self, memo: dict) -> "Distribution":
+        """A copied layer works with the same ranks."""
+        return self
+
+
+class _Transposed(Distribution):
+    """Weights [..., in_features, out_features] at hand; so is their gradient."""
+
+    def finish_gradient(self, layer: LinearOperands, started: torch.Tensor) -> torch.Tensor:
+        """Return the gradient as the weight lies."""
+        return started.mT
+
+
+WHOLE = Distribution()
+"""The distribution of modules that have their whole parameters when they compute; it has no state."""
+TRANSPOSED = _Transposed()
+"""The same for weights that are stored transposed."""
+
+
+class WeightMatmul(LinearOperands):
+    """The three matmuls of one weight, or of one stack of weights.
+
+    Args:
+        config: How to cast and multiply.
+        layout: How the weight lies.
+        scales: The state of delayed scaling of the operands that have it, for each expert of a stack.
+
+    Attributes:
+        config: As given.
+        scales: As given.
+        weight_cast: How the weight is scaled.
+        parts: What `WeightCast.whole` has to know about parts that other ranks hold.
+        watcher: Called by a `Float8Monitor` with operand name, matrix and its FP8 form; None costs nothing.
+    """
+
+    def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale]) -> None:
+        self.config, self.scales = config, scales
+        self.stacked, self.transposed = layout.stacked, layout.transposed
+        self.contracted = -2 if layout.transposed else -1
+        self.parts: Mapping[str, Any] = MappingProxyType({})
+        self.watcher: Callable[[str, torch.Tensor, Operand], None] | None = None
+        self.weight_cast: WeightCast = WeightCast.of(
+            config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
+        )
+
+    def __deepcopy__(self, memo: dict) -> "WeightMatmul":
+        """Copy with the scales of the copied module; a monitor stays with the first."""
+        scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
+        layout = WeightLayout(forward=_unused, stacked=self.stacked, transposed=self.transposed)
+        twin = WeightMatmul(self.config, layout, scales)
+        twin.parts = self.parts
+        return twin
+
+    def scale_state(self, name: str) -> DelayedScale | None:
+        """Return the state of delayed scaling of "input" or "grad_output"; None without it."""
+        return self.scales.get(name)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a `Float8Monitor` is attached."""
+        return self.watcher is not None
+
+    def observe(self, name: str, x: torch.Tensor, operand: Operand) -> None:
+        """Hand an operand to the monitor."""
+        if self.watcher is not None:
+            self.watcher(name, x, operand)
+
+    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
+        """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now."""
+        if isinstance(weight, GatheredFloat8Weight):
+            operand = Operand.of(weight)
+        else:
+            plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
+            made = self.weight_cast.whole(plain, record=record, **self.parts)
+            operand = Operand.of_cast(made, self.config.weight.fp8_format, self.weight_cast.grid.tile)
+        if self.stacked and self.config.weight.granularity == "tensorwise":
+            # one scale for each expert, or the constant of all
+            own = operand.scale_inv.reshape(-1).expand(weight.shape[0])
+            operand = dataclasses.replace(operand, scale_inv=own)
+        return operand.transposed() if self.transposed else operand
+
+
+class Float8Module(nn.Module):
+    """A module whose matmuls with some of its parameters run in FP8.
+
+    Of the module's class, it is an instance too. Under FSDP2 the weights arrive as FP8 codes, which the matmuls take as
+    they are. Parameters, gradients, hooks and state dicts are those of the module.
+
+    Attributes:
+        fp8: The matmuls of each weight, by its name.
+        fp8_config: How to cast and gather.
+        fp8_layout: Where the weights are, and the forward.
+        distribution: What the module exchanges with other ranks.
+    """
+
+    fp8: dict[str, WeightMatmul]
+    fp8_config: Float8LinearConfig
+    fp8_layout: WeightLayout
+    distribution: Distribution
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return what the forward of the original class returns for these inputs, with matmuls in FP8."""
+        return self.fp8_layout.forward(self, *inputs, **options)
+
+    @property
+    def records(self) -> bool:
+        """Whether a forward now is one that delayed scaling observes."""
+        # An evaluation must not move the scales of training.
+        return self.training and torch.is_grad_enabled()
+
+    def fp8_matmul(
+        self, name: str, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x @ weight.T in FP8; of rows in groups, with offsets, with the weight of each row's group.
+
+        Args:
+            name: The weight's name.
+            x: [..., in_features].
+            weight: The weight in any state, or this rank's part of it.
+            offsets: Where the rows of each group end.
+        """
+        return self.fp8[name].product(x, weight, access=self.distribution, record=self.records, offsets=offsets)
+
+    def distribute(self, distribution: Distribution) -> None:
+        """Let the module exchange with other ranks what `distribution` says."""
+        self.distribution = distribution
+        for matmul in self.fp8.values():
+            matmul.parts = distribution.parts
+
+    def own_weight_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `fp8_matmul` with a weight of the layout as it is now.
+
+        Raises:
+            Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
+                gathered.
+        """
+        if name not in self.fp8:
+            raise Fp8Error(f"{name!r} is no weight of this module: its layout names {list(self.fp8)}.")
+        weight = getattr(self, name)
+        if isinstance(weight, DTensor):
+            raise Fp8Error(
+                f"The weight {name} of {type(self).__name__} is distributed and not gathered. Call the model through "
+                "the module that fully_shard was applied to; what another framework has distributed cannot be computed "
+                "in FP8."
+            )
+        return self.fp8_matmul(name, x, weight, offsets)
+
+    def extra_repr(self) -> str:
+        """Show how the weights are cast."""
+        cast = self.fp8_config.weight
+        each = " for each expert" * self.fp8_layout.stacked
+        return f"{', '.join(self.fp8)}, fp8={cast.scaling} {cast.granularity} {cast.format}{each}"
+
+
+_ADDED = ("fp8", "fp8_config", "fp8_layout", "distribution")
+"""What a converted module has more than before, besides delayed scales."""
+
+
+def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: Float8LinearConfig) -> None:
+    """Turn a module into an instance of `cls`, in place.
+
+    Args:
+        module: It has the parameters that the layout names.
+        cls: What it becomes, besides what it is.
+        layout: How the weights lie, and the forward.
+        config: How to cast and gather.
+
+    Raises:
+        Fp8Error: A weight is missing or has another number of dimensions or experts, or the class cannot be changed.
+    """
+    _check(module, layout)
+    before = type(module)
+    try:
+        module.__class__ = _fp8_class(cls, before)
+    except TypeError as error:
+        raise Fp8Error(
+            f"{before.__name__} does not let its class be changed ({error}). Leave it out with module_filter_fn."
+        ) from error
+    rebind(module, before)
+    module.fp8_config, module.fp8_layout = config, layout
+    module.fp8 = {}
+    for name in layout.weights:
+        weight = module._parameters[name]
+        scales = {}
+        for operand in OPERANDS:
+            state = _delayed(getattr(config, operand), config, operand, weight, stacked=layout.stacked)
+            # of linear layers without the weight's name, and None where nothing is delayed
+            setattr(module, scale_name(module, operand, name), state)
+            if state is not None:
+                scales[operand] = state
+        module.fp8[name] = WeightMatmul(config, layout, scales)
+    module.distribute(TRANSPOSED if layout.transposed else WHOLE)
+    keep_state_dicts_plain(module)
+
+
+def to_original(module: Any) -> None:
+    """Undo `to_fp8`; the weights stay what they are."""
+    after = type(module)
+    for name in module.fp8:
+        for operand in OPERANDS:
+            delattr(module, scale_name(module, operand, name))
+    for name in _ADDED:
+        delattr(module, name)
+    module.__class__ = original_class(after)
+    rebind(module, after)
+    forget_state_dict_hooks(module)
+
+
+def scale_name(module: nn.Module, operand: str, weight: str) -> str:
+    """Return the attribute of a module that holds the delayed scale of an operand."""
+    return f"fp8_{operand}" if isinstance(module, nn.Linear) else f"fp8_{operand}_{weight}"
+
+
+def original_class(cls: type) -> Any:
+    """Return the class that a module had before it was converted."""
+    # (made class, Float8Linear, Float8Module, original, ...): the first that is not FP8
+    return next(base for base in cls.__mro__ if not issubclass(base, Float8Module))
+
+
+def with_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `output` [..., features] plus the bias in its dtype."""
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+@cache
+def _fp8_class(cls: type[Float8Module], original: type[nn.Module]) -> type[Float8Module]:
+    """Return `cls`, or a class that is also an `original`, for what users' classes add."""
+    # The same class for all modules of a kind (cached): type checks and compiled code then see one.
+    if issubclass(cls, original):
+        return cls
+    return type(f"Float8{original.__name__}", (cls, original), {"__module__": original.__module__})
+
+
+def _delayed(
+    cast: CastRecipe, config: Float8LinearConfig, operand: str, weight: torch.Tensor, *, stacked: bool
+) -> DelayedScale | None:
+    """Return the state of delayed scaling of an operand, of each expert of a stack; None for other scaling."""
+    if cast.scaling != "delayed":
+        return None
+    return DelayedScale(
+        cast,
+        initial=config.delayed.initial if config.delayed else "dynamic",
+        device=weight.device,
+        count=weight.shape[0] if stacked else None,
+        weight=operand == "weight",
+    )
+
+
+def _check(module: nn.Module, layout: WeightLayout) -> None:
+    name = type(module).__name__
+    shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}
+    dimensions = 3 if layout.stacked else 2
+    whole = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
+    if layout.stacked and (not whole or len({shape[0] for shape in shapes.values() if shape}) != 1):
+        whole = False
+    if not whole and not isinstance(module, nn.Linear):
+        found = ", ".join(f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
+        wanted = "[experts, ...] of three dimensions for the same experts" if layout.stacked else "of two dimensions"
+        raise Fp8Error(f"{name} cannot be converted: its layout names weights {wanted}, got {found}.")
+
+
+def _unused(*inputs: Any) -> None:
+    """Stand for a forward where none is called."""

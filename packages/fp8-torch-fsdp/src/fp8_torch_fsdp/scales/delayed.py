@@ -1,0 +1,317 @@
+"""`DelayedScale`: delayed scaling of one operand, in plain buffers that are read without a Python branch.
+
+Within a step every use of an operand records its amax (a maximum, so recomputation counts once). The ranks combine what
+they recorded, and once per optimizer step the histories roll and give the next scales (`scales.sync`).
+
+Nothing here asks who wrote to a weight: its scale is used while it fits the amax of now.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.plugin import delayed_ops, dispatch
+from fp8_common.torch.sharding.fsdp import in_backward
+from fp8_torch_fsdp.scales.stale import nan_if_stale
+
+UNOBSERVED = delayed_ops.UNOBSERVED
+BUFFERS = ("scale", "history", "ready", "observed", "late")
+
+
+class DelayedScale(nn.Module):
+    """The scale of one operand under delayed scaling, or those of an operand of each of `count` experts.
+
+    Experts have a leading dimension in every buffer and in every amax: [count] is a scalar below. The buffers are no
+    part of the model's state dict; `DelayedState` saves them.
+
+    Args:
+        cast: Format and policy; `cast.policy.history` is the window.
+        initial: "dynamic" takes the scale of the first step from the operand itself; "one" starts with 1.0.
+        device: Where the buffers are.
+        count: The number of experts; None for one operand.
+        weight: The operand is a weight, whose amax is known in every forward: with `initial="dynamic"` its scale is the
+            dynamic one wherever that of earlier steps clips more than the format rounds, or leaves half of the range
+            unused.
+
+    Attributes:
+        shape: (count,), or ().
+        scale: float32 scalar used in this step.
+        history: float32 [window]; slot 0 is the newest.
+        ready: bool scalar, whether `scale` comes from an observation that is not 0.
+        observed: int32 scalar, bits of the largest finite amax since the last roll, or UNOBSERVED.
+        late: bool scalar, whether an optimizer step came before the synchronization of what was observed.
+        sync: The `ScaleSync` that rolls it; None before any has taken it.
+        settled: Whether the host knows that it is ready.
+    """
+
+    scale: torch.Tensor
+    history: torch.Tensor
+    ready: torch.Tensor
+    observed: torch.Tensor
+    late: torch.Tensor
+    sync: Any
+
+    def __init__(
+        self,
+        cast: CastRecipe,
+        *,
+        initial: str = "dynamic",
+        device: torch.device | None = None,
+        count: int | None = None,
+        weight: bool = False,
+    ) -> None:
+        super().__init__()
+        if cast.policy.history < 1:
+            raise Fp8Error(f"Delayed scaling needs a policy with history >= 1, got {cast.policy.history}.")
+        self.cast, self.initial, self.shape = cast, initial, () if count is None else (count,)
+        self.must_fit = weight and initial == "dynamic"
+        self.sync, self.settled = None, False
+        # dtypes are given: torch.set_default_dtype must not decide about scales
+        for name, shape, dtype in (
+            ("scale", self.shape, torch.float32),
+            ("history", (*self.shape, cast.policy.history), torch.float32),
+            ("ready", self.shape, torch.bool),
+            ("observed", self.shape, torch.int32),
+            ("late", self.shape, torch.bool),
+        ):
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forget everything."""
+        self.settled = False
+        for name, value in zip(BUFFERS, (1, 0, self.initial != "dynamic", UNOBSERVED, False), strict=True):
+            getattr(self, name).fill_(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the sync, which belongs to one model in one process."""
+        return {**self.__dict__, "sync": None}
+
+    @property
+    def count(self) -> int:
+        """The number of scales."""
+        return self.shape[0] if self.shape else 1
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "DelayedScale":
+        """Move, but keep the dtypes under `model.to(dtype)`, and start anew where buffers leave the meta device."""
+        was_meta = self.scale.is_meta
+
+        def move(buffer: torch.Tensor) -> torch.Tensor:
+            moved = fn(buffer)
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+
+        super()._apply(move, recurse)
+        if was_meta and not self.scale.is_meta:
+            self.reset_parameters()
+        return self
+
+    @property
+    def always_ready(self) -> bool:
+        """Whether the scale is known before the operand is: cast and amax are one pass."""
+        return self.initial != "dynamic" or (self.settled and not self.must_fit)
+
+    def usable(self, dynamic: torch.Tensor) -> torch.Tensor:
+        """Return whether `scale` is the one to use where the operand's own amax would give float32 `dynamic`."""
+        return fitting(self.ready, self.scale, dynamic, [self]) if self.must_fit else self.ready
+
+    def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
+
+        Args:
+            amax: That of the operand.
+            record: Whether to record it.
+            present: Bool [count], which experts have an operand at all; None for every one.
+
+        Raises:
+            RuntimeError: An optimizer step came after the last observation and nobody synchronized; on a GPU the scale
+                is NaN then.
+        """
+        scale = self.scale
+        if self._must_be_synchronized(record):
+            scale = nan_if_stale(
+                scale,
+                self.late.any() if self.shape else self.late,
+                "A delayed FP8 scale was not synchronized after the last optimizer step. Call the model through its "
+                "root, or call synchronize_scales(model) once per step.",
+            )
+        if record:
+            self.observe(amax, present)
+        if self.always_ready:
+            return scale.clone()  # the buffer itself changes with the next step
+        # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
+        dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        return torch.where(self.usable(dynamic), scale, dynamic)
+
+    def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `current` and its reciprocal, both float32 scalars, if `always_ready`: one launch on a GPU."""
+        if dispatch.launches(amax):
+            late = self.late if self._must_be_synchronized(record) else None
+            with torch.no_grad():
+                return dispatch.delayed_current(self.scale, late, self.observed if record else None, amax)
+        scale = self.current(amax, record)
+        return scale, dispatch.reciprocal(scale)
+
+    @staticmethod
+    def _must_be_synchronized(record: bool) -> bool:
+        # A backward belongs to a forward that was synchronized, whatever was stepped since.
+        return record and (torch.compiler.is_compiling() or not in_backward())
+
+    @torch.no_grad()
+    def observe(self, amax: torch.Tensor, present: torch.Tensor | None = None) -> None:
+        """Record a float32 scalar amax; infinite and NaN ones, and those of experts not `present`, are not recorded."""
+        bits = delayed_ops.observed_key(amax)
+        if present is not None:
+            bits = torch.where(present, bits, UNOBSERVED)
+        self.observed.copy_(torch.maximum(self.observed, bits))
+
+    def extra_repr(self) -> str:
+        """Show the configuration."""
+        each = f", experts={self.count}" if self.shape else ""
+        return f"{self.cast.format}, history={self.cast.policy.history}, initial={self.initial}{each}"
+
+
+def fitting(
+    ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, scales: Sequence[DelayedScale]
+) -> torch.Tensor:
+    """Return where the scales of earlier steps are ready, clip no more than the format rounds, and waste no range.
+
+    Args:
+        ready: bool [n] or scalar.
+        scale: float32 of the same shape, from earlier steps.
+        dynamic: float32 of the same shape, from the amax of now.
+        scales: Whose they are; all share a format, or `scale` has an entry for each.
+    """
+    # Half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2.
+    clips = [1 + 2.0 ** -(one.cast.fp8_format.mantissa_bits + 1) for one in scales for _ in range(one.count)]
+    bound = clips[0] if len(set(clips)) == 1 else torch.tensor(clips, device=scale.device)
+    return ready & (scale <= bound * dynamic) & (2 * scale >= dynamic)
+
+
+def delayed_scales(model: nn.Module) -> list[DelayedScale]:
+    """Return every `DelayedScale` under `model`, in module order: the same on all ranks."""
+    return [module for module in model.modules() if isinstance(module, DelayedScale)]
+
+
+def settle(scales: Sequence[DelayedScale]) -> bool:
+    """Note on the host which scales are ready, waiting for their device once; return whether all are."""
+    flags = iter(stacked(scales, "ready").tolist())
+    for scale in scales:
+        scale.settled = all(list(itertools.islice(flags, scale.count)))
+    return all(scale.settled for scale in scales)
+
+
+@torch.no_grad()
+def observe_bits(scales: Sequence[DelayedScale], bits: Sequence[torch.Tensor]) -> None:
+    """Record the amax of each of `scales`, given by its int32 bits [count]; infinite and NaN ones are not recorded."""
+    seen = delayed_ops.observed_key(torch.cat(list(bits)).view(torch.float32))
+    _write(scales, {"observed": torch.maximum(stacked(scales, "observed"), seen)})
+
+
+def current_of_weights(scales: Sequence[DelayedScale], bits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the float32 scale to use now of each weight: what `DelayedScale.current` returns, unrecorded.
+
+    Args:
+        scales: Those of the weights.
+        bits: int32 [count], the bits of each weight's amax.
+    """
+    found: dict[DelayedScale, torch.Tensor] = {}
+    for group, amax_bits in _alike(scales, torch.cat(list(bits)), lambda scale: (scale.cast.policy, scale.must_fit)):
+        dynamic = delayed_ops.scales_from_keys(amax_bits, _casts(group))
+        ready, scale = stacked(group, "ready"), stacked(group, "scale")
+        if group[0].must_fit:
+            ready = fitting(ready, scale, dynamic, group)
+        chosen = torch.where(ready, scale, dynamic)
+        found |= dict(zip(group, _parts(group, chosen), strict=True))
+    return [found[scale] for scale in scales]
+
+
+@torch.no_grad()
+def mark_late(scales: Sequence[DelayedScale]) -> None:
+    """Note that an optimizer stepped: whatever was observed before belongs to the step that ended."""
+    # An optimizer of other parts of the model may step while this layer is still on the meta device.
+    present = [scale for scale in scales if not scale.late.is_meta]
+    if present:
+        _write(present, {"late": stacked(present, "late") | (stacked(present, "observed") >= 0)})
+
+
+@torch.no_grad()
+def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tensor) -> None:
+    """Take over what the ranks observed; after an optimizer step, roll the histories and make the next scales.
+
+    Operands that were not observed keep scale and history.
+
+    Args:
+        scales: The operands.
+        observed: int32 [n] bits, combined over ranks. n counts scales: those of experts stand beside each other.
+        due: bool scalar on the device, combined over ranks: whether a step ended.
+    """
+    for group, bits in _alike(scales, observed, lambda scale: scale.cast.policy):
+        # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
+        moves = (bits >= 0) & due
+        window, previous = _windows(group), stacked(group, "scale")
+        rolled, following = delayed_ops.roll_histories(window, bits, previous, _casts(group))
+        values = {
+            "history": torch.where(moves, rolled, window).t().contiguous(),
+            "scale": torch.where(moves, following, previous),
+            # from an amax of 0 (a branch that starts at zero) follows no scale: the next step takes its own
+            "ready": stacked(group, "ready") | (moves & (bits > 0)),
+            "observed": bits.masked_fill(due, UNOBSERVED),
+            "late": stacked(group, "late").masked_fill(due, False),
+        }
+        _write(group, values)
+
+
+def stacked(scales: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
+    """Return [n, ...]: a buffer of all scales, one row for each."""
+    rows = [(getattr(scale, buffer), scale.shape) for scale in scales]
+    if not any(shape for _, shape in rows):
+        return torch.stack([row for row, _ in rows])
+    return torch.cat([row if shape else row[None] for row, shape in rows])
+
+
+def _alike(
+    scales: Sequence[DelayedScale], bits: torch.Tensor, rule: Callable[[DelayedScale], object]
+) -> list[tuple[list[DelayedScale], torch.Tensor]]:
+    """Group scales that share a rule, with their bits, so that each group is one batch of operations."""
+    groups: dict[object, list[int]] = {}
+    for index, scale in enumerate(scales):
+        # a policy is frozen and hashes by value
+        groups.setdefault(rule(scale), []).append(index)
+    if len(groups) == 1:
+        return [(list(scales), bits)]
+    # no list as index: it would be copied to the device, for which the host waits and which no CUDA graph can capture
+    single = bits.split([scale.count for scale in scales])
+    return [([scales[i] for i in indices], torch.cat([single[i] for i in indices])) for indices in groups.values()]
+
+
+def _casts(scales: Sequence[DelayedScale]) -> list[CastRecipe]:
+    return [scale.cast for scale in scales for _ in range(scale.count)]
+
+
+def _windows(scales: Sequence[DelayedScale]) -> torch.Tensor:
+    """Return float32 [window, n], contiguous: the histories of all scales."""
+    if not any(scale.shape for scale in scales):
+        return torch.stack([scale.history for scale in scales], dim=1)
+    return torch.cat([scale.history.view(scale.count, -1).t() for scale in scales], dim=1)
+
+
+def _parts(scales: Sequence[DelayedScale], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return for each scale its rows of [n, ...], in the shape of its buffers."""
+    if not any(scale.shape for scale in scales):
+        return list(rows.unbind())
+    parts = rows.split([scale.count for scale in scales])
+    return [part.reshape((*scale.shape, *rows.shape[1:])) for scale, part in zip(scales, parts, strict=True)]
+
+
+def _write(scales: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:
+    """Write each scale's rows of each value into its buffer of that name."""
+    # In place: compiled code and CUDA graphs hold these very buffers. What has one dtype is one launch.
+    for dtype in {rows.dtype: None for rows in values.values()}:
+        alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
+        buffers = [getattr(scale, name) for name in alike for scale in scales]
+        torch._foreach_copy_(buffers, [part for rows in alike.values() for part in _parts(scales, rows)])

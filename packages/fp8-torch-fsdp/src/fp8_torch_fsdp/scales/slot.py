@@ -1,0 +1,190 @@
+"""`Slot`: one weight whose scales the ranks agree on, and what is done for all weights of a model at once.
+
+On a GPU a launch per weight costs more than the work. Weights that have a single scale share one launch for all amax
+and one for all casts of a format; others go one by one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8_common import Format, Fp8StaleError
+from fp8_common.torch.plugin import dispatch, foreach
+from fp8_common.torch.sharding.fsdp import Shard, check_gathers, pad_rows
+from fp8_common.torch.sharding.scale_grid import Region
+from fp8_torch_fsdp.scales.delayed import DelayedScale, current_of_weights
+from fp8_torch_fsdp.scales.weight_cast import WeightCast
+
+
+class Slot:
+    """One weight, of which this rank holds a part.
+
+    Args:
+        name: Its name from the root.
+        cast: How it is scaled.
+        read: Returns the plain part that this rank holds, as it is now.
+        region: Which part that is.
+        padded_shape: Shape of every rank's contribution to the all-gather.
+        device: Where it is gathered, and where the ranks agree.
+        shard: FSDP2's view of it; None under `fully_shard_traceable`, which casts and gathers in its graphs.
+
+    Attributes:
+        part: What `read` returned at the last look.
+        is_static: Whether its scale is a constant, so that there is nothing to agree on.
+        scale: float32 scales of the whole weight that the ranks agreed on last.
+        own_bits: int32 [k], the amax bits of this rank's part at that time.
+        bits: int32 [k], those of the whole weight.
+        codes: uint8 of `padded_shape`, what this rank sends; None where that is cast when it is gathered.
+        writes: How many writes to the part had been seen when it was cast.
+        casts: How often the part was cast.
+        sync: The `ScaleSync` that it belongs to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cast: WeightCast,
+        read: Callable[[], torch.Tensor],
+        region: Region,
+        padded_shape: torch.Size,
+        device: torch.device,
+        shard: Shard | None = None,
+    ) -> None:
+        self.name, self.cast, self.region, self.padded_shape, self.device = name, cast, region, padded_shape, device
+        self.shard, self._read, self.part = shard, read, read()
+        self.is_static = cast.grid.cast.static_scale is not None
+        self.scale = self._first_scale()
+        self.own_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
+        self.codes: torch.Tensor | None = None
+        self.writes = self.casts = 0
+        self.sync: Any = None
+
+    def look(self) -> None:
+        """Take the part as it is now.
+
+        Raises:
+            Fp8Error: It has another dtype than when it was gathered first.
+        """
+        before, self.part = self.part.dtype, self._read()
+        if self.shard is None:
+            self.device = self.part.device  # a traceable model may have left the meta device
+        elif self.part.dtype != before:
+            check_gathers([self.shard])
+        if self.scale.device != self.device:
+            self.scale = self._first_scale()
+
+    def _first_scale(self) -> torch.Tensor:
+        """Return the constant scale of the recipe, or 1 until the ranks have agreed."""
+        constant = self.cast.grid.cast.static_scale
+        shape = self.cast.grid.shape(self.region.full_shape)
+        return torch.full(shape, 1.0 if constant is None else constant, dtype=torch.float32, device=self.device)
+
+    def group(self, *, replicas: bool) -> dist.ProcessGroup | None:
+        """Return the ranks that agree on its scales; `replicas` includes those that hold copies (HSDP)."""
+        return None if self.shard is None else self.shard.group(self.cast.grid, replicas=replicas)
+
+    def amax_bits(self) -> torch.Tensor:
+        """Return the int32 amax bits [k] of the part, where the ranks agree."""
+        return self.cast.grid.amax_bits(self.part, self.region).to(self.device, non_blocking=True)
+
+    def quantized(self, part: torch.Tensor) -> torch.Tensor:
+        """Return what this rank sends of `part`, the part on any device: uint8 codes of `padded_shape`."""
+        self.casts += 1
+        return pad_rows(self.cast.grid.quantize_part(part, self.scale, self.region), self.padded_shape)
+
+    def cast_again(self, writes: int) -> None:
+        """Cast a part that was written to since the forward of its root began, with the scales of before.
+
+        Raises:
+            Fp8StaleError: It has outgrown them.
+        """
+        # Bits of floats that are not negative compare like the floats. A smaller amax is no error: the scale holds it.
+        self.look()
+        if (self.amax_bits() > self.bits).any():
+            raise Fp8StaleError(
+                f"{self.name} was changed inside of the forward of its FSDP root and has outgrown the scale that the "
+                "ranks agreed on before. Change weights before the forward of the root."
+            )
+        self.writes = writes
+        self.codes = None if self.codes is None else self.quantized(self.part)
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """What the same ranks agree on, in one all-reduce.
+
+    Attributes:
+        ranks: The ranks; None for this rank alone.
+        slots: Weights.
+        scales: Delayed scales.
+        due: Whether an optimizer step ended since the last agreement.
+    """
+
+    ranks: dist.ProcessGroup | None
+    slots: list[Slot] = dataclasses.field(default_factory=list)
+    scales: list[DelayedScale] = dataclasses.field(default_factory=list)
+    due: bool = False
+
+
+def amax_bits(slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """Return the int32 amax bits [k] of each part, where the ranks agree; one launch for all that have one scale."""
+    found: dict[Slot, torch.Tensor] = {}
+    for own in _by_key(slots, lambda slot: slot.part.device):
+        bits = foreach.amax_keys([slot.part for slot in own])
+        found |= zip(own, (one.to(own[0].device, non_blocking=True) for one in bits.split(1)), strict=True)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    for slot in slots:
+        if slot not in found:
+            found[slot] = nothing.to(slot.device) if slot.is_static else slot.amax_bits()
+    return [found[slot] for slot in slots]
+
+
+def fill_scales(slots: Sequence[Slot], bits: Sequence[torch.Tensor]) -> None:
+    """Take over agreed amax bits and the scales that follow; all weights of a rule in one batch."""
+    for slot, own in zip(slots, bits, strict=True):
+        slot.bits = own
+    delayed = [slot for slot in slots if slot.cast.delayed is not None]
+    if delayed:
+        states: list[Any] = [slot.cast.delayed for slot in delayed]
+        for slot, scale in zip(delayed, current_of_weights(states, [slot.bits for slot in delayed]), strict=True):
+            slot.scale = scale.reshape(slot.scale.shape)
+    rules: dict[object, list[Slot]] = {}
+    for slot in slots:
+        if slot.cast.delayed is None and not slot.is_static:
+            recipe = slot.cast.grid.cast
+            rules.setdefault((recipe.format, recipe.policy), []).append(slot)
+    for own in rules.values():
+        recipe = own[0].cast.grid.cast
+        amax = torch.cat([slot.bits for slot in own]).view(torch.float32)
+        scales = dispatch.scale_from_amax(amax, recipe.fp8_format, recipe.policy)
+        for slot, scale in zip(own, scales.split([slot.bits.numel() for slot in own]), strict=True):
+            slot.scale = scale.view(slot.scale.shape)
+
+
+def quantize(slots: Sequence[Slot]) -> None:
+    """Make what this rank sends of all weights; one launch for all that have one scale of a format."""
+    for slot in slots:
+        slot.codes = None
+    # Under CPU offload the part is uploaded for each gather, and cast then; in graphs it is cast there.
+    here = [slot for slot in slots if slot.shard is not None and slot.part.device == slot.device]
+    for own in _by_key(here, lambda slot: slot.cast.grid.cast.fp8_format):
+        scales = torch.stack([slot.scale for slot in own])
+        fmt: Format = own[0].cast.grid.cast.fp8_format
+        for slot, codes in zip(own, foreach.cast([slot.part for slot in own], scales, fmt), strict=True):
+            slot.codes = pad_rows(codes, slot.padded_shape)
+            slot.casts += 1
+    for slot in here:
+        if slot.codes is None:
+            slot.codes = slot.quantized(slot.part)
+
+
+def _by_key(slots: Iterable[Slot], key: Callable[[Slot], object]) -> list[list[Slot]]:
+    """Return the weights whose one scale follows from their amax, in groups of equal keys."""
+    groups: dict[object, list[Slot]] = {}
+    for slot in slots:
+        if slot.cast.grid.block is None and not slot.is_static:
+            groups.setdefault(key(slot), []).append(slot)
+    return list(groups.values())

@@ -1,0 +1,46 @@
+"""`DelayedState`: the state of delayed scaling in checkpoints, beside those of the model and of the optimizer."""
+
+import torch
+from torch import nn
+
+from fp8_torch_fsdp.scales.delayed import BUFFERS, DelayedScale
+from fp8_torch_fsdp.scales.sync import synchronize_all
+
+
+class DelayedState:
+    """The state of delayed scaling of a model; a `Stateful` for torch.distributed.checkpoint, like an optimizer.
+
+        dcp.save({"model": ..., "optimizer": ..., "delayed": DelayedState(model)}, checkpoint_id=folder)
+
+    The model's own state dict has the keys of the unconverted model. A run that resumes without this state begins with
+    dynamic scales: healthy, but not equal in its bits.
+
+    Args:
+        model: A converted model; without delayed scaling there is nothing to save.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state, by the names of the model's modules.
+
+        Every rank calls it: the ranks first combine what they have observed, so that the state is exact after a step
+        and between a backward and its step.
+        """
+        synchronize_all(self._model, roll=False)
+        return {
+            f"{name}.{buffer}": getattr(scale, buffer).clone() for name, scale in self._scales() for buffer in BUFFERS
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` returned, on any number of ranks; scales that are not in it start anew."""
+        for name, scale in self._scales():
+            scale.reset_parameters()
+            for buffer in BUFFERS:
+                if (value := state_dict.get(f"{name}.{buffer}")) is not None:
+                    getattr(scale, buffer).copy_(value)
+
+    def _scales(self) -> list[tuple[str, DelayedScale]]:
+        return [(name, one) for name, one in self._model.named_modules() if isinstance(one, DelayedScale)]

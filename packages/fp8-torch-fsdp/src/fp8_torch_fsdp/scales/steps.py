@@ -1,0 +1,31 @@
+"""The end of an optimizer step, seen by one hook for the process that keeps nothing between two calls.
+
+It is registered with the first model that has delayed scales. Without state, no closure, nested step, other optimizer,
+thread or exception can confuse it.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_registered = False
+
+
+def watch(sync: Any) -> None:
+    """Call `sync.note_step()` after each step of an optimizer that holds one of `sync.parameter_ids`."""
+    global _registered
+    _watched.add(sync)
+    if not _registered:
+        _registered = True
+        # hooks of the process see Python objects that live outside of compiled code
+        register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+
+
+def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for sync in list(_watched):
+        if not sync.parameter_ids.isdisjoint(held):
+            sync.note_step()

@@ -1,0 +1,449 @@
+"""`ScaleSync`: before each forward of a root, look at all weights, agree with the other ranks, cast.
+
+One object serves FSDP roots, models under `fully_shard_traceable`, and the delayed scales of models whose weights are
+not gathered in FP8. It remembers nothing about writes to weights: it computes the amax of each in every forward, in one
+all-reduce for all. Whether ranks reduce depends on what they call, never on what one of them did to its weights.
+
+The reduction runs in a hook before the root's own pre-forward. Gathers inside of that forward and of its backward never
+reduce; those of `unshard()` and of a submodule that is called alone do, once for each group that is gathered together.
+"""
+
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding.agreement import group_of_ranks, max_over_ranks, ranks_along
+from fp8_common.torch.sharding.replaced import watch_optimizers
+from fp8_torch_fsdp import _compat as compat
+from fp8_torch_fsdp.scales import delayed, steps
+from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
+from fp8_torch_fsdp.scales.slot import Group, Slot, amax_bits, fill_scales, quantize
+
+logger = logging.getLogger(__name__)
+
+SETTLES_AFTER = 8
+"""How many steps the host asks the device whether delayed scales are ready, at most."""
+
+
+class ScaleSync:
+    """The weights and the delayed scales under one root, and what keeps them equal on all ranks.
+
+    Args:
+        root: The module that is called.
+        groups: What is agreed on, by the ranks that do; in the same order on all ranks.
+
+    Attributes:
+        groups: As given.
+        slots: All weights.
+        reductions: MAX all-reduces issued so far on this rank.
+        parameter_ids: Of the parameters as optimizers hold them; kept where there are delayed scales.
+        has_own_hook: Whether it synchronizes before each forward of the root by a hook of its own.
+    """
+
+    def __init__(self, root: nn.Module, groups: Sequence[Group]) -> None:
+        # Weakly: the root keeps this object alive.
+        self._root = weakref.ref(root)
+        self.groups, self.reductions, self.parameter_ids = list(groups), 0, set[int]()
+        self.slots = [slot for group in self.groups for slot in group.slots]
+        self.has_own_hook = False
+        self._held: list[fsdp.Shard] = []
+        self._meshes = 0
+        self._looks_left = SETTLES_AFTER
+        for slot in self.slots:
+            slot.sync = self
+        holder: Any = root
+        holder.fp8_sync = self
+        if self.scales:
+            for scale in self.scales:
+                if scale.sync is not None:
+                    scale.sync.release(scale)
+                scale.sync = self
+            self._collect_parameters(root)
+            steps.watch(self)
+        logger.info("FP8: %d gathered weights, %d delayed scales under one root.", len(self.slots), len(self.scales))
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """Return None: the copied model makes its own.
+
+        Raises:
+            Fp8Error: The model is under `fully_shard_traceable`: its layers would share their scales with the first.
+        """
+        if any(slot.shard is None for slot in self.slots):
+            raise Fp8Error(
+                "A model under fully_shard_traceable cannot be copied. Copy it before it is sharded, or load its state "
+                "dict into another one."
+            )
+
+    def __reduce__(self) -> tuple:
+        return _nothing, ()
+
+    @property
+    def scales(self) -> list[DelayedScale]:
+        """All delayed scales."""
+        return [scale for group in self.groups for scale in group.scales]
+
+    def release(self, scale: DelayedScale) -> None:
+        """Let another sync have a delayed scale: that of an FSDP root above."""
+        for group in self.groups:
+            group.scales = [own for own in group.scales if own is not scale]
+
+    # ---------------------------------------------------------------- FSDP2
+
+    @classmethod
+    def of_fsdp_root(cls, root: nn.Module) -> "ScaleSync":
+        """Return the sync of a root whose weights FSDP2 gathers in FP8, made with its first gather.
+
+        Raises:
+            Fp8Error: A weight was sharded in a way that FP8 cannot follow; on all ranks alike.
+        """
+        existing = sync_of(root)
+        if existing is not None and existing.has_own_hook:
+            existing.look()
+            return existing
+        held = list(fsdp.shards(root))
+        gathered = [shard for shard in held if hasattr(shard.local, "info")]
+        fsdp.check_gathers(gathered)
+        _mark_replaced(gathered)
+        slots = [_fsdp_slot(shard) for shard in gathered]
+        self = cls(root, _groups(slots, delayed_scales(root), held))
+        self._held = held
+        self.look()
+        # prepend: before the hook of FSDP2, which starts the first gather
+        root.register_forward_pre_hook(torch._dynamo.disable(self._before_fsdp_forward), prepend=True)
+        root.register_forward_hook(torch._dynamo.disable(self._after_forward))
+        self.has_own_hook = True
+        return self
+
+    def look(self) -> None:
+        """Find the tensors that hold the weights now: loads, `to_empty` and the like exchange them.
+
+        Raises:
+            Fp8Error: A weight has another dtype than before.
+        """
+        for slot in self.slots:
+            slot.look()
+            if slot.shard is not None:
+                info = slot.shard.local.info
+                info.slot, slot.writes = slot, info.writes
+
+    def first_gather(self) -> None:
+        """Synchronize for the first time, inside of a gather, where no hook came before."""
+        root = self._root()
+        # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
+        # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
+        alone = self.scales and root is not None
+        with fsdp.alone_on_device(root) if alone else contextlib.nullcontext():  # pyrefly: ignore[bad-argument-type]
+            self.synchronize()
+
+    def before_gather(self, slot: Slot) -> None:
+        """Synchronize the weights of one FSDP group, where it is gathered outside of the root's forward and backward.
+
+        In `unshard()` and in parts that are called alone. All ranks gather the same group, and its first weight first.
+        """
+        root = self._root()
+        if root is None or fsdp.in_backward() or fsdp.in_forward(root) or slot.shard is None:
+            return
+        together = [
+            one for one in self.slots if one.shard is not None and one.shard.fsdp_group is slot.shard.fsdp_group
+        ]
+        if together[0] is not slot:
+            return
+        with fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext():
+            self.synchronize(only=together)
+            if root.training and fsdp.in_any_forward(root):
+                _observe(together)
+
+    def _before_fsdp_forward(self, module: nn.Module, args: object) -> None:
+        fsdp.before_gathers(module, self._prepare)
+
+    def _prepare(self, root: nn.Module) -> None:
+        if self.scales:
+            self._collect_parameters(root)
+        # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
+        self.synchronize(only=[slot for slot in self.slots if slot.shard is None or not slot.shard.stays_gathered])
+
+    # ---------------------------------------------------------------- other models
+
+    @classmethod
+    def of_traceable_root(cls, root: nn.Module, group: Group) -> "ScaleSync":
+        """Return the sync of a model under `fully_shard_traceable`, which casts and gathers in its graphs."""
+        self = cls(root, [group])
+        # prepend: the hooks of others may use the layers already
+        root.register_forward_pre_hook(torch._dynamo.disable(self._before_traceable_forward), prepend=True)
+        root.register_forward_hook(torch._dynamo.disable(self._after_forward))
+        self.has_own_hook = True
+        return self
+
+    def _before_traceable_forward(self, module: nn.Module, args: object) -> None:
+        self.before_forward(module)
+
+    @classmethod
+    def of_module(cls, root: nn.Module) -> "ScaleSync":
+        """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
+        return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
+
+    def before_forward(self, root: nn.Module) -> None:
+        """Synchronize before a forward of a root that FSDP2 gathers nothing in FP8 for."""
+        if not self.has_own_hook:
+            self._find_ranks(root)
+        if any(group.due and group.ranks is None for group in self.groups) and compat.replicating_ddp() is not None:
+            warnings.warn(
+                "Each rank of this DDP model scales by what it has observed alone. Call "
+                "synchronize_scales(model, group=...) after each optimizer step.",
+                stacklevel=2,
+            )
+        if self.scales:
+            self._collect_parameters(root)
+        self.synchronize()
+
+    def _find_ranks(self, root: nn.Module) -> None:
+        """Sort the delayed scales by ranks anew where FSDP2 has sharded the model since."""
+        held = list(fsdp.shards(root))
+        meshes = [parameter.device_mesh for parameter in root.parameters() if isinstance(parameter, DTensor)]
+        if (len(held), len(meshes)) != (len(self._held), self._meshes):
+            due = any(group.due for group in self.groups)
+            self.groups, self._held, self._meshes = _groups([], self.scales, held, meshes), held, len(meshes)
+            for group in self.groups:
+                group.due = due
+
+    def after_forward(self, root: nn.Module) -> None:
+        """Let delayed scaling observe the weights that this forward has used."""
+        # Here and not before: the first forward begins without this object.
+        if self.scales and root.training and torch.is_grad_enabled():
+            _observe(self.slots)
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        self.after_forward(module)
+
+    # ---------------------------------------------------------------- all
+
+    def note_step(self) -> None:
+        """Note that an optimizer of the model has stepped: the windows of delayed scaling are due."""
+        for group in self.groups:
+            group.due = True
+        # In a backward (an optimizer for each parameter, stepped by hooks) layers may still compute again what a
+        # checkpoint left out: their scales are those of this step, and no marks shall stop them.
+        if not fsdp.in_backward():
+            delayed.mark_late(self.scales)
+
+    @torch.no_grad()
+    def synchronize(
+        self, *, only: Sequence[Slot] | None = None, group: dist.ProcessGroup | None = None, roll: bool = False
+    ) -> None:
+        """Look, agree, roll what is due, cast: one all-reduce for each group of ranks. Every rank of the root calls it.
+
+        Args:
+            only: These weights alone; None for all.
+            group: Ranks that agree in place of those of the root: replicas under DDP.
+            roll: Make the next delayed scales even if no optimizer step was made since the last time.
+        """
+        self.look()
+        for own in self.groups:
+            own.due = own.due or roll
+        with torch.inference_mode(False):  # what is made here outlives this forward
+            for own in self.groups:
+                slots = own.slots if only is None else [slot for slot in own.slots if slot in only]
+                if only is None or slots or not own.slots:
+                    self._agree(own, slots, group or own.ranks)
+
+    def _agree(self, own: Group, slots: list[Slot], ranks: dist.ProcessGroup | None) -> None:
+        parts = amax_bits(slots)
+        for slot, bits in zip(slots, parts, strict=True):
+            slot.own_bits = bits
+        if own.scales:
+            observed = delayed.stacked(own.scales, "observed")
+            parts = [*parts, observed, torch.full((1,), int(own.due), dtype=torch.int32, device=observed.device)]
+        reduced, sent = max_over_ranks(parts, ranks)
+        self.reductions += sent
+        if own.scales:
+            delayed.roll(own.scales, reduced[-2], reduced[-1][0] > 0)
+            self._settle(own)
+        fill_scales(slots, reduced[: len(slots)])
+        quantize(slots)
+        for slot in slots:
+            if slot.shard is not None:
+                slot.shard.reshard()  # what was kept gathered after a forward, or by `unshard()`
+
+    def _settle(self, own: Group) -> None:
+        """After the first steps, note which scales are ready: amax and cast are one pass from then on."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if own.due and self._looks_left and not capturing:
+            self._looks_left = 0 if delayed.settle(self.scales) else self._looks_left - 1
+        own.due = False
+
+    def _collect_parameters(self, root: nn.Module) -> None:
+        sharded = (shard.parameter for shard in self._held)  # while gathered weights are in their place
+        self.parameter_ids = {id(parameter) for parameter in (*root.parameters(), *sharded)}
+
+
+def sync_of(module: nn.Module) -> ScaleSync | None:
+    """Return the sync that a module carries as the root of a model."""
+    return getattr(module, "fp8_sync", None)
+
+
+def syncs_of(model: nn.Module) -> list[ScaleSync]:
+    """Return the syncs that concern `model`, each once, in an order that all ranks share."""
+    found = [sync_of(module) for module in model.modules()]
+    found += [
+        getattr(shard.local.info.slot, "sync", None) for shard in fsdp.shards(model) if hasattr(shard.local, "info")
+    ]
+    # layers that were converted as part of another model keep the sync that they had there
+    found += [scale.sync for scale in delayed_scales(model)]
+    return list(dict.fromkeys(sync for sync in found if sync is not None))
+
+
+def synchronize_scales(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Compute all scales of `model` now, after an optimizer step, and roll the windows of delayed scaling.
+
+    All ranks call it. Not needed where the model is called through its root, which does it before each forward. Call it
+    once per optimizer step where parts of a model with delayed scaling are called alone, where no optimizer of torch
+    steps, and for replicas under DDP. A second call without a new observation changes nothing. In compiled code it
+    breaks the graph, once.
+
+    Args:
+        model: The converted model, or a part of it.
+        group: The ranks that combine what they observed, for models that are replicated rather than sharded (DDP);
+            sharded models know theirs.
+    """
+    # disabled when called: the decorator would import the compiler with the package
+    torch.compiler.disable(synchronize_all)(model, group=group, roll=True)
+
+
+def synchronize_all(model: nn.Module, *, group: dist.ProcessGroup | None = None, roll: bool) -> None:
+    """Do what `synchronize_scales` does; without `roll`, windows move only if an optimizer has stepped."""
+    if any(scale.sync is None for scale in delayed_scales(model)):
+        ScaleSync.of_module(model)  # copied layers: nobody has taken them yet
+    for sync in syncs_of(model):
+        sync.synchronize(group=group, roll=roll)
+
+
+def synchronize_before_forward(model: nn.Module) -> None:
+    """Let `model`, which has delayed scales, synchronize before each of its forwards, if FSDP2's gathers do not."""
+    forget_sync(model)  # more of its layers may have been converted
+    ScaleSync.of_module(model)
+    # a function, and no method of a sync: a copy of the model has a sync of its own
+    hook = torch._dynamo.disable(_before_forward)
+    hook.of_fp8_sync = True
+    model.register_forward_pre_hook(hook, prepend=True)
+
+
+def forget_sync(model: nn.Module) -> None:
+    """Undo `synchronize_before_forward`."""
+    sync = sync_of(model)
+    if sync is not None and not sync.has_own_hook:
+        for scale in sync.scales:
+            scale.sync = None
+        del model.fp8_sync
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if getattr(hook, "of_fp8_sync", False):
+            del model._forward_pre_hooks[key]
+
+
+def _before_forward(model: nn.Module, args: object) -> None:
+    """Synchronize a model that FSDP2 gathers nothing in FP8 for."""
+    sync = sync_of(model)
+    if sync is None:
+        sync = ScaleSync.of_module(model)  # of a copied model
+    if sync.has_own_hook:
+        return
+    if sync.scales and _waits_for_a_gather(model):
+        # a root whose own FSDP group is empty comes here before its first gather
+        shard = next(shard for shard in fsdp.shards(model) if hasattr(shard.local, "info"))
+        info = shard.local.info
+        ScaleSync.of_fsdp_root(fsdp.find_root(lambda local: getattr(local, "info", None) is info)).first_gather()
+    else:
+        sync.before_forward(model)
+
+
+def _waits_for_a_gather(model: nn.Module) -> bool:
+    """Return whether FSDP2 is about to gather weights in FP8 for the first time: their sync takes the scales then."""
+    return any(shard.local.info.slot is None for shard in fsdp.shards(model) if hasattr(shard.local, "info"))
+
+
+def _fsdp_slot(shard: fsdp.Shard) -> Slot:
+    """Return the slot of a weight that FSDP2 shards."""
+    return Slot(
+        shard.full_name,
+        shard.local.info.cast,
+        lambda: shard.local.plain,
+        shard.region,
+        shard.padded_shape,
+        shard.device,
+        shard,
+    )
+
+
+def _groups(
+    slots: Iterable[Slot],
+    scales: Sequence[DelayedScale],
+    held: Sequence[fsdp.Shard],
+    meshes: Sequence[DeviceMesh] = (),
+) -> list[Group]:
+    """Sort by the ranks that agree: those that hold a weight, also for the delayed scales of its layer.
+
+    Args:
+        slots: Weights.
+        scales: Delayed scales of the same model.
+        held: All of its parameters that FSDP2 shards.
+        meshes: Those of parameters that something else distributes, tensor parallelism for example.
+    """
+    groups: dict[dist.ProcessGroup | None, Group] = {}
+
+    def of(ranks: dist.ProcessGroup | None) -> Group:
+        return groups.setdefault(ranks, Group(ranks))
+
+    for slot in slots:
+        # delayed scaling combines what all ranks with a copy observe: then weights join these, for one reduction
+        of(slot.group(replicas=bool(scales))).slots.append(slot)
+    of_scale = {id(scale): shard for shard in held for scale in shard.module.children()}
+    largest = max(held, key=lambda shard: len(shard.peers(replicas=True)), default=None)
+    for scale in scales:
+        # of layers that FSDP2 was told to leave alone, all ranks
+        shard = of_scale.get(id(scale), largest)
+        of(_all_of(meshes) if shard is None else shard.group(replicas=True)).scales.append(scale)
+    return sorted(groups.values(), key=lambda group: _order(group.ranks))
+
+
+def _all_of(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup | None:
+    """Return all ranks of the largest mesh; None without any."""
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return (
+        None if mesh is None else group_of_ranks(ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))
+    )
+
+
+def _order(ranks: dist.ProcessGroup | None) -> tuple[int, list[int]]:
+    """Return a key that puts the largest groups first: all ranks reduce in one order."""
+    members = [] if ranks is None else sorted(dist.get_process_group_ranks(ranks))
+    return -len(members), members
+
+
+def _observe(slots: Iterable[Slot]) -> None:
+    """Let delayed scaling record the amax of the weights that training uses now."""
+    used = [(slot.cast.delayed, slot.bits) for slot in slots if slot.cast.delayed is not None]
+    if used:
+        delayed.observe_bits(*zip(*used, strict=True))
+
+
+def _mark_replaced(gathered: Iterable[fsdp.Shard]) -> None:
+    """Let optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more."""
+    for shard in gathered:
+        whole = shard.local.info.made_of()
+        if whole is not None:
+            whole.replaced_by = "fully_shard"
+            watch_optimizers()
+
+
+def _nothing() -> None:
+    """Return what a pickled model has in the place of its sync."""

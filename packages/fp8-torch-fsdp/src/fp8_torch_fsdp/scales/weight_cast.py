@@ -1,0 +1,90 @@
+"""`WeightCast`: how a weight is scaled: where its scales lie, and where they come from."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch.plugin import cast_tensorwise, dispatch
+from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
+from fp8_torch_fsdp.scales.delayed import DelayedScale
+
+SCALINGS = {"tensorwise": ("dynamic", "delayed", "static"), "rowwise": ("dynamic",), "blockwise_128x128": ("dynamic",)}
+"""How weights of each granularity are scaled."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WeightCast:
+    """How one weight is scaled.
+
+    Attributes:
+        grid: Where its scales lie, and the recipe of the cast.
+        delayed: The state of delayed scaling that they come from; None for other scaling.
+        decode: Gathered weights become plain high-precision tensors again: FP8 communication alone.
+    """
+
+    grid: ScaleGrid
+    delayed: DelayedScale | None = None
+    decode: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        cast: CastRecipe,
+        *,
+        stacked: bool = False,
+        transposed: bool = False,
+        delayed: DelayedScale | None = None,
+        decode: bool = False,
+    ) -> "WeightCast":
+        """Return how weights are scaled that are cast so.
+
+        Args:
+            cast: Format, scaling, granularity and policy.
+            stacked: The weight is [experts, ...], and each expert is cast alone.
+            transposed: It is [..., in_features, out_features].
+            delayed: The state of delayed scaling, where `cast.scaling` is "delayed", of each expert of a stack.
+            decode: See the attribute.
+
+        Raises:
+            Fp8Error: No weight is cast that way.
+        """
+        if cast.scaling not in SCALINGS.get(cast.granularity, ()) or (cast.scaling == "delayed") != bool(
+            delayed is not None
+        ):
+            raise Fp8Error(
+                f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use tensorwise (dynamic, "
+                "delayed or static), rowwise (dynamic) or blockwise_128x128 (dynamic)."
+            )
+        # a constant is the scale of all experts
+        grid = ScaleGrid(cast, stacked=stacked and cast.scaling != "static", transposed=transposed)
+        return cls(grid=grid, delayed=delayed, decode=decode)
+
+    def whole(
+        self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
+    ) -> dispatch.Cast:
+        """Return the float8 codes and the scales of a whole weight, the same numbers that a gather gives.
+
+        Args:
+            weight: The plain weight, or this rank's tensor-parallel part of it.
+            record: Whether delayed scaling observes it.
+            group: The ranks that hold the other parts.
+            splits_rows: Whether the parts are cut along the last dimension.
+        """
+        grid, cast = self.grid, self.grid.cast
+        region = Region.whole(weight.shape)
+        if grid.block is None:
+            # compiled, one launch writes what the output and the gradient of the input need
+            both = cast.scaling == "dynamic" and dispatch.fused(weight)
+            return cast_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
+        if self.delayed is not None:
+            amax = grid.amax_bits(weight, region).view(torch.float32)
+            scale = self.delayed.current(amax, record).view(grid.shape(weight.shape))
+        elif cast.granularity == "rowwise" and splits_rows:
+            (bits,), _ = max_over_ranks([grid.amax_bits(weight, region)], group)
+            scale = grid.scales(bits, weight.shape)
+        else:
+            return grid.quantize_whole(weight)
+        return dispatch.Cast(dispatch.quantize(weight, scale, cast.fp8_format), scale, dispatch.reciprocal(scale))

@@ -1,0 +1,70 @@
+"""Layers that a framework has distributed, or will: what they exchange follows from how their weights are cut.
+
+The framework's own code brings inputs and outputs into the layouts that it wants. A layer between takes and returns
+DTensors, as its unconverted form would: whole input and columns of the output for a weight that is cut along its rows,
+columns of the input and a part of a sum for one that is cut along its columns.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fp8_common import Fp8Error
+from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.layers.module import Distribution
+from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise
+
+
+class ByWeight(Distribution):
+    """Decides in the first forward in which the weight is a DTensor."""
+
+    def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
+        """Compute as the placement of the weight says, from now on."""
+        if isinstance(layer.weight, DTensor):
+            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
+            return layer.distribution.forward(layer, input)
+        return super().forward(layer, input)
+
+
+class Copies(Distribution):
+    """Every rank holds the whole weight and computes the whole output."""
+
+    def forward(self, layer: Float8Linear, input: Any) -> torch.Tensor:
+        """Multiply the whole input, and return the output on the ranks that the input came from."""
+        mesh = None
+        if isinstance(input, DTensor):
+            mesh, input = input.device_mesh, input.redistribute(placements=[Replicate()] * input.device_mesh.ndim)
+            input = input.to_local()
+        weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (layer.weight, layer.bias))
+        output = layer.fp8_matmul("weight", input, weight)
+        output = output if bias is None else output + bias.to(output.dtype)
+        return output if mesh is None else DTensor.from_local(output, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def distribution_of(weight: DTensor, *, has_bias: bool) -> Distribution:
+    """Return how a layer works whose weight lies as `weight` does.
+
+    Args:
+        weight: [out_features, in_features].
+        has_bias: Whether the layer adds a bias, which a sum over ranks must hold once.
+
+    Raises:
+        Fp8Error: It is cut over two dimensions of the mesh, or in pieces that lie apart.
+    """
+    cut = [index for index, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if not cut:
+        return Copies()
+    placement: Any = weight.placements[cut[0]]
+    if len(weight.placements) != 1 or type(placement) is not Shard:
+        raise Fp8Error(
+            f"A weight of shape {tuple(weight.shape)} that lies as {weight.placements} cannot compute in FP8. Cut it "
+            "along its rows or its columns, over a mesh of one dimension; shard it further with fully_shard after the "
+            "conversion."
+        )
+    mesh = weight.device_mesh
+    if placement.dim % 2 == 0:
+        return Colwise(mesh=mesh, input_layout=Replicate(), output_layout=Shard(-1), use_local_output=False)
+    # a bias is no summand of each rank: it is added to the whole sum
+    output = Replicate() if has_bias else Partial()
+    return Rowwise(mesh=mesh, input_layout=Shard(-1), output_layout=output, use_local_output=False)

@@ -1,0 +1,135 @@
+"""`fully_shard_traceable`: shards every parameter of a model and makes every layer gather its own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fp8_common import Fp8Error
+from fp8_common.torch.sharding.agreement import group_of_ranks
+from fp8_common.torch.sharding.replaced import mark_replaced
+from fp8_common.torch.sharding.scale_grid import Region
+from fp8_torch_fsdp import _compat as compat
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.scales.delayed import delayed_scales
+from fp8_torch_fsdp.scales.slot import Group, Slot
+from fp8_torch_fsdp.scales.sync import ScaleSync
+from fp8_torch_fsdp.traceable.linear import TraceableShards
+from fp8_torch_fsdp.traceable.parameters import gather_in_forward
+from fp8_torch_fsdp.traceable.placement import Placement, local_of, sharded
+from fp8_torch_fsdp.traceable.wires import Float8Wire, PlainWire, Wire
+
+
+def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Shard the parameters of `model` so that torch.compile captures their gathers. Call it once, on the root.
+
+    Call it after `convert_to_float8_training` and before making the optimizer, in place of `fully_shard`. Parameters
+    become DTensors that hold this rank's rows, as FSDP2's do; gradients and state dicts follow. FP8 weights are
+    gathered as codes, others in the dtype they are stored in; linear layers gather again in the backward, so that no
+    weight outlives its product. Gradients are averaged over all ranks in the dtype of the parameter.
+
+    Args:
+        model: The root, which must be the module that is called; on the meta device too.
+        mesh: One dimension to shard over, or two for HSDP (copies, shards); all ranks by default.
+
+    Returns:
+        `model`, changed in place.
+
+    Raises:
+        Fp8Error: A parameter that is distributed already, has no dimensions, or belongs to
+            `enable_float8_all_gather`; an `nn.MultiheadAttention`, whose layers are not called; or a mesh of three
+            dimensions. All ranks see the same model and raise alike.
+        Fp8UnsupportedError: This torch lacks an operator.
+    """
+    compat.check()
+    if mesh is None:
+        device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+    _refuse_unsuitable(model)
+    layout = _Layout(mesh)
+    for prefix, module in list(model.named_modules()):
+        layout.apply(prefix, module)
+    ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
+    group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), layout.slots, delayed_scales(model))
+    ScaleSync.of_traceable_root(model, group)
+    return model
+
+
+class _Layout:
+    """Shards each parameter once, however many modules share it, and makes the modules gather."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._place = mesh, Placement.of(mesh)
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._slots: dict[int, tuple[nn.Parameter, Slot]] = {}
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The weights that are gathered in FP8."""
+        return [slot for _, slot in self._slots.values()]
+
+    def apply(self, prefix: str, module: Any) -> None:
+        parameters = {name: one for name, one in module._parameters.items() if one is not None}
+        # Asked before the next line, which puts plain DTensors in place: in this mode the layers send codes themselves.
+        in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
+        module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
+        if isinstance(module, Float8Linear):
+            wire = self._wire(module, f"{prefix}.weight".lstrip("."), in_fp8)
+            module.distribute(TraceableShards(wire, module.out_features))
+        elif parameters:
+            gather_in_forward(module, list(parameters), self._place)
+
+    def _sharded(self, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in self._made:
+            plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
+            # the original stays alive, so that no other parameter gets its id
+            self._made[id(parameter)] = (parameter, sharded(parameter, plain, self._mesh))
+            mark_replaced(parameter, "fully_shard_traceable")
+        return self._made[id(parameter)][1]
+
+    def _wire(self, layer: Float8Linear, name: str, in_fp8: bool) -> Wire:
+        weight = layer._parameters["weight"]
+        if weight is None:
+            raise Fp8Error(f"{name} is missing: a Float8Linear needs a weight.")
+        slot = self._slot(layer, weight, name)
+        if not in_fp8:
+            return PlainWire(slot=slot, place=self._place)
+        # layers that share a weight share its scale
+        _, slot = self._slots.setdefault(id(weight), (weight, slot))
+        return Float8Wire(slot=slot, place=self._place)
+
+    def _slot(self, layer: Float8Linear, weight: nn.Parameter, name: str) -> Slot:
+        rows, *columns = weight.shape
+        return Slot(
+            name,
+            layer.fp8["weight"].weight_cast,
+            # read anew each time: an assigning load exchanges the parameter
+            lambda: local_of(layer.weight).detach(),
+            Region.along(0, self._place.first_row(rows), weight.shape),
+            torch.Size((self._place.padded_rows(rows), *columns)),
+            weight.device,
+        )
+
+
+def _refuse_unsuitable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            raise Fp8Error(
+                f"{name or 'The model'} is an nn.MultiheadAttention, which reads the weight of its output projection "
+                "without calling that layer: nothing would gather it. Use fully_shard, or an attention that calls its "
+                "linear layers."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise Fp8Error(
+                f"{name} is distributed already. Call fully_shard_traceable once, on the root, instead of fully_shard."
+            )
+        if isinstance(parameter, ShardedFloat8Weight) and parameter.info.cast.decode:
+            raise Fp8Error(
+                f"{name} was given to enable_float8_all_gather, which works under fully_shard only. Convert its layer "
+                "with convert_to_float8_training, or use fully_shard."
+            )
