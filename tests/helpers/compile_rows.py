@@ -203,7 +203,7 @@ def float8_kept_for_backward(loss):
         seen.add(node)
         stack += [following for following, _ in node.next_functions]
         for tensor in getattr(node, "saved_tensors", ()):
-            parts = tensor.__tensor_flatten__()[0] if isinstance(tensor, f8.GatheredFloat8Weight) else [None]
+            parts = tensor.__tensor_flatten__()[0] if isinstance(tensor, f8.GatheredWeight) else [None]
             for part in parts:
                 note_kept(tensor if part is None else getattr(tensor, part), data, scales)
     return data, scales

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8StaleError
 from tests.helpers.whole_states import unlike, whole
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
@@ -33,8 +31,6 @@ STATIC = f8.Recipe(
 RECIPES: dict[str, Any] = {
     name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "tensorwise_delayed")
 } | {"static": STATIC}
-AGREEING = ("tensorwise", "tensorwise_delayed", "blockwise")
-"""Recipes whose weights have scales that ranks agree on, and so notice an edit on one rank."""
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -212,7 +208,7 @@ class Run:
         self.program, self.rank = program, rank
         self.pairs = Pair(program, low=True), Pair(program, low=False)
         self.batches = 0
-        self.settled = self.stepped = False
+        self.settled = False
 
     def run(self) -> str | None:
         """Return what differs, after which operation; None if nothing does."""
@@ -230,7 +226,7 @@ class Run:
     def forward(self) -> str | None:
         x = self.batch()
         losses = [pair.loss(x) for pair in self.pairs]
-        self.settled = self.stepped = False
+        self.settled = False
         for pair, loss in zip(self.pairs, losses, strict=True):
             pair.pending += [loss] * loss.requires_grad
         return self.unlike("loss", *([loss.detach()] for loss in losses))
@@ -265,7 +261,6 @@ class Run:
             if skipping != self.rank:
                 pair.optimizer.step()
             pair.optimizer.zero_grad()
-        self.stepped = True
         return self.unlike("weights", *(pair.shards() for pair in self.pairs))
 
     def flush(self) -> None:
@@ -330,7 +325,6 @@ class Run:
         for pair in self.pairs:
             with contextlib.suppress(InterruptedError):
                 pair.optimizer.step(interrupt)
-        self.stepped = True
 
     # ------------------------------------------------------------ reading and writing
 
@@ -354,33 +348,17 @@ class Run:
             if assign:
                 pair.restart_optimizer()
 
-    def edit(self, how: str, factor: float) -> str | None:
-        self.flush()
-        # after a step, nothing but a forward tells what is written to a lent alias from what the step wrote
-        if how == "state_dict" and self.stepped and (different := self.evaluate("no_grad")):
-            return different
+    def edit(self, how: str, factor: float) -> None:
         self.settle()
         for pair in self.pairs:
             pair.edit(how, factor)
-        return None
 
-    def edit_on_one_rank(self, where: int, factor: float) -> str | None:
-        """Edit on one rank, hear of it on all, edit on the others too, and go on."""
+    def edit_on_one_rank(self, where: int, factor: float) -> None:
+        """Edit the part of one rank alone, of both twins; where ranks hold copies of their parts, on all."""
         self.settle()
-        low, high = self.pairs
-        noticed = self.program.ranks > 1 and self.program.recipe in AGREEING and not self.program.copies
-        if noticed and (different := self.evaluate("no_grad")):
-            return different  # a forward, after which nothing else waits to be noticed
-        self.reshard()
-        alone = where == self.rank or not self.program.ranks
-        if alone:
-            low.edit("mul", factor)
-        if noticed and not raises_stale(lambda: low.loss(self.batch())):
-            return "an edit on one rank went unnoticed"
-        if not alone:
-            low.edit("mul", factor)
-        high.edit("mul", factor)
-        return None
+        if where == self.rank or not self.program.ranks or self.program.copies:
+            for pair in self.pairs:
+                pair.edit("mul", factor)
 
     @torch.no_grad()
     def clone(self) -> None:
@@ -441,10 +419,7 @@ class Run:
             return different  # as for `unshard`
         self.settle()
         for pair in self.pairs:
-            if how == "precompute":
-                f8.synchronize_scales(pair.model)
-            else:
-                f8.synchronize_scales(pair.model)
+            f8.synchronize_scales(pair.model)
         return None
 
     def unlike(self, what: str, low: list[torch.Tensor], high: list[torch.Tensor]) -> str | None:
@@ -460,14 +435,6 @@ def interrupt(*args: object) -> None:
 def interrupt_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
     if output.requires_grad:  # not in the first forward of a reentrant checkpoint
         output.register_hook(interrupt)
-
-
-def raises_stale(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except Fp8StaleError:
-        return True
-    return False
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

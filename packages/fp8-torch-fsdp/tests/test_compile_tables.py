@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from fp8_common.torch import _multiply as product
+from fp8_common.torch.linear import matmul
 from fp8_torch_fsdp.traceable import linear
 from tests.helpers import compile_rows as rows
 
@@ -40,14 +40,14 @@ def test_row(run_ranks, row, scaling, backend):
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_output_projection_has_shapes_that_gpus_accept_or_says_what_to_do(vocab, pad, rowwise):
     x, weight, grad = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((48, 64), (vocab, 64), (48, vocab)))
-    products = ((x, weight), (grad, weight.t().contiguous()), (grad.t().contiguous(), x.t().contiguous()))
-    for number, (a, b) in enumerate(products):
+    matmuls = ((x, weight), (grad, weight.t().contiguous()), (grad.t().contiguous(), x.t().contiguous()))
+    for number, (a, b) in enumerate(matmuls):
         scale = torch.rand(1, b.shape[0]) if rowwise else torch.rand(())
         if vocab % 16 and not pad and number < 2:
             with pytest.raises(Fp8Error, match="set pad_inner_dim=True"):
-                product._aligned(a, b, scale, (pad, pad))
+                matmul._aligned(a, b, scale, (pad, pad))
             continue
-        padded_a, padded_b, padded_scale = product._aligned(a, b, scale, (pad, pad))
+        padded_a, padded_b, padded_scale = matmul._aligned(a, b, scale, (pad, pad))
         assert not padded_a.shape[1] % 16
         assert not padded_b.shape[0] % 16
         full = (padded_a.double() @ padded_b.double().t()) * padded_scale
@@ -159,8 +159,8 @@ def test_subclasses_name_themselves_for_the_caches_of_compilers():
     assert sharded[0]._stable_hash_for_caching() == sharded[1]._stable_hash_for_caching()
     assert sharded[0]._stable_hash_for_caching() != other._stable_hash_for_caching()
     codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
-    gathered = [f8.GatheredFloat8Weight(codes, torch.full((), s), "e4m3", torch.float32) for s in (1.0, 2.0)]
-    half = f8.GatheredFloat8Weight(codes, torch.ones(()), "e4m3", torch.bfloat16)
+    gathered = [f8.GatheredWeight(codes, torch.full((), s), "e4m3", torch.float32) for s in (1.0, 2.0)]
+    half = f8.GatheredWeight(codes, torch.ones(()), "e4m3", torch.bfloat16)
     assert gathered[0]._stable_hash_for_caching() == gathered[1]._stable_hash_for_caching()
     assert gathered[0]._stable_hash_for_caching() != half._stable_hash_for_caching()
 

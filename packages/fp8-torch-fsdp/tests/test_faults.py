@@ -67,10 +67,10 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
     """
     model = build(world_size, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    gradients = {}
+    more = {"scales": f8.DelayedState(model)}
     if compressed:
-        gradients["gradients"] = f8.compress_gradients(model, f8.GradientCompression(rounding="stochastic"))
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | gradients
+        more["gradients"] = f8.compress_gradients(model, f8.GradientCompression(rounding="stochastic"))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | more
     done = max((int(path.name) for path in Path(folder).glob("?")), default=0)
     if done:
         dcp.load(state, checkpoint_id=f"{folder}/{done}")
@@ -95,7 +95,7 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
         if (step + 1) % SAVED_EVERY == 0:
             f8.synchronize_scales(model)
             state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            dcp.save(state | gradients, checkpoint_id=f"{folder}/{step + 1}")
+            dcp.save(state | more, checkpoint_id=f"{folder}/{step + 1}")
             del state
     return losses, fingerprint(whole_weights(model).values())
 
@@ -135,7 +135,7 @@ def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, ful
 
 @pytest.mark.timeout(900)
 def test_a_rank_that_dies_between_reductions_of_codes_is_an_error_and_the_run_resumes(tmp_path):
-    """With error feedback, whose state is saved: the resumed run has the bits of one that never broke."""
+    """With stochastic rounding, whose counter is saved: the resumed run has the bits of one that never broke."""
     pool = RankPool(2, collective_timeout=20.0)
     try:
         check_death(pool, tmp_path, "tensorwise", signal.SIGKILL, compressed=True)
@@ -243,7 +243,7 @@ def _gathered(model):
     """Return what this rank computes with: codes and scales, or whole weights."""
     for layer in model[::2]:
         weight = layer.weight
-        yield from (weight.codes, weight.scale) if isinstance(weight, f8.GatheredFloat8Weight) else (weight,)
+        yield from (weight.codes, weight.scale) if isinstance(weight, f8.GatheredWeight) else (weight,)
 
 
 def poison(rank, world_size, recipe, place, value):

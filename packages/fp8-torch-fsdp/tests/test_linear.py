@@ -9,8 +9,8 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from fp8_common import E4M3, E5M2, Fp8Error, Fp8UnsupportedError
 from fp8_common import torch as f8t
-from fp8_common.torch._multiply import multiply
-from fp8_common.torch._operands import cast_operand
+from fp8_common.torch.linear.matmul import MatmulOptions, matmul
+from fp8_common.torch.linear.operand import quantize_operand
 
 
 def sqnr(reference: torch.Tensor, value: torch.Tensor) -> float:
@@ -67,9 +67,9 @@ def test_emulated_products_agree_with_the_scaled_product(rowwise):
     if rowwise and torch.__version__ < "2.13":
         pytest.skip("torch._scaled_mm takes row scales on CPU from torch 2.13 on")
     cast = f8.CastConfig(granularity="rowwise" if rowwise else "tensorwise")
-    a, b = cast_operand(torch.randn(48, 64), cast), cast_operand(torch.randn(32, 64), cast)
-    emulated = multiply(a, b, out_dtype=torch.float32, emulate=True)
-    native = multiply(a, b, out_dtype=torch.float32, emulate=False)
+    a, b = quantize_operand(torch.randn(48, 64), cast), quantize_operand(torch.randn(32, 64), cast)
+    emulated = matmul(a, b, MatmulOptions(torch.float32, emulate=True))
+    native = matmul(a, b, MatmulOptions(torch.float32, emulate=False))
     torch.testing.assert_close(emulated, native, rtol=1e-5, atol=1e-5)
 
 
@@ -256,7 +256,7 @@ def test_errors_say_what_and_what_to_do(call, error, message):
 
 def test_a_gathered_weight_acts_as_a_tensor_and_refuses_writes():
     codes = f8t.quantize(torch.randn(6, 4), torch.tensor(2.0), E4M3)
-    weight = f8.GatheredFloat8Weight(codes, torch.tensor(2.0), "e4m3", torch.bfloat16)
+    weight = f8.GatheredWeight(codes, torch.tensor(2.0), "e4m3", torch.bfloat16)
     expected = f8t.dequantize(codes, torch.tensor(2.0), E4M3, torch.bfloat16)
     assert weight.dtype == torch.bfloat16
     assert torch.equal(weight + 0, expected)

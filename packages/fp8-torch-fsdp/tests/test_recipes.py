@@ -122,14 +122,12 @@ def steady_step(rank, world_size, recipe):
 @pytest.mark.parametrize("recipe", MEASURED)
 def test_one_byte_per_element_on_the_wire(run_ranks, recipe):
     elements = 256 * 384
-    scales = 4 * (256 + 384) if recipe.startswith("rowwise") else 0
     for gathered, reductions, casts, reported in run_ranks(2, steady_step, recipe):
-        # this rank's half of both weights, in the forward and again in the backward
-        assert gathered == 2 * (2 * elements + scales) // 2
-        assert reported == 2 * elements + scales
+        # this rank's half of both weights, in the forward and again in the backward; scales never travel
+        assert gathered == 2 * (2 * elements) // 2
+        assert reported == 2 * elements
         assert casts == 2
-        # under delayed scaling, what was observed is combined when the backward ends: a checkpoint then needs nothing
-        assert reductions == {"rowwise": 0, "rowwise_with_gw_hp": 0, "tensorwise_delayed": 2}.get(recipe, 1)
+        assert reductions == 1
 
 
 @pytest.mark.parametrize(

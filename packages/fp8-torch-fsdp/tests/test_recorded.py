@@ -102,7 +102,7 @@ def ten_steps(rank: int, world_size: int, recipe: str | None, mode: str) -> dict
     gathered = {"codes": [], "scales": []}
 
     def look(layer: nn.Module, args: object) -> None:
-        if isinstance(layer.weight, f8.GatheredFloat8Weight):
+        if isinstance(layer.weight, f8.GatheredWeight):
             gathered["codes"].append(layer.weight.codes.clone())
             gathered["scales"].append(layer.weight.scale.clone())
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch.plugin import GatheredFloat8Weight, fsdp
+from fp8_common.torch.sharding import fsdp
+from fp8_common.torch.sharding.gathered import GatheredWeight
 from tests.helpers.stream_order import StreamOrder
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
@@ -25,7 +26,7 @@ def parts(tensor):
         return [tensor._local_tensor]
     if isinstance(tensor, f8.ShardedFloat8Weight):
         return [tensor.plain]
-    return [tensor.codes, tensor.scale] if isinstance(tensor, GatheredFloat8Weight) else None
+    return [tensor.codes, tensor.scale] if isinstance(tensor, GatheredWeight) else None
 
 
 class Block(nn.Module):

@@ -235,7 +235,7 @@ def scale_survives_aliasing(rank, world_size):
     aliases = {"unflatten": rebuilt, "detach": local.detach(), "view": local.view(-1), "slice": local[1:]}
     scale = local.info.slot.scale
     model(torch.randn(8, 16))
-    gathered = f8.GatheredFloat8Weight(local.plain.to(torch.float8_e4m3fn), scale, "e4m3", torch.bfloat16)
+    gathered = f8.GatheredWeight(local.plain.to(torch.float8_e4m3fn), scale, "e4m3", torch.bfloat16)
     names, context = gathered.__tensor_flatten__()
     inner = {name: getattr(gathered, name) for name in names}
     again = type(gathered).__tensor_unflatten__(inner, context, gathered.shape, gathered.stride())

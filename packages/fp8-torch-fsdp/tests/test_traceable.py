@@ -195,12 +195,12 @@ def composed(rank, world_size, folder):
     saved = plain.state_dict() if not f8.synchronize_scales(plain) else {}
     if any(isinstance(getattr(t, "_local_tensor", t), f8.ShardedFloat8Weight) for t in saved.values()):
         problems.append("a state dict holds more than plain tensors")
-    dcp.save({"model": saved}, checkpoint_id=folder)
+    dcp.save({"model": saved, "fp8": f8.DelayedState(plain)}, checkpoint_id=folder)
     fsdp2 = with_fsdp2(build("uneven", "tensorwise_delayed"), mesh)
     with torch.no_grad():
         for parameter in fsdp2.parameters():
             parameter.zero_()
-    loaded = {"model": fsdp2.state_dict()}
+    loaded = {"model": fsdp2.state_dict(), "fp8": f8.DelayedState(fsdp2)}
     dcp.load(loaded, checkpoint_id=folder)
     fsdp2.load_state_dict(loaded["model"])
     plain.eval()

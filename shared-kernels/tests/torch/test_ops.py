@@ -18,8 +18,6 @@ from fp8_common.torch import _delayed_ops as delayed_ops
 from fp8_common.torch import _dispatch as dispatch
 from fp8_common.torch import _foreach as foreach
 from fp8_common.torch import _fused_ops as fused_ops
-from fp8_common.torch import _gradients as gradients
-from fp8_common.torch import _grouped_products as grouped_products
 from fp8_common.torch import _ops as ops
 from fp8_common.torch.linear import grouped_matmul
 
@@ -58,26 +56,8 @@ OPERATORS = {
     "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "scales_of_amax": (X.abs(), "e4m3", POLICY),
     "cast_by_amax": (X, X.abs().max(), "e4m3", POLICY),
-    "pack_gradients": (X, X[:, :3], "e4m3", 32),
-    "pack_next_gradients": (X, X[:, :3], X.bfloat16(), torch.tensor([7, 5, 40]), "e4m3", 32),
-    "pack_next_gradients_without_state": (X, X[:, :3], None, None, "e4m3", 32),
-    "unpack_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32),
-    "sum_gradients": (gradients.pack_gradients(X, X[:, :3], f8.E4M3, 32), 40, 3, torch.float32, "e4m3", 32, 4.0),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
     "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
-    "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
-    "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
-    "grouped_product": (
-        *(CODES, torch.ones(2), "e4m3", []),
-        *(WEIGHTS, torch.ones(2), "e4m3", []),
-        *(GROUPS, False, torch.bfloat16, EMULATED),
-    ),
-    "grouped_product_between_rows": (
-        *(CODES, torch.ones(2), "e4m3", []),
-        *(f8t.quantize(X[:, :16], ONE, "e5m2").view(torch.uint8), torch.ones(2), "e5m2", []),
-        *(GROUPS, True, torch.float32, EMULATED),
-    ),
-    "grouped_wide_product": (X, X[:, :16], GROUPS),
     "amax_by_segment": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
     "zero_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "grouped_matmul": (
@@ -108,7 +88,7 @@ def test_opcheck(case):
 
 
 def test_every_operator_is_checked():
-    assert fused_ops.NAMESPACE == grouped_products.NAMESPACE == grouped_matmul.NAMESPACE == "fp8_common"
+    assert fused_ops.NAMESPACE == grouped_matmul.NAMESPACE == "fp8_common"
     defined = {
         name.removeprefix("fp8_common::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

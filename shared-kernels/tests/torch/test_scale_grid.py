@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import ScaleLayout, ShardGeometry
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_128x128")
@@ -151,28 +150,3 @@ def test_grids_that_scale_alike_are_equal():
 def test_other_granularities_are_no_weights():
     with pytest.raises(Fp8Error, match="Weights cannot be cast with dynamic blockwise_1x128 scaling"):
         grid_of("blockwise_1x128")
-
-
-@pytest.mark.parametrize(("granularity", "stacked", "transposed"), KINDS)
-def test_grids_equal_the_layouts_that_they_replace(granularity, stacked, transposed):
-    grid = grid_of(granularity, stacked=stacked, transposed=transposed)
-    layout = ScaleLayout.of(grid.cast, stacked=stacked, transposed=transposed)
-    assert layout.block == grid.tile
-    compared = 0
-    for shape in ((5, 7), (128, 128), (200, 300), (3, 130, 150), (1, 1), (2, 257, 129)):
-        if stacked and len(shape) == 2:
-            continue
-        weight = random_weight(shape)
-        assert layout.shape(weight.shape) == grid.shape(weight.shape)
-        for dim, ranks in itertools.product(range(len(shape)), (1, 2, 3, 4, 9)):
-            scales = grid.quantize_whole(weight).scale
-            for part, region in parts_of(weight, dim, ranks):
-                geometry = ShardGeometry(full_shape=weight.shape, dim=dim, first_index=region.offset[dim])
-                bits = grid.amax_bits(part, region)
-                assert same_bits(bits, layout.keys(part, geometry))
-                assert same_bits(grid.scales(bits, weight.shape), layout.scales(bits, weight.shape))
-                assert same_bits(grid.quantize_part(part, scales, region), layout.cast_part(part, scales, geometry))
-                compared += 1
-    assert compared >= (100 if stacked else 200)
-    for ours, theirs in zip(grid.quantize_whole(weight)[:3], layout.cast_whole(weight)[:3], strict=True):
-        assert same_bits(ours, theirs)

@@ -9,7 +9,7 @@ Nothing else changes in a training loop: scales are computed before each forward
 from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
 from fp8_common.torch import GemmConfig
-from fp8_common.torch.plugin import GatheredFloat8Weight
+from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8LinearConfig
 from fp8_torch_fsdp.convert.communication import enable_float8_all_gather
@@ -46,7 +46,7 @@ __all__ = [
     "Float8LinearConfig",
     "Float8Monitor",
     "Float8RowwiseParallel",
-    "GatheredFloat8Weight",
+    "GatheredWeight",
     "GemmConfig",
     "GradientCompression",
     "PrepareFloat8ModuleInput",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from fp8_common import CastRecipe, Fp8Error, Recipe
-from fp8_common.torch.plugin import LinearConfig
+from fp8_common.torch.linear.config import LinearConfig
 
 HistoryAlgo = Literal["max", "most_recent"]
 
@@ -106,7 +106,7 @@ class Float8LinearConfig(LinearConfig):
             object.__setattr__(self, "recipe", self.delayed.apply(self.recipe))
         if not isinstance(self.all_gather, bool):
             raise Fp8Error(f"all_gather must be True or False, got {self.all_gather!r}.")
-        one_scale = self.weight.granularity == "tensorwise" and not self.folds_weight_scales
+        one_scale = self.weight.granularity == "tensorwise" and not self.shared.folds
         if self.grad_output.scaling == "delayed" and not one_scale:
             raise Fp8Error(
                 "Delayed scaling of grad_output needs a tensorwise weight with one scale: the backward folds other "

@@ -9,7 +9,8 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from fp8_common.torch.plugin import Operand, dispatch
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.plugin import dispatch
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -49,7 +50,7 @@ class Float8Monitor:
         self._statistics: dict[tuple[str, str], _Statistics] = {}
         self._layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
         for name, layer in self._layers.items():
-            layer.fp8["weight"].watcher = _Watcher(self, name)
+            layer.fp8["weight"].watch(_Watcher(self, name))
 
     def __enter__(self) -> "Float8Monitor":
         """Return the monitor."""
@@ -64,7 +65,7 @@ class Float8Monitor:
     def close(self) -> None:
         """Stop watching; collected statistics stay."""
         for layer in self._layers.values():
-            layer.fp8["weight"].watcher = None
+            layer.fp8["weight"].watch(None)
 
     def collect(self) -> dict[str, float]:
         """Return everything since the last call as plain numbers; one transfer from the device."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
-from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.fsdp import Shard, named_shards, reduce_scatter_of, shards
+from fp8_common.torch.sharding.gradients import BLOCK, pack_gradients, sum_gradients
 
 ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
 """Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
@@ -112,7 +112,7 @@ class CompressedGradients:
         if self.config.rounding != "stochastic":
             return None
         offset = int(self.drawn)
-        self.drawn += -(-rows * -(-columns // self.config.block) * self.config.block // 4)
+        self.drawn += -(-rows * -(-columns // BLOCK[1]) * BLOCK[1] // 4)
         # the seed below and the rank above, so that the errors of ranks are independent
         return self.config.seed | dist.get_rank() << 32, offset
 
@@ -211,11 +211,11 @@ def reduce_rows(
     """
     config = handle.config
     random = handle.draw(*compressed.shape)
-    message = dispatch.pack_gradients(compressed, wide, config.fp8_format, config.block, None, random)
+    message = pack_gradients(compressed, wide, config.fp8_format, random)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message, group=group)
     sizes = (compressed.shape[1], wide.shape[1])
-    return dispatch.sum_gradients(received, sizes, wide.dtype, config.fp8_format, config.block, divisor)
+    return sum_gradients(received, sizes, wide.dtype, config.fp8_format, divisor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8_common.torch.plugin import GatheredFloat8Weight
 from fp8_common.torch.sharding.fsdp import reduce_scatter_of, shards
+from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.heads import output_heads
 from fp8_torch_fsdp.layers.linear import Float8Linear
@@ -154,7 +154,7 @@ def _cast_of(local: torch.Tensor, owner: nn.Module | None) -> WeightCast | None:
 
 
 def _why_not(parameter: nn.Parameter, local: torch.Tensor, owner: nn.Module | None) -> str:
-    if isinstance(local, GatheredFloat8Weight):
+    if isinstance(local, GatheredWeight):
         return "gathered at the moment: call model.reshard() first"
     if isinstance(owner, Float8Linear) and not owner.config.all_gather:
         return "all_gather is False"

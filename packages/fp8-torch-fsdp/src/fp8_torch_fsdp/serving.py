@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fp8_common import Fp8UnsupportedError
 from fp8_common.torch import serving
-from fp8_common.torch.plugin import ShardGeometry
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.scale_grid import Region
 from fp8_torch_fsdp.all_gather.state_dict import plain_of
@@ -112,7 +111,7 @@ def _part(name: str, tied: tuple[str, ...], tensor: torch.Tensor, read: Any, kin
         name=name,
         shape=tuple(tensor.shape),
         read=read,
-        first_row=_Place(tensor).geometry.first_index,
+        first_row=_Place(tensor).region.offset[0],
         granularity=kind,
         dtype=tensor.dtype,
         writes=serving.is_written_here(tensor),
@@ -142,7 +141,7 @@ class _Place:
                 # as torch.chunk cuts
                 each = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
                 first = min(tensor.shape[0], each * tensor.device_mesh.get_local_rank(dim))
-        self.geometry = ShardGeometry(full_shape=tensor.shape, first_index=first)
+        self.region = Region.along(0, first, tensor.shape)
 
 
 def _values(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -153,7 +152,7 @@ def _values(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
 def _as_trained(tensor: torch.Tensor, cast: WeightCast) -> tuple[torch.Tensor, torch.Tensor]:
     place, (values, _) = _Place(tensor), _values(tensor)
     grid = cast.grid
-    region = Region.along(0, place.geometry.first_index, tensor.shape)
+    region = place.region
     if grid.cast.static_scale is not None:
         scale = torch.full((), grid.cast.static_scale, dtype=torch.float32, device=values.device)
     else:
@@ -166,4 +165,4 @@ def _as_trained(tensor: torch.Tensor, cast: WeightCast) -> tuple[torch.Tensor, t
 
 def _rounded(tensor: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
     place, (values, _) = _Place(tensor), _values(tensor)
-    return serving.round_for_serving(values, granularity, place.geometry, place.group)
+    return serving.round_for_serving(values, granularity, place.region, place.group)

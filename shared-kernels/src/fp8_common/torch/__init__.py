@@ -27,10 +27,10 @@ from fp8_common.torch import _serving as serving
 from fp8_common.torch._amax import INPUT_DTYPES
 from fp8_common.torch._checkpoint import read_metadata
 from fp8_common.torch._checkpoint_folder import load_checkpoint, save_checkpoint, verify_checkpoint
-from fp8_common.torch._linear_config import GemmConfig
 from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
+from fp8_common.torch.linear.config import GemmConfig
 
 __all__ = [
     "FLOAT8_DTYPES",

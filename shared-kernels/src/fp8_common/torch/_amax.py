@@ -8,7 +8,6 @@ has it.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fp8_common._amax import KEY_MASK
 from fp8_common._errors import Fp8Error
@@ -97,40 +96,3 @@ def float_key(x: torch.Tensor) -> torch.Tensor:
 def key_to_float(key: torch.Tensor) -> torch.Tensor:
     """Return the float32 whose bits are the int32 `key`."""
     return key.view(torch.float32)
-
-
-def max_over_ranks(parts: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], int]:
-    """Return the largest of each element of int32 `parts` over ranks, in one all-reduce for each group.
-
-    Args:
-        parts: int32, any shapes, equal on all ranks; may be none. They are left as they are.
-        *groups: The ranks, which all call this; groups given one after another together reach all ranks that any path
-            through them connects. None, and a group of one rank, send nothing.
-
-    Returns:
-        The reduced parts in their shapes, which may share memory with each other, and the number of all-reduces.
-    """
-    shared = [group for group in groups if group is not None and group.size() > 1]
-    # The parts have equal shapes on all ranks, so that all ranks leave here or none does.
-    if not shared or not any(part.numel() for part in parts):
-        return list(parts), 0
-    # most parts are one key of one weight: reshaping each would cost more than reducing all
-    payload = torch.cat([part if part.ndim == 1 else part.reshape(-1) for part in parts])
-    for group in shared:
-        dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=group)
-    reduced = payload.split([part.numel() for part in parts])
-    pairs = zip(reduced, parts, strict=True)
-    return [own if part.ndim == 1 else own.view(part.shape) for own, part in pairs], len(shared)
-
-
-def amax_over_ranks(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the largest of the float32 `amax` that the ranks of `group` hold, element by element; NaN wins.
-
-    Args:
-        amax: float32, not negative, of the same shape on every rank.
-        group: The ranks, which all call this; None is this rank alone.
-    """
-    if group is None or group.size() == 1:
-        return amax
-    (keys,), _ = max_over_ranks([float_key(amax)], group)
-    return key_to_float(keys)

@@ -12,7 +12,6 @@ from fp8_common._blocks import Block
 from fp8_common._formats import Format
 from fp8_common._policy import ScalePolicy
 from fp8_common.torch import _fused_ops as fused_ops
-from fp8_common.torch import _gradients as gradients
 from fp8_common.torch import _ops as ops
 from fp8_common.torch import _triton_backend as triton_backend
 from fp8_common.torch import _visible_casts as visible_casts
@@ -157,49 +156,3 @@ def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32)
     if torch.compiler.is_compiling():
         return visible_casts.values(codes, fmt, dtype) if fused(codes) else ops.values(codes, fmt.name, dtype)
     return _values(codes, fmt, dtype)
-
-
-def pack_gradients(
-    values: torch.Tensor,
-    wide: torch.Tensor,
-    fmt: Format,
-    block: int,
-    residual: torch.Tensor | None = None,
-    random: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """Return rows of codes, scales and wide elements for an all-to-all; see `fp8_common.torch._gradients`."""
-    return gradients.pack_gradients(values, wide, fmt, block, residual, random)
-
-
-def pack_next_gradients(
-    values: torch.Tensor,
-    wide: torch.Tensor,
-    fmt: Format,
-    block: int,
-    residual: torch.Tensor | None = None,
-    counter: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return such rows, for compilers too: the state of random bits is a tensor, which is moved on."""
-    if not torch.compiler.is_compiling():
-        return gradients.pack_next_gradients(values, wide, fmt, block, residual, counter)
-    if residual is None and counter is None:
-        return gradients.pack_gradients_op(values, wide, fmt.name, block)
-    return gradients.pack_next_gradients_op(values, wide, residual, counter, fmt.name, block)
-
-
-def sum_gradients(
-    message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, block: int, divisor: float = 1
-) -> Pair:
-    """Return the float32 sums of such rows, of sizes (compressed, wide), first to last, divided by `divisor`."""
-    if torch.compiler.is_compiling():
-        return gradients.sum_gradients_op(message, *sizes, wide_dtype, fmt.name, block, float(divisor))
-    return gradients.sum_gradients(message, *sizes, wide_dtype, fmt, block, divisor)
-
-
-def unpack_gradients(
-    message: torch.Tensor, sizes: tuple[int, int], wide_dtype: torch.dtype, fmt: Format, block: int
-) -> Pair:
-    """Return the float32 values of such rows, one after another."""
-    if torch.compiler.is_compiling():
-        return gradients.unpack_gradients_op(message, *sizes, wide_dtype, fmt.name, block)
-    return gradients.unpack_gradients(message, *sizes, wide_dtype, fmt, block)

@@ -22,11 +22,11 @@ from fp8_common._errors import Fp8Error
 from fp8_common._recipe import CastRecipe
 from fp8_common._served import NOTES
 from fp8_common._serving_layouts import MX, ServingLayout, serving_layout
-from fp8_common.torch._amax import max_over_ranks
 from fp8_common.torch._ops import quantize_mx
 from fp8_common.torch._replaced_folder import check_replaceable
-from fp8_common.torch._scale_layout import ScaleLayout, ShardGeometry
 from fp8_common.torch._together import do_together, is_first_rank, my_turn
+from fp8_common.torch.sharding.agreement import max_over_ranks
+from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 
 CodesFrom = Literal["training", "masters"]
 
@@ -207,23 +207,23 @@ class _Plan:
 
 
 def round_for_serving(
-    values: torch.Tensor, granularity: str, geometry: ShardGeometry, group: dist.ProcessGroup | None
+    values: torch.Tensor, granularity: str, region: Region, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of high-precision values, as `ServedPart.read` does, made anew. All ranks call it.
 
     Args:
         values: float [n, columns], the local rows.
         granularity: Of the scales, or "mx".
-        geometry: Which rows these are.
+        region: Which rows these are.
         group: The ranks that hold the others.
     """
     if granularity == MX:
         codes, scale = quantize_mx(values.float().contiguous(), "e4m3", "rceil")
         return codes.view(torch.uint8), scale.view(torch.uint8)
-    layout = ScaleLayout.of(CastRecipe(granularity=granularity))  # pyrefly: ignore[bad-argument-type]
-    (keys,), _ = max_over_ranks([layout.keys(values, geometry)], group)
-    scale = layout.scales(keys, geometry.full_shape)
-    return layout.cast_part(values, scale, geometry).view(torch.uint8), scale
+    grid = ScaleGrid(CastRecipe(granularity=granularity))  # pyrefly: ignore[bad-argument-type]
+    (bits,), _ = max_over_ranks([grid.amax_bits(values, region)], group)
+    scale = grid.scales(bits, region.full_shape)
+    return grid.quantize_part(values, scale, region).view(torch.uint8), scale
 
 
 def is_written_here(tensor: torch.Tensor) -> bool:

@@ -335,7 +335,7 @@ def pack_gradients(
     codes: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
-    """Write codes [n, c] and scales [n, blocks] of x [n, c] into a message; see `fp8_common.torch._gradients`."""
+    """Write codes [n, c] and scales [n, blocks] of x [n, c] into a message; see `sharding.gradients`."""
     rows, columns = x.shape
     plan = plans().pack_gradients(
         rows,

@@ -1,7 +1,7 @@
 """`ShardedFloat8Weight`: a weight, or this rank's shard of it, in high precision; FSDP2 gathers it in FP8.
 
 Optimizers, checkpoints and initialisation see an ordinary tensor of the original dtype; only FSDP2's all-gather sees
-FP8. What arrives is a `GatheredFloat8Weight`.
+FP8. What arrives is a `GatheredWeight`.
 """
 
 import copy
@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error
-from fp8_common.torch import torch_dtype
-from fp8_common.torch.plugin import GatheredFloat8Weight, dispatch, tensor_subclass
-from fp8_common.torch.sharding.fsdp import find_root, in_backward, unpad
+from fp8_common.torch.sharding.fsdp import find_root, in_backward
+from fp8_common.torch.sharding.gathered import finish_gather
+from fp8_common.torch.sharding.wrappers import is_view, stable_hash, wrapper_of, written_tensors
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
@@ -81,16 +81,7 @@ class ShardedFloat8Weight(torch.Tensor):
     @staticmethod
     def __new__(cls: type, plain: torch.Tensor, info: WeightInfo) -> "ShardedFloat8Weight":
         """Wrap `plain` without copying it."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            plain.size(),
-            strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
-            layout=plain.layout,
-            device=plain.device,
-            requires_grad=plain.requires_grad,
-        )
+        self = wrapper_of(cls, plain)
         self.plain, self.info = plain, info
         return self
 
@@ -212,7 +203,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Name what a compiled graph depends on besides the values: the same in every process."""
-        return tensor_subclass.stable_hash(self, repr(self.info.cast.grid), self.info.cast.decode)
+        return stable_hash(self, repr(self.info.cast.grid), self.info.cast.decode)
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -223,7 +214,7 @@ class ShardedFloat8Weight(torch.Tensor):
     ) -> Any:
         """Run `func` on the plain tensors, count writes, and keep weights weights."""
         kwargs = kwargs or {}
-        for written in tensor_subclass.written_tensors(func, args, kwargs):
+        for written in written_tensors(func, args, kwargs):
             if isinstance(written, cls):
                 written.info.writes += 1
         # There is one, or torch would not have called this method.
@@ -233,7 +224,7 @@ class ShardedFloat8Weight(torch.Tensor):
         # An in-place operator returns the very tensor that it was called on, not the plain one under it.
         if func._schema.is_mutable:
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
-        if tensor_subclass.is_view(func) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
+        if is_view(func) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
             return _wrapped(result, source.info)
         if (func in _MAKES_WEIGHT or func in _MOVES_WEIGHT) and result.is_floating_point():
             return _wrapped(result, WeightInfo(source.info.cast, source.info))
@@ -267,24 +258,10 @@ class ShardedFloat8Weight(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Make the gathered weight of the codes of all ranks, or bring an existing one up to date."""
-        cast = slot.cast
-        target: Any = getattr(out, "_local_tensor", out)
-        if target is not None and not cast.decode:
-            target.scale = slot.scale  # the codes alias the buffer, which FSDP2 has filled
-            return None
-        fmt, tile = cast.grid.cast.fp8_format, cast.grid.tile
-        codes = unpad(all_gather_outputs[0], slot.region.full_shape, torch_dtype(fmt))
-        if not cast.decode:
-            # Nothing of its own to free: the codes are the gathered buffer, which FSDP2 frees itself.
-            return GatheredFloat8Weight(codes, slot.scale, fmt.name, param_dtype, tile), ()
-        plain = dispatch.dequantize(codes, slot.scale, fmt, param_dtype, tile)
-        if target is None:
-            # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
-            return plain, (plain,)
-        # Autograd may have saved it: FSDP2 restores the values, it does not modify them.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
-            target.copy_(plain)
-        return None
+        cast, shape = slot.cast, slot.region.full_shape
+        return finish_gather(
+            all_gather_outputs[0], slot.scale, cast.grid, shape, param_dtype, out=out, decode=cast.decode
+        )
 
 
 def _wrapped(result: Any, info: WeightInfo) -> Any:

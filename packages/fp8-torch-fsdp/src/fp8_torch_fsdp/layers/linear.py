@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_common.torch.plugin import GatheredFloat8Weight
+from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.layers.module import Float8Module, WeightLayout, to_fp8
@@ -63,7 +63,7 @@ class Float8Linear(Float8Module, nn.Linear):
         """Show what differs from `nn.Linear`."""
         local = getattr(self.weight, "_local_tensor", self.weight)
         # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
-        codes = isinstance(local, ShardedFloat8Weight | GatheredFloat8Weight) or hasattr(self.distribution, "wire")
+        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or hasattr(self.distribution, "wire")
         gathered = "fp8" if codes and self.config.all_gather else "high precision"
         cast = self.config.weight
         own = nn.Linear.extra_repr(self)

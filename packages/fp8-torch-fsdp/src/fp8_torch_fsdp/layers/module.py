@@ -16,7 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import GatheredFloat8Weight, LinearConfig, LinearOperands, Operand, WeightAccess
+from fp8_common.torch.linear.config import LinearConfig
+from fp8_common.torch.linear.function import Gather, LinearSpec, fp8_linear
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.all_gather.state_dict import forget_state_dict_hooks, keep_state_dicts_plain
 from fp8_torch_fsdp.config import Float8LinearConfig
@@ -44,12 +47,14 @@ class WeightLayout:
     stacked: bool = False
 
 
-class Distribution(WeightAccess):
+class Distribution:
     """How a module works with its parameters: by default it has them whole when it computes.
 
-    Under FSDP2 too, which gathers before the forward and before the backward. As a `WeightAccess` it says where the
-    matmuls get the weight from.
+    Under FSDP2 too, which gathers before the forward and before the backward.
     """
+
+    gather: Gather | None = None
+    """How a module that holds parts of its weights has the whole ones for each matmul; None where they are at hand."""
 
     # read-only, because all modules share it
     parts: Mapping[str, Any] = MappingProxyType({})
@@ -76,72 +81,64 @@ class Distribution(WeightAccess):
         return self
 
 
-class _Transposed(Distribution):
-    """Weights [..., in_features, out_features] at hand; so is their gradient."""
-
-    def finish_gradient(self, layer: LinearOperands, started: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as the weight lies."""
-        return started.mT
-
-
 WHOLE = Distribution()
 """The distribution of modules that have their whole parameters when they compute; it has no state."""
-TRANSPOSED = _Transposed()
-"""The same for weights that are stored transposed."""
 
 
-class WeightMatmul(LinearOperands):
+class WeightMatmul:
     """The three matmuls of one weight, or of one stack of weights.
 
     Args:
         config: How to cast and multiply.
         layout: How the weight lies.
         scales: The state of delayed scaling of the operands that have it, for each expert of a stack.
+        owner: The name of the class that multiplies, for errors.
 
     Attributes:
         config: As given.
         scales: As given.
         weight_cast: How the weight is scaled.
         parts: What `WeightCast.whole` has to know about parts that other ranks hold.
-        watcher: Called by a `Float8Monitor` with operand name, matrix and its FP8 form; None costs nothing.
+        spec: What `fp8_linear` has to know.
     """
 
-    def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale]) -> None:
+    def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
         self.config, self.scales = config, scales
         self.stacked, self.transposed = layout.stacked, layout.transposed
-        self.contracted = -2 if layout.transposed else -1
         self.parts: Mapping[str, Any] = MappingProxyType({})
-        self.watcher: Callable[[str, torch.Tensor, Operand], None] | None = None
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
+        )
+        self.spec = LinearSpec(
+            config,
+            self.weight_operand,
+            name=owner,
+            transposed=layout.transposed,
+            input_scale=scales.get("input"),
+            grad_scale=scales.get("grad_output"),
         )
 
     def __deepcopy__(self, memo: dict) -> "WeightMatmul":
         """Copy with the scales of the copied module; a monitor stays with the first."""
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
         layout = WeightLayout(forward=_unused, stacked=self.stacked, transposed=self.transposed)
-        twin = WeightMatmul(self.config, layout, scales)
-        twin.parts = self.parts
+        twin = WeightMatmul(self.config, layout, scales, self.spec.name)
+        twin.distribute(self.parts, self.spec.gather)
         return twin
 
-    def scale_state(self, name: str) -> DelayedScale | None:
-        """Return the state of delayed scaling of "input" or "grad_output"; None without it."""
-        return self.scales.get(name)
+    def distribute(self, parts: Mapping[str, Any], gather: Gather | None) -> None:
+        """Let the weight be a part of a larger one, or gathered for each matmul."""
+        self.parts = parts
+        self.spec = dataclasses.replace(self.spec, gather=gather)
 
-    @property
-    def watched(self) -> bool:
-        """Whether a `Float8Monitor` is attached."""
-        return self.watcher is not None
+    def watch(self, watcher: Callable[[str, torch.Tensor, Operand], None] | None) -> None:
+        """Call `watcher` with operand name, matrix and its FP8 form, as a `Float8Monitor` wants; None ends it."""
+        self.spec = dataclasses.replace(self.spec, watch=watcher)
 
-    def observe(self, name: str, x: torch.Tensor, operand: Operand) -> None:
-        """Hand an operand to the monitor."""
-        if self.watcher is not None:
-            self.watcher(name, x, operand)
-
-    def weight_operand(self, weight: torch.Tensor, *, record: bool) -> Operand:
+    def weight_operand(self, weight: torch.Tensor, record: bool) -> Operand:
         """Return the weight as an operand [..., out_features, in_features]: as gathered, or cast now."""
-        if isinstance(weight, GatheredFloat8Weight):
-            operand = Operand.of(weight)
+        if isinstance(weight, GatheredWeight):
+            operand = Operand.of_gathered(weight)
         else:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
             made = self.weight_cast.whole(plain, record=record, **self.parts)
@@ -192,13 +189,14 @@ class Float8Module(nn.Module):
             weight: The weight in any state, or this rank's part of it.
             offsets: Where the rows of each group end.
         """
-        return self.fp8[name].product(x, weight, access=self.distribution, record=self.records, offsets=offsets)
+        keep_codes = self.distribution.keeps_operand(weight)
+        return fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
 
     def distribute(self, distribution: Distribution) -> None:
         """Let the module exchange with other ranks what `distribution` says."""
         self.distribution = distribution
         for matmul in self.fp8.values():
-            matmul.parts = distribution.parts
+            matmul.distribute(distribution.parts, distribution.gather)
 
     def own_weight_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """Return `fp8_matmul` with a weight of the layout as it is now.
@@ -261,8 +259,8 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
             setattr(module, scale_name(module, operand, name), state)
             if state is not None:
                 scales[operand] = state
-        module.fp8[name] = WeightMatmul(config, layout, scales)
-    module.distribute(TRANSPOSED if layout.transposed else WHOLE)
+        module.fp8[name] = WeightMatmul(config, layout, scales, type(module).__name__)
+    module.distribute(WHOLE)
     keep_state_dicts_plain(module)
 
 

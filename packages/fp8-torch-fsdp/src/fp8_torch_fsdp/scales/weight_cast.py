@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from fp8_common import CastRecipe, Fp8Error
-from fp8_common.torch.plugin import cast_tensorwise, dispatch
+from fp8_common.torch.linear.operand import quantize_tensorwise
+from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_torch_fsdp.scales.delayed import DelayedScale
@@ -78,7 +79,7 @@ class WeightCast:
         if grid.block is None:
             # compiled, one launch writes what the output and the gradient of the input need
             both = cast.scaling == "dynamic" and dispatch.fused(weight)
-            return cast_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
+            return quantize_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
         if self.delayed is not None:
             amax = grid.amax_bits(weight, region).view(torch.float32)
             scale = self.delayed.current(amax, record).view(grid.shape(weight.shape))

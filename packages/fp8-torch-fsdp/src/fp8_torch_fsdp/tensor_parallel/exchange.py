@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from fp8_common import Format
-from fp8_common.torch.plugin import GatheredFloat8Weight
+from fp8_common.torch.sharding.gathered import GatheredWeight
 
 Cast = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Format]]
 """Makes codes [rows, columns], the scale that all ranks share and the format from a local matrix [rows, columns]."""
@@ -34,7 +34,7 @@ class Place(NamedTuple):
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 
 
-def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredFloat8Weight:
+def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredWeight:
     """Return the whole tensor in FP8 from its parts.
 
     Args:
@@ -47,7 +47,7 @@ def gather_codes(local: torch.Tensor, cast: Cast, place: Place) -> GatheredFloat
     # as uint8, because gloo and older NCCL refuse float8
     data = place.distributed(codes.view(local.shape).view(torch.uint8))
     whole = data.redistribute(placements=[Replicate()]).to_local()
-    return GatheredFloat8Weight(whole.contiguous().view(codes.dtype), scale, fmt.name, local.dtype)
+    return GatheredWeight(whole.contiguous().view(codes.dtype), scale, fmt.name, local.dtype)
 
 
 class GatherInput(torch.autograd.Function):

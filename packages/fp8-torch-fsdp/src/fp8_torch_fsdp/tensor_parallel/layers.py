@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8_common import Format
-from fp8_common.torch.plugin import Operand, cast_tensorwise
+from fp8_common.torch.linear.operand import Operand, quantize_tensorwise
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
 from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput, SumGradient
@@ -83,7 +83,7 @@ class Rowwise(TensorParallel):
         local = placed.to_local()
         partial = layer.fp8_matmul("weight", local, _local(layer.weight))
         record, config = layer.records, layer.config
-        cast = _caster(layer, "grad_output", self.group, record) if config.gradient_has_one_cast else None
+        cast = _caster(layer, "grad_output", self.group, record) if config.shared.grad_output == "codes" else None
         layout = _positive(self.output_layout, partial)
         output = ReduceOutput.apply(partial, cast, self.mesh, layout)
         bias = None if layer.bias is None else _local(layer.bias)
@@ -108,7 +108,7 @@ def gather_input(layer: Float8Linear, input: torch.Tensor, mesh: DeviceMesh, lay
     placed = _placed(input, mesh, layout)
     if placed.placements[0].is_replicate():
         return placed
-    if not layer.config.input_has_one_cast:
+    if layer.config.shared.input != "codes":
         return placed.redistribute(placements=[Replicate()])
     place = Place(mesh, placed.placements[0], placed.shape)
     return GatherInput.apply(placed.to_local(), _caster(layer, "input", mesh.get_group(), layer.records), place)
@@ -120,9 +120,9 @@ def _caster(layer: Float8Linear, name: str, group: dist.ProcessGroup, record: bo
 
     def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format]:
         fmt = recipe.fp8_format
-        made = cast_tensorwise(x, recipe, matmul.scale_state(name), record=record, group=group)
-        if matmul.watched:
-            matmul.observe(name, x, Operand.of_cast(made, fmt))
+        made = quantize_tensorwise(x, recipe, matmul.scales.get(name), record=record, group=group)
+        if matmul.spec.watch is not None:
+            matmul.spec.watch(name, x, Operand.of_cast(made, fmt))
         return made.codes, made.scale, fmt
 
     return cast

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8_common.torch.plugin import LinearOperands, Operand
+from fp8_common.torch.linear.operand import Operand
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
 from fp8_torch_fsdp.traceable.ops import copy_in_backward
@@ -25,10 +25,9 @@ class TraceableShards(Distribution):
         rows: The number of rows of the whole weight.
     """
 
-    waits = True
-
     def __init__(self, wire: Wire, rows: int) -> None:
         self.wire, self.rows = wire, rows
+        self.gather = self  # a `Gather`
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Return the output; the bias is gathered in high precision."""
@@ -36,13 +35,11 @@ class TraceableShards(Distribution):
         bias = None if layer.bias is None else gathered(layer.bias, self.wire.place)
         return with_bias(output, bias)
 
-    def send_weight(self, layer: LinearOperands, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def send(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the scales that every rank has already, None if there are none, and this rank's part."""
         return self.wire.send(weight)
 
-    def start_weight(
-        self, layer: LinearOperands, sent: tuple[Any, ...], grad: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, Started]:
+    def start(self, sent: tuple[Any, ...], grad: torch.Tensor | None) -> tuple[torch.Tensor | None, Started]:
         """Start to gather the parts."""
         scale, part = sent
         if grad is not None:
@@ -50,15 +47,15 @@ class TraceableShards(Distribution):
             part = copy_in_backward(part, grad)
         return scale, self.wire.place.start_gather(part)
 
-    def finish_weight(self, layer: LinearOperands, started: Any, *, record: bool) -> Operand:
+    def finish(self, started: Any, record: bool) -> Operand:
         """Return the gathered weight as an operand."""
         scale, gather = started
         return self.wire.operand(scale, self.wire.place.finish(gather), record=record)
 
-    def start_gradient(self, layer: LinearOperands, grad_weight: torch.Tensor) -> Started:
+    def start_reduce(self, grad_weight: torch.Tensor) -> Started:
         """Start to average the gradient over all ranks."""
         return self.wire.place.start_average(grad_weight)
 
-    def finish_gradient(self, layer: LinearOperands, started: Any) -> torch.Tensor:
+    def finish_reduce(self, started: Any) -> torch.Tensor:
         """Return this rank's rows of the averaged gradient."""
         return self.wire.place.finish_average(started, self.rows)

@@ -9,7 +9,8 @@ import dataclasses
 import torch
 
 from fp8_common.torch import torch_dtype
-from fp8_common.torch.plugin import Operand, dispatch
+from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.stale import nan_if_stale, tell_others_if_stale

@@ -64,10 +64,14 @@ class Operand:
         scale_inv = transpose(self.scale_inv) if self.scale_inv.ndim >= 2 else self.scale_inv
         return Operand(transpose(self.codes), scale_inv, self.fmt, block)
 
+    @property
+    def wide_scale_inv(self) -> torch.Tensor:
+        """The float32 scales back from FP8, broadcasting to the codes: those of blocks are repeated."""
+        return self.scale_inv if self.block is None else expand_blocks(self.scale_inv, self.block, self.codes.shape)
+
     def dequantize(self) -> torch.Tensor:
         """Return the float32 values, codes times scales."""
-        wide = self.scale_inv if self.block is None else expand_blocks(self.scale_inv, self.block, self.codes.shape)
-        return dispatch.values(self.codes, self.fmt) * wide
+        return dispatch.values(self.codes, self.fmt) * self.wide_scale_inv
 
 
 class ScaleState(Protocol):
