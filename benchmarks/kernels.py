@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers import NONE, Peers
+from fp8_common import Fp8Error
 from tests.helpers import aot
 
 
@@ -27,15 +28,19 @@ def main(arguments: Sequence[str] | None = None, peers: Peers = NONE) -> int:
     from benchmarks import kernel_times
 
     save = (lambda text: None) if options.output is None else (lambda text: _write(text, options.output))
-    result = kernel_times.run(
-        megabytes=options.megabytes,
-        dtypes=dtypes,
-        fmt=options.fmt,
-        kernels=options.kernel or (),
-        minutes=options.minutes,
-        save=save,
-        peers=peers,
-    )
+    try:
+        result = kernel_times.run(
+            megabytes=options.megabytes,
+            dtypes=dtypes,
+            fmt=options.fmt,
+            kernels=options.kernel or (),
+            minutes=options.minutes,
+            save=save,
+            peers=peers,
+        )
+    except Fp8Error as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     _write(result, options.output)
     return 0
 
