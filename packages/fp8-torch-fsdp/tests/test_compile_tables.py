@@ -40,14 +40,15 @@ def test_row(run_ranks, row, scaling, backend):
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_output_projection_has_shapes_that_gpus_accept_or_says_what_to_do(vocab, pad, rowwise):
     x, weight, grad = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((48, 64), (vocab, 64), (48, vocab)))
+    options = matmul.MatmulOptions(torch.float32, emulate=False, pad_inner=pad, pad_outer=pad)
     matmuls = ((x, weight), (grad, weight.t().contiguous()), (grad.t().contiguous(), x.t().contiguous()))
     for number, (a, b) in enumerate(matmuls):
         scale = torch.rand(1, b.shape[0]) if rowwise else torch.rand(())
         if vocab % 16 and not pad and number < 2:
             with pytest.raises(Fp8Error, match="set pad_inner_dim=True"):
-                matmul._aligned(a, b, scale, (pad, pad))
+                matmul._aligned(a, b, scale, options)
             continue
-        padded_a, padded_b, padded_scale = matmul._aligned(a, b, scale, (pad, pad))
+        padded_a, padded_b, padded_scale = matmul._aligned(a, b, scale, options)
         assert not padded_a.shape[1] % 16
         assert not padded_b.shape[0] % 16
         full = (padded_a.double() @ padded_b.double().t()) * padded_scale

@@ -128,7 +128,7 @@ def test_the_state_is_saved_and_copied_and_removed():
     assert state["fp8_input_weight.history"].shape == (3, 3)
     assert set(low.state_dict()) == {"weight"}
     twin = copy.deepcopy(low)
-    assert twin.fp8["weight"].scale_state("input") is twin.fp8_input_weight
+    assert twin.fp8["weight"].spec.input_scale is twin.fp8_input_weight
     assert twin.fp8["weight"].weight_cast.delayed is twin.fp8_weight_weight is not low.fp8_weight_weight
     other = converted(Experts(3, first=5))
     other.load_state_dict(low.state_dict())

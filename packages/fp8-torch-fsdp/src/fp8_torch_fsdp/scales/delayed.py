@@ -113,7 +113,10 @@ class DelayedScale(nn.Module):
     @property
     def always_ready(self) -> bool:
         """Whether the scale is known before the operand is: cast and amax are one pass."""
-        return self.initial != "dynamic" or (self.settled and not self.must_fit)
+        if self.initial != "dynamic":
+            return True
+        # Compiled code must not depend on what the host learns after the first steps: it would be compiled again.
+        return not torch.compiler.is_compiling() and self.settled and not self.must_fit
 
     def usable(self, dynamic: torch.Tensor) -> torch.Tensor:
         """Return whether `scale` is the one to use where the operand's own amax would give float32 `dynamic`."""
