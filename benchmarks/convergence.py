@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples._report import Corpus, load_corpus
 from fp8_common import GradientCompression, sum_of_compressed
-from fp8_torch_fsdp import convert_to_float8_training
+from fp8_torch_fsdp import DelayedState, convert_to_float8_training
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/convergence"
@@ -349,7 +349,8 @@ class Training:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
         measured = {name: getattr(self, name) for name in ("losses", "held_out", "seconds", "commits")}
         beside = path.with_suffix(".part")
-        torch.save({"model": model, "optimizer": optimizer, **measured}, beside)
+        delayed = DelayedState(self.model).state_dict()
+        torch.save({"model": model, "optimizer": optimizer, "delayed": delayed, **measured}, beside)
         beside.replace(path)
 
     def load(self, path: Path) -> None:
@@ -362,6 +363,7 @@ class Training:
             optim_state_dict=saved.pop("optimizer"),
             options=StateDictOptions(full_state_dict=True),
         )
+        DelayedState(self.model).load_state_dict(saved.pop("delayed"))
         for name, value in saved.items():
             setattr(self, name, value)
 
