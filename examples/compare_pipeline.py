@@ -99,7 +99,7 @@ def train(run: str, corpus: Corpus, steps: int, seed: int) -> dict[str, Any]:
     def step(variables: Variables, moments: Any, codes: jax.Array) -> tuple[jax.Array, Variables, Any]:
         loss, grads = gradient(variables, codes)
         updates, moments = optimizer.update(grads["params"], moments, variables["params"])
-        return loss, grads | {"params": optax.apply_updates(variables["params"], updates)}, moments
+        return loss, owg.apply_updates(variables, grads | {"params": updates}), moments
 
     losses: list[float] = []
     for index in range(steps):

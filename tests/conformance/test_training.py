@@ -11,8 +11,10 @@ import torch
 
 import fp8_jax_owg as owg
 import fp8_torch_fsdp as f8
+from fp8_common import get_format
 from fp8_common.testing import assert_same_bits
-from fp8_jax_owg.observation import used_scale
+from fp8_jax_owg.state.live import MADE, make_live
+from fp8_jax_owg.state.pairs import pair_of
 
 STEPS, ROWS, IN, OUT, WINDOW = 20, 24, 40, 32, 5
 OPERANDS = {
@@ -54,7 +56,8 @@ def jax_step(meta, x, w, dy):
     def loss(variables):
         return jnp.sum(jax_product(owg.read(variables["meta"].value), x, variables["w"]) * dy)
 
-    return owg.grad(loss)({"meta": owg.Overwrite(meta), "w": w})["meta"].value
+    variables = {"meta": owg.Overwrite(meta), "w": w}
+    return owg.next_state(variables, owg.grad(loss)(variables))["meta"].value
 
 
 def awkward(rng, step, shape):
@@ -78,8 +81,8 @@ def test_scales_and_histories_are_equal_at_every_step():
         assign.step(w)
         for name, (attribute, fmt) in OPERANDS.items():
             ours = getattr(model[0], attribute).scale.numpy().copy()
-            theirs, _ = used_scale(meta[f"{name}_scale"], meta[f"{name}_amax_history"], fmt)
-            assert_same_bits(np.asarray(theirs)[0], ours)
+            (live,) = make_live([pair_of(meta, name)])
+            assert_same_bits(np.asarray(live)[MADE[get_format(fmt)][0]], ours)
             seen.add(float(ours))
         model(torch.from_numpy(x)).backward(torch.from_numpy(dy))
         f8.synchronize_scales(model)

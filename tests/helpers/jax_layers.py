@@ -2,9 +2,11 @@
 
 from functools import partial
 
+import jax
 from flax import linen as nn
 from flax import nnx
 
+import fp8_jax_owg as owg
 from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
@@ -23,3 +25,12 @@ def linear(inputs, outputs, *, scaling=None, **settings):
 def einsum(equation, kernel_shape, bias_shape=None, *, scaling=None, **settings):
     """An `nnx.Einsum`."""
     return nnx.Einsum(equation, kernel_shape, bias_shape, einsum_op=owg_nnx.Fp8EinsumOp(scaling), **settings)
+
+
+def after(loss, tree, *, jit=True):
+    """The gradients of parameters and the next values of the state, of a loss of one tree."""
+
+    def step(tree):
+        return owg.next_state(tree, owg.grad(loss)(tree))
+
+    return (jax.jit(step) if jit else step)(tree)

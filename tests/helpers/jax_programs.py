@@ -132,7 +132,7 @@ class Skipped:
 
 @dataclasses.dataclass
 class Loop:
-    """A scan whose iterations share the states of the body, in both modes; or one over stacked states."""
+    """A scan whose iterations share the states of the body; or one over stacked states."""
 
     parts: list[Any]
     factors: list[float]
@@ -253,10 +253,9 @@ def stack(states, numpy):
 class Maker:
     """Draws programs, transforms at most `deepest` in each other; `shapes` are the leading dimensions of its states."""
 
-    def __init__(self, seed, mode, deepest=3):
+    def __init__(self, seed, deepest=3):
         self.deepest = deepest
         self.random = np.random.default_rng(seed)
-        self.mode = mode
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.apart: dict[str, int] = {}
 
@@ -294,11 +293,10 @@ class Maker:
         return Wrapped(body, kind, int(self.random.integers(len(POLICIES))))
 
     def layer(self, lead):
-        # mode fan_out refuses a second use, so there every layer gets a state of its own
         old = [name for name in self.shapes if name.startswith("shared")]
-        if self.mode == "extended" and old and self.random.random() < 0.5:
+        if old and self.random.random() < 0.5:
             return Layer(self.choose(*old))
-        if self.mode == "extended" and self.random.random() < 0.4:
+        if self.random.random() < 0.4:
             return self.new("shared", ())
         return self.new("own" if lead else "shared", lead)
 

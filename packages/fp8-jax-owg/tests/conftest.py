@@ -1,4 +1,4 @@
-"""Eight CPU devices for JAX, and the two modes that tests run in."""
+"""Eight CPU devices for JAX, results rounded where programs say so, and tests in two processes."""
 
 import os
 import socket
@@ -22,8 +22,6 @@ for name, value in FLAGS.items():
     if name not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{name}={value}"
 
-MODES = ["extended", "fan_out"]
-
 
 @pytest.fixture(scope="session")
 def devices():
@@ -33,31 +31,6 @@ def devices():
     found = jax.devices("cpu")
     assert len(found) == DEVICES, "something used JAX while tests were being collected: make arrays in tests only"
     return found
-
-
-def pytest_collection_modifyitems(config, items):
-    """With --full, both modes of a test that takes one; else one of them, the modes in turns."""
-    if config.getoption("full"):
-        return
-    pairs = {}
-    for item in items:
-        mode = getattr(item, "callspec", None) and item.callspec.params.get("mode")
-        if mode in MODES:
-            pairs.setdefault(item.nodeid.replace(mode, ""), []).append(item)
-    # a test that was asked for in one mode has no other to leave out
-    left = [item for turn, pair in enumerate(pairs.values()) for item in pair if item is not pair[turn % len(pair)]]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    """Run the test in the mode; see `pytest_collection_modifyitems`."""
-    from fp8_jax_owg import use_mode
-
-    with use_mode(request.param):
-        yield request.param
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def main(rank: int, port: int) -> None:
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices())
 
     def shard(variables, x):
-        return owg.pmean(owg.grad(lambda v: (model.apply(v, x) ** 2).sum(), unobserved="-inf")(variables), "data")
+        return owg.pmean(owg.grad(lambda v: (model.apply(v, x) ** 2).sum())(variables), "data")
 
     run = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P(None, "data")), out_specs=P(), check_vma=False)
     placed = jax.tree.map(

@@ -10,9 +10,8 @@ import pytest
 
 import fp8_common
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg import CurrentScaling, DelayedScaling, assert_fp8_dots, fp8_dot_general, init_meta
-from fp8_jax_owg._contraction import Contraction
-from fp8_jax_owg.observation import resolve
+from fp8_jax_owg import CurrentScaling, DelayedScaling, assert_fp8_dots, fp8_dot_general, init_meta, next_state
+from fp8_jax_owg.dots.contraction import Contraction
 
 SHAPES = {
     "mk,kn->mn": ((4, 8), (8, 5), (((1,), (0,)), ((), ()))),
@@ -82,7 +81,7 @@ def test_products_are_those_of_the_definition(equation, dtype, jit, scaling):
         assert found.dtype == dtype
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=ULP[dtype], atol=ULP[dtype] * scale)
     for name, x, fmt in (("input", lhs, "e4m3"), ("kernel", rhs, "e4m3"), ("output_grad", g, backward)):
-        history = np.asarray(resolve(meta[f"{name}_amax_history"], next_meta[f"{name}_amax_history"]))
+        history = np.asarray(next_state(meta, next_meta)[f"{name}_amax_history"])
         expected, _ = fp8_common.update_history(
             np.float32(HISTORY[name]), fp8_common.amax(np.asarray(x)), scaling.amax_compute_algo
         )
@@ -167,7 +166,7 @@ def test_what_is_not_finite_is_not_recorded(where, bad):
     spoiled = {"input": x, "kernel": w, "output_grad": g}
     spoiled[where] = spoiled[where].at[0, 0].set(bad)
     _, pull = jax.vjp(lambda m: fp8_dot_general(spoiled["input"], spoiled["kernel"], MATMUL, meta=m), meta)
-    after = jax.tree.map(resolve, meta, pull(spoiled["output_grad"])[0])
+    after = next_state(meta, pull(spoiled["output_grad"])[0])
     assert all(np.isfinite(leaf).all() for leaf in after.values())
     np.testing.assert_array_equal(after[f"{where}_amax_history"], meta[f"{where}_amax_history"])
     for other in {"input", "kernel", "output_grad"} - {where}:
@@ -243,8 +242,8 @@ def test_the_gradient_of_a_kernel_can_be_summed_in_its_own_dtype(scaling, dtype)
         dots = [line for line in str(jax.make_jaxpr(step)(x, kernel)).splitlines() if "dot_general[" in line]
         return step(x, kernel), [line.split(":")[1].partition("[")[0] for line in dots]
 
-    (y, (d_x, d_kernel)), plain = gradients(scaling)
-    (y_own, (d_x_own, d_kernel_own)), own = gradients(dataclasses.replace(scaling, kernel_gradient="kernel"))
+    (y, (d_x, d_kernel)), plain = gradients(dataclasses.replace(scaling, kernel_gradient="float32"))
+    (y_own, (d_x_own, d_kernel_own)), own = gradients(scaling)
     assert plain == ["f32"] * 3
     # sums of codes overflow float16
     assert own == ["f32", "f32", "bf16" if dtype == "bfloat16" else "f32"]

@@ -7,7 +7,7 @@ import pytest
 
 from fp8_common import Fp8Error
 from fp8_jax_owg import CurrentScaling, DelayedScaling, assert_fp8_dots, fp8_einsum, init_meta
-from fp8_jax_owg._einsum import parse_equation
+from fp8_jax_owg.dots.einsum import parse_equation
 
 EQUATIONS = {
     "bsd,de->bse": ((2, 3, 4), (4, 5)),

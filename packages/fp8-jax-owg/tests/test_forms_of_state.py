@@ -1,4 +1,4 @@
-"""State in every form in which models and bridges hand it over: combined by MAX, or refused; never added up."""
+"""State in every form in which models and bridges hand it over: combined by MAX, or NaN; never added up in silence."""
 
 import functools
 import pickle
@@ -96,7 +96,7 @@ def test_a_bridge_to_linen_keeps_the_collection():
 
 
 @pytest.mark.parametrize("form", ["bare collection", "bare state of one product", "list"])
-def test_state_as_an_argument_of_its_own(form, mode):
+def test_state_as_an_argument_of_its_own(form):
     meta = owg.init_meta(SCALING)
     state = {"bare collection": {"fc": {"op": meta}}, "bare state of one product": meta, "list": [meta, meta]}[form]
 
@@ -115,6 +115,12 @@ def test_names_alone_make_no_state():
 
 
 T = jax.tree.map
+
+
+def uses_of(m):
+    return sum(use(x, m) for x in inputs())
+
+
 FORMS = {
     "index": lambda m: sum(use(x, T(lambda a: a[0], m)) for x in inputs()),
     "dynamic index": lambda m: jax.lax.scan(
@@ -131,19 +137,19 @@ FORMS = {
     "concatenate": lambda m: jax.vmap(use)(inputs(), T(lambda a: jnp.concatenate([a[:1]] * 4), m)).sum(),
     "expand": lambda m: sum(use(x, T(lambda a: jnp.squeeze(jnp.expand_dims(a[0], 0), 0), m)) for x in inputs()),
     "astype": lambda m: sum(use(x, T(lambda a: a[0].astype(jnp.float32), m)) for x in inputs()),
-    "multiply": lambda m: sum(use(x, T(lambda a: a[0] * 1, m)) for x in inputs()),
+    "multiply by one": lambda m: sum(use(x, T(lambda a: a[0] * 1, m)) for x in inputs()),
+    "multiply once": lambda m: uses_of(T(lambda a: a[0] * 1, m)),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_several_uses_of_changed_state_meet_by_max_or_are_refused(form, mode):
+def test_several_uses_of_changed_state_meet_by_max(form):
     tree = {"fc": owg.Overwrite(T(lambda a: jnp.stack([a] * 2), owg.init_meta(SCALING)))}
     step = jax.jit(owg.grad(lambda tree: FORMS[form](tree["fc"].value)))
-    if mode == "extended":
+    if form == "multiply once":  # JAX adds up what leaves a computation
+        assert np.isnan(newest(owg.next_state(tree, step(tree))))
+    else:
         assert newest(step(tree)) == 5
-        return
-    with pytest.raises(Fp8Error, match="is used more than once"):
-        step(tree)
 
 
 SINGLE = {
@@ -156,13 +162,13 @@ SINGLE = {
 
 
 @pytest.mark.parametrize("form", SINGLE)
-def test_one_use_of_changed_state_is_right(form, mode):
+def test_one_use_of_changed_state_is_right(form):
     tree = {"fc": owg.Overwrite(T(lambda a: jnp.stack([a] * 2), owg.init_meta(SCALING)))}
-    after = jax.jit(owg.grad(lambda tree: use(inputs()[1], SINGLE[form](tree["fc"].value))))(tree)["fc"].value
+    after = jax_layers.after(lambda tree: use(inputs()[1], SINGLE[form](tree["fc"].value)), tree)["fc"].value
     np.testing.assert_array_equal(after["input_amax_history"], [[5, 0], [0, 0]])
 
 
-def test_a_layer_of_flax_beside_one_of_ours_shares_its_state_too():
+def test_a_layer_of_flax_beside_one_of_ours_is_refused_in_one_sentence():
     class Half(nn.Module):
         @nn.compact
         def __call__(self, xs):
@@ -177,8 +183,8 @@ def test_a_layer_of_flax_beside_one_of_ours_shares_its_state_too():
 
     model = Half()
     variables = model.init(jax.random.key(0), inputs())
-    after = jax.jit(owg.grad(lambda v: model.apply(v, inputs())))(variables)[COLLECTION]
-    assert newest(after["ours"]) == newest(after["theirs"]) == 5
+    with pytest.raises(Fp8Error, match=r"flax's own FP8 operations cannot read state.*fp8_jax_owg.linen"):
+        jax.jit(owg.grad(lambda v: model.apply(v, inputs())))(variables)
 
 
 def test_what_flax_and_praxis_have_shared_is_taken():
@@ -214,7 +220,7 @@ def test_plain_loops_inside_shard_map(devices, check_vma, form):
         return inside(meta, inputs())
 
     tree = {"fc": owg.Overwrite(owg.init_meta(SCALING))}
-    after = jax.jit(owg.grad(loss))(tree)["fc"].value
+    after = jax_layers.after(loss, tree)["fc"].value
     np.testing.assert_array_equal(after["input_amax_history"], [5, 0])
     np.testing.assert_array_equal(after["input_scale"], [1])
 
@@ -227,10 +233,9 @@ READS = {
 
 
 @pytest.mark.parametrize("form", READS)
-def test_what_was_read_once_and_is_used_twice_is_refused(form):
+def test_what_was_read_once_and_is_used_twice_is_nan(form):
     tree = {"fc": owg.Overwrite(owg.init_meta(SCALING))}
-    with pytest.raises(Fp8Error, match=r"read returned is used more than once.*Call it for each use"):
-        jax.jit(owg.grad(lambda tree: READS[form](owg.read(tree["fc"].value))))(tree)
+    assert np.isnan(newest(jax_layers.after(lambda tree: READS[form](owg.read(tree["fc"].value)), tree)))
     # shared state needs no call of read, one for each use is right as well
     assert newest(jax.jit(owg.grad(lambda tree: READS[form](tree["fc"].value)))(tree)) == 5
     each = jax.jit(owg.grad(lambda tree: sum(use(x, owg.read(tree["fc"].value)) for x in inputs())))(tree)
@@ -239,7 +244,7 @@ def test_what_was_read_once_and_is_used_twice_is_refused(form):
 
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_what_devices_share_without_replicated_is_refused(devices, check_vma, uses, mode):
+def test_what_devices_share_without_replicated_is_nan(devices, check_vma, uses):
     def local(meta, xs):
         return jax.lax.psum(sum(use(x, meta) for x in xs[:uses]), "a")
 
@@ -249,12 +254,8 @@ def test_what_devices_share_without_replicated_is_refused(devices, check_vma, us
         return inside(owg.read(tree["fc"].value), inputs()[1:])
 
     tree = {"fc": owg.Overwrite(owg.init_meta(SCALING))}
-    step = jax.jit(owg.grad(loss))
-    if check_vma and uses == 1:
-        assert newest(step(tree)) == 5
-        return
-    with pytest.raises(Fp8Error, match="is used more than once"):
-        step(tree)
+    found = newest(jax_layers.after(loss, tree))
+    assert found == 5 if check_vma and uses == 1 else np.isnan(found)
 
 
 def test_an_axis_that_replicated_is_not_told_of_is_asked_for(devices):
@@ -268,7 +269,7 @@ def test_an_axis_that_replicated_is_not_told_of_is_asked_for(devices):
         inside(owg.init_meta(SCALING), inputs())
 
 
-def test_examples_of_vmap_of_grad_keep_what_they_see(mode):
+def test_examples_of_vmap_of_grad_keep_what_they_see():
     tree = {"w": jnp.float32(1), "fc": owg.Overwrite(owg.init_meta(SCALING))}
 
     def loss(tree, x):
@@ -276,7 +277,7 @@ def test_examples_of_vmap_of_grad_keep_what_they_see(mode):
 
     each = jax.jit(jax.vmap(owg.grad(loss), (None, 0)))(tree, inputs())["fc"].value
     np.testing.assert_array_equal(each["input_amax_history"][:, 0], [1, 5, 3, 2])
-    together = jax.jit(owg.grad(lambda tree: jax.vmap(loss, (None, 0))(tree, inputs()).sum()))(tree)["fc"].value
+    together = jax_layers.after(lambda tree: jax.vmap(loss, (None, 0))(tree, inputs()).sum(), tree)["fc"].value
     np.testing.assert_array_equal(together["input_amax_history"], [5, 0])
 
 
@@ -288,17 +289,15 @@ def test_report_names_impossible_values():
     assert "a negative amax" in suspicious[0].suspicion
 
 
-@pytest.mark.parametrize("mode", ["extended", "fan_out"])
-def test_arguments_may_be_counted_from_the_last(mode):
-    meta = owg.init_meta(SCALING)
-    with owg.use_mode(mode):
-        each = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(inputs(), meta)
+def test_arguments_may_be_counted_from_the_last():
+    each = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(inputs(), owg.init_meta(SCALING))
     np.testing.assert_array_equal(each["input_amax_history"][:, 0], [1, 5, 3, 2])
 
 
-def test_uses_of_an_argument_that_is_counted_from_the_last_are_counted():
-    def loss(x, meta):
-        return use(x, meta) + use(2 * x, meta)
-
-    with owg.use_mode("fan_out"), pytest.raises(Fp8Error, match="used more than once"):
-        owg.grad(loss, argnums=-1)(inputs()[0], owg.init_meta(SCALING))
+def test_gradients_in_the_place_of_the_state_are_nan_in_the_next_step():
+    """As training steps do that overwrite state by themselves: `next_state` is for them."""
+    tree = {"w": jnp.float32(1), "fc": owg.init_meta(SCALING)}
+    gradients = owg.grad(lambda tree: use(inputs()[1], tree["fc"]))(tree)
+    assert np.isfinite(use(inputs()[1], owg.next_state(tree, gradients)["fc"]))
+    assert np.isnan(use(inputs()[1], gradients["fc"]))
+    assert "gradients were put in the place of the state" in str(owg.report(gradients))

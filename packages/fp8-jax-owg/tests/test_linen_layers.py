@@ -109,8 +109,7 @@ def test_histories_and_scales_equal_the_definition_over_twice_the_window(algo, m
     step = jax.jit(owg.value_and_grad(lambda v, x: (layer.apply(v, x) ** 2).sum()))
     window, scale = np.zeros(3, np.float32), np.float32(1)
     for x in inputs:
-        _, grads = step(variables, x)
-        variables = {**variables, OWG: grads[OWG]}
+        variables = {**variables, OWG: owg.next_state(variables, step(variables, x)[1])[OWG]}
         leaves = variables[OWG]["Fp8DotGeneralOp_0"]
         assert set(leaves) == LEAVES
         np.testing.assert_array_equal(leaves["input_scale"], fp8_common.reciprocal(scale))

@@ -8,8 +8,9 @@ import pytest
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg._marker import COLLECTION
 from fp8_jax_owg.optax import MultiSteps, bypass_owg
+from fp8_jax_owg.state import cotangents
+from fp8_jax_owg.state.marks import COLLECTION
 
 NEXT = np.float32([1e-11, 1e30, 1e-40, 0])
 
@@ -21,7 +22,7 @@ def variables():
 
 def gradients():
     params = {"w": jnp.full((8, 4), 0.1), "b": jnp.full(4, 3.0)}
-    return {"params": params, COLLECTION: {"layer": {"amax": jnp.asarray(NEXT)}}}
+    return {"params": params, COLLECTION: {"layer": {"amax": cotangents.encode(jnp.asarray(NEXT))}}}
 
 
 def label(tree):
@@ -105,3 +106,22 @@ def test_multi_steps_average_parameters_and_keep_what_was_never_observed():
 def test_a_number_of_steps_below_one_is_refused():
     with pytest.raises(Fp8Error, match="every_k_schedule must be at least 1, got 0"):
         MultiSteps(optax.sgd(1.0), 0)
+
+
+def test_multi_steps_of_optax_inside_are_refused():
+    with pytest.raises(Fp8Error, match="would roll amax histories at every micro-batch"):
+        bypass_owg(optax.MultiSteps(optax.sgd(1.0), 2))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_apply_if_finite_leaves_out_steps_that_are_not_finite_and_no_others(outside):
+    finite = lambda inner: optax.apply_if_finite(inner, 5)  # noqa: E731
+    optimizer = finite(bypass_owg(optax.sgd(1.0))) if outside else bypass_owg(finite(optax.sgd(1.0)))
+    now = {"w": jnp.float32(0), "s": owg.Overwrite(jnp.float32([7, 7]))}
+    state = optimizer.init(now)
+    for w in (1.0, np.inf, 2.0):
+        # the second element was never observed
+        updates, state = optimizer.update({"w": jnp.float32(w), "s": owg.Overwrite(jnp.float32([w, 0]))}, state, now)
+        now = owg.apply_updates(now, updates)
+    assert now["w"] == -3
+    assert now["s"].value.tolist() == [2, 7]

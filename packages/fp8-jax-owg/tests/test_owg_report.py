@@ -1,11 +1,13 @@
 """The report: headroom, saturation, staleness, and the traces that a SUM in the place of MAX leaves."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
-from fp8_jax_owg.observation import observe, resolve, used_scale
 
 COLLECTION = "_overwrite_with_gradient"
 
@@ -48,18 +50,18 @@ def test_staleness_needs_the_state_before():
 
 
 def steps(uses, count, merge):
-    """The states of a layer that is used several times per step, merged right or wrong."""
-    found = [(jnp.float32([1.0]), jnp.zeros(8))]
+    """The states of a layer that is used several times per step, its next values merged right or wrong."""
+    found = [owg.init_meta(owg.DelayedScaling(amax_history_length=8), ("input",))]
+
+    def one(amax, meta):
+        return owg.in_qdq(amax * jnp.ones(1), meta["input_scale"], meta["input_amax_history"]).sum()
+
     for number in range(count):
-        scale, history = found[-1]
-        _, scale_inv = used_scale(scale, history, "e4m3")
-        seen = [observe(jnp.float32(1 + (number * use) % 3), scale_inv, history) for use in range(1, uses + 1)]
-        if merge == "max":
-            merged = [jnp.max(jnp.stack(leaves), 0) for leaves in zip(*seen, strict=True)]
-        else:
-            merged = [sum(leaves) for leaves in zip(*seen, strict=True)]
-        found.append(tuple(resolve(old, new) for old, new in zip(found[-1], merged, strict=True)))
-    return [state(float(scale[0]), np.asarray(history)) for scale, history in found]
+        seen = [jax.grad(one, 1)(jnp.float32(1 + (number * use) % 3), found[-1]) for use in range(1, uses + 1)]
+        seen = [owg.next_state(found[-1], each) for each in seen]
+        combine = jnp.maximum if merge == "max" else jnp.add
+        found.append(jax.tree.map(lambda *leaves: functools.reduce(combine, leaves), *seen))  # noqa: B023
+    return [state(float(one["input_scale"][0]), np.asarray(one["input_amax_history"])) for one in found]
 
 
 @pytest.mark.parametrize("merge", ["max", "sum"])
@@ -78,6 +80,7 @@ def test_a_sum_betrays_itself(merge, known):
     [
         (state(history=(np.inf, 0, 1)), "not finite"),
         (state(scale=0.0), "scale of zero"),
+        (state(scale=-1.0, history=(3.0, 1.5, 0, 0)), "gradients were put in the place of the state"),
         (state(scale=np.nan), "finite"),
     ],
 )

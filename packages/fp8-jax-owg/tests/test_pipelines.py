@@ -11,11 +11,11 @@ from flax import nnx
 
 import fp8_jax_owg as owg
 from fp8_jax_owg import DelayedScaling
-from fp8_jax_owg import _cotangent_encoding as cotangents
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
-from fp8_jax_owg._marker import map_leaves
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
+from fp8_jax_owg.state import cotangents
+from fp8_jax_owg.state.marks import map_leaves
 from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=3)
@@ -132,7 +132,7 @@ def sequential(pipe, schedule, variables, x):
         h = jax.lax.scan(layer, h, layers)[0]
         return loss_of(h), h
 
-    step = owg.value_and_grad(one, has_aux=True, unobserved="-inf")
+    step = owg.value_and_grad(one, has_aux=True)
     (_, outputs), each = jax.jit(lambda v, x: jax.lax.map(lambda h: step(v, h), x))(variables, x)
     return outputs, map_leaves(lambda g: g.sum(0), lambda g: cotangents.maximum_over(g, 0), each)
 
@@ -142,7 +142,7 @@ def pipelined(pipe, variables, x):
         y = pipe.run(variables, x)
         return loss_of(y), y
 
-    (_, y), gradients = jax.jit(owg.value_and_grad(loss, has_aux=True, unobserved="-inf"))(variables)
+    (_, y), gradients = jax.jit(owg.value_and_grad(loss, has_aux=True))(variables)
     return y, gradients
 
 
@@ -169,26 +169,22 @@ KINDS = {"linen": Linen, "nnx": Nnx}
     rounds=[1, 2],
     remat=[False, True],
     kind=["linen", "nnx"],
-    how=["fan_out", "extended"],
 )
-def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind, how):
+def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind):
     schedule = Schedule(stages=stages, microbatches=batches, rounds=rounds)
-    with owg.use_mode(how):
-        pipe = KINDS[kind](schedule, remat=remat)
-        assert_equal(pipe, schedule, with_history(pipe.variables), microbatches(schedule))
+    pipe = KINDS[kind](schedule, remat=remat)
+    assert_equal(pipe, schedule, with_history(pipe.variables), microbatches(schedule))
 
 
 @pytest.mark.matrix(
     "each",
     kind=["linen", "nnx"],
-    how=["extended", "fan_out"],
     trouble=["nan", "1e6", "bias"],
     rounds=[1, 2],
     remat=[False, True],
 )
-def test_nothing_leaves_a_bubble(kind, how, trouble, rounds, remat):
+def test_nothing_leaves_a_bubble(kind, trouble, rounds, remat):
     schedule = Schedule(stages=3, microbatches=2, rounds=rounds)
     settings = {"bias": 300.0} if trouble == "bias" else {"bubble": float(trouble)}
-    with owg.use_mode(how):
-        pipe = KINDS[kind](schedule, remat=remat, **settings)
-        assert_equal(pipe, schedule, pipe.variables, microbatches(schedule, scale=0.01))
+    pipe = KINDS[kind](schedule, remat=remat, **settings)
+    assert_equal(pipe, schedule, pipe.variables, microbatches(schedule, scale=0.01))

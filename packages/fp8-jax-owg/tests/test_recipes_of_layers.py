@@ -10,7 +10,7 @@ import pytest
 import fp8_jax_owg as owg
 from fp8_common import POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe
 from fp8_jax_owg import CurrentScaling, DelayedScaling
-from fp8_jax_owg._recipes import as_scaling, recipe_of
+from fp8_jax_owg.scaling import as_scaling, recipe_of
 from tests.helpers import jax_layers
 
 nnx = pytest.importorskip("flax.nnx", reason="needs flax")
@@ -48,11 +48,11 @@ def test_a_scaling_comes_back_from_its_recipe(scaling):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("blockwise", r"'blockwise': in the product 'output' its input has granularity='blockwise_1x128'"),
-        ("rowwise_with_gw_hp", r"in the product 'grad_weight' its input has scaling='disabled'"),
+        ("blockwise", r"'blockwise': in the matmul 'output' its input has granularity='blockwise_1x128'"),
+        ("rowwise_with_gw_hp", r"in the matmul 'grad_weight' its input has scaling='disabled'"),
         (
             dataclasses.replace(RECIPES["tensorwise"], weight_for_grad_input=CastRecipe(policy=POWER_OF_2)),
-            r"in the product 'grad_input' its weight has policy.power_of_2=True, where they would have False",
+            r"in the matmul 'grad_input' its weight has policy.power_of_2=True, where they would have False",
         ),
         (Recipe(name="mine", input=CastRecipe(scaling="static", static_scale=2.0)), r"its input has scaling='static'"),
         ("delayed", "Unknown recipe 'delayed'. Use one of tensorwise"),

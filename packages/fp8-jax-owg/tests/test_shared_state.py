@@ -8,7 +8,6 @@ import pytest
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import CurrentScaling, DelayedScaling, fp8_dot_general, fp8_ragged_dot, init_meta
-from fp8_jax_owg.observation import resolve
 
 SCALING = DelayedScaling(amax_history_length=3)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -27,7 +26,7 @@ def recorded(loss, meta, jit=True):
     """The newest amax of the input, after one step."""
     gradient = jax.grad(loss)
     after = (jax.jit(gradient) if jit else gradient)(meta)
-    return np.asarray(jax.tree.map(resolve, meta, after)["input_amax_history"])[..., 0]
+    return np.asarray(owg.next_state(meta, after)["input_amax_history"])[..., 0]
 
 
 def use(x, w, meta):
@@ -59,7 +58,7 @@ def test_a_state_for_each_example_sees_its_own(data):
     np.testing.assert_array_equal(recorded(lambda m: inner(pairs, m).sum(), two), [3, 5])
 
 
-def test_loops_that_share_the_state_see_the_maximum(data, mode):
+def test_loops_that_share_the_state_see_the_maximum(data):
     x, w = data
 
     def loss(meta):
@@ -104,7 +103,7 @@ def test_ragged_products_skip_empty_groups_and_foreign_rows(sizes):
         close(out[rows], x[rows] @ w[group])
         close(d_x[rows], g[rows] @ w[group].T)
         close(d_w[group], x[rows].T @ g[rows])
-    after = jax.tree.map(resolve, meta, after)
+    after = owg.next_state(meta, after)
     assert after["input_amax_history"][0] == np.abs(x[:used]).max(initial=0)
     assert after["output_grad_amax_history"][0] == np.abs(g[:used]).max(initial=0)
 

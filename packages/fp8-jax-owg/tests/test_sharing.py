@@ -8,9 +8,9 @@ from jax import lax
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import _cotangent_encoding as cotangents
-from fp8_jax_owg import _sharing as sharing
 from fp8_jax_owg import fp32_max_grad
+from fp8_jax_owg.state import cotangents
+from fp8_jax_owg.state.leaves import like
 
 SEEN = np.float32([1, 5, 3, 2])
 NOT_OBSERVED = float("-inf")
@@ -22,7 +22,7 @@ def _meter(x, amax):
 
 
 def _observe(x, amax):
-    return x, (sharing.like(jnp.max(jnp.abs(x)), amax), amax)
+    return x, (like(jnp.max(jnp.abs(x)), amax), amax)
 
 
 def _report(residual, g):
@@ -65,7 +65,7 @@ class TestSeedTrio:
     def test_values_converted_inside_the_loop_add_up(self, jit):
         assert gradient(lambda amax: loop(amax, convert_inside=True), jit=jit) == 11
 
-    def test_scan_combines_by_max(self, jit, mode):
+    def test_scan_combines_by_max(self, jit):
         def loss(amax):
             return owg.scan(lambda c, x, a: (c + meter(x, a), None), jnp.float32(0), SEEN, owg=amax)[0]
 
@@ -78,7 +78,7 @@ class TestSeedTrio:
 
         assert gradient(loss, jit=jit) == 5
 
-    def test_without_jit_at_all(self, jit, mode):
+    def test_without_jit_at_all(self, jit):
         with jax.disable_jit(not jit):
             loss = lambda amax: owg.scan(lambda c, x, a: (c + meter(x, a), None), jnp.float32(0), SEEN, owg=amax)[0]  # noqa: E731
             assert gradient(loss, jit=jit) == 5
@@ -127,22 +127,14 @@ def test_the_greatest_is_found_among_subnormals():
     assert np.asarray(cotangents.maximum(jnp.float32(NOT_OBSERVED), small[0])) == SMALL[1]
 
 
-def test_slots_meet_by_max_and_subnormals_count():
-    def loss(amax):
-        slots = owg.fan_out(amax, 3)
-        return meter(jnp.float32(1e-40), slots[0]) + meter(jnp.float32(0), slots[2])
-
-    assert gradient(loss) == np.float32(1e-40)
-
-
-def test_an_amax_of_zero_is_observed(mode):
+def test_an_amax_of_zero_is_observed():
     def loss(amax):
         return owg.scan(lambda c, x, a: (c + meter(x, a), None), jnp.float32(0), jnp.zeros(2), owg=amax)[0]
 
     assert gradient(loss) == 0
 
 
-def test_an_unused_value_is_not_observed(mode):
+def test_an_unused_value_is_not_observed():
     def loss(amax):
         return owg.scan(lambda c, x, a: (c + x, None), jnp.float32(0), SEEN, owg=amax)[0]
 
@@ -150,7 +142,7 @@ def test_an_unused_value_is_not_observed(mode):
 
 
 @pytest.mark.parametrize("taken", [[], [2], [0, 2]])
-def test_branches_that_are_not_taken_observe_nothing(mode, taken):
+def test_branches_that_are_not_taken_observe_nothing(taken):
     def loss(amax):
         def body(carry, t, a):
             take = jnp.isin(t, jnp.asarray(taken, jnp.int32)) if taken else jnp.bool_(False)
@@ -162,7 +154,7 @@ def test_branches_that_are_not_taken_observe_nothing(mode, taken):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
-def test_a_gate_keeps_out_what_is_not_valid(mode, bad):
+def test_a_gate_keeps_out_what_is_not_valid(bad):
     xs = jnp.float32([1, 5, bad, 2])
 
     def loss(amax):
@@ -174,7 +166,7 @@ def test_a_gate_keeps_out_what_is_not_valid(mode, bad):
     assert gradient(loss) == 5
 
 
-def test_a_gate_with_examples_that_share_the_state(mode):
+def test_a_gate_with_examples_that_share_the_state():
     def loss(amax):
         valid = jnp.asarray([True, False, True, True])
         return jax.vmap(lambda x, ok: meter(x, owg.gate(amax, ok)))(jnp.asarray(SEEN), valid).sum()
@@ -182,7 +174,7 @@ def test_a_gate_with_examples_that_share_the_state(mode):
     assert gradient(loss) == 3
 
 
-def test_nested_loops(mode):
+def test_nested_loops():
     def loss(amax):
         def inner(carry, x, a):
             return carry + meter(x, a), None
@@ -195,29 +187,19 @@ def test_nested_loops(mode):
     assert gradient(loss) == 15
 
 
-def test_examples_that_share_the_state(mode):
+def test_examples_that_share_the_state():
     assert gradient(lambda amax: jax.vmap(meter, in_axes=(0, None))(SEEN, amax).sum()) == 5
     two_deep = jax.vmap(jax.vmap(meter, in_axes=(0, None)), in_axes=(0, None))
     assert gradient(lambda amax: two_deep(SEEN.reshape(2, 2), amax).sum()) == 5
 
 
-def test_examples_with_a_state_of_their_own(mode):
+def test_examples_with_a_state_of_their_own():
     seen = gradient(lambda amax: jax.vmap(meter)(SEEN, amax).sum(), jnp.zeros(4))
     np.testing.assert_array_equal(seen, SEEN)
 
 
-@pytest.mark.parametrize("function", [owg.share, owg.read, lambda x: owg.fan_out(x, 2), lambda x: owg.gate(x, True)])
+@pytest.mark.parametrize("function", [owg.share, owg.read, lambda x: owg.gate(x, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
 def test_other_dtypes_are_refused_with_the_remedy(function, dtype):
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
         function({"scale": jnp.ones(1, dtype)})
-
-
-def test_a_fan_out_needs_a_slot():
-    with pytest.raises(Fp8Error, match="uses must be at least 1, got 0"):
-        owg.fan_out(jnp.zeros(3), 0)
-
-
-def test_a_scan_needs_a_length():
-    with owg.use_mode("fan_out"), pytest.raises(Fp8Error, match="needs xs with one leading length"):
-        owg.scan(lambda c, x, a: (c, None), 0.0, owg=jnp.zeros(1))

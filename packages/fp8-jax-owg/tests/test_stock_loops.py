@@ -1,5 +1,7 @@
 """Training loops that know nothing of the state: refused, or NaN in the second step."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,6 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
-from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
@@ -43,10 +44,10 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_stock_gradient_of_nnx_is_refused(layer):
+def test_the_stock_gradient_of_nnx_warns(layer):
     make, call = LAYERS[layer]
     step = nnx.jit(nnx.value_and_grad(lambda model: square(call(model))))
-    with pytest.raises(Fp8Error, match=r"trained and its FP8 state is not.*fp8_jax_owg.nnx.value_and_grad"):
+    with pytest.warns(owg.UnsharedStateWarning, match=r"is trained and.*is not.*fp8_jax_owg.nnx.value_and_grad"):
         step(make())
     wide = nnx.DiffState(0, nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient))
     _, grads = nnx.value_and_grad(lambda model: square(call(model)), argnums=wide)(make())
@@ -55,7 +56,7 @@ def test_the_stock_gradient_of_nnx_is_refused(layer):
 
 
 @pytest.mark.parametrize("how", ["plain", "scan", "remat", "einsum"])
-def test_parameters_of_linen_without_their_state_are_refused(how, mode):
+def test_parameters_of_linen_without_their_state_warn(how):
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, h, _=None):
@@ -78,13 +79,24 @@ def test_parameters_of_linen_without_their_state_are_refused(how, mode):
         out = model.apply(variables, x(), None)
         return square(out[0] if how == "scan" else out)
 
-    with pytest.raises(Fp8Error, match=r"The kernel of .*Fp8.*Op|Fp8Einsum_0 is trained and its FP8 state is not"):
+    with pytest.warns(owg.UnsharedStateWarning, match="A kernel is trained and the FP8 state beside it is not"):
         jax.jit(jax.grad(lambda params: loss({"params": params, COLLECTION: variables[COLLECTION]})))(
             variables["params"]
         )
-    # gradients of inputs, and of the state as well, are none of this
-    jax.jit(jax.grad(loss))(variables)
-    jax.jit(owg.grad(loss))(variables)
+    with pytest.warns(owg.UnsharedStateWarning, match="differentiated by plain jax.grad"):
+        jax.jit(jax.grad(loss))(variables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", owg.UnsharedStateWarning)
+        jax.jit(owg.grad(loss))(variables)
+
+
+def test_a_matmul_of_two_activations_differentiates_with_frozen_state():
+    """As attention under a frozen teacher, or below adapters, does."""
+    einsum = owg_linen.Fp8Einsum(scaling=SCALING)
+    q = jnp.ones((1, 2, 4))
+    variables = einsum.init(jax.random.key(0), "bsd,btd->bst", q, q)
+    gradient = jax.grad(lambda q: einsum.apply(variables, "bsd,btd->bst", q, q).sum())(q)
+    np.testing.assert_array_equal(gradient, jnp.full_like(q, 4))
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(1e-2), optax.sgd(1e-2, momentum=0.9)], ids=["sgd", "momentum"])
@@ -103,7 +115,6 @@ def test_a_stock_optimizer_that_subtracts_from_the_state_gives_nan_in_the_second
 
     variables, opt_state, first = step(variables, opt_state)
     assert len(owg.report(variables).suspicious) == 3
-    assert "a negative amax" in owg.report(variables).suspicious[0].suspicion
     _, _, second = step(variables, opt_state)
     assert np.isfinite(first)
     assert np.isnan(second)

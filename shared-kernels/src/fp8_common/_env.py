@@ -4,7 +4,6 @@
 |---|---|---|
 | `FP8_COMMON_BACKEND` | `auto` (default), `triton`, `reference` | which implementation casts on a GPU |
 | `FP8_COMMON_COMPILED_CASTS` | `auto` (default), `fused`, `opaque` | whether torch.compile may fuse casts |
-| `FP8_JAX_OWG_MODE` | `auto` (default), `extended`, `fan_out` | how JAX combines overwrite-with-gradient values |
 """
 
 import os
@@ -26,11 +25,6 @@ COMPILED_CASTS_VARIABLE = "FP8_COMMON_COMPILED_CASTS"
 
 CompiledCasts = Literal["auto", "fused", "opaque"]
 COMPILED_CASTS: tuple[CompiledCasts, ...] = typing.get_args(CompiledCasts)
-
-OWG_MODE_VARIABLE = "FP8_JAX_OWG_MODE"
-
-OwgMode = Literal["auto", "extended", "fan_out"]
-OWG_MODES: tuple[OwgMode, ...] = typing.get_args(OwgMode)
 
 
 def backend(environ: Mapping[str, str] | None = None) -> Backend:
@@ -58,19 +52,6 @@ def compiled_casts(environ: Mapping[str, str] | None = None) -> CompiledCasts:
     """
     value = (os.environ if environ is None else environ).get(COMPILED_CASTS_VARIABLE, "")
     return _choice(COMPILED_CASTS_VARIABLE, COMPILED_CASTS, value)
-
-
-def owg_mode(environ: Mapping[str, str] | None = None) -> OwgMode:
-    """Return how overwrite-with-gradient values are to be combined; "auto" if the variable is unset or empty.
-
-    Args:
-        environ: The environment to read; None reads the process's own, at every call.
-
-    Raises:
-        Fp8Error: The variable holds anything but one of `OWG_MODES`.
-    """
-    value = (os.environ if environ is None else environ).get(OWG_MODE_VARIABLE, "")
-    return _choice(OWG_MODE_VARIABLE, OWG_MODES, value)
 
 
 @cache

@@ -4,9 +4,8 @@ The parts that know a framework are `fp8_common.torch.plugin` and the modules of
 Nothing else of fp8_common is for plugins: modules and names with an underscore change without notice.
 """
 
-from fp8_common._env import owg_mode
 from fp8_common._machine import Machine
 from fp8_common._plugins import PluginInfo, check_version
 from fp8_common._records import Record
 
-__all__ = ["Machine", "PluginInfo", "Record", "check_version", "owg_mode"]
+__all__ = ["Machine", "PluginInfo", "Record", "check_version"]

@@ -134,14 +134,3 @@ def test_an_unset_or_empty_backend_is_auto(monkeypatch):
 def test_another_backend_is_refused(value):
     with pytest.raises(Fp8Error, match=f"must be one of auto, triton, reference, got '{value}'. Unset it for auto"):
         env.backend({"FP8_COMMON_BACKEND": value})
-
-
-@pytest.mark.parametrize("value", ["auto", "extended", "fan_out"])
-def test_the_variable_of_the_jax_plugin(value):
-    assert env.owg_mode({"FP8_JAX_OWG_MODE": value}) == value
-    assert env.owg_mode({}) == env.owg_mode({"FP8_JAX_OWG_MODE": ""}) == "auto"
-
-
-def test_another_mode_of_the_jax_plugin_is_refused():
-    with pytest.raises(Fp8Error, match="FP8_JAX_OWG_MODE must be one of auto, extended, fan_out, got 'slots'"):
-        env.owg_mode({"FP8_JAX_OWG_MODE": "slots"})

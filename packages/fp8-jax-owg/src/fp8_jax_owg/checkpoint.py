@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fp8_common import Fp8Error
 from fp8_common.jax import reciprocal
-from fp8_jax_owg._marker import owg_flags
+from fp8_jax_owg.state.marks import owg_flags
 
 ScaleConvention = Literal["dequantize", "quantize"]
 CONVENTIONS: tuple[ScaleConvention, ...] = typing.get_args(ScaleConvention)

@@ -20,12 +20,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8_common import Fp8Error
-from fp8_jax_owg._dtype import is_shared
-from fp8_jax_owg._histories import SUFFIX, is_history
-from fp8_jax_owg._marker import owg_flags
-from fp8_jax_owg._meshes import refuse_explicit_axes
-from fp8_jax_owg._mode import get_mode
-from fp8_jax_owg._sharing import as_float32, gate, scan, share
+from fp8_jax_owg.sharding import refuse_explicit_axes
+from fp8_jax_owg.state.leaves import as_float32, share_leaf
+from fp8_jax_owg.state.marks import owg_flags
+from fp8_jax_owg.state.max_grad import is_shared
+from fp8_jax_owg.state.share import gate, share
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
 """`stage(variables, activations, key)` returns activations of the same shapes."""
@@ -121,23 +120,20 @@ def pipeline(
     refuse_explicit_axes("A pipeline", (x, variables))
     leaves, structure = jax.tree.flatten(variables)
     flags = find_overwritten(variables) if overwritten is None else overwritten
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
-    # in a list their names are gone, by which the loop knows histories
-    named = [{SUFFIX if is_history(path) else "value": leaf} for path, leaf in zip(paths, leaves, strict=True)]
-    state = [leaf for leaf, flag in zip(named, flags, strict=True) if flag]
+    # shared with its names, which tell pairs; None stands for parameters
+    named = structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
+    state = jax.tree.leaves(share(named))
     parameters = [leaf for leaf, flag in zip(leaves, flags, strict=True) if not flag]
-    run = _vmapped_stage(stage, structure, flags, options)
+    run = _vmapped_stage(stage, structure, flags, list(map(is_shared, state)), options)
 
-    def iteration(
-        carry: tuple[Any, Any], time: jax.Array, state: list[dict[str, jax.Array]]
-    ) -> tuple[tuple[Any, Any], Any]:
+    def iteration(carry: tuple[Any, Any], time: jax.Array) -> tuple[tuple[Any, Any], Any]:
         activations, stored = carry
         valid, rounds, items = schedule.work(time)
         # The roll has brought the last stage's result to the first: what enters now takes its place.
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
         activations = jax.tree.map(functools.partial(_fill, valid=valid, value=options.bubble), activations)
         chosen = (
-            [_choose(leaf, rounds, schedule) for leaf in jax.tree.leaves(as_float32(state))],
+            [_choose(leaf, rounds, schedule) for leaf in as_float32(state)],
             [_choose(p, rounds, schedule) for p in parameters],
         )
         out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
@@ -146,7 +142,7 @@ def pipeline(
 
     empty = _zeros(x, schedule.stages)
     stored = None if schedule.rounds == 1 else _zeros(x, schedule.period)
-    _, ys = scan(iteration, (empty, stored), jnp.arange(schedule.iterations), owg=state)
+    _, ys = lax.scan(iteration, (empty, stored), jnp.arange(schedule.iterations))
     # Before that, the last stage returned bubbles and earlier rounds.
     start = schedule.period * (schedule.rounds - 1) + schedule.stages - 1
     return jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
@@ -157,10 +153,12 @@ def find_overwritten(variables: Any) -> list[bool]:
     return [flag or is_shared(x) for flag, x in zip(owg_flags(variables), jax.tree.leaves(variables), strict=True)]
 
 
-def _vmapped_stage(stage: Stage, structure: Any, flags: list[bool], options: PipelineOptions) -> Callable[..., Any]:
+def _vmapped_stage(
+    stage: Stage, structure: Any, flags: list[bool], shared: list[bool], options: PipelineOptions
+) -> Callable[..., Any]:
     def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: jax.Array | None) -> Any:
-        # shared in each stage, which may use a state more than once
-        own = share(gate(as_float32(state), valid)) if get_mode() == "extended" else gate(state, valid)
+        # shared again in each stage, which may use a state more than once
+        own = [share_leaf(gate(x, valid)) if flag else x for x, flag in zip(state, shared, strict=True)]
         values = iter(own), iter([_gate_parameter(p, valid) if _is_float(p) else p for p in parameters])
         return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
 
@@ -240,7 +238,7 @@ def _check_leading(tree: Any, lead: tuple[int, ...], what: str, shape: str) -> N
 
 @jax.custom_vjp
 def _gate_parameter(x: jax.Array, valid: jax.Array) -> jax.Array:
-    # The same twice, as in `_sharing._gate`.
+    # The same twice, as in `fp8_jax_owg.gate`.
     return jnp.where(valid, x, x)
 
 

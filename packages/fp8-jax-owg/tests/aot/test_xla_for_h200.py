@@ -23,9 +23,9 @@ MATMUL = (((1,), (0,)), ((), ()))
 FP8 = {"f8e4m3fn", "f8e5m2"}
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 SCALINGS = {
-    "delayed": owg.DelayedScaling(),
-    "tensor": owg.CurrentScaling(granularity="tensor"),
-    "row": owg.CurrentScaling(granularity="row"),
+    "delayed": owg.DelayedScaling(kernel_gradient="float32"),
+    "tensor": owg.CurrentScaling(granularity="tensor", kernel_gradient="float32"),
+    "row": owg.CurrentScaling(granularity="row", kernel_gradient="float32"),
 }
 IN_BFLOAT16 = {
     f"{name}, bfloat16": dataclasses.replace(one, kernel_gradient="kernel") for name, one in SCALINGS.items()

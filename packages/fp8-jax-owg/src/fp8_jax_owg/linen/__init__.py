@@ -1,4 +1,4 @@
-"""FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers."""
+"""FP8 for Flax Linen: operations for `dot_general_cls` and `conv_general_dilated_cls` of its layers, and models."""
 
 try:
     import flax  # noqa: F401
@@ -8,16 +8,16 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from fp8_jax_owg.linen._convert import convert_to_fp8
-from fp8_jax_owg.linen._operations import (
+from fp8_jax_owg.linen.convert import convert_to_fp8
+from fp8_jax_owg.linen.operations import (
+    OVERWRITE_WITH_GRADIENT,
     Fp8ConvGeneralDilatedOp,
     Fp8DirectDotGeneralOp,
     Fp8DotGeneralOp,
     Fp8Einsum,
 )
-from fp8_jax_owg.linen._pipeline import LayerwiseShardablePipelined
-from fp8_jax_owg.linen._train_state import TrainState
-from fp8_jax_owg.linen._variables import OVERWRITE_WITH_GRADIENT
+from fp8_jax_owg.linen.pipeline import LayerwiseShardablePipelined
+from fp8_jax_owg.linen.train_state import TrainState
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",

@@ -8,11 +8,15 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from fp8_jax_owg.nnx._convert import convert_to_fp8
-from fp8_jax_owg.nnx._operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp
-from fp8_jax_owg.nnx._pipeline import LayerwiseShardablePipelined
-from fp8_jax_owg.nnx._transforms import grad, value_and_grad
-from fp8_jax_owg.nnx._variables import OverwriteWithGradient
+from fp8_jax_owg.nnx.convert import convert_to_fp8
+from fp8_jax_owg.nnx.gradients import grad, value_and_grad
+from fp8_jax_owg.nnx.operations import (
+    Fp8ConvGeneralDilatedOp,
+    Fp8DotGeneralOp,
+    Fp8EinsumOp,
+    OverwriteWithGradient,
+)
+from fp8_jax_owg.nnx.pipeline import LayerwiseShardablePipelined
 
 __all__ = [
     "Fp8ConvGeneralDilatedOp",

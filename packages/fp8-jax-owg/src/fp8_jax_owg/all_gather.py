@@ -1,0 +1,154 @@
+"""`fp8_all_gather`: sharded parameters gathered as FP8 codes, one byte per element, with one scale for all shards.
+
+The codes are gathered as uint8, because XLA on CPUs widens a float8 all-gather to 16 bits. The gradient goes back in
+the parameter's own dtype.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from fp8_common import Fp8Error
+from fp8_common.jax import amax, amax_to_scale, reciprocal
+from fp8_common.jax.arrays import float_key, from_bits
+from fp8_common.jax.casts import cast
+from fp8_jax_owg.dots.operand import Fp8Param, as_codes, as_operand, as_values
+from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling, Scaling, ScalingChoice, as_scaling, by_row, format_of
+from fp8_jax_owg.sharding import refuse_explicit_axes
+from fp8_jax_owg.state.first_order import first_order_only
+from fp8_jax_owg.state.live import as_live, observation, scales_of
+from fp8_jax_owg.state.pairs import Pair
+
+AxisNames = str | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Gather:
+    """What is static about a gather: the mesh axis of a `shard_map`, or the shardings before and after."""
+
+    axis_name: str | tuple[str, ...] | None
+    axis: int
+    sharded: NamedSharding | None = None
+    gathered: NamedSharding | None = None
+    scaling: Scaling = dataclasses.field(default_factory=CurrentScaling)
+
+    def all_gather(self, codes: jax.Array) -> jax.Array:
+        """Gather uint8 codes."""
+        if self.axis_name is not None:
+            return lax.all_gather(codes, self.axis_name, axis=self.axis, tiled=True)
+        # Both constraints and the barrier: without them the partitioner may gather before the cast.
+        codes = lax.optimization_barrier(lax.with_sharding_constraint(codes, self.sharded))
+        return lax.with_sharding_constraint(codes, self.gathered)
+
+    def reduce(self, g: jax.Array) -> jax.Array:
+        """Bring the gradient of the whole parameter back to the shards."""
+        if self.axis_name is not None:
+            return lax.psum_scatter(g, self.axis_name, scatter_dimension=self.axis, tiled=True)
+        return lax.with_sharding_constraint(g, self.sharded)
+
+    def maximum(self, amax: jax.Array) -> jax.Array:
+        """Return the amax of all shards."""
+        if self.axis_name is None:
+            # Under automatic sharding it is that of the whole array already: the partitioner adds the all-reduce.
+            return amax
+        # As integers: a MAX of floats may lose a NaN, and takes subnormals for zero where XLA flushes them.
+        return from_bits(lax.pmax(float_key(amax), self.axis_name))
+
+
+def fp8_all_gather(
+    x: ArrayLike,
+    axis_name: AxisNames | None = None,
+    *,
+    axis: int = 0,
+    sharding: NamedSharding | None = None,
+    gathered: NamedSharding | None = None,
+    scale: jax.Array | None = None,
+    amax_history: jax.Array | None = None,
+    scaling: ScalingChoice | None = None,
+) -> Fp8Param:
+    """Cast a sharded parameter to E4M3 and gather it as one byte per element.
+
+    Every device casts its shard with a scale that all share, so the result is bit for bit that of gathering first
+    and casting then. Inside a `shard_map` name the mesh axis; under automatic sharding give the sharding.
+
+    Args:
+        x: float32, bfloat16 or float16: the shard, or (with `sharding`) the whole array.
+        axis_name: The mesh axis, or axes, of the `shard_map`.
+        axis: The dimension that is sharded, for `axis_name`.
+        sharding: How the array is sharded, for automatic sharding.
+        gathered: How it is sharded afterwards; None is not at all.
+        scale: float32 (1,), the stored `kernel_scale`, for delayed scaling.
+        amax_history: float32 (length,), the stored `kernel_amax_history`. Both observe, as those of a matmul do.
+        scaling: The rule; None is `DelayedScaling()` with a history, else `CurrentScaling()`.
+
+    Returns:
+        The whole parameter, for the `rhs` of `fp8_dot_general` and `fp8_einsum`. The gradient of `x` is reduced over
+        the shards in the dtype of `x`.
+
+    Raises:
+        Fp8Error: Neither or both of `axis_name` and `sharding` are given, scale and history do not come together, or
+            scales per row were asked for.
+    """
+    if (axis_name is None) == (sharding is None):
+        raise Fp8Error("fp8_all_gather needs axis_name inside a shard_map, or sharding under automatic sharding.")
+    if (scale is None) != (amax_history is None):
+        raise Fp8Error("fp8_all_gather needs scale and amax_history together, for delayed scaling.")
+    array = as_operand(x, "x")
+    refuse_explicit_axes("fp8_all_gather", array)
+    live = None
+    if scale is not None and amax_history is not None:
+        live = as_live(Pair(scale, amax_history), "kernel")
+    how = _Gather(
+        axis_name=axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
+        axis=axis,
+        sharded=sharding,
+        # `PartitionSpec()` replicates: every device has the whole parameter.
+        gathered=gathered or (sharding and NamedSharding(sharding.mesh, PartitionSpec())),
+        scaling=_matching(scaling, live is not None),
+    )
+    return _gather(how, array, live)
+
+
+def _matching(scaling: ScalingChoice | None, delayed: bool) -> Scaling:
+    scaling = as_scaling(scaling or (DelayedScaling() if delayed else CurrentScaling()))
+    if isinstance(scaling, DelayedScaling) != delayed:
+        raise Fp8Error("DelayedScaling needs scale and amax_history, and CurrentScaling takes none.")
+    if by_row(scaling):
+        raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')
+    return scaling
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: _Gather, x: jax.Array, live: jax.Array | None) -> Fp8Param:
+    return _gather_fwd(how, x, live)[0]
+
+
+def _gather_fwd(how: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8Param, jax.Array | None]:
+    x = first_order_only(x)
+    fmt = format_of("kernel", how.scaling)
+    # Before the gather, from the shards: delayed scaling records it, current scaling needs it for a scale that all
+    # share.
+    greatest = how.maximum(amax(x))
+    if live is None:
+        into = amax_to_scale(greatest, fmt, how.scaling.policy)
+        into, back = lax.optimization_barrier(jnp.stack([into, reciprocal(into)]))
+        seen = None
+    else:
+        (into,), (back,) = scales_of([live], [fmt], how.scaling.policy)
+        seen = observation(greatest, back, live)
+    data = as_values(how.all_gather(as_codes(cast(x, into, fmt))), fmt)
+    # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
+    return Fp8Param(data, back, data.astype(x.dtype)), seen
+
+
+def _gather_bwd(how: _Gather, seen: jax.Array | None, g: Fp8Param) -> tuple[jax.Array, jax.Array | None]:
+    return how.reduce(first_order_only(g.gradient)), seen
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)

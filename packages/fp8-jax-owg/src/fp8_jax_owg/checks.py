@@ -1,0 +1,173 @@
+"""Checks that a program runs in FP8: of the matmuls that JAX traced, and the collectives that XLA compiled.
+
+Layers fall back to wider matmuls and gathers without a word when a rule misses a layer or a compiler moves a cast.
+These functions look, raise, and return what they saw.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8_common import DATA_FORMATS, Fp8Error
+
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+FLOAT8 = {fmt.numpy_dtype for fmt in DATA_FORMATS}
+# dtype and dimensions as HLO writes them, such as u8[2,64]
+_SHAPE = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
+# `-start` but not `-done`: both belong to one asynchronous operation, which would count twice.
+_COLLECTIVE = re.compile(r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    """A product that was traced.
+
+    Attributes:
+        primitive: "dot_general", "ragged_dot_general" or "conv_general_dilated".
+        operands: The dtypes of its operands.
+        shapes: Their shapes.
+        result: The dtype of the result.
+    """
+
+    primitive: str
+    operands: tuple[np.dtype, np.dtype]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    result: np.dtype
+
+    def __str__(self) -> str:
+        """Return the product in words."""
+        (a, b), (m, n) = self.operands, self.shapes
+        return f"{self.primitive} of {a}{m} and {b}{n}"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether both operands are in an FP8 format."""
+        return FLOAT8.issuperset(self.operands)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """A collective operation of a compiled program.
+
+    Attributes:
+        kind: "all-gather", "all-reduce", "reduce-scatter" or "all-to-all".
+        dtype: As HLO writes it: "u8", "f8e4m3fn", "bf16", "f32".
+        elements: Elements of its largest array.
+    """
+
+    kind: str
+    dtype: str
+    elements: int
+
+    @property
+    def bits(self) -> int:
+        """Width of an element."""
+        # The first number is the width: f8e4m3fn has further ones. A boolean takes a byte when it is sent.
+        return 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
+
+
+def find_dots(fn: Callable[..., Any], *args: Any) -> list[Dot]:
+    """Trace `fn(*args)` and return its products, those of loops and branches once each.
+
+    Args:
+        fn: Any traceable function; pass the gradient of a loss to see the backward products too.
+        *args: Its arguments; `jax.ShapeDtypeStruct` will do.
+    """
+    return [
+        Dot(
+            primitive=equation.primitive.name,
+            operands=(lhs.dtype, rhs.dtype),
+            shapes=(lhs.shape, rhs.shape),
+            result=equation.outvars[0].aval.dtype,
+        )
+        for equation in _equations(jax.make_jaxpr(fn)(*args).jaxpr)
+        if equation.primitive.name in PRODUCTS
+        for lhs, rhs in [[variable.aval for variable in equation.invars[:2]]]
+    ]
+
+
+def assert_fp8_dots(fn: Callable[..., Any], *args: Any, others: int = 0) -> list[Dot]:
+    """Check that the products of `fn(*args)` have FP8 operands, and return all of them.
+
+    Args:
+        fn: As in `find_dots`.
+        *args: As in `find_dots`.
+        others: How many products in a wider dtype are meant, such as those of attention scores.
+
+    Raises:
+        Fp8Error: No product is in FP8, or another number of products than `others` is not; the message lists these.
+    """
+    dots = find_dots(fn, *args)
+    wide = [dot for dot in dots if not dot.is_fp8]
+    # The second part refuses a function in which no product was found at all, also with others=0.
+    if len(wide) != others or len(wide) == len(dots):
+        listing = "; ".join(map(str, wide))
+        raise Fp8Error(
+            f"Of {len(dots)} products {len(wide)} are not in FP8, expected {others}: {listing or 'none'}. "
+            "Convert their layers, or pass others= for those that are meant."
+        )
+    return dots
+
+
+def find_collectives(compiled: Any) -> list[Collective]:
+    """Return the collectives of a compiled program that move data.
+
+    Args:
+        compiled: What `jax.jit(f).lower(...).compile()` returned, or its text.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    found = []
+    for match in _COLLECTIVE.finditer(text):
+        # An asynchronous gather has a tuple as result, its operand in it: the largest array is what arrives.
+        for dtype in dict.fromkeys(dtype for dtype, _ in _SHAPE.findall(match["result"])):
+            sizes = [_elements(dims) for name, dims in _SHAPE.findall(match["result"]) if name == dtype]
+            found.append(Collective(kind=match["kind"], dtype=dtype, elements=max(sizes)))
+    return found
+
+
+def assert_fp8_collectives(compiled: Any, *, allow_elements: int = 0) -> list[Collective]:
+    """Check that a compiled program gathers in 8 bits and reduces in at least 16, and return its collectives.
+
+    Args:
+        compiled: As in `find_collectives`.
+        allow_elements: Wider all-gathers of up to this many elements are meant, such as those of biases.
+
+    Raises:
+        Fp8Error: There is no 8-bit all-gather, a wider one of more elements, or a reduction in 8 bits.
+    """
+    found = find_collectives(compiled)
+    gathers = [one for one in found if one.kind == "all-gather"]
+    wide = [one for one in gathers if one.bits > 8 and one.elements > allow_elements]
+    narrow = [one for one in found if one.kind in ("all-reduce", "reduce-scatter") and one.bits < 16]
+    problems = [f"{one.kind} of {one.elements} elements in {one.dtype}" for one in wide + narrow]
+    if not any(one.bits == 8 for one in gathers):
+        problems.append("no all-gather in 8 bits")
+    if problems:
+        raise Fp8Error(
+            f"The compiled program has {'; '.join(problems)}. Gather kernels with fp8_all_gather; for small arrays "
+            "that are gathered in their own precision pass allow_elements."
+        )
+    return found
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield every equation of a jaxpr and of those inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        # Loops and calls keep their programs among the parameters, conditions a tuple of them.
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _equations(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(n) for n in dims.split(",") if n)

@@ -1,0 +1,1 @@
+"""Matmuls, convolutions and casts in FP8: one rule for values, gradients and observations of all of them."""

@@ -1,0 +1,124 @@
+"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward, and backward if asked for.
+
+XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the backward
+convolutions run on bfloat16, which holds all FP8 values: the operands are those of the forward one, and the output
+gradient, which by default is not cast to FP8 and has no state, or its FP8 values.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_common import Fp8Error
+from fp8_jax_owg.dots.dot import Precision
+from fp8_jax_owg.dots.operand import as_operand
+from fp8_jax_owg.dots.product import Product, match_state, run
+from fp8_jax_owg.scaling import TENSORS, ScalingChoice, Tensor, by_row
+from fp8_jax_owg.sharding import constrain
+from fp8_jax_owg.state.pairs import Meta
+
+CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
+"""The tensors of a convolution that are cast, and so have state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Convolution:
+    """A convolution with its settings, those of `lax.conv_general_dilated`; see `fp8_jax_owg.dots.product.Bilinear`."""
+
+    options: tuple[tuple[str, Any], ...]
+
+    def prepare(self, x: jax.Array, extra: None) -> jax.Array:
+        """Return `x`."""
+        return x
+
+    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
+        """Return the float32 result of native FP8 operands."""
+        return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **dict(self.options))
+
+    def gradients(
+        self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: None, kernel_dtype: np.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return both gradients by JAX's rules, in bfloat16, which holds every FP8 value."""
+
+        def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return lax.conv_general_dilated(lhs, rhs, **dict(self.options))
+
+        # The convolution itself is not used here, and XLA leaves it out.
+        _, transposed = jax.vjp(convolve, lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16))
+        return transposed(grad.astype(jnp.bfloat16))
+
+
+def fp8_conv_general_dilated(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    meta: Meta | None = None,
+    scaling: ScalingChoice | None = None,
+    fp8_backward: bool = False,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward, or FP8 values in them.
+
+    Args:
+        lhs: float16, bfloat16 or float32: the activations.
+        rhs: float16, bfloat16 or float32: the kernel.
+        window_strides: As in `lax.conv_general_dilated`, like all up to `precision`.
+        padding: "SAME", "VALID", ... or a pair for each spatial dimension.
+        lhs_dilation: Dilation of the activations.
+        rhs_dilation: Dilation of the kernel.
+        dimension_numbers: Which dimension is which.
+        feature_group_count: Number of feature groups.
+        batch_group_count: Number of batch groups.
+        precision: Of the convolutions.
+        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        meta: For delayed scaling, the leaves of `init_meta(scaling, CONV_TENSORS)`, or with `fp8_backward` those of
+            `init_meta(scaling)`; None for current scaling.
+        scaling: As in `fp8_dot_general`; scales per row are not supported here.
+        fp8_backward: Cast the output gradient to FP8 as well, as layers do. The convolutions of its values run in
+            bfloat16, because XLA has no convolution of two FP8 formats: this is no faster.
+        out_sharding: As in `fp8_dot_general`.
+
+    Returns:
+        The shape of `lax.conv_general_dilated`.
+
+    Raises:
+        Fp8Error: Unsupported dtypes, or `meta` and `scaling` do not belong together.
+        Fp8UnsupportedError: A second derivative was asked for.
+    """
+    a, b = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    scaling, live = match_state(meta, scaling, TENSORS if fp8_backward else CONV_TENSORS)
+    if by_row(scaling):
+        raise Fp8Error('A convolution has one scale per tensor: use CurrentScaling(granularity="tensor").')
+    options = {
+        "window_strides": tuple(window_strides),
+        "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
+        "lhs_dilation": lhs_dilation and tuple(lhs_dilation),
+        "rhs_dilation": rhs_dilation and tuple(rhs_dilation),
+        "dimension_numbers": dimension_numbers,
+        "feature_group_count": feature_group_count,
+        "batch_group_count": batch_group_count,
+        "precision": precision,
+    }
+    product = Product(
+        how=Convolution(options=tuple(options.items())),
+        scaling=scaling,
+        dtype=np.dtype(a.dtype if preferred_element_type is None else preferred_element_type),
+        operand_dtypes=(a.dtype, b.dtype),
+        casts_gradient=fp8_backward,
+    )
+    return constrain(run(product, a, b, None, live), out_sharding)

@@ -1,0 +1,92 @@
+"""`fp8_ragged_dot`: rows of lhs in consecutive groups, each multiplied in FP8 by a matrix of its own.
+
+Mixture-of-experts layers use it with one group for each expert. Groups may be empty, and rows behind the last group
+belong to none: they give zeros, get none, and are not observed.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_common import Fp8Error
+from fp8_jax_owg.dots.operand import as_operand
+from fp8_jax_owg.dots.product import Product, match_state, run
+from fp8_jax_owg.scaling import TENSORS, ScalingChoice, by_row
+from fp8_jax_owg.sharding import refuse_explicit_axes
+from fp8_jax_owg.state.pairs import Meta
+
+BY_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+"""Gradient of the matrices: the rows of each group are summed over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Rows of lhs in groups; `extra` is their sizes, int32 [G]. See `fp8_jax_owg.dots.product.Bilinear`."""
+
+    def prepare(self, x: jax.Array, extra: jax.Array) -> jax.Array:
+        """Put zeros into the rows behind the last group: whatever stands there must not be observed."""
+        inside = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(extra)
+        return jnp.where(inside[:, None], x, jnp.zeros((), x.dtype))
+
+    def forward(self, lhs: jax.Array, rhs: jax.Array, extra: jax.Array) -> jax.Array:
+        """Return the float32 result of native FP8 operands."""
+        return lax.ragged_dot(lhs, rhs, extra, preferred_element_type=jnp.float32)
+
+    def gradients(
+        self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: jax.Array, kernel_dtype: np.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return both gradients, in the precision that those of a matmul have where none is asked for."""
+        precision = lax.Precision.HIGHEST
+        d_lhs = lax.ragged_dot(grad, jnp.swapaxes(rhs, 1, 2), extra, precision, jnp.float32)
+        return d_lhs, lax.ragged_dot_general(lhs, grad, extra, BY_ROWS, precision, jnp.float32)
+
+
+def fp8_ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    meta: Meta | None = None,
+    scaling: ScalingChoice | None = None,
+) -> jax.Array:
+    """`lax.ragged_dot` with FP8 operands in the matmul and in both of its gradients.
+
+    Args:
+        lhs: float16, bfloat16 or float32 [M, K]: the rows, sorted by group.
+        rhs: float16, bfloat16 or float32 [G, K, N]: a matrix for each group. All share one scale.
+        group_sizes: Integers [G], rows in each group; zeros are allowed, and their sum may be less than M.
+        preferred_element_type: The dtype of the result; None is that of `lhs`.
+        meta: As in `fp8_dot_general`.
+        scaling: As in `fp8_dot_general`; scales per row are not supported here.
+
+    Returns:
+        [M, N]; zeros in rows of no group.
+
+    Raises:
+        Fp8Error: Shapes do not fit, or as in `fp8_dot_general`.
+        Fp8UnsupportedError: A second derivative was asked for.
+    """
+    a, b, sizes = as_operand(lhs, "lhs"), as_operand(rhs, "rhs"), jnp.asarray(group_sizes)
+    if (a.ndim, b.ndim) != (2, 3) or a.shape[1] != b.shape[1] or sizes.shape != b.shape[:1]:
+        raise Fp8Error(
+            "fp8_ragged_dot needs lhs [M, K], rhs [G, K, N] and group_sizes [G], "
+            f"got {a.shape}, {b.shape} and {sizes.shape}."
+        )
+    refuse_explicit_axes("fp8_ragged_dot", (a, b))
+    scaling, live = match_state(meta, scaling, TENSORS)
+    if by_row(scaling):
+        raise Fp8Error('fp8_ragged_dot has one scale per tensor: use CurrentScaling(granularity="tensor").')
+    product = Product(
+        how=RaggedRows(),
+        scaling=scaling,
+        dtype=np.dtype(a.dtype if preferred_element_type is None else preferred_element_type),
+        operand_dtypes=(a.dtype, b.dtype),
+    )
+    return run(product, a, b, sizes.astype(jnp.int32), live)

@@ -1,0 +1,178 @@
+"""`value_and_grad` and `grad`: ordinary gradients for parameters, observations for state.
+
+Pairs become live and all state is shared at the top of the loss, once. So a layer that is called several times, under
+whatever transform, combines what it observes by MAX.
+"""
+
+import functools
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from fp8_common import Fp8Error
+from fp8_jax_owg.state import cotangents
+from fp8_jax_owg.state.leaves import adopt_mapping, as_float32, check_float32, share_leaf
+from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
+from fp8_jax_owg.state.marks import owg_flags
+from fp8_jax_owg.state.max_grad import blames_dtype, is_shared
+from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining
+from fp8_jax_owg.state.pairs import find_pairs, take
+
+_log = logging.getLogger(__name__)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that computes `fun` and its gradient, which holds observations where leaves are overwritten.
+
+    `fp8_jax_owg.apply_updates` makes the next state of them; `accumulate`, `pmean` and `psum` combine those of several
+    micro-batches and devices by MAX. Whatever combines them otherwise makes the next state NaN.
+
+    Args:
+        fun: The loss, as for `jax.value_and_grad`. A loss that JAX cannot differentiate because of how it slices,
+            gathers or repeats shared leaves is traced and run equation by equation, which combines its uses as well.
+        argnums: Which arguments to differentiate.
+        has_aux: Whether `fun` returns (loss, anything).
+
+    Returns:
+        A function with the arguments of `fun` that returns (value, gradient). The gradient has the structure and the
+        shapes of the arguments (but an amax history of length 1 has two entries); overwritten leaves that were not
+        observed are 0 in it.
+
+    Raises:
+        Fp8Error: An overwritten leaf is not float32, flax's own FP8 layers read state, or shared state enters a
+            `while_loop`.
+    """
+    asked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        try:
+            # Where this fails, `fun` is called a second time below: what it does besides computing, such as printing,
+            # happens twice.
+            return _differentiate(fun, argnums, asked, has_aux, args, kwargs, moves=False)
+        except Exception as error:
+            if isinstance(error, Fp8Error) or not blames_dtype(error):
+                raise
+            _refuse_layers_of_flax(error)
+            _log.info("moves of shared state are combined: %s", error)
+        try:
+            return _differentiate(fun, argnums, asked, has_aux, args, kwargs, moves=True)
+        except CannotCombineError as error:
+            raise Fp8Error(
+                f"The loss cannot be differentiated, because {error}. Take the state out before it with "
+                "fp8_jax_owg.read, for a single use, or write the loop with lax.scan or lax.fori_loop."
+            ) from None
+        except Exception as error:
+            if isinstance(error, Fp8Error) or not blames_dtype(error):
+                raise
+            raise Fp8Error(
+                "The loss computes with FP8 state, of which there is no gradient: the state's gradient is what layers "
+                "observe. Take penalties and norms of parameters alone: fp8_jax_owg.split(variables)[0]."
+            ) from error
+
+    return run
+
+
+def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Return a function that computes the gradient of `fun`; arguments and errors are those of `value_and_grad`.
+
+    With `has_aux` it returns (gradient, aux).
+    """
+    return gradient_of(value_and_grad(fun, argnums, has_aux), has_aux)
+
+
+def gradient_of(both: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable[..., Any]:
+    """Return a function like `both`, that computes value and gradient, without the value; (gradient, aux) with aux."""
+
+    @functools.wraps(both)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return run
+
+
+def _differentiate(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    asked: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    moves: bool,
+) -> tuple[Any, Any]:
+    # negative numbers count from the last argument; JAX says so if one is out of range
+    numbers = [number + len(args) if -len(args) <= number < 0 else number for number in asked]
+    chosen = [args[number] for number in numbers]
+    leaves, structure = jax.tree.flatten(chosen)
+    state = [i for i, flag in enumerate(owg_flags(chosen)) if flag]
+    own = adopt_mapping([check_float32(leaves[i]) for i in state], (args, kwargs))
+    for i, leaf in zip(state, own, strict=True):
+        leaves[i] = leaf
+    found = [place for place in find_pairs(chosen) if is_at_rest(take(leaves, place))]
+    pairs = [take(leaves, place) for place in found]
+    # histories are constants of the loss, and the gradient of a pair is that of its live leaf
+    constants = {place.history: leaves[place.history] for place in found}
+    shared = [i for i in state if i not in constants]
+    entered = [None if i in constants else leaf for i, leaf in enumerate(leaves)]
+    for place, live in zip(found, make_live(pairs), strict=True):
+        entered[place.scale] = live
+
+    def with_state(values: list[Any], share: Callable[[Any], Any]) -> Any:
+        whole = [constants.get(i, value) for i, value in enumerate(values)]
+        for i in shared:
+            whole[i] = share(whole[i])
+        given = list(args)
+        for number, tree in zip(numbers, structure.unflatten(whole), strict=True):
+            given[number] = tree
+        out = fun(*given, **kwargs)
+        return (out[0], _at_rest(out[1])) if has_aux else out
+
+    loss = functools.partial(with_state, share=share_leaf)
+    if moves:
+        is_state = [i in shared for i, leaf in enumerate(entered) if leaf is not None]
+        loss = combining(functools.partial(with_state, share=lambda x: x), is_state)
+
+    def both(values: list[Any]) -> tuple[Any, list[Any]]:
+        value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
+        for i in shared:
+            gradients[i] = cotangents.zero_where_nothing(gradients[i])
+        for place, pair in zip(found, pairs, strict=True):
+            gradients[place.scale], gradients[place.history] = in_gradient(pair, gradients[place.scale])
+        return value, gradients
+
+    if any(getattr(jax.config, flag) for flag in ("jax_debug_nans", "jax_debug_infs")):
+        # they look at what eager operations return, of our dtype too
+        flat, rebuild = arrays_alone(both)
+        value, gradients = rebuild(jax.jit(flat)(entered))
+    else:
+        value, gradients = both(entered)
+    trees = structure.unflatten(gradients)
+    return value, trees[0] if isinstance(argnums, int) else tuple(trees)
+
+
+def _at_rest(aux: Any) -> Any:
+    """Return what a loss returns beside its value with shared leaves read, and live leaves as the scales at rest."""
+    leaves, structure = jax.tree.flatten(aux)
+    narrow = {place.scale for place in find_pairs(aux) if is_live(take(leaves, place))}
+    if not narrow and not any(map(is_shared, leaves)):
+        return aux  # what holds none is handed on as the same object
+    plain = [as_float32(x) if is_shared(x) else x for x in leaves]
+    return structure.unflatten([x[..., Live.STORED, None] if i in narrow else x for i, x in enumerate(plain)])
+
+
+def _refuse_layers_of_flax(error: Exception) -> None:
+    """Raise if JAX failed in flax's own FP8 operations, or in those of praxis, which call these."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith(("flax/linen/fp8_ops.py", "fp8_nvidia_gpu.py")) for frame in frames):
+        raise Fp8Error(
+            "flax's own FP8 operations cannot read state inside of fp8_jax_owg.value_and_grad. Make the layers with "
+            "those of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), which have the same variables under the "
+            "same names, or with fp8_jax_owg.in_qdq and out_qdq; or differentiate such a model by jax.value_and_grad."
+        ) from error

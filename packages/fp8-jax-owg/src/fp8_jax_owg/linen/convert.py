@@ -1,0 +1,116 @@
+"""`convert_to_fp8` of Linen: a module whose layers multiply in FP8 when it runs, where the rules include them.
+
+The layers of a Linen module exist while it runs. So the conversion is a module around it, without variables of its
+own, that gives each of them its product at the beginning of its call.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+
+from fp8_common import Fp8Error, Rules
+from fp8_jax_owg.linen.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8Op
+from fp8_jax_owg.scaling import DelayedScaling, RulesOrFilter, Scaling, ScalingChoice, as_scaling
+
+# Where each kind of layer asks for the function that multiplies.
+OPERATIONS: tuple[tuple[tuple[type[nn.Module], ...], str, type[Fp8Op]], ...] = (
+    ((nn.Dense, nn.DenseGeneral), "dot_general", Fp8DotGeneralOp),
+    ((nn.Conv, nn.ConvLocal), "conv_general_dilated", Fp8ConvGeneralDilatedOp),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Make:
+    """Makes the operation of a layer. Equal for equal settings, as the layer is then: `functools.partial` never is."""
+
+    kind: type[Fp8Op]
+    scaling: Scaling
+
+    def __call__(self) -> Fp8Op:
+        """Return an operation, with a state of its own."""
+        return self.kind(scaling=self.scaling)
+
+
+class _Converted(nn.Module):
+    """A module with FP8 layers; variables have the names that the module alone gives them.
+
+    Attributes:
+        converted_module: The module.
+        rules: Which layers, by their dotted names.
+        scaling: For rules that name no recipe.
+    """
+
+    converted_module: nn.Module
+    rules: Rules | Callable[[Any, str], bool]
+    scaling: Scaling
+
+    def setup(self) -> None:
+        """Give the module's variables no name in front."""
+        nn.share_scope(self, self.converted_module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            Fp8Error: No layer was converted, or a recipe cannot be honoured.
+        """
+        converted: list[str] = []
+
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            row = next((row for row in OPERATIONS if isinstance(context.module, row[0])), None)
+            if row is None or context.method_name != "__call__":
+                return call(*args, **kwargs)
+            # layers that were attributes before `setup` ran have the name of the attribute in front, others have not
+            names = context.module.path[len(self.path) :]
+            name = ".".join(names[1:] if names[:1] == ("converted_module",) else names)
+            scaling = self._scaling_of(context.module, name)
+            # A product that the user has given the layer, under either name that flax has for it, stays.
+            if scaling is None or any(getattr(context.module, f"{row[1]}{end}", None) for end in ("", "_cls")):
+                return call(*args, **kwargs)
+            converted.append(name)
+            return _call_with(context.module, f"{row[1]}_cls", _Make(row[2], scaling), call, args, kwargs)
+
+        with nn.intercept_methods(intercept):
+            result = self.converted_module(*args, **kwargs)
+        if not converted:
+            raise Fp8Error(
+                f"No layer of {type(self.converted_module).__name__} was converted. Check the rules and the model."
+            )
+        return result
+
+    def _scaling_of(self, layer: nn.Module, name: str) -> Scaling | None:
+        if isinstance(self.rules, Rules):
+            decision = self.rules.match(name)
+            return as_scaling(decision.recipe or self.scaling) if decision.include else None
+        return self.scaling if self.rules(layer, name) else None
+
+
+def _call_with(layer: Any, attribute: str, value: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """Call a layer with another value of an attribute; flax freezes attributes outside of `setup`."""
+    before = getattr(layer, attribute)
+    object.__setattr__(layer, attribute, value)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        object.__setattr__(layer, attribute, before)
+
+
+def convert_to_fp8(module: nn.Module, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> nn.Module:
+    """Return a module like `module`, with FP8 products in its `nn.Dense`, `nn.DenseGeneral` and `nn.Conv`.
+
+    Parameters keep their names and shapes; the state of the products is in the collection
+    `_overwrite_with_gradient`. Layers that were given a product of their own keep it.
+
+    Args:
+        module: The module; it is called by its `__call__`.
+        rules: Which layers, by their dotted names (`Dense_0`, `encoder.mlp.up`), as `fp8_common.Rules` describes; all
+            by default. Or a function `(layer, name) -> bool`.
+        scaling: For rules that name no recipe; None is `DelayedScaling()`.
+
+    Raises:
+        Fp8Error: A rule cannot be read; when it is called: no layer was converted.
+    """
+    chosen = rules if callable(rules) else Rules.parse(rules)
+    return _Converted(module, chosen, as_scaling(scaling or DelayedScaling()))

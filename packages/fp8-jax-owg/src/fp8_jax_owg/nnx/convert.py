@@ -1,0 +1,130 @@
+"""`convert_to_fp8`: the layers of an NNX model that the rules include multiply in FP8, in place."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from fp8_common import Decision, Fp8Error, Rules
+from fp8_jax_owg.nnx.operations import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8EinsumOp, Fp8Op
+from fp8_jax_owg.scaling import RulesOrFilter, ScalingChoice
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+# Where each kind of layer keeps the function that multiplies.
+OPERATIONS: tuple[tuple[type[nnx.Module], str, type[Fp8Op]], ...] = (
+    (nnx.Linear, "dot_general", Fp8DotGeneralOp),
+    (nnx.LinearGeneral, "dot_general", Fp8DotGeneralOp),
+    (nnx.Einsum, "einsum_op", Fp8EinsumOp),
+    (nnx.Conv, "conv_general_dilated", Fp8ConvGeneralDilatedOp),
+)
+KERNELS: dict[type[nnx.Module], Callable[..., tuple[int, ...]]] = {
+    nnx.Linear: lambda layer: (layer.in_features, layer.out_features),
+    nnx.LinearGeneral: lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+    nnx.Einsum: lambda layer: layer.kernel_shape,
+    nnx.Conv: lambda layer: layer.kernel_shape,
+}
+"""The shape of the kernel of one layer; what `nnx.vmap` has stacked has more dimensions in front."""
+
+
+def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
+    """Give the layers of a model FP8 products, in place. Call it before `nnx.split`, `nnx.jit` and the optimizer.
+
+    Converted are `nnx.Linear`, `nnx.LinearGeneral` (and so attention), `nnx.Einsum` and `nnx.Conv`; parameters keep
+    their places and values. State of type `OverwriteWithGradient` is added beside them.
+
+    Args:
+        model: The model, or a single layer.
+        rules: Which layers, by their dotted names (`blocks.0.mlp.up`), as `fp8_common.Rules` describes; all by
+            default. A rule may name a recipe. Or a function `(layer, name) -> bool`, as peers' `module_filter_fn`.
+        scaling: For rules that name no recipe: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None
+            is `DelayedScaling()`.
+
+    Returns:
+        The model.
+
+    Raises:
+        Fp8Error: No layer is converted, a rule decides nothing, a recipe cannot be honoured, or a layer has a
+            product of its own.
+    """
+    layers = dict(find_layers(model))
+    chosen = _choose(layers, rules)
+    # all are made before one is put in place: a refusal leaves the model as it was
+    made = [(layers[decision.fqn], *_operation(layers[decision.fqn], decision, scaling)) for decision in chosen]
+    for layer, attribute, operation in made:
+        # NNX holds functions as static attributes; a module is data
+        setattr(layer, attribute, nnx.data(operation))
+    logger.info("FP8: converted %d of %d layers.", len(chosen), len(layers))
+    return model
+
+
+def _choose(layers: Mapping[str, Any], rules: RulesOrFilter) -> list[Decision]:
+    """Return the decisions about the layers that are converted.
+
+    Args:
+        layers: By their dotted names.
+        rules: As `fp8_common.Rules` describes, or a function `(layer, name) -> bool`.
+
+    Raises:
+        Fp8Error: None is converted, or a rule decides nothing.
+    """
+    if callable(rules):
+        decisions = [Decision(fqn=name, include=bool(rules(layer, name))) for name, layer in layers.items()]
+    else:
+        decisions = Rules.parse(rules).apply(layers)
+    chosen = [decision for decision in decisions if decision.include]
+    if not chosen:
+        raise Fp8Error(
+            f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
+            "Check the rules and the model."
+        )
+    return chosen
+
+
+def find_layers(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
+    """Yield the dotted name of every layer that can be converted, and the layer; a shared one once."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, tuple(kind for kind, _, _ in OPERATIONS)):
+            yield ".".join(map(str, path)), module
+
+
+def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
+    """Return where a layer keeps its product, and the FP8 product."""
+    base, attribute, kind = next(row for row in OPERATIONS if isinstance(layer, row[0]))
+    name = decision.fqn or type(layer).__name__
+    if isinstance(getattr(layer, attribute), Fp8Op):
+        raise Fp8Error(f"The layer {name!r} is in FP8 already. Convert a model once.")
+    if not _calls(type(layer), base, attribute):
+        raise Fp8Error(
+            f"The layer {name!r} is a {type(layer).__name__} with a __call__ of its own, which uses neither "
+            f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or let it "
+            f"multiply with self.{attribute}."
+        )
+    stacked = _stacked(layer, base, name)
+    return attribute, kind(decision.recipe or default, stacked)
+
+
+def _calls(kind: type, base: type, attribute: str) -> bool:
+    """Return whether calls of a subclass reach the product of the layer, as far as the names in its code tell."""
+    code = getattr(inspect.unwrap(kind.__call__), "__code__", None)
+    if kind.__call__ is base.__call__ or code is None:
+        return True
+    # The names that its code looks up: a product in another method of the class is not seen, and the layer refused.
+    return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names
+
+
+def _stacked(layer: Any, base: type[nnx.Module], name: str) -> tuple[int, ...]:
+    """Return the leading sizes of the kernel of stacked layers; () for a single one."""
+    one, shape = tuple(KERNELS[base](layer)), layer.kernel.shape
+    # `nnx.vmap` stacks the kernel, while the attributes that `KERNELS` reads still describe one layer.
+    lead = shape[: len(shape) - len(one)]
+    if (*lead, *one) != shape:
+        raise Fp8Error(
+            f"The kernel of {name!r} has shape {shape}, and that of one layer is {one}. Stack layers along leading "
+            "dimensions (out_axes=0 of nnx.vmap), or convert them before."
+        )
+    return lead

@@ -1,0 +1,129 @@
+"""What NNX layers call instead of `lax.dot_general`, `jnp.einsum` and `lax.conv_general_dilated`, and their variables.
+
+Each operation is a module that holds the leaves of one matmul as attributes, under flax's names. A layer needs an
+operation of its own: two layers that share one share its scales.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8_jax_owg.dots.contraction import DimensionNumbers
+from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
+from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
+from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.state.marks import COLLECTION, is_marked
+from fp8_jax_owg.state.pairs import init_meta
+
+
+class OverwriteWithGradient(nnx.Variable[Any]):
+    """A float32 value whose gradient is its next value. It is no `nnx.Param`: no optimizer touches it."""
+
+    is_overwrite_with_gradient = True
+
+
+# The name that flax's bridges give the type they make of the collection. MaxText's pipelines know the state by it, and
+# refuse variables of other names; `__qualname__`, by which pickle finds a class, stays.
+OverwriteWithGradient.__name__ = COLLECTION
+# Flax's bridges between Linen and NNX look the collection up here, in both directions. Without an entry they make a
+# type of their own, which no filter for OverwriteWithGradient finds.
+nnx.register_variable_name(COLLECTION, OverwriteWithGradient, overwrite=True)
+
+
+def is_overwritten(path: Any, value: Any) -> bool:
+    """Whether a variable is overwritten with its gradient: of our type, or one that a bridge made; a filter of NNX."""
+    return isinstance(value, nnx.Variable) and is_marked(value)
+
+
+class Fp8Op(nnx.Module):
+    """Base of the operations: it holds the leaves of one matmul, if its scaling needs any.
+
+    Args:
+        scaling: `DelayedScaling`, `CurrentScaling`, or a recipe of `fp8_common`; None is `DelayedScaling()`.
+        stacked: Leading sizes of the kernel of layers that `nnx.vmap` has made, each of which has leaves of its own.
+    """
+
+    tensors: tuple[Tensor, ...] = TENSORS
+
+    def __init__(self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = ()) -> None:
+        self.scaling = as_scaling(scaling or DelayedScaling())
+        self.names: tuple[str, ...] = ()
+        if isinstance(self.scaling, DelayedScaling):
+            leaves = init_meta(self.scaling, self.tensors)
+            self.names = tuple(leaves)
+            for name, value in leaves.items():
+                setattr(self, name, OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape))))
+
+    @property
+    def meta(self) -> dict[str, jax.Array] | None:
+        """The leaves by name; None for current scaling."""
+        # `variable[...]` is the array inside, shared or not.
+        return {name: getattr(self, name)[...] for name in self.names} or None
+
+    def settings(self, out_sharding: Any) -> dict[str, Any]:
+        """Return the keyword arguments of the matmul; `out_sharding` is what the layer was asked for."""
+        return {"meta": self.meta, "scaling": self.scaling, "out_sharding": out_sharding}
+
+
+class Fp8DotGeneralOp(Fp8Op):
+    """`lax.dot_general` in FP8, for the `dot_general` of `nnx.Linear` and `nnx.LinearGeneral`."""
+
+    def __call__(
+        self,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
+        settings = self.settings(out_sharding)
+        return fp8_dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **settings)
+
+
+class Fp8EinsumOp(Fp8Op):
+    """`jnp.einsum` of two operands in FP8, for the `einsum_op` of `nnx.Einsum`."""
+
+    def __call__(
+        self,
+        equation: str,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
+        settings = self.settings(out_sharding)
+        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, **settings)
+
+
+class Fp8ConvGeneralDilatedOp(Fp8Op):
+    """`lax.conv_general_dilated`, forward in FP8 and backward in bfloat16, for `nnx.Conv`.
+
+    Args:
+        scaling: As for `Fp8Op`.
+        stacked: As for `Fp8Op`.
+        fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
+    """
+
+    def __init__(
+        self,
+        scaling: ScalingChoice | None = None,
+        stacked: tuple[int, ...] = (),
+        *,
+        fp8_backward: bool = False,
+    ) -> None:
+        self.tensors = TENSORS if fp8_backward else CONV_TENSORS
+        super().__init__(scaling, stacked)
+
+    def __call__(
+        self, lhs: ArrayLike, rhs: ArrayLike, *args: Any, out_sharding: Any = None, **kwargs: Any
+    ) -> jax.Array:
+        """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
+        settings = self.settings(out_sharding) | {"fp8_backward": self.tensors == TENSORS}
+        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, **settings)

@@ -1,0 +1,182 @@
+"""`report`: the state of delayed scaling as a table, and the signs of a SUM where a MAX belongs."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8_common import get_format
+from fp8_jax_owg.state.pairs import HISTORY, find_pairs, take
+
+ENCODED_ZERO, SUM_OF_ZEROS = 2.0**-125, 2.0**-110
+"""Above the magnitudes of an encoded zero or subnormal, and of sums of many."""
+LIMITS = tuple(get_format(name).max for name in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"))
+"""The amax that have a scale of 1."""
+GROWTH = 1.9
+"""Mean growth per step that no training shows over a whole history, and a SUM of two or more uses does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorReport:
+    """The state of one tensor of one product (of one stage or expert, where states are stacked).
+
+    Attributes:
+        name: Place in the tree, with the index of stacked states.
+        scale: Dequantization scale of the last step.
+        amax: The newest amax.
+        history_max: The greatest amax of the history.
+        headroom: How many powers of two the newest amax may grow before values saturate; negative if they did.
+        saturated: Whether values saturated in the last step.
+        observed: Whether anything was ever recorded.
+        stale: Whether nothing was recorded since `previous`; None without it.
+        suspicion: What looks wrong; empty if nothing does.
+    """
+
+    name: str
+    scale: float
+    amax: float
+    history_max: float
+    headroom: float
+    saturated: bool
+    observed: bool
+    stale: bool | None
+    suspicion: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OwgReport:
+    """The state of a model; `str()` makes a table."""
+
+    tensors: tuple[TensorReport, ...]
+
+    @property
+    def suspicious(self) -> tuple[TensorReport, ...]:
+        """The tensors that look wrong."""
+        return tuple(tensor for tensor in self.tensors if tensor.suspicion)
+
+    def __str__(self) -> str:
+        """Return a table with one line for each tensor."""
+        width = max([len(tensor.name) for tensor in self.tensors], default=4)
+        lines = [f"{'name':{width}}  {'scale':>10}  {'amax':>10}  {'max':>10}  {'headroom':>8}  remarks"]
+        for t in self.tensors:
+            numbers = "  ".join(f"{number:10.3g}" for number in (t.scale, t.amax, t.history_max))
+            lines.append(f"{t.name:{width}}  {numbers}  {t.headroom:8.1f}  {_remarks(t)}")
+        return "\n".join(lines)
+
+
+def report(variables: Any, previous: Any = None) -> OwgReport:
+    """Describe every scale and amax history of a tree.
+
+    Args:
+        variables: Variables, a state of NNX, or any tree with leaves `<tensor>_scale` and `<tensor>_amax_history`.
+        previous: The same before the last step; with it, staleness is known, and a SUM is certain, not guessed.
+
+    Returns:
+        One entry per tensor, in the order of the tree.
+    """
+    before = {} if previous is None else dict(_pairs(previous))
+    entries = (_entry(name, pair, before.get(name)) for name, pair in _pairs(variables))
+    return OwgReport(tensors=tuple(entries))
+
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def _pairs(tree: Any) -> Iterator[tuple[str, Arrays]]:
+    """Yield name, scale [1] and history [L] of every tensor, stacked ones one by one."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    for place in find_pairs(tree):
+        scale, history = map(np.asarray, take([leaf for _, leaf in found], place))
+        name = _name(found[place.history][0]).removesuffix(HISTORY)
+        for index in np.ndindex(history.shape[:-1]):
+            yield name + (str(list(index)) if index else ""), (scale[index], history[index])
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+    return "/".join(str(key) for key in keys if key != "value")
+
+
+def _entry(name: str, pair: Arrays, before: Arrays | None) -> TensorReport:
+    scale, history = float(pair[0].reshape(-1)[0]), pair[1]
+    amax, history_max = float(history[0]), float(history.max())
+    # `scale` goes back from FP8, so the largest value of the format times it is the largest magnitude that fits.
+    limit = get_format("e5m2" if "output_grad" in name.rsplit("/", 1)[-1] else "e4m3").max * scale
+    headroom = math.log2(limit / amax) if amax > 0 and 0 < limit < math.inf and math.isfinite(amax) else math.inf
+    return TensorReport(
+        name=name,
+        scale=scale,
+        amax=amax,
+        history_max=history_max,
+        headroom=headroom,
+        saturated=headroom < 0,
+        observed=bool(history.any()) or scale != 1,
+        stale=None if before is None else bool((before[1] == history).all() and (before[0] == pair[0]).all()),
+        suspicion=_suspicion(pair, before),
+    )
+
+
+def _suspicion(pair: Arrays, before: Arrays | None) -> str:
+    scale, history = pair
+    # From what is certain to what is guessed; the first that holds is told.
+    if not (np.isfinite(history).all() and np.isfinite(scale).all()):
+        return (
+            "not finite: what uses, micro-batches or devices observed was added up, averaged, scaled or clipped "
+            "instead of combined by MAX, or the loss computes with the state; or a checkpoint from elsewhere, which "
+            "checkpoint.upgrade repairs"
+        )
+    if (scale < 0).any():
+        return "gradients were put in the place of the state: make the next state with apply_updates or next_state"
+    # plain `jax.grad` leaves zeros as they are encoded, slightly below zero
+    if ((history <= -ENCODED_ZERO) & (history > -SUM_OF_ZEROS)).any():
+        return "encoded zeros were added up: gradients were combined by SUM instead of MAX"
+    if (history <= -ENCODED_ZERO).any():
+        return "a negative amax, which no step records: an optimizer or an average has changed it as a parameter"
+    if not (scale > 0).all():
+        return "a scale of zero: the gradient of an unused layer was taken for its next value"
+    if before is not None:
+        return _compare(history, before[1])
+    if (scale == 1).all() and _by_age(history)[1:].max(initial=0) not in (0, *LIMITS):
+        return "a scale of exactly 1 behind earlier amax: something puts back or leaves out the scale, not its history"
+    return _guess(history)
+
+
+def _by_age(history: np.ndarray) -> np.ndarray:
+    """Return the entries from the newest to the oldest: behind slot 0 lie the oldest first, the second newest last."""
+    return np.concatenate([history[:1], history[:0:-1]])
+
+
+def _compare(history: np.ndarray, before: np.ndarray) -> str:
+    """Judge by the slots that a roll only moves."""
+    # What MAX makes of the older slots: those of the step before, one place on.
+    rolled = np.roll(before, -1)
+    if (history[1:] == rolled[1:]).all() or (history == before).all() or not rolled[1:].any():
+        return ""
+    with np.errstate(all="ignore"):
+        # Rounded, because sums of equal float32 numbers, divided again, may miss the number of uses in the last bits.
+        factors = np.unique((history[1:] / rolled[1:])[rolled[1:] > 0].round(3))
+    times = f"{factors[0]:g} times" if factors.size == 1 else "not"
+    return f"older amax are {times} what they were: gradients were combined by SUM instead of MAX, or rolled twice"
+
+
+def _guess(history: np.ndarray) -> str:
+    """Judge by growth: a SUM multiplies every older entry again at every step."""
+    by_age = _by_age(history)
+    known = by_age[1:][by_age[1:] > 0]
+    # With fewer entries such growth may be that of a few steps of training.
+    if known.size >= 4 and (known[-1] / known[0]) ** (1 / (known.size - 1)) >= GROWTH:
+        return "older amax grow with their age: gradients seem to be combined by SUM instead of MAX"
+    return ""
+
+
+def _remarks(tensor: TensorReport) -> str:
+    remarks = [
+        "" if tensor.observed else "never observed",
+        "saturated" if tensor.saturated else "",
+        "stale" if tensor.stale else "",
+        tensor.suspicion,
+    ]
+    return ", ".join(filter(None, remarks))

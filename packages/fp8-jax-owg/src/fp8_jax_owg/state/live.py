@@ -1,0 +1,343 @@
+"""Live state: what matmuls read of a tensor's state inside of a loss, what they observe, and the next state.
+
+Before a loss runs, all pairs of a model become live in one vectorised pass: a live leaf holds everything that a matmul
+reads of a pair, with the scales for the usual formats. It takes the place of the scale; the history stays beside it, as
+a constant that nothing reads. `Live` names its places.
+
+What uses observe comes back as the cotangent of the live leaf, whose first places `Seen` names: the amax, a *witness*
+of it, the scale that was used, equal for all uses, and a constant. The witness is a monotone function of the amax and
+far from linear. So the maximum of both is consistent, and a sum, a mean, a scaled or clipped gradient is not; the
+constant tells what was computed with inside of the loss. Whatever combines observations in another way than by MAX
+makes the next state NaN instead of wrong.
+
+In gradients a pair keeps its shape: the scale is that which was used, with a minus, and the history begins with amax
+and witness (so one of length 1 has two entries there). Zeros say that nothing was observed. `next_pair` rolls the
+history; it is called once per step of the optimizer, by `apply_updates`, and histories roll as often.
+"""
+
+import enum
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error, ScalePolicy
+from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.arrays import float_key, from_bits, to_bits
+from fp8_common.jax.compat import varying_axes
+from fp8_jax_owg.state import cotangents
+from fp8_jax_owg.state.first_order import reverse_mode_only
+from fp8_jax_owg.state.leaves import as_float32, like
+from fp8_jax_owg.state.max_grad import is_shared
+from fp8_jax_owg.state.pairs import Pair, find_pairs, take
+
+
+class Live(enum.IntEnum):
+    """Places of a live leaf, float32 [..., 7]."""
+
+    STORED = 0  # the scale back that the last step has left
+    GREATEST = 1  # the greatest amax of the history; NaN if steps cannot have left this history
+    NEWEST = 2  # its newest entry
+    INTO_E4M3 = 3  # scales of the usual rule, into a format and back; those back are NaN where GREATEST is
+    BACK_E4M3 = 4
+    INTO_E5M2 = 5
+    BACK_E5M2 = 6
+
+
+class Seen(enum.IntEnum):
+    """Places of the cotangent of a live leaf; nothing is said in the others."""
+
+    AMAX = 0
+    WITNESS = 1
+    BACK = 2  # the scale that was used, back from FP8
+    CANARY = 3  # a constant
+
+
+WIDTH = len(Live)
+MADE: dict[Format, tuple[Live, Live]] = {
+    E4M3: (Live.INTO_E4M3, Live.BACK_E4M3),
+    E5M2: (Live.INTO_E5M2, Live.BACK_E5M2),
+}
+"""Where scales lie that are made for all tensors at once."""
+SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
+INFINITY_KEY, SMALLEST_NORMAL_KEY, GREATEST_KEY = np.int32(0x7F800000), np.int32(0x00800000), np.int32(0x7F7FFFFF)
+CANARY = np.float32(1 / 3)
+"""What every use observes beside its amax, and no arithmetic leaves as it is: rounding does not, nor does adding."""
+NAN_BITS = np.int32(0x7FC00000)
+"""A NaN as bits, so that `jax_debug_nans` stops at none that was not there."""
+LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
+"""Between these lie the bits of finite negative numbers from the binade above that of encoded zeros on."""
+
+
+class UnsharedStateWarning(UserWarning):
+    """State is differentiated outside of `fp8_jax_owg.value_and_grad`, or not at all."""
+
+
+def witness(amax: jax.Array) -> jax.Array:
+    """Return a function of an amax that tells MAX from every other way of combining: monotone, far from linear.
+
+    Its exponent is halved and its mantissa squared; it is exact, and a normal number for every finite amax. What only
+    halves exponents is linear between powers of four, and a mean passes through it; what only squares mantissas
+    commutes with powers of four, and a sum of four equal amax passes. Both together let neither pass.
+
+    Args:
+        amax: float32, any shape, not negative.
+    """
+    bits = to_bits(amax)
+    mantissa = from_bits((bits & np.int32(0x007FFFFF)) | np.int32(0x3F800000))  # [1, 2)
+    squared = (to_bits(mantissa * mantissa) - np.int32(0x3F800000)) >> 1
+    return from_bits((((bits & INFINITY_KEY) + squared) >> 1) + np.int32(0x20000000))
+
+
+def is_live(pair: Pair) -> bool:
+    """Return whether the scale of a pair is a live leaf."""
+    return jnp.shape(pair.scale) == (*jnp.shape(pair.history)[:-1], WIDTH)
+
+
+def is_at_rest(pair: Pair) -> bool:
+    """Return whether two leaves have the shapes of a scale and its history."""
+    return jnp.ndim(pair.history) > 0 and jnp.shape(pair.scale) == (*jnp.shape(pair.history)[:-1], 1)
+
+
+# ---------------------------------------------------------------- from rest
+
+
+def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
+    """Return the live leaves of pairs; pairs with histories of one length are reduced together.
+
+    Args:
+        pairs: Each at rest, scale [..., 1] and history [..., length].
+
+    Returns:
+        float32 [..., 7] for each.
+    """
+    live: list[Any] = [None] * len(pairs)
+    groups: dict[Any, list[int]] = {}
+    for i, pair in enumerate(pairs):
+        # On explicit meshes, arrays of different shardings cannot be put together; nor can arrays in a shard_map that
+        # differ along different axes: all would differ along all of them.
+        explicit = i if any(jax.typeof(pair.history).sharding.spec) else None
+        groups.setdefault((pair.history.shape[-1], varying_axes(pair.history), explicit), []).append(i)
+    for (length, _, explicit), chosen in groups.items():
+        some = [Pair(*map(lax.stop_gradient, pairs[i])) for i in chosen]
+        if explicit is not None or len(some) == 1:
+            live[chosen[0]] = _live_rows(some[0].scale[..., 0], some[0].history)
+            continue
+        rows = _live_rows(
+            jnp.concatenate([one.scale.reshape(-1) for one in some]),
+            jnp.concatenate([one.history.reshape(-1, length) for one in some]),
+        )
+        ends = np.cumsum([0, *(one.scale.size for one in some)]).tolist()
+        for i, one, start, end in zip(chosen, some, ends, ends[1:], strict=False):
+            live[i] = lax.slice_in_dim(rows, start, end).reshape(*one.scale.shape[:-1], WIDTH)
+    return live
+
+
+@jax.jit
+def _live_rows(stored: jax.Array, history: jax.Array) -> jax.Array:
+    # a scale below zero is what gradients hold: they are no state, see `next_pair`
+    greatest = from_bits(jnp.where(_is_negative(to_bits(stored)), NAN_BITS, to_bits(_greatest(history))))
+    limits = np.array([E4M3.max, E5M2.max], np.float32)
+    into, back = _scales(stored[..., None], greatest[..., None], limits)
+    scales = [into[..., 0], back[..., 0], into[..., 1], back[..., 1]]
+    # XLA on CPUs would compute scales again for each element that they are used for
+    return lax.optimization_barrier(jnp.stack([stored, greatest, history[..., 0], *scales], axis=-1))
+
+
+def _greatest(history: jax.Array) -> jax.Array:
+    """Return the greatest amax [...] of histories [..., length]; NaN where steps cannot have left one.
+
+    Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf: as integers
+    they are below zero, and zero is the least result. An optimizer that subtracts the gradient makes amax negative; a
+    SUM of encoded zeros is below each of them.
+    """
+    bits = to_bits(history)
+    keys = jnp.maximum(jnp.where(_is_negative(bits), NAN_BITS, bits), np.int32(0))
+    return from_bits(jnp.max(keys, axis=-1))
+
+
+def _is_negative(bits: jax.Array) -> jax.Array:
+    """Return where bits are those of finite negative numbers, encoded zeros apart."""
+    return (bits >= LOWEST_UNSOUND) & (bits < MINUS_INFINITY)
+
+
+def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Return float32 scales into FP8 and back by the canonical rule.
+
+    Args:
+        stored: The scale back that is kept while there is no usable amax, limited to [2^-100, 2^126]; broadcastable.
+        amax: What the history stands for; NaN makes the scale back NaN. Broadcastable.
+        limits: float32, the greatest value of each format, with its margin.
+    """
+    shape = np.broadcast_shapes(stored.shape, amax.shape, limits.shape)
+    key, kept = (jnp.broadcast_to(x, shape) for x in (to_bits(amax), stored))
+    # A checkpoint may hold a scale that is zero or infinite: both directions stay normal numbers.
+    kept = lax.clamp(SMALLEST_SCALE_INV, kept, GREATEST_SCALE_INV)
+    normal = from_bits(jnp.clip(key, SMALLEST_NORMAL_KEY, GREATEST_KEY))
+    quotient = divide_nearest(jnp.broadcast_to(limits, shape), normal)
+    usable = (key > 0) & (key < INFINITY_KEY)
+    into = jnp.where(
+        usable,
+        lax.clamp(np.float32(CANONICAL.lower), quotient, np.float32(CANONICAL.upper)),
+        divide_nearest(1.0, kept),
+    )
+    # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
+    back = jnp.where(usable, divide_nearest(1.0, into), kept)
+    return into, from_bits(jnp.where(key > INFINITY_KEY, NAN_BITS, to_bits(back)))
+
+
+def scales_of(
+    live: Sequence[jax.Array], formats: Sequence[Format], policy: ScalePolicy
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars.
+
+    Args:
+        live: float32 [7] for each tensor.
+        formats: The format of each.
+        policy: The rule of `DelayedScaling`; the usual one finds the scales made.
+    """
+    if policy.margin == 0 and policy.algo == "max" and all(fmt in MADE for fmt in formats):
+        made = [[one[place] for place in MADE[fmt]] for one, fmt in zip(live, formats, strict=True)]
+        return [into for into, _ in made], [back for _, back in made]
+    rows = jnp.stack(list(live))
+    greatest, newest = rows[:, Live.GREATEST], to_bits(rows[:, Live.NEWEST])
+    amax = greatest
+    if policy.algo == "most_recent":
+        unsound = to_bits(greatest) > INFINITY_KEY
+        amax = from_bits(jnp.where(unsound, NAN_BITS, jnp.maximum(newest, np.int32(0))))
+    limits = np.array([fmt.max * 2.0**-policy.margin for fmt in formats], np.float32)
+    into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, Live.STORED], amax, limits)))
+    return list(into), list(back)
+
+
+# ---------------------------------------------------------------- observations
+
+
+@jax.jit
+def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
+    """Return the cotangent of a live leaf [7]; an amax that is infinite or NaN is not observed.
+
+    Args:
+        amax: float32 [].
+        back: float32 [], the scale that was used.
+        live: float32 [7]; what examples and devices observe that share it is combined.
+    """
+    finite = float_key(amax) < INFINITY_KEY
+    canary = jnp.full_like(amax, CANARY)
+    seen = [cotangents.observed_where(finite, one) for one in (amax, witness(amax), back, canary)]
+    nothing = [jnp.full_like(amax, cotangents.NOT_OBSERVED)] * (WIDTH - len(seen))
+    return cotangents.encode(like(jnp.stack([*seen, *nothing]), live))
+
+
+@jax.jit
+def in_gradient(old: Pair, cotangent: jax.Array) -> Pair:
+    """Return what uses have observed in the shape of a pair, as gradients hold it.
+
+    Args:
+        old: The pair at rest.
+        cotangent: float32 [..., 7] of its live leaf, encoded.
+    """
+    amax, seen_witness, back, canary = (cotangents.zero_where_nothing(cotangent[..., place]) for place in Seen)
+    # what was computed with, or is said in other places, as the gradient of a penalty is: a witness of no amax
+    foreign = cotangents.is_observed(cotangents.decode(cotangent[..., len(Seen) :])).any(-1)
+    foreign |= cotangents.is_observed(cotangents.decode(amax)) & (canary != CANARY)
+    seen_witness = jnp.where(foreign, jnp.finfo(jnp.float32).max, seen_witness)
+    # the scale of a state that no step can have left is NaN, and says nothing
+    used = jnp.where(back > 0, back, old.scale[..., 0])
+    scale = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
+    rest = jnp.zeros((*amax.shape, max(old.history.shape[-1] - 2, 0)), jnp.float32)
+    history = jnp.concatenate([amax[..., None], seen_witness[..., None], rest], axis=-1)
+    return Pair(scale[..., None], history)
+
+
+@jax.jit
+def next_pair(old: Pair, gradient: Pair) -> Pair:
+    """Return the next state of a pair: rolled where something was observed, NaN where the witness does not agree.
+
+    Args:
+        old: The pair at rest.
+        gradient: Its gradient, from `in_gradient` and combined by MAX. Or next values, as plain `jax.grad` gives them.
+    """
+    scale, history = (cotangents.decode(x) for x in gradient)
+    observed = cotangents.is_observed(scale) & (scale < 0)
+    amax = history[..., :1]
+    agrees = to_bits(witness(amax)) == to_bits(history[..., 1:2]) if history.shape[-1] > 1 else ~observed
+    rolled = jnp.concatenate([amax, jnp.roll(old.history, -1, axis=-1)[..., 1:]], axis=-1)
+    # next values count element by element
+    plain = history[..., : old.history.shape[-1]]
+    replaced = jnp.where(cotangents.is_observed(plain) & (scale > 0), plain, old.history)
+    new_scale = jnp.where(cotangents.is_observed(scale), jnp.abs(scale), old.scale)
+    bits = to_bits(new_scale), to_bits(jnp.where(observed, rolled, replaced))
+    return Pair(*(from_bits(jnp.where(observed & ~agrees, NAN_BITS, one)) for one in bits))
+
+
+# ---------------------------------------------------------------- outside of value_and_grad
+
+
+def live_tree(tree: Any) -> Any:
+    """Return a tree in which pairs at rest are live; the gradient of each is its next value, for plain `jax.grad`."""
+    leaves, structure = jax.tree.flatten(tree)
+    for place in find_pairs(tree):
+        pair = take(leaves, place)
+        if not any(map(is_shared, pair)) and is_at_rest(pair):
+            leaves[place.scale] = _live_at_rest(True, *pair)
+            leaves[place.history] = lax.stop_gradient(pair.history)
+    return structure.unflatten(leaves)
+
+
+def as_live(pair: Pair, name: str) -> jax.Array:
+    """Return the live leaf [7] of one tensor for one use; a pair at rest is made live.
+
+    Args:
+        pair: Live or at rest, shared or not.
+        name: The tensor, for errors.
+
+    Raises:
+        Fp8Error: It has another dtype, or other shapes than (1,) and (length,).
+    """
+    shared = is_shared(pair.scale)
+    scale, history = as_float32(tuple(pair))
+    if history.ndim != 1 or history.shape[0] == 0 or scale.shape not in ((1,), (WIDTH,)):
+        raise Fp8Error(
+            f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
+            f"{scale.shape} and {history.shape}. Use vmap for stacked layers."
+        )
+    if scale.shape == (WIDTH,):
+        return scale
+    with reverse_mode_only():
+        return _live_at_rest(shared, scale, history)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
+    return make_live([Pair(scale, history)])[0]
+
+
+def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pair]:
+    # with symbolic_zeros=True each argument tells beside its value whether it has a tangent
+    if not shared and (scale.perturbed or history.perturbed):
+        warnings.warn(
+            "FP8 state is differentiated by plain jax.grad, which adds up what several uses of one state observe: in "
+            "a loop, a pipeline, a layer that is called twice. Take fp8_jax_owg.value_and_grad, which combines it by "
+            "MAX.",
+            UnsharedStateWarning,
+            stacklevel=2,
+        )
+    pair = Pair(scale.value, history.value)
+    return _live_at_rest(shared, *pair), pair
+
+
+def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
+    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+        return None, None
+    after = next_pair(pair, in_gradient(pair, g))
+    observed = cotangents.is_observed(cotangents.decode(g[..., Seen.AMAX]))[..., None]
+    return tuple(cotangents.encode(cotangents.observed_where(jnp.broadcast_to(observed, x.shape), x)) for x in after)
+
+
+_live_at_rest.defvjp(_rest_forward, _rest_backward, symbolic_zeros=True)

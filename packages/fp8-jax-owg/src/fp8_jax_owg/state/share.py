@@ -1,0 +1,166 @@
+"""`share`, `read`, `gate`, `replicated` and `scan`: state that is used several times.
+
+Outside of a loss state is float32. `share` makes it live and of the dtype `fp32_max_grad`, so that everything that
+happens to its cotangents from there on is a MAX; layers read it where they use it. `fp8_jax_owg.value_and_grad` shares
+all state of its loss. Functions take trees; leaves must be float32 or shared.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8_common import Fp8Error
+from fp8_common.jax.compat import varying_axes
+from fp8_jax_owg.state import cotangents
+from fp8_jax_owg.state.leaves import as_float32, like, share_leaf
+from fp8_jax_owg.state.live import is_live, live_tree
+from fp8_jax_owg.state.max_grad import is_shared
+from fp8_jax_owg.state.pairs import find_pairs, take
+
+Tree = TypeVar("Tree")
+
+
+def share(tree: Any) -> Any:
+    """Return state for several uses, whose cotangents will be combined by MAX.
+
+    Args:
+        tree: Leaves float32; shared ones stay.
+
+    Raises:
+        Fp8Error: A leaf is not float32.
+    """
+    leaves, structure = jax.tree.flatten(live_tree(tree))
+    # matmuls read live leaves alone: the histories beside them are constants
+    constants = {place.history for place in find_pairs(tree) if is_live(take(leaves, place))}
+    return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
+
+
+def read(tree: Any) -> Any:
+    """Return shared values as float32, each for a single use; float32 leaves stay.
+
+    For what takes no arrays of the shared dtype, such as `shard_map`. Layers read for themselves. What is read once and
+    used twice makes the next state NaN.
+
+    Args:
+        tree: From `share`.
+
+    Raises:
+        Fp8Error: A leaf is neither float32 nor shared.
+    """
+    return as_float32(tree)
+
+
+def gate(tree: Tree, valid: Any) -> Tree:
+    """Return the tree unchanged; where `valid` is false, nothing that is observed through it counts.
+
+    Args:
+        tree: Leaves float32 [...] or shared.
+        valid: Boolean scalar, traced or not. Under `vmap` it may differ for each example.
+    """
+    # Under vmap the flag may be mapped while the state is not; `like` then combines in the backward.
+    flag = jnp.asarray(valid, jnp.bool_)
+
+    def gated(x: Any) -> Any:
+        value = _gate(as_float32(x), flag)
+        return share_leaf(value) if is_shared(x) else value
+
+    return jax.tree.map(gated, tree)
+
+
+def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[str, ...] = ()) -> Any:
+    """Return values that several uses inside a `shard_map` may share; what devices along `axes` observe meets by MAX.
+
+    Shared values cannot enter a `shard_map`; they are read before it, and shared again by this function at the top of
+    the mapped one. With `check_vma=False` and a gradient that is taken outside of the `shard_map`, JAX would also add
+    up what each device returns; with `check_vma=True` layers combine what the devices see by themselves.
+
+    Args:
+        tree: Leaves float32 or shared.
+        axes: Mesh axes along which the values are the same on all devices.
+        sharded: Mesh axes along which they differ; together both must name every axis of the `shard_map`.
+
+    Returns:
+        The tree, shared.
+
+    Raises:
+        Fp8Error: With `check_vma=False`, an axis of the `shard_map` is named nowhere.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
+    values = as_float32(tree)
+    # `lax.axis_index` differs along its axes by definition: where its type does not say so, check_vma is off.
+    if not varying_axes(lax.axis_index(names)):
+        # Every axis matters: the transpose of `shard_map` sums what the devices return over all axes that an input does
+        # not name.
+        if unnamed := sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - {*names, *own}):
+            raise Fp8Error(
+                f"replicated got the axes {', '.join(names)}, and the shard_map has {', '.join(unnamed)} as well: "
+                "JAX would add up what devices along it observe. Name it in axes, or in sharded=... if the values "
+                "differ along it."
+            )
+        values = jax.tree.map(functools.partial(_same_on, names), values)
+    return share(values)
+
+
+def scan(
+    f: Callable[[Any, Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    owg: Any,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+    """Run `jax.lax.scan` with state that every iteration uses, also under plain `jax.grad`.
+
+    Args:
+        f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` shared.
+        init: The first carry.
+        xs: What is scanned over, or None.
+        length: Number of iterations; needed without `xs`.
+        owg: Tree of float32 or shared values.
+        reverse: As for `jax.lax.scan`.
+        unroll: As for `jax.lax.scan`.
+
+    Returns:
+        The last carry and the stacked ys.
+
+    Raises:
+        Fp8Error: A leaf of `owg` is not float32.
+    """
+    shared = share(owg)
+    return lax.scan(lambda c, x: f(c, x, shared), init, xs, length, reverse=reverse, unroll=unroll)
+
+
+@jax.custom_vjp
+def _gate(x: jax.Array, valid: jax.Array) -> jax.Array:
+    # the same twice, so that under vmap the result differs for each example if `valid` does
+    return jnp.where(valid, x, x)
+
+
+def _gate_backward(residual: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    x, valid = residual
+    return cotangents.encode(like(jnp.where(valid, cotangents.decode(g), cotangents.NOT_OBSERVED), x)), None
+
+
+_gate.defvjp(lambda x, valid: (_gate(x, valid), (x, valid)), _gate_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _same_on(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return x
+
+
+def _same_on_backward(axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    # As integers: a float `pmax` may lose subnormals. Decoded first, as encoded zeros do not sort as observations.
+    greatest = cotangents.from_ordered(lax.pmax(cotangents.to_ordered(cotangents.decode(g)), axes))
+    # the sum that JAX takes over the devices then has one term
+    return (jnp.where(lax.axis_index(axes) == 0, cotangents.encode(greatest), jnp.zeros_like(greatest)),)
+
+
+_same_on.defvjp(lambda axes, x: (x, None), _same_on_backward)
