@@ -26,15 +26,12 @@ class GradientCompression(Record):
         rounding: "nearest", or "stochastic", whose error has mean zero; JAX has the first alone.
         block: Elements with one scale.
         seed: Key of stochastic rounding, 0 to 2^32 - 1; ranks draw different bits from the same seed.
-        error_feedback: Add to each gradient what rounding took from the one before; PyTorch alone. Costs two bytes for
-            each element of the whole, unsharded gradient on every rank.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     block: int = 128
     seed: int = 0
-    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no exchange could honour."""
@@ -156,7 +153,7 @@ def sum_of_compressed(rows: np.ndarray, config: GradientCompression) -> np.ndarr
     Raises:
         Fp8Error: The config asks for more than rounding to nearest.
     """
-    if config.rounding != "nearest" or config.error_feedback:
-        raise Fp8Error("sum_of_compressed defines rounding to nearest without error feedback.")
+    if config.rounding != "nearest":
+        raise Fp8Error(f"sum_of_compressed defines rounding to nearest, got rounding={config.rounding!r}.")
     codes, scales, _ = round_gradients(rows, config)
     return sum_rounded(codes, scales, config)

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Literal
 
 from fp8_common._env import BACKEND_VARIABLE, Backend
-from fp8_common._errors import Fp8UnsupportedError
 from fp8_common._formats import E4M3, E5M2, Format, get_data_format
 from fp8_common._policy import ScalePolicy
 from fp8_common._recipe import GRANULARITIES, Granularity
@@ -146,20 +145,6 @@ def gather_path() -> Path:
     """Return how FP8 data crosses between processes: the same everywhere."""
     why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
     return Path(name="all-gather", status="native", why=why)
-
-
-def check_products(device: Device, granularity: Granularity, *, emulate: bool) -> None:
-    """Refuse to multiply where the device cannot and emulation was not asked for.
-
-    Raises:
-        Fp8UnsupportedError: Naming the device, what it lacks and the way round it.
-    """
-    path = product_path(device, granularity)
-    if path.status != "native" and not emulate:
-        raise Fp8UnsupportedError(
-            f"{device.name} cannot multiply {granularity} FP8 operands natively. {path.why} "
-            "Pass emulate=True for the same numbers at lower speed, or choose another recipe or device."
-        )
 
 
 def _no_units(device: Device) -> str:

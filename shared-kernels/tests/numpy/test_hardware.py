@@ -2,12 +2,11 @@
 
 import pytest
 
-from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common import Fp8Error
 from fp8_common import _env as env
 from fp8_common._hardware import (
     Device,
     cast_path,
-    check_products,
     gather_path,
     native_formats,
     product_path,
@@ -100,16 +99,6 @@ def test_how_casts_run(device, backend, triton, kernels, status, why):
 def test_the_wire_is_uint8_everywhere():
     assert gather_path().status == "native"
     assert "uint8" in gather_path().why
-
-
-def test_products_are_refused_with_device_need_and_remedy():
-    message = r"GPU 8\.0 cannot multiply rowwise FP8 operands natively\. .*begin with sm_89.*emulate=True"
-    with pytest.raises(Fp8UnsupportedError, match=message):
-        check_products(nvidia(8, 0), "rowwise", emulate=False)
-    check_products(nvidia(8, 0), "rowwise", emulate=True)
-    check_products(nvidia(9, 0), "rowwise", emulate=False)
-    with pytest.raises(Fp8UnsupportedError, match="sm_90: MX block scales need sm_100"):
-        check_products(nvidia(9, 0), "mx", emulate=False)
 
 
 def test_no_path_is_native_without_native_formats():

@@ -74,7 +74,6 @@ def describe_shards(rank, world_size):
         assert fsdp.find_root(lambda other, own=local: other is own) is model
         found[name] = (first, local.shape[0])
     assert [shard.name for shard in fsdp.shards(model, recurse=False)] == ["weight", "bias"]
-    assert {id(p) for p in fsdp.parameters_of(model)} == {id(p) for p in model.parameters()}
     everywhere = {id(shard.local) for shard in fsdp.shards()}
     assert everywhere >= {id(shard.local) for shard in fsdp.shards(model)}
     model(torch.ones(2, 4))

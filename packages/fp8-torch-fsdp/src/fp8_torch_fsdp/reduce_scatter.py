@@ -41,16 +41,10 @@ def compress_gradients(
 
     Raises:
         Fp8Error: Nothing of `model` is sharded by FSDP2, gradients are compressed already, or a rule decides nothing.
-        Fp8UnsupportedError: Error feedback, which would keep a copy of every whole gradient.
     """
     if config is not None and not isinstance(config, GradientCompression):
         raise Fp8Error(f"config must be a GradientCompression, got {config!r}.")
     config = config or GradientCompression()
-    if config.error_feedback:
-        raise Fp8UnsupportedError(
-            "error_feedback=True would keep a copy of every whole gradient on every rank, and is not offered here. Use "
-            'GradientCompression(rounding="stochastic"), whose error averages away too.'
-        )
     modules: list[tuple[str, Any]] = [
         (n, module) for n, module in model.named_modules() if isinstance(module, FSDPModule)
     ]

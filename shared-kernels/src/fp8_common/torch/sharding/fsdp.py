@@ -49,7 +49,6 @@ PRIVATE_NAMES = {
         "_param_fqn",
         "shard_mesh",
         "_module_info",
-        "mp_policy",
         "fsdp_placement",
         "device",
         "orig_dtype",
@@ -57,7 +56,6 @@ PRIVATE_NAMES = {
     ),
     "FSDPParamGroup": (
         "_reduce_scatter_comm",
-        "reduce_grads",
         "fsdp_params",
         "is_unsharded",
         "reshard",
@@ -126,11 +124,6 @@ class Shard:
         return self.fsdp_param._param_fqn or self.name
 
     @property
-    def gather_dtype(self) -> torch.dtype:
-        """The dtype in which FSDP2 gathers it, unless its tensor subclass brings buffers of its own."""
-        return self.fsdp_param.mp_policy.param_dtype or self.local.dtype
-
-    @property
     def is_gathered(self) -> bool:
         """Whether FSDP2 holds the gathered parameter now."""
         return self.fsdp_group.is_unsharded
@@ -190,12 +183,6 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
     for shard in shards(model):
         if id(shard.module) in names:
             yield f"{names[id(shard.module)]}.{shard.name}".lstrip("."), shard
-
-
-def parameters_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield every parameter of `model` as optimizers hold it: sharded, whatever FSDP2 has gathered at the moment."""
-    yield from model.parameters()
-    yield from (shard.parameter for shard in shards(model))
 
 
 def region_of(parameter: torch.Tensor) -> Region:
@@ -277,11 +264,6 @@ def reduce_scatter_of(module: nn.Module) -> Any:
     """Return the reduce-scatter of one sharded module, as `set_custom_reduce_scatter` takes it."""
     (group,) = _groups_of(_state_of(module))
     return group._reduce_scatter_comm
-
-
-def gradient_sync_enabled(root: nn.Module) -> bool:
-    """Return whether the next backward reduces gradients (False inside an accumulation window)."""
-    return any(group.reduce_grads for state in _states_under(root) for group in _groups_of(state))
 
 
 def in_forward(root: nn.Module) -> bool:
