@@ -7,7 +7,7 @@ are "output" (x, w), "grad_input" (dy, w) and "grad_weight" (x, dy).
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -122,8 +122,6 @@ class Recipe(Record):
         weight_for_grad_input: Overrides `weight` in "grad_input".
         grad_output_for_grad_weight: Overrides `grad_output` in "grad_weight".
     """
-
-    SCHEMA: ClassVar[int] = 1
 
     name: str
     input: CastRecipe = CastRecipe()

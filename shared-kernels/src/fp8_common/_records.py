@@ -9,7 +9,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from fp8_common._errors import Fp8Error
 
@@ -18,32 +18,24 @@ _KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int,
 
 
 class Record:
-    """Base of the settings dataclasses: `to_dict`, `from_dict` and the check of every `Literal` field.
-
-    Attributes:
-        SCHEMA: Version of the dictionary, written and required as its "schema"; None writes none.
-    """
+    """Base of the settings dataclasses: `to_dict`, `from_dict` and the check of every `Literal` field."""
 
     __slots__ = ()
-    SCHEMA: ClassVar[int | None] = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as strict JSON can carry it; `from_dict` undoes it."""
         fields = dataclasses.fields(self)  # pyrefly: ignore[bad-argument-type]
-        schema = {} if self.SCHEMA is None else {"schema": self.SCHEMA}
-        return schema | {field.name: _dump(getattr(self, field.name)) for field in fields}
+        return {field.name: _dump(getattr(self, field.name)) for field in fields}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Build the record that `to_dict` described; fields left out take their defaults.
 
         Raises:
-            Fp8Error: The schema is another one, a key is unknown or missing, or a value has the wrong type or
-                is not allowed.
+            Fp8Error: A key is unknown or missing, or a value has the wrong type or is not allowed.
         """
         if not isinstance(data, Mapping):
             raise Fp8Error(f"{cls.__name__} must be read from a dictionary, got {type(data).__name__}.")
-        data = cls._without_schema(data)
         fields = {field.name: field for field in dataclasses.fields(cls)}  # pyrefly: ignore[bad-argument-type]
         unknown = sorted(str(key) for key in data if key not in fields)
         if unknown:
@@ -55,18 +47,6 @@ class Record:
         if missing:
             raise Fp8Error(f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}.")
         return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
-
-    @classmethod
-    def _without_schema(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        if cls.SCHEMA is None:
-            return data
-        schema = data.get("schema")
-        if type(schema) is not int or schema != cls.SCHEMA:
-            raise Fp8Error(
-                f'{cls.__name__} must be read from a dictionary with "schema": {cls.SCHEMA}, got {schema!r}. '
-                f"Write it with {cls.__name__}.to_dict, or install the fp8-common that wrote it."
-            )
-        return {key: value for key, value in data.items() if key != "schema"}
 
     def check_choices(self) -> None:
         """Refuse a value that its `Literal` annotation does not list.
