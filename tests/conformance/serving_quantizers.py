@@ -68,13 +68,6 @@ def torchao_blocks(x: Tensor) -> Quantized:
     return codes_of(in_blocks(x) * scale).view(x.shape), (1.0 / scale)[:, 0, :, 0]
 
 
-def torchao_mx(x: Tensor) -> Quantized:
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
-
-    scale, codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-    return codes, scale.view(torch.uint8)
-
-
 class Rule(NamedTuple):
     """One quantizer, and how far it is from ours on normal values.
 
@@ -103,5 +96,4 @@ RULES = {
     "DeepSeek-V3, block": Rule(deepseek, "blockwise_128x128", 18, 0, zeros=np.nan),
     "torchao, channel": Rule(torchao_channel, "rowwise", 290, 0, zeros=np.nan),
     "torchao, block": Rule(torchao_blocks, "blockwise_128x128", 0, 0),
-    "torchao, MX": Rule(torchao_mx, "mx", 0, 0),
 }

@@ -1,6 +1,6 @@
-"""What engines' quantizers write beside what `export_for_serving` writes: the bytes where rules agree, else how many.
+"""What engines' quantizers write beside what an export writes: the bytes where rules agree, else how many.
 
-The table of docs/guides/serving.md has a row for each; compressed-tensors is in tests/ecosystem.
+The table of docs/guides/serving.md has a row for each.
 """
 
 import re
@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fp8_common as f8
-from fp8_common._serving_layouts import LAYOUTS, scales_of_elements
+from fp8_common.torch.export import serving_state_dict
 from tests.conformance.serving_quantizers import RULES, Rule
 
 ROWS, COLUMNS = 1024, 1024
@@ -25,7 +26,7 @@ def normal() -> np.ndarray:
 
 
 def with_amax_of_powers() -> np.ndarray:
-    """Return values whose largest in each row, block of 32, block and in all is 448 times a power of two."""
+    """Return values whose largest in each row, block and in all is 448 times a power of two."""
     exponents = np.random.default_rng(12).integers(-9, 0, (ROWS // 128, 1, COLUMNS // 128, 1))
     x = np.clip(normal(), -1, 1).reshape(ROWS // 128, 128, COLUMNS // 128, 128)
     x[..., ::32] = 1.75
@@ -36,18 +37,12 @@ def with_amax_of_powers() -> np.ndarray:
 
 def ours(x: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     """Return codes and stored scales as an export has them."""
+    layer = nn.Linear(x.shape[1], x.shape[0], bias=False)
+    layer.weight = nn.Parameter(torch.from_numpy(x))
     policy = f8.POWER_OF_2 if rule.powers else f8.CANONICAL
-    if rule.granularity == "mx":
-        codes, scale = f8.quantize_mx(x, "e4m3", "rceil")
-    elif rule.granularity == "blockwise_128x128":
-        codes, scale = f8.quantize_blockwise(x, "e4m3", (128, 128), policy)
-    elif rule.granularity == "rowwise":
-        codes, scale = f8.quantize_rowwise(x, "e4m3", policy=policy)
-    else:
-        scale = np.asarray(f8.amax_to_scale(f8.amax(x), "e4m3", policy))
-        codes = f8.quantize(x, scale, "e4m3")
-    layout = next(one for one in LAYOUTS if rule.granularity in one.granularities)
-    return codes, layout.stored_scales(scale, rule.granularity, x.shape, "w")
+    cast = f8.CastRecipe(granularity=rule.granularity, policy=policy)
+    state = serving_state_dict(nn.ModuleDict({"w": layer}), {"w": cast}, "compressed-tensors")
+    return state["w.weight"].view(torch.uint8).numpy(), state["w.weight_scale"].numpy()
 
 
 def theirs(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -88,9 +83,10 @@ def test_elsewhere_they_differ_as_the_table_says(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_zeros(name):
+    # one block: scales of any granularity broadcast to it
     rule, x = RULES[name], np.zeros((128, 128), np.float32)
     codes, scale = theirs(x, name)
     with np.errstate(all="ignore"):
-        decoded = f8.decode(codes, "e4m3") * scales_of_elements(scale, x.shape)
+        decoded = f8.decode(codes, "e4m3") * scale
     assert np.array_equal(decoded, np.full_like(x, rule.zeros), equal_nan=True)
     assert not ours(x, rule)[0].any()

@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error
 
 # The class is told by the module that its forward comes from, which is not installed here.
 NAMES = {"__name__": "transformers.pytorch_utils", "nn": nn, "torch": torch}
@@ -80,10 +79,3 @@ def test_the_gather_changes_no_number(run_ranks, recipe):
 
 def test_communication_alone_is_not_changed_by_it():
     assert f8.enable_float8_all_gather(nn.Sequential(Conv1D(16, 16))) == ["0.weight"]
-
-
-def test_serving_layouts_do_not_hold_it(tmp_path):
-    model = f8.convert_to_float8_training(nn.Sequential(Conv1D(32, 32), nn.Linear(32, 32)), recipe="rowwise")
-    with pytest.raises(Fp8Error, match="0 has a transposed weight, and export_for_serving writes"):
-        f8.export_for_serving(model, tmp_path / "out", layout="compressed-tensors")
-    assert not list(tmp_path.iterdir())

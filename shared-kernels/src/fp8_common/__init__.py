@@ -27,7 +27,6 @@ from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
 from fp8_common._rounding import decode, encode, encode_stochastic
 from fp8_common._rules import Decision, Rule, Rules, select_modules
 from fp8_common._scaling import amax_to_scale, amax_to_scale_inv, reciprocal
-from fp8_common._served import ServedCheckpoint, ServedTensor, read_for_serving
 from fp8_common.presets import PRESETS
 
 __version__ = "0.1.0"
@@ -56,8 +55,6 @@ __all__ = [
     "Rule",
     "Rules",
     "ScalePolicy",
-    "ServedCheckpoint",
-    "ServedTensor",
     "amax",
     "amax_to_e8m0",
     "amax_to_scale",
@@ -80,7 +77,6 @@ __all__ = [
     "quantize_rowwise",
     "quantize_stochastic",
     "random_bits",
-    "read_for_serving",
     "reciprocal",
     "select_modules",
     "sum_of_compressed",

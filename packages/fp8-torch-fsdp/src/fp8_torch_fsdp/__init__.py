@@ -24,7 +24,6 @@ from fp8_torch_fsdp.reduce_scatter import compress_gradients
 from fp8_torch_fsdp.report import float8_communication_report
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
-from fp8_torch_fsdp.serving import export_for_serving
 from fp8_torch_fsdp.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -56,7 +55,6 @@ __all__ = [
     "compress_gradients",
     "convert_to_float8_training",
     "enable_float8_all_gather",
-    "export_for_serving",
     "float8_communication_report",
     "float8_conversion_report",
     "fully_shard_traceable",

@@ -23,10 +23,7 @@ from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
 from fp8_common.torch import _ops as ops
-from fp8_common.torch import _serving as serving
 from fp8_common.torch._amax import INPUT_DTYPES
-from fp8_common.torch._checkpoint import read_metadata
-from fp8_common.torch._checkpoint_folder import load_checkpoint, save_checkpoint, verify_checkpoint
 from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
 from fp8_common.torch._rounding import encode as _encode
 from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
@@ -49,19 +46,14 @@ __all__ = [
     "encode",
     "encode_stochastic",
     "fake_quantize",
-    "load_checkpoint",
     "quantize",
     "quantize_blockwise",
     "quantize_mx",
     "quantize_rowwise",
     "quantize_stochastic",
-    "read_metadata",
     "reciprocal",
-    "save_checkpoint",
-    "serving",
     "torch_dtype",
     "update_history",
-    "verify_checkpoint",
 ]
 
 

@@ -1,0 +1,192 @@
+"""Weights for inference engines: the bits of the reference under the engines' names, from any number of ranks."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fp8_common as f8
+from fp8_common.torch.export import quantization_config, serving_state_dict
+
+TENSOR = f8.CastRecipe()
+ROWS = f8.CastRecipe(granularity="rowwise", policy=f8.POWER_OF_2)
+BLOCKS = f8.CastRecipe(granularity="blockwise_128x128")
+STATIC = f8.CastRecipe(scaling="static", static_scale=3.0)
+CASES = [
+    (TENSOR, "compressed-tensors"),
+    (ROWS, "compressed-tensors"),
+    (BLOCKS, "compressed-tensors"),
+    (STATIC, "compressed-tensors"),
+    (TENSOR, "deepseek"),
+    (BLOCKS, "deepseek"),
+]
+SAVED = [(ROWS, "compressed-tensors"), (TENSOR, "compressed-tensors"), (BLOCKS, "deepseek")]
+SUFFIXES = {"compressed-tensors": "_scale", "deepseek": "_scale_inv"}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down, self.head = nn.Linear(160, 200), nn.Linear(200, 160, bias=False), nn.Linear(160, 7)
+        self.norm = nn.LayerNorm(160, dtype=torch.bfloat16)
+        self.embed = nn.Embedding(7, 160)
+        self.head.weight = self.embed.weight
+        self.register_buffer("angles", torch.arange(5.0))
+
+    def forward(self, x):
+        return self.head(self.norm(self.down(self.up(x))))
+
+
+def casts(cast):
+    return {"up": cast, "down": cast}
+
+
+def save(model, cast, layout, folder):
+    state = serving_state_dict(model, casts(cast), layout)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process", category=UserWarning)
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+        dcp.save(state, storage_writer=writer)
+
+
+def read(folder):
+    (file,) = Path(folder).glob("*.safetensors")
+    return load_file(file)
+
+
+def reference(weight, cast):
+    """Return codes and scales by the definition in NumPy."""
+    if cast.granularity == "rowwise":
+        return f8.quantize_rowwise(weight, "e4m3", policy=cast.policy)
+    if cast.granularity == "blockwise_128x128":
+        return f8.quantize_blockwise(weight, "e4m3", (128, 128), cast.policy)
+    scale = np.asarray(cast.static_scale or f8.amax_to_scale(f8.amax(weight), "e4m3", cast.policy), np.float32)
+    return f8.quantize(weight, scale, "e4m3"), scale
+
+
+@pytest.mark.parametrize(("cast", "layout"), CASES)
+def test_files_hold_the_codes_and_inverse_scales_of_the_reference(tmp_path, cast, layout):
+    model = Model()
+    save(model, cast, layout, tmp_path)
+    tensors, suffix = read(tmp_path), SUFFIXES[layout]
+    for name in ("up.weight", "down.weight"):
+        weight = model.get_parameter(name).detach().numpy()
+        codes, scale = reference(weight, cast)
+        stored = f8.reciprocal(scale)
+        shape = stored.shape or (1,)
+        if layout == "deepseek":
+            shape = tuple(-(-side // 128) for side in weight.shape)
+        codes_read, scale_read = tensors.pop(name), tensors.pop(name + suffix)
+        assert codes_read.dtype == torch.float8_e4m3fn
+        assert codes_read.view(torch.uint8).numpy().tobytes() == codes.tobytes()
+        assert scale_read.dtype == torch.float32
+        assert tuple(scale_read.shape) == shape
+        assert (scale_read.numpy() == stored).all()
+    # of tied tensors the first name
+    rest = {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[0] not in ("up", "down")}
+    del rest["embed.weight"]
+    rest |= {"up.bias": model.up.bias.detach(), "head.weight": model.head.weight.detach()}
+    assert tensors.keys() == rest.keys()
+    for name, tensor in rest.items():
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
+
+
+def sharded(world_size):
+    model = Model()
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(model.up, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_columns(world_size):
+    """Weights that are cut inside of blocks and rows, as row-wise tensor parallelism does."""
+    model = Model()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in (model.up, model.down):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    return model
+
+
+def save_all(rank, world_size, folder):
+    for make in (sharded, by_columns):
+        for number, (cast, layout) in enumerate(SAVED):
+            save(make(world_size), cast, layout, f"{folder}/{make.__name__}-{number}")
+
+
+@pytest.mark.distributed
+def test_ranks_write_the_tensors_of_one_process(run_ranks, tmp_path):
+    run_ranks(2, save_all, str(tmp_path))
+    for number, (cast, layout) in enumerate(SAVED):
+        expected = serving_state_dict(Model(), casts(cast), layout)
+        for make in (sharded, by_columns):
+            tensors = read(tmp_path / f"{make.__name__}-{number}")
+            assert tensors.keys() == expected.keys()
+            for name, tensor in expected.items():
+                bits = (t.contiguous().view(torch.uint8) for t in (tensors[name], tensor))
+                assert torch.equal(*bits), (make.__name__, number, name)
+
+
+def test_the_config_names_groups_and_layers_in_high_precision():
+    model = Model()
+    config = json.loads(json.dumps(quantization_config(model, casts(ROWS), "compressed-tensors")))
+    (group,) = config["config_groups"].values()
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["ignore"] == ["head"]
+    assert group["targets"] == ["Linear"]
+    assert group["weights"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+    }
+    assert group["input_activations"]["strategy"] == "token"
+    mixed = quantization_config(model, {"up": BLOCKS, "down": TENSOR}, "compressed-tensors")["config_groups"]
+    assert [group["targets"] for group in mixed.values()] == [["up"], ["down"]]
+    assert mixed["group_0"]["weights"]["block_structure"] == [128, 128]
+    assert quantization_config(model, casts(BLOCKS), "deepseek") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["head"],
+    }
+
+
+DELAYED = f8.get_recipe("tensorwise_delayed").weight
+REFUSED = [
+    ({"up": TENSOR}, "gguf", "layout must be one of 'compressed-tensors', 'deepseek', got 'gguf'"),
+    ({"up": ROWS}, "deepseek", "'deepseek' cannot express the rowwise scales of 'up'"),
+    ({"up": f8.CastRecipe(format="e5m2")}, "deepseek", "'up' is cast to e5m2, and the layouts hold e4m3"),
+    ({"up": DELAYED}, "deepseek", "up.weight has delayed scaling, .*Pass its state as delayed="),
+    ({"nowhere": TENSOR}, "deepseek", "'nowhere' is missing"),
+    ({"norm": TENSOR}, "deepseek", "'norm' is a LayerNorm: the layouts hold weights of nn.Linear"),
+    ({"head": TENSOR}, "deepseek", "'head' is tied to .*which stays in high precision"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "layout", "sentence"), REFUSED)
+def test_what_a_layout_cannot_hold_is_refused(wanted, layout, sentence):
+    with pytest.raises(f8.Fp8Error, match=sentence):
+        serving_state_dict(Model(), wanted, layout)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "sentence"), [(torch.tensor([3]), "extra is torch.int64"), (torch.tensor(2.0), "extra is a scalar")]
+)
+def test_what_the_writer_would_break_is_refused(buffer, sentence):
+    model = Model()
+    model.register_buffer("extra", buffer)
+    with pytest.raises(f8.Fp8Error, match=sentence):
+        serving_state_dict(model, casts(TENSOR), "deepseek")
