@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fp8_torch_fsdp import convert_to_float8_training, float8_communication_report
+from fp8_torch_fsdp import convert_to_float8_training, float8_report
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     accelerator = Accelerator(fsdp_plugin=plugin if distributed else None, cpu=not torch.cuda.is_available())
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.is_main_process:
-        print(float8_communication_report(model), flush=True)
+        print(float8_report(model), flush=True)
 
     generator = torch.Generator().manual_seed(accelerator.process_index)
     first = torch.randint(128, (8, 1), generator=generator)

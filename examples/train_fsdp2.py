@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fp8_torch_fsdp import auto_filter_for_recipe, convert_to_float8_training, float8_communication_report
+from fp8_torch_fsdp import auto_filter_for_recipe, convert_to_float8_training, float8_report
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ def main() -> None:
     mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=names)
     model = build(arguments, mesh)
     if dist.get_rank() == 0:
-        print(float8_communication_report(model), flush=True)
+        print(float8_report(model), flush=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 import fp8_torch_fsdp as f8
-from fp8_torch_fsdp.convert.report import ConversionReport
+from fp8_torch_fsdp.report import Float8Report
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks/results/architectures.json"
 
@@ -92,18 +92,16 @@ def built(name: str) -> nn.Module:
         return of_sizes(name, ARCHITECTURES[name].sizes)
 
 
-def report(name: str) -> ConversionReport:
+def report(name: str) -> Float8Report:
     """Return what the conversion with the default recipe makes of a model."""
-    return f8.float8_conversion_report(f8.convert_to_float8_training(built(name)))
+    return f8.float8_report(f8.convert_to_float8_training(built(name)))
 
 
 def row(name: str) -> dict[str, Any]:
     """Return what became FP8, and which classes with 0.2 % of the bytes and more did not."""
     found = report(name)
     left = [
-        [one.class_name, one.why, one.bytes / found.bytes]
-        for one in found.classes
-        if not one.converted and one.bytes * 500 >= found.bytes
+        [class_name, why, size / found.bytes] for class_name, why, _, size in found.left if size * 500 >= found.bytes
     ]
     sizes = {"parameters": found.bytes // 2, "converted": found.converted, "gathered": found.gathered}
     return {**sizes, "left": left}

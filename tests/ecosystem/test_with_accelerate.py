@@ -50,12 +50,12 @@ def prepared(rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    wire = {w.wire for w in f8.float8_communication_report(model).weights if w.name.endswith("weight")}
+    wire = {w.wire for w in f8.float8_report(model).weights if w.name.endswith("weight")}
     return (
         known == {id(p) for p in model.parameters()},
         len(known),
         losses,
-        f8.float8_communication_report(model).casts,
+        f8.float8_report(model).casts,
         wire,
     )
 

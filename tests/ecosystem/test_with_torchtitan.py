@@ -82,7 +82,7 @@ def test_torchtitans_initialisation_reaches_fp8_weights_from_the_meta_device():
         weights = [p._local_tensor for p in model.parameters()]
         assert all(isinstance(w, f8.ShardedFloat8Weight) for w in weights)
         assert losses[-1] < losses[0]
-        assert f8.float8_communication_report(model).casts == 3 * 5
+        assert f8.float8_report(model).casts == 3 * 5
     finally:
         dist.destroy_process_group()
 

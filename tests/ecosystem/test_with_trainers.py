@@ -142,7 +142,7 @@ def test_checkpoints_of_dynamic_recipes_are_those_of_the_plain_model(tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
     whole, resumed = whole_and_resumed(recipe, tmp_path)
     assert differences(whole, resumed) == []
-    assert f8.float8_conversion_report(whole.model).converted > 0.75
+    assert f8.float8_report(whole.model).converted > 0.75
     assert (tmp_path / "parts" / "checkpoint-3" / FILE).is_file() == (recipe == "tensorwise_delayed")
     if recipe == "tensorwise_delayed":
         scales = [{k: v for k, v in run.model.named_buffers() if "fp8_" in k} for run in (whole, resumed)]
@@ -159,7 +159,7 @@ def sharded(rank, world_size, recipe, folder, ram_efficient, dtype):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     trainer = type("Chosen", (Sharding,), {"ram_efficient": ram_efficient})
     whole, resumed = whole_and_resumed(recipe, folder, trainer=trainer, dtype=dtype)
-    reports = f8.float8_communication_report(whole.model).weights
+    reports = f8.float8_report(whole.model).weights
     converted = [w.wire for w in reports if ".mlp." in w.name or ".self_attn." in w.name]
     return differences(whole, resumed), set(converted), {p.dtype for p in whole.model.parameters()}
 

@@ -45,12 +45,11 @@ def test_reports_say_what_the_head_does(build, shared_with, heads):
     in_fp8 = not torch.equal(model.lm_head(x), nn.functional.linear(x, plain(model.lm_head.weight)))
     assert in_fp8 == (heads or not shared_with)
     assert (type(model.lm_head) is nn.Linear) == (not in_fp8)
-    (head,) = f8.float8_conversion_report(model).heads
-    assert (head.name, head.fp8, head.shared_with) == ("lm_head", in_fp8, shared_with)
-    weights = {weight.name: weight for weight in f8.float8_communication_report(model).weights}
-    weight = weights[f"{shared_with or 'lm_head'}.weight"]
-    assert str(head) in weight.why
-    assert (weight.wire == "float8_e4m3fn") == head.gathered == (not shared_with)
+    (weight,) = [weight for weight in f8.float8_report(model).weights if weight.head]
+    assert (weight.name, weight.fp8) == (f"{shared_with or 'lm_head'}.weight", in_fp8)
+    assert weight.head.startswith("Output head lm_head: ")
+    assert (f"shared with {shared_with}" in weight.head) == bool(shared_with)
+    assert (weight.wire == "float8_e4m3fn") == (not shared_with)
 
 
 def plain(weight):

@@ -139,7 +139,7 @@ def run(recipe, folder):
         trainer.train()
     model = trainer.model_parts[0]
     local = {name: getattr(value, "_local_tensor", value) for name, value in model.state_dict().items()}
-    wires = [w.wire for w in f8.float8_communication_report(model).weights]
+    wires = [w.wire for w in f8.float8_report(model).weights]
     trainer.close()
     dist.destroy_process_group()
     return {

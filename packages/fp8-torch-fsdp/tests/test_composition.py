@@ -82,7 +82,7 @@ def parity(rank, mesh, recipe="tensorwise", before_step=None, change=None, **opt
         if change is not None:
             change(model)
     losses = [train(model, rank, before_step=before_step) for model in models]
-    casts = f8.float8_communication_report(models[0]).casts
+    casts = f8.float8_report(models[0]).casts
     return {
         "losses equal a high-precision gather's": losses[0] == losses[1],
         "weights equal a high-precision gather's": unlike(*(whole(model) for model in models)) == [],
@@ -175,7 +175,7 @@ def mixed_precision(rank, world_size):
     model = convert(nn.Sequential(nn.Linear(DIM, 40, bias=False), nn.Linear(40, DIM, bias=False)))
     shard(model, flat(world_size), mp_policy=policy)
     train(model, rank)
-    casts = f8.float8_communication_report(model).casts
+    casts = f8.float8_report(model).casts
     twin = convert(nn.Sequential(nn.Linear(DIM, 40, bias=False), nn.Linear(40, DIM, bias=False)))
     twin.load_state_dict(whole(model))
     x = torch.randn(8, DIM)
@@ -224,9 +224,7 @@ def checkpointing(rank, world_size, kind):
             model.register_forward_pre_hook(lambda m, args: (args[0].requires_grad_(),))
             losses.append(train(model, rank))
         checks[f"{recipe}: losses equal those without"] = losses[0] == losses[1]
-        checks[f"{recipe}: one cast for each weight and step"] = (
-            f8.float8_communication_report(recomputed).casts == 4 * STEPS
-        )
+        checks[f"{recipe}: one cast for each weight and step"] = f8.float8_report(recomputed).casts == 4 * STEPS
         checks[f"{recipe}: weights and histories equal those without"] = not unlike(whole(plain), whole(recomputed))
     return checks
 
@@ -315,16 +313,14 @@ def experts(rank, world_size):
             f8.enable_float8_all_gather(model, cast=cast)
             shard(model, flat(world_size), shard_placement_fn=lambda p, dim=dim: Shard(dim))
             losses = train(model, rank)
-            checks[f"{name} {dim}: one cast for each weight and step"] = (
-                f8.float8_communication_report(model).casts == 2 * STEPS
-            )
+            checks[f"{name} {dim}: one cast for each weight and step"] = f8.float8_report(model).casts == 2 * STEPS
             rounded = nn.Sequential(Experts(2 * world_size))
             state = whole(model)
             rounded.load_state_dict({key: through_fp8(value, name) for key, value in state.items()})
             x = torch.randn(8, DIM)
             checks[f"{name} {dim}: output is that of rounded weights"] = torch.equal(model(x), rounded(x))
             checks[f"{name} {dim}: it trains"] = losses[-1] < losses[0]
-            report = f8.float8_communication_report(model)
+            report = f8.float8_report(model)
             checks[f"{name} {dim}: in FP8"] = {w.wire for w in report.weights} == {"float8_e4m3fn"}
     return checks
 

@@ -222,10 +222,10 @@ def sharded(rank, world_size, experts, gather, cut):
     fully_shard(model.experts, mesh=mesh, **place)
     fully_shard(model, mesh=mesh)
     losses = train(model, rank)
-    before = f8.float8_communication_report(model).reductions
+    before = f8.float8_report(model).reductions
     losses += train(model, rank, steps=1)
     state = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()}
-    delta = f8.float8_communication_report(model).reductions - before
+    delta = f8.float8_report(model).reductions - before
     return losses, state | f8.DelayedState(model).state_dict(), delta
 
 

@@ -85,7 +85,7 @@ def both_ways(rank, world_size, recipe, way, bias):
     assert [(name, p.placements) for name, p in later.named_parameters()] == before
     local = later[0].up.weight._local_tensor
     assert isinstance(local, f8.ShardedFloat8Weight)
-    report = f8.float8_conversion_report(later)
+    report = f8.float8_report(later)
     assert report.converted > 0.9
     assert report.gathered > 0.9
     (losses, weights), (wanted, expected) = trained(later), trained(first)
@@ -134,7 +134,7 @@ def with_fsdp(rank, world_size, recipe):
         fully_shard(model, mesh=mesh["data"])
     (losses, weights), (wanted, expected) = trained(later), trained(first)
     assert losses == wanted
-    wires = {w.wire for w in f8.float8_communication_report(later).weights}
+    wires = {w.wire for w in f8.float8_report(later).weights}
     return [torch.equal(one, other) for one, other in zip(weights, expected, strict=True)], wires
 
 

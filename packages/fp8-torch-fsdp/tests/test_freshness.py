@@ -204,16 +204,16 @@ def count_while_gathered(rank, world_size):
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     with torch.no_grad():
         model(torch.randn(4, 16))
-    counts = [f8.float8_communication_report(model).casts]
+    counts = [f8.float8_report(model).casts]
     for value in model.state_dict().values():
         value.to_local().mul_(GROWTH)
     f8.synchronize_scales(model)
     with torch.no_grad():
         x = torch.randn(4, 16)
         after = model(x)
-        reductions = f8.float8_communication_report(model).reductions
+        reductions = f8.float8_report(model).reductions
         fresh = torch.equal(after, plain_layer(model)(x))
-    return [*counts, f8.float8_communication_report(model).casts, reductions], fresh
+    return [*counts, f8.float8_report(model).casts, reductions], fresh
 
 
 def plain_layer(model):
@@ -291,7 +291,7 @@ def accumulate(rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
     x = torch.randn(4, 16)
-    counts = f8.float8_communication_report(model).casts, f8.float8_communication_report(model).reductions
+    counts = f8.float8_report(model).casts, f8.float8_report(model).reductions
     return counts, torch.equal(model(x), plain_forward(model, x))
 
 

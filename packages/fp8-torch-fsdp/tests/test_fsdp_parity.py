@@ -105,7 +105,7 @@ def compare_gathers(rank, world_size, widths, dtype, recipe, options):
     low = shard(build(widths, dtype, all_gather=True, recipe=recipe), world_size, **options)
     high = shard(build(widths, dtype, all_gather=False, recipe=recipe), world_size, **options)
     losses = train(low, rank, dtype), train(high, rank, dtype)
-    counts = f8.float8_communication_report(low).casts, f8.float8_communication_report(low).reductions
+    counts = f8.float8_report(low).casts, f8.float8_report(low).reductions
     weights = whole_weights(low), whole_weights(high)
     different = [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])]
     return losses, different, *counts

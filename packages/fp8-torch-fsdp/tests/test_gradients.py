@@ -139,7 +139,7 @@ def gradients_both_ways(rank, ranks, reduce_dtype):
     plain, ours = (sharded(mesh, reduce_dtype=reduce_dtype) for _ in range(2))
     ours[0].norm.weight.requires_grad_(False)
     f8.compress_gradients(ours, f8.GradientCompression(format="e4m3"), parameters=["!1.up.weight"])
-    reports = [{w.name: w.gradient for w in f8.float8_communication_report(model).weights} for model in (plain, ours)]
+    reports = [{w.name: w.gradient for w in f8.float8_report(model).weights} for model in (plain, ours)]
     ours[0].norm.weight.requires_grad_(True)
     return gradients_of(plain, rank), gradients_of(ours, rank), *reports
 

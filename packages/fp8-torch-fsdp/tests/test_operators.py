@@ -136,7 +136,7 @@ def sharded_steps(rank, world_size, formats):
             model(torch.randn(4, 24)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        counts.append((synchronized, dict(calls), f8.float8_communication_report(model).casts))
+        counts.append((synchronized, dict(calls), f8.float8_report(model).casts))
     return counts
 
 

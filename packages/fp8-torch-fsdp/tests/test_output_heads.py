@@ -22,13 +22,10 @@ class Decoder(nn.Module):
 
 
 def report_of(model):
-    """Return what the conversion report says of the only head, and what the communication report says of its weight."""
-    (head,) = f8.float8_conversion_report(model).heads
-    names = {head.shared_with, head.name} - {""}
-    owners = {f"{name}.weight" for name in names}
-    (weight,) = [weight for weight in f8.float8_communication_report(model).weights if weight.name in owners]
-    assert str(head) in weight.why
-    return head, weight
+    """Return what the report says of the weight of the only head."""
+    (weight,) = [weight for weight in f8.float8_report(model).weights if weight.head]
+    assert weight.head in f8.float8_report(model).headline
+    return weight
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -38,10 +35,11 @@ def test_a_head_that_is_an_embedding_too_stays_in_high_precision(recipe):
     assert type(model.lm_head) is nn.Linear
     x = torch.randn(8, model.lm_head.in_features, dtype=torch.bfloat16)
     assert torch.equal(model.lm_head(x), torch.nn.functional.linear(x, model.lm_head.weight))
-    head, weight = report_of(model)
-    assert (head.name, head.fp8, head.gathered) == ("lm_head", False, False)
-    assert model.get_submodule(head.shared_with).weight is model.lm_head.weight
-    assert weight.wire == "bfloat16"
+    weight = report_of(model)
+    assert (weight.name, weight.fp8, weight.wire) == ("embedding.weight", False, "bfloat16")
+    assert weight.head == (
+        "Output head lm_head: high-precision matmul, weight shared with embedding, gathered in high precision."
+    )
 
 
 def test_a_tied_head_that_is_asked_for_computes_in_fp8_and_travels_in_high_precision():
@@ -50,28 +48,25 @@ def test_a_tied_head_that_is_asked_for_computes_in_fp8_and_travels_in_high_preci
     assert "all_gather=high precision" in repr(model.lm_head)
     x = torch.randn(32, model.lm_head.in_features)
     assert not torch.equal(model.lm_head(x), torch.nn.functional.linear(x, model.lm_head.weight))
-    head, weight = report_of(model)
-    assert (head.name, head.fp8, head.gathered) == ("lm_head", True, False)
-    assert str(head) == "Output head lm_head: FP8 matmul, weight shared with embedding, gathered in high precision."
+    weight = report_of(model)
+    assert weight.head == "Output head lm_head: FP8 matmul, weight shared with embedding, gathered in high precision."
     assert weight.wire == "bfloat16"
-    embedding = [one for one in f8.float8_conversion_report(model).classes if one.class_name == "Embedding"]
+    embeddings = [one for one in f8.float8_report(model).weights if one.class_name == "Embedding"]
     # the head's weight counts as computed in FP8, the positions do not
-    assert [(one.parameters, one.converted, one.gathered) for one in embedding] == [(1, True, 0), (1, False, 0)]
+    assert [(one.name, one.fp8) for one in embeddings] == [("embedding.weight", True), ("positions.weight", False)]
 
 
 def test_a_head_with_a_weight_of_its_own_is_converted_and_named():
     model = f8.convert_to_float8_training(Decoder(tied=False))
     assert isinstance(model.lm_head, f8.Float8Linear)
-    head, weight = report_of(model)
-    assert (head.name, head.fp8, head.gathered, head.shared_with) == ("lm_head", True, True, "")
-    assert weight.wire == "float8_e4m3fn"
-    assert "Output head lm_head: FP8 matmul, weight gathered in FP8." in str(f8.float8_conversion_report(model))
+    weight = report_of(model)
+    assert (weight.name, weight.fp8, weight.wire) == ("lm_head.weight", True, "float8_e4m3fn")
+    assert "Output head lm_head: FP8 matmul, weight gathered in FP8." in str(f8.float8_report(model))
 
 
 def test_a_head_that_the_filter_leaves_is_named():
     model = f8.convert_to_float8_training(Decoder(tied=False), module_filter_fn=lambda layer, name: name != "lm_head")
-    head, _ = report_of(model)
-    assert str(head) == "Output head lm_head: high-precision matmul, weight gathered in high precision."
+    assert report_of(model).head == "Output head lm_head: high-precision matmul, weight gathered in high precision."
 
 
 def test_the_filter_has_the_last_word_on_heads():

@@ -74,10 +74,7 @@ def whole(modules):
 def compare(rank, world_size, name, recipe):
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
     (low, losses), (high, losses_high) = (train(mesh, name, gather, recipe) for gather in (True, False))
-    counts = [
-        (f8.float8_communication_report(module).casts, f8.float8_communication_report(module).reductions)
-        for module in low
-    ]
+    counts = [(f8.float8_report(module).casts, f8.float8_report(module).reductions) for module in low]
     different = [name for (name, a), (_, b) in zip(whole(low), whole(high), strict=True) if not torch.equal(a, b)]
     return losses == losses_high, different, counts, len(losses)
 

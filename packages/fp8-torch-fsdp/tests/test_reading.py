@@ -79,7 +79,7 @@ def train(world_size, recipe, reader_of):
         reader.at("after_step")
         f8.synchronize_scales(model)
         reader.at("after_precompute")
-    return losses, f8.float8_communication_report(model).casts
+    return losses, f8.float8_report(model).casts
 
 
 def read_on_one_rank(rank, world_size, recipe, keep, names, moments):

@@ -104,16 +104,16 @@ def steady_step(rank, world_size, recipe):
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        casts = f8.float8_communication_report(model).casts
+        casts = f8.float8_report(model).casts
         with CollectiveCounter() as counted:
             model(torch.randn(8, 256)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = f8.float8_communication_report(model)
+    report = f8.float8_report(model)
     return (
         counted.nbytes("all_gather"),
         counted.count("all_reduce"),
-        f8.float8_communication_report(model).casts - casts,
+        f8.float8_report(model).casts - casts,
         report.wire_bytes,
     )
 
@@ -185,7 +185,7 @@ def communicate_only(rank, world_size):
         rounded.append(f8t.dequantize(f8t.quantize(weight, scale, "e4m3"), scale, "e4m3"))
     hidden = nn.functional.gelu(nn.functional.linear(x, rounded[0], conv.state_dict()["0.bias"].full_tensor()))
     expected = nn.functional.linear(hidden, rounded[1], conv.state_dict()["2.bias"].full_tensor())
-    return torch.equal(y, expected), f8.float8_communication_report(conv).casts
+    return torch.equal(y, expected), f8.float8_report(conv).casts
 
 
 @pytest.mark.distributed

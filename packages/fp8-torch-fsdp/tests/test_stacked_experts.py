@@ -123,8 +123,8 @@ def compare(rank, world_size, kind, experts, recipe, meshes, options):
     return (
         losses,
         different,
-        f8.float8_communication_report(models[0]).casts,
-        f8.float8_communication_report(models[0]).reductions,
+        f8.float8_report(models[0]).casts,
+        f8.float8_report(models[0]).reductions,
     )
 
 
@@ -347,8 +347,8 @@ def test_routers_stay_wide_unless_they_are_asked_for():
     low = converted(Mixture(Experts(3)), "tensorwise")
     assert type(low.router) is nn.Linear
     assert isinstance(low.dense, f8.Float8Linear)
-    report = f8.float8_conversion_report(low)
-    assert [(one.class_name, one.parameters) for one in report.classes if one.why == "router"] == [("Linear", 1)]
+    report = f8.float8_report(low)
+    assert [one.class_name for one in report.weights if one.why == "router"] == ["Linear"]
     everything = f8.convert_to_float8_training(Mixture(Experts(3)), experts=LAYOUTS, routers=True)
     assert isinstance(everything.router, f8.Float8Linear)
 
@@ -371,8 +371,8 @@ def test_experts_that_nobody_described_are_reported(caplog):
     model = Mixture(Experts(3))
     with caplog.at_level("WARNING"):
         f8.convert_to_float8_training(model)
-    report = f8.float8_conversion_report(model)
-    assert report.unknown_experts == 2
+    report = f8.float8_report(model)
+    assert sum("matmuls unknown" in one.why for one in report.weights) == 2
     assert report.converted < 0.15
     assert "Experts (2 parameters, 3-D, matmuls unknown" in caplog.text
     assert "ExpertLayout" in str(report)
@@ -394,7 +394,7 @@ def test_layers_without_a_weight_yet_are_no_obstacle():
     model = nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(8))
     low = f8.convert_to_float8_training(model, module_filter_fn=["0"])
     assert isinstance(low[0], f8.Float8Linear)
-    assert f8.float8_conversion_report(low).bytes == (16 * 16 + 16) * 2
+    assert f8.float8_report(low).bytes == (16 * 16 + 16) * 2
 
 
 def test_a_layout_that_does_not_fit_is_refused():

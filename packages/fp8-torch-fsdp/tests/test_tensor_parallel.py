@@ -122,7 +122,7 @@ def compare_gathers(rank, world_size, dp, recipe, plan, options):
     mesh = mesh_of(dp, world_size // dp)
     low, high = (parallel(blocks(recipe, gather), mesh, plan, **options) for gather in (True, False))
     losses = train(low, mesh, plan), train(high, mesh, plan)
-    counts = f8.float8_communication_report(low).casts, f8.float8_communication_report(low).reductions
+    counts = f8.float8_report(low).casts, f8.float8_report(low).reductions
     return losses, unlike(whole(low), whole(high)), *counts
 
 
@@ -186,7 +186,7 @@ def scales(rank, world_size, recipe, explicit):
                 # rows that tensor parallelism cuts have their scales on the ranks that hold them
                 amax = amax.chunk(2)[mesh.get_local_rank(-1)]
             found[name] = (local.info.slot.scale.flatten().tolist(), amax.flatten().tolist())
-    return found, f8.float8_communication_report(model).reductions
+    return found, f8.float8_report(model).reductions
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -146,7 +146,7 @@ def tied_weights(rank, world_size):
         "still tied": low.head.weight is low.embedding.weight and low.a.weight is low.b.weight,
         "shared by FP8 layers alone: in FP8": isinstance(low.a.weight._local_tensor, f8.ShardedFloat8Weight),
         "shared with an embedding: exact": not isinstance(local, f8.ShardedFloat8Weight),
-        "the report says why": "shared with embedding" in str(f8.float8_communication_report(low)),
+        "the report says why": "shared with embedding" in str(f8.float8_report(low)),
         "same training as a high-precision gather": same_weights(low, high),
         "trained at all": not torch.equal(before, weights_of(low)["a.weight"]),
     }
@@ -177,7 +177,7 @@ def assigned_state_dict(rank, world_size):
     model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
     kept = all(isinstance(p._local_tensor, f8.ShardedFloat8Weight) for p in model.parameters())
     losses = [train(m, optimizer_of(m), rank) for m in (model, source)]
-    wire = {entry.wire for entry in f8.float8_communication_report(model).weights}
+    wire = {entry.wire for entry in f8.float8_report(model).weights}
     return {
         "still FP8 weights": kept and wire == {"float8_e4m3fn"},
         "same training": losses[0] == losses[1] and same_weights(model, source),
@@ -252,10 +252,10 @@ def one_cast_for_each_step(rank, world_size):
     model = shard(convert(chain((16,) * 9)), world_size)
     optimizer, casts, reductions = optimizer_of(model), [], []
     for _ in range(4):
-        before = f8.float8_communication_report(model).casts
+        before = f8.float8_report(model).casts
         with CollectiveCounter() as collectives:
             train(model, optimizer, rank, steps=1)
-        casts.append(f8.float8_communication_report(model).casts - before)
+        casts.append(f8.float8_report(model).casts - before)
         reductions.append(collectives.count("all_reduce"))
     gathers = collectives.count("all_gather")
     return {
@@ -295,13 +295,13 @@ def explicit(rank, world_size, attach):
     # before every forward, so that no rank waits for what another one alone knows; and for every request
     checks["all-reduces"] = reductions == [1, 2] * 4
     checks["counted"] = (
-        f8.float8_communication_report(automatic).reductions,
-        f8.float8_communication_report(manual).reductions,
+        f8.float8_report(automatic).reductions,
+        f8.float8_report(manual).reductions,
     ) == (4, 8)
     # every forward looks and casts, whatever was cast before it
     checks["casts"] = (
-        f8.float8_communication_report(automatic).casts,
-        f8.float8_communication_report(manual).casts,
+        f8.float8_report(automatic).casts,
+        f8.float8_report(manual).casts,
     ) == (4 * len(automatic), 8 * len(manual))
     checks["weights"] = same_weights(automatic, manual)
     return checks

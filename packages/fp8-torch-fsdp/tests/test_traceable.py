@@ -113,7 +113,7 @@ def train_both(rank, world_size, recipe, widths, dtype, hsdp, steps=10):
             optimizer.zero_grad()
         losses.append([loss.item() for loss in step_losses])
     local = [(a.shape, b.to_local().shape) for a, b in zip(*(list_of_locals(m) for m in twins), strict=True)]
-    return losses, different, f8.float8_communication_report(twins[1]).reductions, local
+    return losses, different, f8.float8_report(twins[1]).reductions, local
 
 
 def list_of_locals(model):
@@ -261,7 +261,7 @@ def subclasses(rank, world_size):
     try:
         copy.deepcopy(model)
     except Fp8Error as error:
-        wires = [weight.wire for weight in f8.float8_communication_report(model).weights]
+        wires = [weight.wire for weight in f8.float8_report(model).weights]
         return model[0].what(), isinstance(model[0], Named), model[0].weight.grad is not None, str(error), wires
     return "no error"
 

@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_a_linear_layer(recipe):
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=0)
     torch.testing.assert_close(low.weight.grad.t(), wanted.weight.grad, rtol=0, atol=0)
     assert type(f8.unconvert(low)) is Conv1D
-    assert f8.float8_conversion_report(nn.Sequential(low)).classes[0].class_name == "Conv1D"
+    assert f8.float8_report(nn.Sequential(low)).weights[0].class_name == "Conv1D"
 
 
 def train(rank, world_size, recipe):

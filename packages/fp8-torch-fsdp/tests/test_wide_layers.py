@@ -26,8 +26,8 @@ def test_adapters_stay_wide_whatever_the_filter_says(names, caplog):
     kinds = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
     assert kinds == [f8.Float8Linear, nn.Linear, nn.Linear]
     assert "2 an adapter (0.lora_" in caplog.text
-    report = f8.float8_conversion_report(model)
-    assert [one.parameters for one in report.classes if one.why == "adapter"] == [2]
+    report = f8.float8_report(model)
+    assert [count for _, why, count, _ in report.left if why == "adapter"] == [2]
     assert f8.enable_float8_all_gather(nn.Sequential(Corrected(*names))) == ["0.base_layer.weight"]
 
 
@@ -50,7 +50,7 @@ def gathered(rank, world_size):
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(rank))
     model(x).square().mean().backward()
     finite = all(bool(p.grad.to_local().isfinite().all()) for p in model.parameters())
-    wires = {w.name: w.wire for w in f8.float8_communication_report(model).weights}
+    wires = {w.name: w.wire for w in f8.float8_report(model).weights}
     model.unshard()
     low = model.depth.weight.detach()
     return (

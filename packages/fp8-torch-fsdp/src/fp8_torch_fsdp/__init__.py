@@ -14,14 +14,13 @@ from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8LinearConfig
 from fp8_torch_fsdp.convert.communication import enable_float8_all_gather
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout
-from fp8_torch_fsdp.convert.filters import auto_filter_for_recipe
 from fp8_torch_fsdp.convert.model import convert_to_float8_training, unconvert
-from fp8_torch_fsdp.convert.report import float8_conversion_report
+from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
 from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
 from fp8_torch_fsdp.reduce_scatter import compress_gradients
-from fp8_torch_fsdp.report import float8_communication_report
+from fp8_torch_fsdp.report import float8_report
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
 from fp8_torch_fsdp.tensor_parallel.styles import (
@@ -55,8 +54,7 @@ __all__ = [
     "compress_gradients",
     "convert_to_float8_training",
     "enable_float8_all_gather",
-    "float8_communication_report",
-    "float8_conversion_report",
+    "float8_report",
     "fully_shard_traceable",
     "synchronize_scales",
     "unconvert",

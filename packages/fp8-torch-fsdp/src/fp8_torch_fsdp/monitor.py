@@ -3,7 +3,7 @@
 Watching costs a pass or two over each operand, and nothing while no monitor is attached.
 """
 
-import dataclasses
+import functools
 from types import TracebackType
 
 import torch
@@ -14,18 +14,6 @@ from fp8_common.torch.plugin import dispatch
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
-
-
-@dataclasses.dataclass(slots=True)
-class _Statistics:
-    """Sums over what one operand held since the last collection; tensors on its device."""
-
-    amax: torch.Tensor
-    scale_inv: torch.Tensor
-    saturated: torch.Tensor
-    underflowed: torch.Tensor
-    nonfinite: torch.Tensor
-    elements: int
 
 
 class Float8Monitor:
@@ -47,10 +35,11 @@ class Float8Monitor:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._statistics: dict[tuple[str, str], _Statistics] = {}
+        # of each operand since the last collection, on its device: largest of [amax, scale_inv], and sums
+        self._statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
         for name, layer in self._layers.items():
-            layer.fp8["weight"].watch(_Watcher(self, name))
+            layer.fp8["weight"].watch(functools.partial(self._record, name))
 
     def __enter__(self) -> "Float8Monitor":
         """Return the monitor."""
@@ -70,16 +59,11 @@ class Float8Monitor:
     def collect(self) -> dict[str, float]:
         """Return everything since the last call as plain numbers; one transfer from the device."""
         numbers: dict[str, torch.Tensor] = {}
-        for (layer, operand), s in self._statistics.items():
-            entries = {
-                "amax": s.amax,
-                "scale": 1 / s.scale_inv,
-                "saturated": s.saturated / s.elements,
-                "underflowed": s.underflowed / s.elements,
-                "nonfinite": s.nonfinite / s.elements,
-            }
-            prefix = f"{layer}/{operand}".lstrip("/")
-            numbers |= {f"{prefix}/{key}": value for key, value in entries.items()}
+        for prefix, ((amax, scale_inv), (saturated, underflowed, nonfinite, elements)) in self._statistics.items():
+            numbers[f"{prefix}/amax"], numbers[f"{prefix}/scale"] = amax, 1 / scale_inv
+            numbers[f"{prefix}/saturated"] = saturated / elements
+            numbers[f"{prefix}/underflowed"] = underflowed / elements
+            numbers[f"{prefix}/nonfinite"] = nonfinite / elements
         self._statistics.clear()
         # none before the first gather: there is no scale that the ranks agreed on
         for sync in syncs_of(self._model):
@@ -89,20 +73,13 @@ class Float8Monitor:
 
     @torch.no_grad()
     def _record(self, layer: str, name: str, x: torch.Tensor, operand: Operand) -> None:
-        new = _measure(x, operand)
-        old = self._statistics.get((layer, name))
-        self._statistics[layer, name] = new if old is None else _merged(old, new)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Watcher:
-    """What a layer calls with each operand that it casts."""
-
-    monitor: Float8Monitor
-    layer: str
-
-    def __call__(self, name: str, x: torch.Tensor, operand: Operand) -> None:
-        self.monitor._record(self.layer, name, x, operand)
+        """Add what a layer has cast: `x` and what became of it."""
+        largest, sums = _measure(x, operand)
+        prefix = f"{layer}/{name}".lstrip("/")
+        if prefix in self._statistics:
+            before, sums_before = self._statistics[prefix]
+            largest, sums = torch.maximum(before, largest), sums_before + sums
+        self._statistics[prefix] = largest, sums
 
 
 def _of_weight(prefix: str, slot: Slot) -> dict[str, torch.Tensor]:
@@ -126,29 +103,18 @@ def _as_floats(numbers: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(numbers, together.tolist(), strict=True))
 
 
-def _measure(x: torch.Tensor, operand: Operand) -> _Statistics:
-    scale_inv = operand.wide_scale_inv
+def _measure(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 [amax, scale_inv] and float64 counts [saturated, underflowed, nonfinite, elements] of `x`."""
     finite = torch.isfinite(x)
     # the largest magnitude that this scale brings into the range of the format
-    limit = operand.fmt.max * scale_inv
+    limit = operand.fmt.max * operand.wide_scale_inv
     became = dispatch.values(operand.codes, operand.fmt)
-    return _Statistics(
-        amax=dispatch.amax(x),
-        scale_inv=operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(()),
+    scale_inv = operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(())
+    counts = (
         # one part in 2^20 above the limit is the rounding of scale and limit, not saturation
-        saturated=(finite & (x.abs() > limit * (1 + 2.0**-20))).sum(),
-        underflowed=((became == 0) & (x != 0)).sum(),
-        nonfinite=(~finite).sum(),
-        elements=max(x.numel(), 1),
+        (finite & (x.abs() > limit * (1 + 2.0**-20))).sum(),
+        ((became == 0) & (x != 0)).sum(),
+        (~finite).sum(),
+        torch.full((), max(x.numel(), 1), device=x.device),
     )
-
-
-def _merged(a: _Statistics, b: _Statistics) -> _Statistics:
-    return _Statistics(
-        amax=torch.maximum(a.amax, b.amax),
-        scale_inv=torch.maximum(a.scale_inv, b.scale_inv),
-        saturated=a.saturated + b.saturated,
-        underflowed=a.underflowed + b.underflowed,
-        nonfinite=a.nonfinite + b.nonfinite,
-        elements=a.elements + b.elements,
-    )
+    return torch.stack([dispatch.amax(x), scale_inv]), torch.stack(counts).double()

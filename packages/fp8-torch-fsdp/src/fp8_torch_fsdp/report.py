@@ -1,49 +1,65 @@
-"""`float8_communication_report`: what travels in the all-gather of each weight and why, and how its gradient does."""
+"""`float8_report`: what each parameter of a model computes in, what travels for it, how its gradient does, and why."""
 
 import dataclasses
+from collections import Counter
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 
 from fp8_common.torch.sharding.fsdp import reduce_scatter_of, shards
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
-from fp8_torch_fsdp.convert.heads import output_heads
-from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
+from fp8_torch_fsdp.convert.kinds import adapters, routers, stacked_parameters
+from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
-from fp8_torch_fsdp.traceable.wires import Float8Wire
+from fp8_torch_fsdp.traceable.linear import TraceableShards
+
+UNKNOWN_EXPERTS = "3-D, matmuls unknown: describe them with experts={class: ExpertLayout(...)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightReport:
-    """What FSDP2 gathers for one parameter.
+    """One parameter.
 
     Attributes:
         name: Fully qualified name.
         shape: Shape of the whole parameter.
-        wire: What travels: "float8_e4m3fn" or the name of a high-precision dtype.
+        class_name: Class of the module that has it, as it was before the conversion.
+        fp8: Whether matmuls with it run in FP8.
+        wire: What FSDP2 gathers: "float8_e4m3fn" or the name of a high-precision dtype.
         wire_bytes: Bytes of one gather of the whole parameter.
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
-        why: How the weight is scaled, or why it does not travel in FP8; of an output head, what its matmul does.
         gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes of `compress_gradients`; ""
             where FSDP2 reduces it as its policy says.
+        why: How the weight is scaled, or why it does not travel in FP8.
+        head: A sentence about the output head whose weight it is, or "".
     """
 
     name: str
     shape: tuple[int, ...]
+    class_name: str
+    fp8: bool
     wire: str
     wire_bytes: int
     saved_bytes: int
+    gradient: str
     why: str
-    gradient: str = ""
+    head: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter in the reference dtype."""
+        return self.wire_bytes + self.saved_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CommunicationReport:
-    """The weights of a model and what it has done on this rank; `str()` makes a table.
+class Float8Report:
+    """The parameters of a model and what it has done on this rank; `str()` makes a table.
 
     Attributes:
         weights: One entry for each parameter.
@@ -52,8 +68,8 @@ class CommunicationReport:
     """
 
     weights: tuple[WeightReport, ...]
-    casts: int = 0
-    reductions: int = 0
+    casts: int
+    reductions: int
 
     @property
     def wire_bytes(self) -> int:
@@ -65,46 +81,104 @@ class CommunicationReport:
         """What that saves."""
         return sum(weight.saved_bytes for weight in self.weights)
 
-    def __str__(self) -> str:
-        """Return a table with one line for each weight and the sums."""
-        width = max([len(weight.name) for weight in self.weights], default=4)
-        lines = [f"{'name':{width}}  {'wire':14}  {'bytes':>12}  {'saved':>12}  {'gradient':14}  why"]
-        lines += [
-            f"{w.name:{width}}  {w.wire:14}  {w.wire_bytes:>12,}  {w.saved_bytes:>12,}  {w.gradient:14}  {w.why}"
-            for w in self.weights
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters in the reference dtype."""
+        return self.wire_bytes + self.saved_bytes
+
+    @property
+    def converted(self) -> float:
+        """Share of the bytes, in the reference dtype, whose matmuls run in FP8."""
+        return sum(weight.bytes for weight in self.weights if weight.fp8) / max(1, self.bytes)
+
+    @property
+    def gathered(self) -> float:
+        """Share of the bytes, in the reference dtype, that FSDP2 gathers in FP8."""
+        return sum(weight.bytes for weight in self.weights if "float8" in weight.wire) / max(1, self.bytes)
+
+    @property
+    def left(self) -> list[tuple[str, str, int, int]]:
+        """Class of module, reason, number of parameters and bytes of what does not compute in FP8, largest first."""
+        count, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for weight in self.weights:
+            if not weight.fp8:
+                count[weight.class_name, weight.why] += 1
+                size[weight.class_name, weight.why] += weight.bytes
+        return [(*key, count[key], own) for key, own in size.most_common()]
+
+    @property
+    def headline(self) -> str:
+        """The shares, what was left from a thousandth of the bytes on, and a sentence for each output head."""
+        parts = [
+            f"{size / self.bytes:.1%} {name} ({count} parameters, {why})"
+            for name, why, count, size in self.left
+            if size * 1000 >= self.bytes > 0
         ]
-        return "\n".join([*lines, f"{'sum':{width}}  {'':14}  {self.wire_bytes:>12,}  {self.saved_bytes:>12,}"])
+        left = f" Left: {'; '.join(parts)}." if parts else ""
+        heads = "".join(f" {weight.head}" for weight in self.weights if weight.head)
+        return f"{self.converted:.1%} of the weights converted, {self.gathered:.1%} gathered in FP8.{left}{heads}"
+
+    def __str__(self) -> str:
+        """Return the headline and a table with one line for each weight and the sums."""
+        table = [("name", "class", "shape", "FP8", "wire", "bytes", "saved", "gradient", "why")]
+        for w in self.weights:
+            shape, fp8 = "x".join(map(str, w.shape)), "yes" if w.fp8 else "no"
+            sizes = f"{w.wire_bytes:,}", f"{w.saved_bytes:,}"
+            table.append((w.name, w.class_name, shape, fp8, w.wire, *sizes, w.gradient, w.why))
+        table.append(("sum", "", "", "", "", f"{self.wire_bytes:,}", f"{self.saved_bytes:,}", "", ""))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join([self.headline, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)])
 
 
-def float8_communication_report(
-    model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16
-) -> CommunicationReport:
-    """Report what FSDP2 gathers for each parameter of `model`, and how it reduces its gradient.
+def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bfloat16) -> Float8Report:
+    """Report which weights of `model` compute in FP8, what FSDP2 gathers for each, and how it reduces its gradient.
 
     Args:
-        model: A converted model, sharded or not; call it while its weights are sharded (`model.reshard()`).
+        model: Any model, converted or not, on any device, "meta" too; call it while its weights are sharded
+            (`model.reshard()`).
         reference_dtype: The dtype of the gather that savings are measured against, and of parameters that travel in
             high precision.
 
     Returns:
-        One entry per parameter, in the order of `model.named_parameters()`.
+        One entry per parameter, in the order of `model.named_parameters()`; lazy ones without a shape are left out. A
+        parameter that several modules share is of the class that is found first, and computes in FP8 if one of them
+        does. An output head is a linear layer that shares an embedding's weight or gives as many values as the largest
+        embedding has rows.
     """
-    # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
-    owners = {id(m._parameters.get("weight")): m for m in model.modules() if isinstance(m, nn.Linear)}
-    gradients = _gradients(model)
-    heads = {id(layer._parameters.get("weight")): head for head, layer in output_heads(model).items()}
-    entries = []
+    users: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
+        for name, parameter in module._parameters.items():
+            users.setdefault(id(parameter), []).append((module, name))
+    kinds = dict.fromkeys(adapters(model), "adapter") | dict.fromkeys(routers(model, {}), "router")
+    gradients, heads = _gradients(model), _heads(model)
+    rows = []
     for name, parameter in model.named_parameters():
-        entry = _entry(name, parameter, owners.get(id(parameter)), reference_dtype)
-        head = heads.get(id(parameter))
-        why = entry.why if head is None else f"{entry.why}. {head}"
-        entries.append(dataclasses.replace(entry, why=why, gradient=gradients.get(id(_local(parameter)), "")))
+        if is_lazy(parameter):
+            continue
+        own = users[id(parameter)]
+        module, local = own[0][0], getattr(parameter, "_local_tensor", parameter)
+        fp8 = next((user for user, weight in own if isinstance(user, Float8Module) and weight in user.fp8), None)
+        cast, size = _cast_of(local, fp8), parameter.numel() * reference_dtype.itemsize
+        wire = str(reference_dtype).removeprefix("torch.") if cast is None else cast.grid.cast.fp8_format.dtype_name
+        wire_bytes = size if cast is None else parameter.numel()
+        kind, head = type(module), heads.get(id(parameter))
+        row = WeightReport(
+            name=name,
+            shape=tuple(parameter.shape),
+            class_name=(original_class(kind) if isinstance(module, Float8Module) else kind).__name__,
+            fp8=fp8 is not None,
+            wire=wire,
+            wire_bytes=wire_bytes,
+            saved_bytes=size - wire_bytes,
+            gradient=gradients.get(id(local), ""),
+            why=_why_in_fp8(cast) if cast else _why_wide(parameter, local, module, fp8, kinds.get(module, "")),
+            head=_head(*head, fp8=fp8 is not None, gathered=cast is not None) if head else "",
+        )
+        rows.append(row)
     syncs = syncs_of(model)
-    return CommunicationReport(
-        weights=tuple(entries),
-        casts=sum(slot.casts for sync in syncs for slot in sync.slots),
-        reductions=sum(sync.reductions for sync in syncs),
-    )
+    casts = sum(slot.casts for sync in syncs for slot in sync.slots)
+    return Float8Report(weights=tuple(rows), casts=casts, reductions=sum(sync.reductions for sync in syncs))
 
 
 def _gradients(model: nn.Module) -> dict[int, str]:
@@ -119,47 +193,57 @@ def _gradients(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return getattr(parameter, "_local_tensor", parameter)
+def _heads(model: nn.Module) -> dict[int, tuple[str, str]]:
+    """Return by the id of its weight the name of each output head, and of the embedding that shares the weight or "".
+
+    The vocabulary is the rows of the largest embedding; those of positions and types have fewer.
+    """
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
+    vocabulary = max((module.num_embeddings for module in embeddings.values()), default=None)
+    found = {}
+    for name, module in model.named_modules():
+        weight = id(module._parameters.get("weight"))
+        if isinstance(module, nn.Linear) and (weight in owners or module.out_features == vocabulary):
+            found[weight] = name, owners.get(weight, "")
+    return found
 
 
-def _entry(name: str, parameter: nn.Parameter, owner: nn.Module | None, reference: torch.dtype) -> WeightReport:
-    local = _local(parameter)
-    plain_bytes = parameter.numel() * reference.itemsize
-    weight_cast = _cast_of(local, owner)
-    if weight_cast is not None:
-        cast = weight_cast.grid.cast
-        wire_bytes = parameter.numel()
-        wire, why = cast.fp8_format.dtype_name, f"{cast.scaling} {cast.granularity}"
-        if weight_cast.decode:
-            why += ", for high-precision layers"
-    else:
-        wire, wire_bytes, why = str(reference).removeprefix("torch."), plain_bytes, _why_not(parameter, local, owner)
-    return WeightReport(
-        name=name,
-        shape=tuple(parameter.shape),
-        wire=wire,
-        wire_bytes=wire_bytes,
-        saved_bytes=plain_bytes - wire_bytes,
-        why=why,
-    )
+def _head(name: str, embedding: str, *, fp8: bool, gathered: bool) -> str:
+    shared = f"shared with {embedding}, " if embedding else ""
+    wire = "FP8" if gathered else "high precision"
+    return f"Output head {name}: {'FP8' if fp8 else 'high-precision'} matmul, weight {shared}gathered in {wire}."
 
 
-def _cast_of(local: torch.Tensor, owner: nn.Module | None) -> WeightCast | None:
+def _cast_of(local: torch.Tensor, user: nn.Module | None) -> WeightCast | None:
     """Return how a weight travels in FP8: as its tensor says, or its layer under `fully_shard_traceable`."""
     if isinstance(local, ShardedFloat8Weight):
         return local.info.cast
-    wire = getattr(getattr(owner, "distribution", None), "wire", None)
-    return wire.slot.cast if isinstance(wire, Float8Wire) else None
+    distribution = getattr(user, "distribution", None)
+    return distribution.slot.cast if isinstance(distribution, TraceableShards) and distribution.in_fp8 else None
 
 
-def _why_not(parameter: nn.Parameter, local: torch.Tensor, owner: nn.Module | None) -> str:
+def _why_in_fp8(cast: WeightCast) -> str:
+    recipe = cast.grid.cast
+    return f"{recipe.scaling} {recipe.granularity}" + ", for high-precision layers" * cast.decode
+
+
+def _why_wide(
+    parameter: nn.Parameter, local: torch.Tensor, module: nn.Module, fp8: Float8Module | None, kind: str
+) -> str:
+    """Return why a parameter of `module` travels in high precision; `kind` is that of layers that stay so."""
     if isinstance(local, GatheredWeight):
         return "gathered at the moment: call model.reshard() first"
-    if isinstance(owner, Float8Linear) and not owner.config.all_gather:
-        return "all_gather is False"
-    if isinstance(owner, Float8Linear):
-        return "shared with a layer that is not FP8"
-    if isinstance(owner, nn.Linear) and parameter.ndim == 2:
-        return "its layer was not converted"
-    return "not the weight of a linear layer"
+    if fp8 is not None:
+        return "shared with a layer that is not FP8" if fp8.fp8_config.all_gather else "all_gather is False"
+    if parameter.ndim < 2 or (isinstance(module, Float8Module) and parameter.ndim == 2):
+        return "bias, norm, or other vector"
+    if kind:
+        return kind
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    if any(parameter is one for one in stacked_parameters(module)):
+        return "experts, not converted" if layout_of(module, {}) else UNKNOWN_EXPERTS
+    return "linear, not converted" if isinstance(module, nn.Linear) or is_conv1d(module) else "no linear layer"

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.fsdp import find_root, in_backward
+from fp8_common.torch.sharding.fsdp import in_backward
 from fp8_common.torch.sharding.gathered import finish_gather
 from fp8_common.torch.sharding.wrappers import is_view, stable_hash, wrapper_of, written_tensors
 from fp8_torch_fsdp.scales.slot import Slot
@@ -241,8 +241,7 @@ class ShardedFloat8Weight(torch.Tensor):
             mesh: The ranks. FSDP2 has forms with more arguments; with this one short ranks can pad their own buffers.
         """
         if self.info.slot is None:
-            # on all ranks alike: the weight is gathered for the first time, or the model has left the meta device
-            ScaleSync.of_fsdp_root(find_root(lambda local: getattr(local, "info", None) is self.info)).first_gather()
+            ScaleSync.at_first_gather(self.info)
         slot: Any = self.info.slot
         slot.sync.before_gather(slot)
         if slot.writes != self.info.writes and not in_backward():

@@ -9,9 +9,8 @@ from fp8_common import CastRecipe, Fp8Error
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
 from fp8_torch_fsdp.all_gather.state_dict import keep_state_dicts_plain
 from fp8_torch_fsdp.config import CastConfig
-from fp8_torch_fsdp.convert.adapters import adapters
+from fp8_torch_fsdp.convert.kinds import adapters, routers
 from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
-from fp8_torch_fsdp.convert.routers import routers
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

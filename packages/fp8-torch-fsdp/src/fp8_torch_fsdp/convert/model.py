@@ -15,15 +15,14 @@ from fp8_torch_fsdp.all_gather.state_dict import map_local
 from fp8_torch_fsdp.config import TORCHAO_OPTIONS, Float8LinearConfig
 from fp8_torch_fsdp.convert import fast_path
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
-from fp8_torch_fsdp.convert.filters import ModuleSelection
-from fp8_torch_fsdp.convert.heads import tied_heads
+from fp8_torch_fsdp.convert.kinds import routers as find_routers
+from fp8_torch_fsdp.convert.kinds import tied_heads
 from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
-from fp8_torch_fsdp.convert.report import float8_conversion_report
-from fp8_torch_fsdp.convert.routers import routers as find_routers
-from fp8_torch_fsdp.convert.select import other_weights, select, why_left
+from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
 from fp8_torch_fsdp.layers.experts import Float8Conv1D, Float8Experts
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Float8Module, scale_name, to_fp8, to_original
+from fp8_torch_fsdp.report import float8_report
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.sync import forget_sync, synchronize_before_forward
 from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
@@ -49,7 +48,7 @@ def convert_to_float8_training(
     Linear layers are `nn.Linear` and Transformers' `Conv1D`; experts of Transformers and torchtitan are known. Adapters
     (`lora_A` and the like) stay in high precision, and so does an output head whose weight is an embedding's too. One
     line, logged as a warning on rank 0 so that it is seen, says what was converted and left, and names output heads;
-    `float8_conversion_report` says it again.
+    `float8_report` says it again.
 
     Args:
         model: Any module, a linear layer too.
@@ -85,8 +84,11 @@ def convert_to_float8_training(
     if not chosen:
         done = sum(isinstance(module, Float8Module) for module in model.modules())
         why = f" {done} are FP8 layers already." if done else why_left(left)
-        why += other_weights(model)
-        raise Fp8Error(f"No nn.Linear layer to convert.{why} Check module_filter_fn and the model.")
+        raise Fp8Error(
+            f"No nn.Linear layer to convert.{why} {float8_report(model).headline} Check module_filter_fn. "
+            "Make nn.Linear of what multiplies by other weights, describe stacked experts by "
+            "experts={TheirClass: ExpertLayout(...)}, or let enable_float8_all_gather(model) gather them in FP8."
+        )
     if any(shard.module in chosen for shard in shards(model)):
         raise Fp8Error(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
@@ -238,4 +240,4 @@ def _log(model: nn.Module, converted: Collection[nn.Module], left: Mapping[str, 
     rank = dist.get_rank() if dist.is_initialized() else dist.get_node_local_rank(fallback_rank=0)
     # A layer that is converted alone is one of many.
     seen = rank == 0 and model not in converted
-    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, float8_conversion_report(model).headline)
+    logger.log(logging.WARNING if seen else logging.INFO, "FP8: %s. %s", what, float8_report(model).headline)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8UnsupportedError
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.convert.filters import ModuleFilter
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
+from fp8_torch_fsdp.convert.select import ModuleFilter
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales

@@ -13,8 +13,8 @@ from torch import nn
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.convert.filters import auto_filter_for_recipe
 from fp8_torch_fsdp.convert.model import convert_to_float8_training
+from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 from fp8_torch_fsdp.tensor_parallel.placed import ByWeight

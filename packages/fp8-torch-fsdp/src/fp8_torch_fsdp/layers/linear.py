@@ -63,7 +63,7 @@ class Float8Linear(Float8Module, nn.Linear):
         """Show what differs from `nn.Linear`."""
         local = getattr(self.weight, "_local_tensor", self.weight)
         # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
-        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or hasattr(self.distribution, "wire")
+        codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.distribution, "in_fp8", False)
         gathered = "fp8" if codes and self.config.all_gather else "high precision"
         cast = self.config.weight
         own = nn.Linear.extra_repr(self)

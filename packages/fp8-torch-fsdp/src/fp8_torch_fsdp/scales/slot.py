@@ -4,7 +4,6 @@ On a GPU a launch per weight costs more than the work. Weights that have a singl
 and one for all casts of a format; others go one by one.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from fp8_common import Format, Fp8StaleError
 from fp8_common.torch.plugin import dispatch, foreach
 from fp8_common.torch.sharding.fsdp import Shard, check_gathers, pad_rows
 from fp8_common.torch.sharding.scale_grid import Region
-from fp8_torch_fsdp.scales.delayed import DelayedScale, current_of_weights
+from fp8_torch_fsdp.scales.delayed import current_of_weights
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
 
 
@@ -110,23 +109,6 @@ class Slot:
             )
         self.writes = writes
         self.codes = None if self.codes is None else self.quantized(self.part)
-
-
-@dataclasses.dataclass(eq=False)
-class Group:
-    """What the same ranks agree on, in one all-reduce.
-
-    Attributes:
-        ranks: The ranks; None for this rank alone.
-        slots: Weights.
-        scales: Delayed scales.
-        due: Whether an optimizer step ended since the last agreement.
-    """
-
-    ranks: dist.ProcessGroup | None
-    slots: list[Slot] = dataclasses.field(default_factory=list)
-    scales: list[DelayedScale] = dataclasses.field(default_factory=list)
-    due: bool = False
 
 
 def amax_bits(slots: Sequence[Slot]) -> list[torch.Tensor]:

@@ -18,17 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
 from fp8_common.torch.sharding import fsdp
-from fp8_common.torch.sharding.agreement import group_of_ranks, max_over_ranks, ranks_along
+from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.replaced import watch_optimizers
 from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp.scales import delayed, steps
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
-from fp8_torch_fsdp.scales.slot import Group, Slot, amax_bits, fill_scales, quantize
+from fp8_torch_fsdp.scales.groups import Group, sorted_by_ranks
+from fp8_torch_fsdp.scales.slot import Slot, amax_bits, fill_scales, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +43,26 @@ class ScaleSync:
     Args:
         root: The module that is called.
         groups: What is agreed on, by the ranks that do; in the same order on all ranks.
+        held: The parameters of the root that FSDP2 shards.
+        sharded: The root is one whose weights travel in FP8, sharded by FSDP2 or `fully_shard_traceable`. It is then
+            synchronized before each of its forwards, and its groups are final.
 
     Attributes:
         groups: As given.
         slots: All weights.
         reductions: MAX all-reduces issued so far on this rank.
         parameter_ids: Of the parameters as optimizers hold them; kept where there are delayed scales.
-        has_own_hook: Whether it synchronizes before each forward of the root by a hook of its own.
+        sharded: As given.
     """
 
-    def __init__(self, root: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(
+        self, root: nn.Module, groups: Sequence[Group], held: Sequence[fsdp.Shard] = (), *, sharded: bool = False
+    ) -> None:
         # Weakly: the root keeps this object alive.
         self._root = weakref.ref(root)
         self.groups, self.reductions, self.parameter_ids = list(groups), 0, set[int]()
         self.slots = [slot for group in self.groups for slot in group.slots]
-        self.has_own_hook = False
-        self._held: list[fsdp.Shard] = []
-        self._meshes = 0
-        self._looks_left = SETTLES_AFTER
+        self.sharded, self._held, self._meshes, self._looks_left = sharded, list(held), 0, SETTLES_AFTER
         for slot in self.slots:
             slot.sync = self
         holder: Any = root
@@ -71,7 +74,42 @@ class ScaleSync:
                 scale.sync = self
             self._collect_parameters(root)
             steps.watch(self)
+        if sharded:
+            # prepend: before the hook of FSDP2, which starts the first gather, and those of others that use the layers
+            root.register_forward_pre_hook(torch._dynamo.disable(self._before_forward), prepend=True)
+            root.register_forward_hook(torch._dynamo.disable(self._after_forward))
         logger.info("FP8: %d gathered weights, %d delayed scales under one root.", len(self.slots), len(self.scales))
+
+    @classmethod
+    def of_module(cls, root: nn.Module) -> "ScaleSync":
+        """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
+        return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
+
+    @classmethod
+    def at_first_gather(cls, info: Any) -> None:
+        """Synchronize the FSDP root above the weight of a `WeightInfo`, whose sync is made now if need be.
+
+        Inside of a gather, where no hook came before: the weight is gathered for the first time, or the model has left
+        the meta device; on all ranks alike.
+
+        Raises:
+            Fp8Error: A weight was sharded in a way that FP8 cannot follow; on all ranks alike.
+        """
+        root = fsdp.find_root(lambda local: getattr(local, "info", None) is info)
+        self = sync_of(root)
+        if self is None or not self.sharded:
+            held = list(fsdp.shards(root))
+            gathered = [shard for shard in held if hasattr(shard.local, "info")]
+            fsdp.check_gathers(gathered)
+            for shard in gathered:
+                # optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more
+                if (whole := shard.local.info.made_of()) is not None:
+                    whole.replaced_by = "fully_shard"
+                    watch_optimizers()
+            slots = [_slot_of(shard) for shard in gathered]
+            self = cls(root, sorted_by_ranks(slots, delayed_scales(root), held), held, sharded=True)
+        with self._alone(root):
+            self.synchronize()
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return None: the copied model makes its own.
@@ -86,7 +124,8 @@ class ScaleSync:
             )
 
     def __reduce__(self) -> tuple:
-        return _nothing, ()
+        """Pickle as None, for the same reason."""
+        return type(None), ()
 
     @property
     def scales(self) -> list[DelayedScale]:
@@ -97,54 +136,6 @@ class ScaleSync:
         """Let another sync have a delayed scale: that of an FSDP root above."""
         for group in self.groups:
             group.scales = [own for own in group.scales if own is not scale]
-
-    # ---------------------------------------------------------------- FSDP2
-
-    @classmethod
-    def of_fsdp_root(cls, root: nn.Module) -> "ScaleSync":
-        """Return the sync of a root whose weights FSDP2 gathers in FP8, made with its first gather.
-
-        Raises:
-            Fp8Error: A weight was sharded in a way that FP8 cannot follow; on all ranks alike.
-        """
-        existing = sync_of(root)
-        if existing is not None and existing.has_own_hook:
-            existing.look()
-            return existing
-        held = list(fsdp.shards(root))
-        gathered = [shard for shard in held if hasattr(shard.local, "info")]
-        fsdp.check_gathers(gathered)
-        _mark_replaced(gathered)
-        slots = [_fsdp_slot(shard) for shard in gathered]
-        self = cls(root, _groups(slots, delayed_scales(root), held))
-        self._held = held
-        self.look()
-        # prepend: before the hook of FSDP2, which starts the first gather
-        root.register_forward_pre_hook(torch._dynamo.disable(self._before_fsdp_forward), prepend=True)
-        root.register_forward_hook(torch._dynamo.disable(self._after_forward))
-        self.has_own_hook = True
-        return self
-
-    def look(self) -> None:
-        """Find the tensors that hold the weights now: loads, `to_empty` and the like exchange them.
-
-        Raises:
-            Fp8Error: A weight has another dtype than before.
-        """
-        for slot in self.slots:
-            slot.look()
-            if slot.shard is not None:
-                info = slot.shard.local.info
-                info.slot, slot.writes = slot, info.writes
-
-    def first_gather(self) -> None:
-        """Synchronize for the first time, inside of a gather, where no hook came before."""
-        root = self._root()
-        # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
-        # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
-        alone = self.scales and root is not None
-        with fsdp.alone_on_device(root) if alone else contextlib.nullcontext():  # pyrefly: ignore[bad-argument-type]
-            self.synchronize()
 
     def before_gather(self, slot: Slot) -> None:
         """Synchronize the weights of one FSDP group, where it is gathered outside of the root's forward and backward.
@@ -159,74 +150,51 @@ class ScaleSync:
         ]
         if together[0] is not slot:
             return
-        with fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext():
+        with self._alone(root):
             self.synchronize(only=together)
             if root.training and fsdp.in_any_forward(root):
                 _observe(together)
 
-    def _before_fsdp_forward(self, module: nn.Module, args: object) -> None:
-        fsdp.before_gathers(module, self._prepare)
+    def _alone(self, root: nn.Module) -> contextlib.AbstractContextManager:
+        # Layers write what they observe on the stream that computes, maybe of a layer that gathers nothing in FP8 and
+        # ran before this gather, or runs beside it. Other scales are made and used by gathers alone.
+        return fsdp.alone_on_device(root) if self.scales else contextlib.nullcontext()
 
-    def _prepare(self, root: nn.Module) -> None:
+    def before_forward(self, root: nn.Module) -> None:
+        """Synchronize before a forward of the root."""
+        if not self.sharded:
+            self._find_ranks(root)
         if self.scales:
             self._collect_parameters(root)
         # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
         self.synchronize(only=[slot for slot in self.slots if slot.shard is None or not slot.shard.stays_gathered])
 
-    # ---------------------------------------------------------------- other models
+    def _before_forward(self, root: nn.Module, args: object) -> None:
+        if isinstance(root, FSDPModule):
+            fsdp.before_gathers(root, self.before_forward)
+        else:
+            self.before_forward(root)
 
-    @classmethod
-    def of_traceable_root(cls, root: nn.Module, group: Group) -> "ScaleSync":
-        """Return the sync of a model under `fully_shard_traceable`, which casts and gathers in its graphs."""
-        self = cls(root, [group])
-        # prepend: the hooks of others may use the layers already
-        root.register_forward_pre_hook(torch._dynamo.disable(self._before_traceable_forward), prepend=True)
-        root.register_forward_hook(torch._dynamo.disable(self._after_forward))
-        self.has_own_hook = True
-        return self
+    def _after_forward(self, root: nn.Module, args: object, output: object) -> None:
+        # Weights are observed here and not before: the first forward begins without this object.
+        if self.scales and root.training and torch.is_grad_enabled():
+            _observe(self.slots)
 
-    def _before_traceable_forward(self, module: nn.Module, args: object) -> None:
-        self.before_forward(module)
-
-    @classmethod
-    def of_module(cls, root: nn.Module) -> "ScaleSync":
-        """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
-        return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
-
-    def before_forward(self, root: nn.Module) -> None:
-        """Synchronize before a forward of a root that FSDP2 gathers nothing in FP8 for."""
-        if not self.has_own_hook:
-            self._find_ranks(root)
-        if any(group.due and group.ranks is None for group in self.groups) and compat.replicating_ddp() is not None:
+    def _find_ranks(self, root: nn.Module) -> None:
+        """Sort the delayed scales by ranks anew where the model has been sharded since."""
+        held = list(fsdp.shards(root))
+        meshes = [parameter.device_mesh for parameter in root.parameters() if isinstance(parameter, DTensor)]
+        due = any(group.due for group in self.groups)
+        if (len(held), len(meshes)) != (len(self._held), self._meshes):
+            self.groups, self._held, self._meshes = sorted_by_ranks([], self.scales, held, meshes), held, len(meshes)
+            for group in self.groups:
+                group.due = due
+        if due and any(group.ranks is None for group in self.groups) and compat.replicating_ddp() is not None:
             warnings.warn(
                 "Each rank of this DDP model scales by what it has observed alone. Call "
                 "synchronize_scales(model, group=...) after each optimizer step.",
                 stacklevel=2,
             )
-        if self.scales:
-            self._collect_parameters(root)
-        self.synchronize()
-
-    def _find_ranks(self, root: nn.Module) -> None:
-        """Sort the delayed scales by ranks anew where FSDP2 has sharded the model since."""
-        held = list(fsdp.shards(root))
-        meshes = [parameter.device_mesh for parameter in root.parameters() if isinstance(parameter, DTensor)]
-        if (len(held), len(meshes)) != (len(self._held), self._meshes):
-            due = any(group.due for group in self.groups)
-            self.groups, self._held, self._meshes = _groups([], self.scales, held, meshes), held, len(meshes)
-            for group in self.groups:
-                group.due = due
-
-    def after_forward(self, root: nn.Module) -> None:
-        """Let delayed scaling observe the weights that this forward has used."""
-        # Here and not before: the first forward begins without this object.
-        if self.scales and root.training and torch.is_grad_enabled():
-            _observe(self.slots)
-
-    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        self.after_forward(module)
-
-    # ---------------------------------------------------------------- all
 
     def note_step(self) -> None:
         """Note that an optimizer of the model has stepped: the windows of delayed scaling are due."""
@@ -256,6 +224,18 @@ class ScaleSync:
                 slots = own.slots if only is None else [slot for slot in own.slots if slot in only]
                 if only is None or slots or not own.slots:
                     self._agree(own, slots, group or own.ranks)
+
+    def look(self) -> None:
+        """Find the tensors that hold the weights now: loads, `to_empty` and the like exchange them.
+
+        Raises:
+            Fp8Error: A weight has another dtype than before.
+        """
+        for slot in self.slots:
+            slot.look()
+            if slot.shard is not None:
+                info = slot.shard.local.info
+                info.slot, slot.writes = slot, info.writes
 
     def _agree(self, own: Group, slots: list[Slot], ranks: dist.ProcessGroup | None) -> None:
         parts = amax_bits(slots)
@@ -341,7 +321,7 @@ def synchronize_before_forward(model: nn.Module) -> None:
 def forget_sync(model: nn.Module) -> None:
     """Undo `synchronize_before_forward`."""
     sync = sync_of(model)
-    if sync is not None and not sync.has_own_hook:
+    if sync is not None and not sync.sharded:
         for scale in sync.scales:
             scale.sync = None
         del model.fp8_sync
@@ -355,27 +335,23 @@ def _before_forward(model: nn.Module, args: object) -> None:
     sync = sync_of(model)
     if sync is None:
         sync = ScaleSync.of_module(model)  # of a copied model
-    if sync.has_own_hook:
+    if sync.sharded:
         return
-    if sync.scales and _waits_for_a_gather(model):
-        # a root whose own FSDP group is empty comes here before its first gather
-        shard = next(shard for shard in fsdp.shards(model) if hasattr(shard.local, "info"))
-        info = shard.local.info
-        ScaleSync.of_fsdp_root(fsdp.find_root(lambda local: getattr(local, "info", None) is info)).first_gather()
+    infos = (shard.local.info for shard in fsdp.shards(model) if sync.scales and hasattr(shard.local, "info"))
+    first = next((info for info in infos if info.slot is None), None)
+    if first is not None:
+        # a root whose own FSDP group is empty comes here before its first gather; the sync of that takes the scales
+        ScaleSync.at_first_gather(first)
     else:
         sync.before_forward(model)
 
 
-def _waits_for_a_gather(model: nn.Module) -> bool:
-    """Return whether FSDP2 is about to gather weights in FP8 for the first time: their sync takes the scales then."""
-    return any(shard.local.info.slot is None for shard in fsdp.shards(model) if hasattr(shard.local, "info"))
-
-
-def _fsdp_slot(shard: fsdp.Shard) -> Slot:
+def _slot_of(shard: fsdp.Shard) -> Slot:
     """Return the slot of a weight that FSDP2 shards."""
+    info = shard.local.info
     return Slot(
         shard.full_name,
-        shard.local.info.cast,
+        info.cast,
         lambda: shard.local.plain,
         shard.region,
         shard.padded_shape,
@@ -384,66 +360,8 @@ def _fsdp_slot(shard: fsdp.Shard) -> Slot:
     )
 
 
-def _groups(
-    slots: Iterable[Slot],
-    scales: Sequence[DelayedScale],
-    held: Sequence[fsdp.Shard],
-    meshes: Sequence[DeviceMesh] = (),
-) -> list[Group]:
-    """Sort by the ranks that agree: those that hold a weight, also for the delayed scales of its layer.
-
-    Args:
-        slots: Weights.
-        scales: Delayed scales of the same model.
-        held: All of its parameters that FSDP2 shards.
-        meshes: Those of parameters that something else distributes, tensor parallelism for example.
-    """
-    groups: dict[dist.ProcessGroup | None, Group] = {}
-
-    def of(ranks: dist.ProcessGroup | None) -> Group:
-        return groups.setdefault(ranks, Group(ranks))
-
-    for slot in slots:
-        # delayed scaling combines what all ranks with a copy observe: then weights join these, for one reduction
-        of(slot.group(replicas=bool(scales))).slots.append(slot)
-    of_scale = {id(scale): shard for shard in held for scale in shard.module.children()}
-    largest = max(held, key=lambda shard: len(shard.peers(replicas=True)), default=None)
-    for scale in scales:
-        # of layers that FSDP2 was told to leave alone, all ranks
-        shard = of_scale.get(id(scale), largest)
-        of(_all_of(meshes) if shard is None else shard.group(replicas=True)).scales.append(scale)
-    return sorted(groups.values(), key=lambda group: _order(group.ranks))
-
-
-def _all_of(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup | None:
-    """Return all ranks of the largest mesh; None without any."""
-    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
-    return (
-        None if mesh is None else group_of_ranks(ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))
-    )
-
-
-def _order(ranks: dist.ProcessGroup | None) -> tuple[int, list[int]]:
-    """Return a key that puts the largest groups first: all ranks reduce in one order."""
-    members = [] if ranks is None else sorted(dist.get_process_group_ranks(ranks))
-    return -len(members), members
-
-
 def _observe(slots: Iterable[Slot]) -> None:
     """Let delayed scaling record the amax of the weights that training uses now."""
     used = [(slot.cast.delayed, slot.bits) for slot in slots if slot.cast.delayed is not None]
     if used:
         delayed.observe_bits(*zip(*used, strict=True))
-
-
-def _mark_replaced(gathered: Iterable[fsdp.Shard]) -> None:
-    """Let optimizers that were made before `fully_shard` raise: what they hold is no part of the model any more."""
-    for shard in gathered:
-        whole = shard.local.info.made_of()
-        if whole is not None:
-            whole.replaced_by = "fully_shard"
-            watch_optimizers()
-
-
-def _nothing() -> None:
-    """Return what a pickled model has in the place of its sync."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fp8_common import Fp8Error
 from fp8_torch_fsdp.layers.linear import Float8Linear
-from fp8_torch_fsdp.layers.module import Distribution
+from fp8_torch_fsdp.layers.module import Distribution, with_bias
 from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise
 
 
@@ -37,8 +37,7 @@ class Copies(Distribution):
             mesh, input = input.device_mesh, input.redistribute(placements=[Replicate()] * input.device_mesh.ndim)
             input = input.to_local()
         weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (layer.weight, layer.bias))
-        output = layer.fp8_matmul("weight", input, weight)
-        output = output if bias is None else output + bias.to(output.dtype)
+        output = with_bias(layer.fp8_matmul("weight", input, weight), bias)
         return output if mesh is None else DTensor.from_local(output, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 

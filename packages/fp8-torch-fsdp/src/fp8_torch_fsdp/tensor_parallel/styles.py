@@ -23,9 +23,18 @@ class _Float8Parallel(ParallelStyle):
     _weight: Placement
     _bias: Placement
 
-    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
+    _input: Placement
+    _output: Placement
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
         super().__init__()
-        self.input_layouts, self.output_layouts = input_layouts, output_layouts
+        self.input_layouts, self.output_layouts = input_layouts or self._input, output_layouts or self._output
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -76,15 +85,7 @@ class Float8ColwiseParallel(_Float8Parallel):
     """
 
     _kind, _weight, _bias = Colwise, Shard(0), Shard(0)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+    _input, _output = Replicate(), Shard(-1)
 
 
 class Float8RowwiseParallel(_Float8Parallel):
@@ -102,15 +103,7 @@ class Float8RowwiseParallel(_Float8Parallel):
     """
 
     _kind, _weight, _bias = Rowwise, Shard(1), Replicate()
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+    _input, _output = Shard(-1), Replicate()
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):

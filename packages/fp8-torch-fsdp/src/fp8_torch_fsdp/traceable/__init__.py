@@ -4,7 +4,3 @@ FSDP2 gathers in hooks, which Dynamo skips: no compiler sees its collectives. He
 function on the local shard, which gathers FP8 codes in the forward and again in the backward, and averages the
 gradient of the weight there. Numbers, parameters and state dicts are those of FSDP2.
 """
-
-from fp8_torch_fsdp.traceable.shard import fully_shard_traceable
-
-__all__ = ["fully_shard_traceable"]

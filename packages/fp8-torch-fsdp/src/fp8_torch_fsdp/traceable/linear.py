@@ -1,43 +1,80 @@
-"""`TraceableShards`: an FP8 linear layer that holds some rows of its weight gathers it for each product and lets it go.
+"""`TraceableShards`: an FP8 linear layer that holds some rows of its weight gathers it for each matmul and lets it go.
+
+FP8 codes travel, cast on the rank that holds the rows, or the weight as it is stored, which every rank then casts.
 
 The backward starts the second gather first, computes the weight's gradient meanwhile, and starts to average that
-before it needs the gathered weight: each collective runs while a product is computed.
+before it needs the gathered weight: each collective runs while a matmul is computed.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 
+from fp8_common.torch import torch_dtype
 from fp8_common.torch.linear.operand import Operand
+from fp8_common.torch.plugin import dispatch
+from fp8_common.torch.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
+from fp8_torch_fsdp.scales.slot import Slot
+from fp8_torch_fsdp.scales.stale import nan_if_stale, tell_others_if_stale
 from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from fp8_torch_fsdp.traceable.parameters import gathered
-from fp8_torch_fsdp.traceable.placement import Started, local_of
-from fp8_torch_fsdp.traceable.wires import Wire
+from fp8_torch_fsdp.traceable.placement import Placement, Started, local_of, pad
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceableShards(Distribution):
-    """The weight of one layer, cut by rows.
+    """The weight of one layer, cut by rows; a `Gather` of it.
 
-    Args:
-        wire: How the weight travels.
-        rows: The number of rows of the whole weight.
+    Attributes:
+        slot: Its shape, how it is scaled, and the scales that the ranks agreed on.
+        place: Where the shards are.
+        in_fp8: Whether it travels as FP8 codes.
     """
 
-    def __init__(self, wire: Wire, rows: int) -> None:
-        self.wire, self.rows = wire, rows
-        self.gather = self  # a `Gather`
+    slot: Slot
+    place: Placement
+    in_fp8: bool
+
+    @property
+    def gather(self) -> "TraceableShards":
+        """The weight is gathered for each matmul."""
+        return self
 
     def forward(self, layer: Float8Linear, input: torch.Tensor) -> torch.Tensor:
         """Return the output; the bias is gathered in high precision."""
         output = layer.fp8_matmul("weight", input, local_of(layer.weight))
-        bias = None if layer.bias is None else gathered(layer.bias, self.wire.place)
+        bias = None if layer.bias is None else gathered(layer.bias, self.place)
         return with_bias(output, bias)
 
-    def send(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the scales that every rank has already, None if there are none, and this rank's part."""
-        return self.wire.send(weight)
+    def send(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the scales that every rank has already, None if there are none, and what this rank sends of its rows.
+
+        Raises:
+            RuntimeError: The weight is not the one that its scale was made for; on a GPU its scale and the first row of
+                codes are NaN then.
+        """
+        slot, grid = self.slot, self.slot.cast.grid
+        if not self.in_fp8:
+            return None, pad(weight, slot.padded_shape[0]).contiguous()
+        # The scale is read from the slot at each call: in a compiled graph it is an input, not a constant.
+        scale = slot.scale
+        if not slot.own_bits.numel():  # a constant: nothing to compare
+            return scale, pad_rows(grid.quantize_part(weight, scale, slot.region), slot.padded_shape)
+        # The same amax on every rank is the same scale, so no change that matters escapes; the cast finds it in the
+        # read that it needs anyway.
+        codes, stale = grid.quantize_and_compare(weight, scale, slot.own_bits, slot.region)
+        scale = nan_if_stale(
+            scale,
+            stale,
+            # no name in here: blocks that differ in nothing but names share one graph
+            f"The FP8 scale of a weight of shape {tuple(slot.region.full_shape)} is stale: the weight changed since "
+            "the last forward of the root. Call the module that fully_shard_traceable was applied to.",
+        )
+        tell_others_if_stale(codes, stale, grid.cast.fp8_format)
+        return scale, pad_rows(codes, slot.padded_shape)
 
     def start(self, sent: tuple[Any, ...], grad: torch.Tensor | None) -> tuple[torch.Tensor | None, Started]:
         """Start to gather the parts."""
@@ -45,17 +82,23 @@ class TraceableShards(Distribution):
         if grad is not None:
             # Only in the backward (see `ops`); in the forward there is no gradient to depend on.
             part = copy_in_backward(part, grad)
-        return scale, self.wire.place.start_gather(part)
+        return scale, self.place.start_gather(part)
 
     def finish(self, started: Any, record: bool) -> Operand:
-        """Return the gathered weight as an operand."""
+        """Return the gathered weight as an operand; codes share the memory of what arrived."""
         scale, gather = started
-        return self.wire.operand(scale, self.wire.place.finish(gather), record=record)
+        arrived, shape = self.place.finish(gather), self.slot.region.full_shape
+        cast = self.slot.cast
+        fmt, tile = cast.grid.cast.fp8_format, cast.grid.tile
+        if scale is None:
+            # padding of all ranks is at the end
+            return Operand.of_cast(cast.whole(arrived[: shape[0]], record=record), fmt, tile)
+        return Operand(unpad(arrived, shape, torch_dtype(fmt)), dispatch.reciprocal(scale), fmt, tile)
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Started:
         """Start to average the gradient over all ranks."""
-        return self.wire.place.start_average(grad_weight)
+        return self.place.start_average(grad_weight)
 
     def finish_reduce(self, started: Any) -> torch.Tensor:
         """Return this rank's rows of the averaged gradient."""
-        return self.wire.place.finish_average(started, self.rows)
+        return self.place.finish_average(started, self.slot.region.full_shape[0])

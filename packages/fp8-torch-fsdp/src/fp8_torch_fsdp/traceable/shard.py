@@ -16,12 +16,12 @@ from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import delayed_scales
-from fp8_torch_fsdp.scales.slot import Group, Slot
+from fp8_torch_fsdp.scales.groups import Group
+from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
 from fp8_torch_fsdp.traceable.linear import TraceableShards
 from fp8_torch_fsdp.traceable.parameters import gather_in_forward
 from fp8_torch_fsdp.traceable.placement import Placement, local_of, sharded
-from fp8_torch_fsdp.traceable.wires import Float8Wire, PlainWire, Wire
 
 
 def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -55,7 +55,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
         layout.apply(prefix, module)
     ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
     group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), layout.slots, delayed_scales(model))
-    ScaleSync.of_traceable_root(model, group)
+    ScaleSync(model, [group], sharded=True)
     return model
 
 
@@ -65,12 +65,13 @@ class _Layout:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._place = mesh, Placement.of(mesh)
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._slots: dict[int, tuple[nn.Parameter, Slot]] = {}
+        # of the weights that are gathered in FP8; those live in the model
+        self._slots: dict[int, Slot] = {}
 
     @property
     def slots(self) -> list[Slot]:
         """The weights that are gathered in FP8."""
-        return [slot for _, slot in self._slots.values()]
+        return list(self._slots.values())
 
     def apply(self, prefix: str, module: Any) -> None:
         parameters = {name: one for name, one in module._parameters.items() if one is not None}
@@ -78,8 +79,8 @@ class _Layout:
         in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
         module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
         if isinstance(module, Float8Linear):
-            wire = self._wire(module, f"{prefix}.weight".lstrip("."), in_fp8)
-            module.distribute(TraceableShards(wire, module.out_features))
+            slot = self._slot(module, f"{prefix}.weight".lstrip("."), in_fp8)
+            module.distribute(TraceableShards(slot=slot, place=self._place, in_fp8=in_fp8))
         elif parameters:
             gather_in_forward(module, list(parameters), self._place)
 
@@ -91,20 +92,14 @@ class _Layout:
             mark_replaced(parameter, "fully_shard_traceable")
         return self._made[id(parameter)][1]
 
-    def _wire(self, layer: Float8Linear, name: str, in_fp8: bool) -> Wire:
+    def _slot(self, layer: Float8Linear, name: str, in_fp8: bool) -> Slot:
         weight = layer._parameters["weight"]
         if weight is None:
             raise Fp8Error(f"{name} is missing: a Float8Linear needs a weight.")
-        slot = self._slot(layer, weight, name)
-        if not in_fp8:
-            return PlainWire(slot=slot, place=self._place)
-        # layers that share a weight share its scale
-        _, slot = self._slots.setdefault(id(weight), (weight, slot))
-        return Float8Wire(slot=slot, place=self._place)
-
-    def _slot(self, layer: Float8Linear, weight: nn.Parameter, name: str) -> Slot:
+        if id(weight) in self._slots:  # layers that share a weight share its scale
+            return self._slots[id(weight)]
         rows, *columns = weight.shape
-        return Slot(
+        slot = Slot(
             name,
             layer.fp8["weight"].weight_cast,
             # read anew each time: an assigning load exchanges the parameter
@@ -113,6 +108,9 @@ class _Layout:
             torch.Size((self._place.padded_rows(rows), *columns)),
             weight.device,
         )
+        if in_fp8:
+            self._slots[id(weight)] = slot
+        return slot
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""Routers: what chooses the experts of each token, told by its place and its number of outputs.
+"""Layers that stay in high precision unless they are asked for, told by their names and places.
 
-They stay in high precision by default. Rounded logits change the choice, which nothing later can repair, and a router
-is about a thousandth of the experts' weights.
+Routers choose the experts of each token: rounded logits change the choice, which nothing later can repair, and a router
+is about a thousandth of the experts' weights. Adapters are matrices of low rank beside layers: what they add is small
+against the layer's output, they are too narrow for FP8 matmuls, and few bytes. Tied heads share an embedding's weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,22 @@ from fp8_torch_fsdp.layers.experts import Float8Experts
 
 _LEVELS = 2
 """How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
+
+
+def adapters(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that `lora_A`, `lora_b` and the like lead to: the names that PEFT and torchtitan give."""
+    return {
+        module
+        for name, module in model.named_modules()
+        if any(part.lower().startswith("lora_") for part in name.split("."))
+    }
+
+
+def tied_heads(model: nn.Module) -> set[nn.Module]:
+    """Return the linear layers whose weight is an embedding's too."""
+    embedded = {id(module._parameters["weight"]) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return {module for module in linear if id(module._parameters.get("weight")) in embedded}
 
 
 def routers(model: nn.Module, own: Mapping[type, ExpertLayout]) -> set[nn.Module]:

@@ -1,0 +1,74 @@
+"""`Group`: what the same ranks agree on, in one all-reduce."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_common.torch.sharding.agreement import group_of_ranks, ranks_along
+from fp8_common.torch.sharding.fsdp import Shard
+from fp8_torch_fsdp.scales.delayed import DelayedScale
+from fp8_torch_fsdp.scales.slot import Slot
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """What the same ranks agree on, in one all-reduce.
+
+    Attributes:
+        ranks: The ranks; None for this rank alone.
+        slots: Weights.
+        scales: Delayed scales.
+        due: Whether an optimizer step ended since the last agreement.
+    """
+
+    ranks: dist.ProcessGroup | None
+    slots: list[Slot] = dataclasses.field(default_factory=list)
+    scales: list[DelayedScale] = dataclasses.field(default_factory=list)
+    due: bool = False
+
+
+def sorted_by_ranks(
+    slots: Iterable[Slot],
+    scales: Sequence[DelayedScale],
+    held: Sequence[Shard],
+    meshes: Sequence[DeviceMesh] = (),
+) -> list[Group]:
+    """Sort by the ranks that agree: those that hold a weight, also for the delayed scales of its layer.
+
+    Args:
+        slots: Weights.
+        scales: Delayed scales of the same model.
+        held: All of its parameters that FSDP2 shards.
+        meshes: Those of parameters that something else distributes, tensor parallelism for example.
+    """
+    groups: dict[dist.ProcessGroup | None, Group] = {}
+
+    def of(ranks: dist.ProcessGroup | None) -> Group:
+        return groups.setdefault(ranks, Group(ranks))
+
+    for slot in slots:
+        # delayed scaling combines what all ranks with a copy observe: then weights join these, for one reduction
+        of(slot.group(replicas=bool(scales))).slots.append(slot)
+    of_scale = {id(scale): shard for shard in held for scale in shard.module.children()}
+    largest = max(held, key=lambda shard: len(shard.peers(replicas=True)), default=None)
+    for scale in scales:
+        # of layers that FSDP2 was told to leave alone, all ranks
+        shard = of_scale.get(id(scale), largest)
+        of(_all_of(meshes) if shard is None else shard.group(replicas=True)).scales.append(scale)
+    return sorted(groups.values(), key=lambda group: _order(group.ranks))
+
+
+def _all_of(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup | None:
+    """Return all ranks of the largest mesh; None without any."""
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return (
+        None if mesh is None else group_of_ranks(ranks_along(mesh, [True] * mesh.ndim), mesh.get_group(mesh.ndim - 1))
+    )
+
+
+def _order(ranks: dist.ProcessGroup | None) -> tuple[int, list[int]]:
+    """Return a key that puts the largest groups first: all ranks reduce in one order."""
+    members = [] if ranks is None else sorted(dist.get_process_group_ranks(ranks))
+    return -len(members), members
