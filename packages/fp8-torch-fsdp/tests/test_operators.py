@@ -200,7 +200,7 @@ def operators_of_a_synchronization(rank, world_size, recipe, layers):
         optimizer.zero_grad()
     with AllOperators() as operators:
         own = sync.syncs_of(model)[0]
-        own.after_forward(model)
+        own._after_forward(model, (), None)
     return [*counted, operators.calls]
 
 
@@ -251,7 +251,7 @@ def launches_between_steps(rank, world_size, recipe, layers):
         patch.setattr(triton_backend, "_obstacle", lambda device: None)
         patch.setattr(triton_backend, "run", lambda plan, *_, **tensors: launched.append(plan.name))
         counts = []
-        for act in (marks, lambda: own._before_fsdp_forward(model, ()), lambda: own.after_forward(model)):
+        for act in (marks, lambda: own._before_forward(model, ()), lambda: own._after_forward(model, (), None)):
             launched.clear()
             with LaunchingOperators() as operators:
                 act()

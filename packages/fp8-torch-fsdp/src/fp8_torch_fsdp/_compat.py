@@ -6,13 +6,13 @@ private parts are the business of `fp8_common.torch.sharding.fsdp`.
 """
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers what autograd and compilers need
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_common import Fp8UnsupportedError
 
-_ops = torch.ops._c10d_functional
+collectives = torch.ops._c10d_functional
+"""The operators of functional collectives; what they start is used after `wait_tensor`."""
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
 """Operators that the traceable mode is made of."""
@@ -24,17 +24,12 @@ def check() -> None:
     Raises:
         Fp8UnsupportedError: Naming what is missing and what to do.
     """
-    missing = [name for name in COLLECTIVES if not hasattr(_ops, name)]
+    missing = [name for name in COLLECTIVES if not hasattr(collectives, name)]
     if missing:
         raise Fp8UnsupportedError(
             f"fully_shard_traceable needs operators that torch {torch.__version__} does not have: "
             f"{', '.join(missing)}. Use torch 2.11 to 2.15, a newer release of this package, or fully_shard."
         )
-
-
-def name_of(group: dist.ProcessGroup) -> str:
-    """Return what stands for a process group in a graph."""
-    return group.group_name
 
 
 def replicating_ddp() -> DistributedDataParallel | None:
@@ -43,23 +38,3 @@ def replicating_ddp() -> DistributedDataParallel | None:
     if ddp is None or not ddp.require_backward_grad_sync or ddp._join_config.enable:
         return None  # under `join` ranks leave one after the other
     return ddp
-
-
-def start_all_gather(x: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
-    """Start to join contiguous `x` [n, ...] of all ranks to [group_size * n, ...]; `wait` before use."""
-    return _ops.all_gather_into_tensor(x, group_size, group)
-
-
-def start_reduce_scatter(x: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
-    """Start to average contiguous `x` [group_size * n, ...] over ranks, of which each gets [n, ...]."""
-    return _ops.reduce_scatter_tensor(x, "avg", group_size, group)
-
-
-def start_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Start to average `x` over ranks."""
-    return _ops.all_reduce(x, "avg", group)
-
-
-def wait(x: torch.Tensor) -> torch.Tensor:
-    """Return the result of a collective that was started."""
-    return _ops.wait_tensor(x)

@@ -40,13 +40,13 @@ class DelayedScalingConfig:
 
     def apply(self, recipe: Recipe) -> Recipe:
         """Return `recipe` with these choices in each of its operands that has delayed scaling."""
-        casts = {name: getattr(recipe, name) for name in ("input", "weight", "grad_output")}
-        changed: dict[str, Any] = {n: self._cast(cast) for n, cast in casts.items() if cast.scaling == "delayed"}
+        changed: dict[str, Any] = {}
+        for name in ("input", "weight", "grad_output"):
+            cast: CastRecipe = getattr(recipe, name)
+            if cast.scaling == "delayed":
+                rule = {"history": self.history_len, "algo": self.scale_fn, "margin": self.margin}
+                changed[name] = dataclasses.replace(cast, policy=dataclasses.replace(cast.policy, **rule))
         return dataclasses.replace(recipe, **changed)
-
-    def _cast(self, cast: CastRecipe) -> CastRecipe:
-        policy = dataclasses.replace(cast.policy, history=self.history_len, algo=self.scale_fn, margin=self.margin)
-        return dataclasses.replace(cast, policy=policy)
 
 
 TORCHAO_OPTIONS = {

@@ -4,8 +4,6 @@ Sums are made in float32 and in the order of ranks, so that a reduction gives th
 stay in the dtype of the reduction travel in the same message.
 """
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -177,18 +175,18 @@ class Float8ReduceScatter:
                 "Call module.set_force_sum_reduction_for_comms(True) on each FSDP module: it then divides by itself."
             )
         rows = input_tensor.view(group.size(), -1)
-        spans = self.spans(rows.shape[1])
-        compressed, wide = split(rows, spans)
+        sizes, coded = self._parts(rows.shape[1])
+        codes, wide = split(rows, sizes, coded)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
-        sums = reduce_rows(self._handle, compressed, wide, group, divisor)
-        output_tensor.copy_(join(*sums, spans).view_as(output_tensor))
+        sums = reduce_rows(self._handle, codes, wide, group, divisor)
+        output_tensor.copy_(join(*sums, sizes, coded).view_as(output_tensor))
 
-    def spans(self, length: int) -> "list[Span]":
-        """Return how the elements of a rank's part, `length` of them, travel."""
+    def _parts(self, length: int) -> tuple[list[int], list[bool]]:
+        """Return the sizes of the parameters' parts of a row of `length`, and which travel as FP8."""
         trained = [(param, chosen) for param, chosen in self._params if param.parameter.requires_grad]
-        spans = merged([Span(param.padded_shape.numel(), chosen) for param, chosen in trained])
+        sizes, coded = [param.padded_shape.numel() for param, _ in trained], [chosen for _, chosen in trained]
         # Parameters without a gradient are left out of the buffer, the same ones on all ranks; which, it does not say.
-        return spans if sum(span.length for span in spans) == length else [Span(length, compressed=False)]
+        return (sizes, coded) if sum(sizes) == length else ([length], [False])
 
 
 def reduce_rows(
@@ -212,42 +210,25 @@ def reduce_rows(
     return sum_gradients(received, sizes, wide.dtype, config.fp8_format, divisor)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """A run of elements of a row, of one parameter or of several that travel alike.
+def split(rows: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return the elements [n, c] of `rows` [n, c + w] that travel as FP8, and the others [n, w].
 
-    Attributes:
-        length: Number of elements.
-        compressed: Whether they travel as FP8.
+    Args:
+        rows: Values of parts beside each other.
+        sizes: The number of elements of each part in a row.
+        coded: Whether it travels as FP8.
     """
-
-    length: int
-    compressed: bool
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans with neighbours that travel alike made one, and without empty ones."""
-    filled = [span for span in spans if span.length]
-    runs = itertools.groupby(filled, key=lambda span: span.compressed)
-    return [Span(sum(span.length for span in run), compressed) for compressed, run in runs]
+    if all(coded) or not any(coded):  # without a copy, as where all of a group's parameters travel alike
+        return (rows, rows[:, :0]) if all(coded) else (rows[:, :0], rows)
+    parts = list(zip(rows.split(list(sizes), dim=1), coded, strict=True))
+    codes = torch.cat([part for part, own in parts if own], dim=1)
+    return codes, torch.cat([part for part, own in parts if not own], dim=1)
 
 
-def split(rows: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Return the compressed [n, c] and the wide elements [n, w] of `rows` [n, c + w]."""
-    parts = rows.split([span.length for span in spans], dim=1)
-
-    def chosen(compressed: bool) -> Tensor:
-        own = [part for part, span in zip(parts, spans, strict=True) if span.compressed == compressed]
-        if len(own) == 1:
-            return own[0]  # without a copy, as where all of a group's parameters travel alike
-        return torch.cat(own, dim=1) if own else rows[:, :0]
-
-    return chosen(True), chosen(False)
-
-
-def join(compressed: Tensor, wide: Tensor, spans: Sequence[Span]) -> Tensor:
+def join(codes: Tensor, wide: Tensor, sizes: Sequence[int], coded: Sequence[bool]) -> Tensor:
     """Undo `split` for rows without their first dimension: [c] and [w] give [c + w]."""
-    codes = iter(compressed.split([span.length for span in spans if span.compressed]))
-    others = iter(wide.split([span.length for span in spans if not span.compressed]))
-    parts = [next(codes) if span.compressed else next(others) for span in spans]
-    return torch.cat(parts) if len(parts) != 1 else parts[0]
+    if all(coded) or not any(coded):
+        return codes if all(coded) else wide
+    first = iter(codes.split([size for size, own in zip(sizes, coded, strict=True) if own]))
+    second = iter(wide.split([size for size, own in zip(sizes, coded, strict=True) if not own]))
+    return torch.cat([next(first if own else second) for own in coded])

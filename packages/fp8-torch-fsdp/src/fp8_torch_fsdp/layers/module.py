@@ -96,6 +96,7 @@ class WeightMatmul:
 
     Attributes:
         config: As given.
+        layout: As given.
         scales: As given.
         weight_cast: How the weight is scaled.
         parts: What `WeightCast.whole` has to know about parts that other ranks hold.
@@ -103,9 +104,8 @@ class WeightMatmul:
     """
 
     def __init__(self, config: LinearConfig, layout: WeightLayout, scales: dict[str, DelayedScale], owner: str) -> None:
-        self.config, self.scales = config, scales
-        self.stacked, self.transposed = layout.stacked, layout.transposed
-        self.parts: Mapping[str, Any] = MappingProxyType({})
+        self.config, self.layout, self.scales = config, layout, scales
+        self.parts: Mapping[str, Any] = {}
         self.weight_cast: WeightCast = WeightCast.of(
             config.weight, stacked=layout.stacked, transposed=layout.transposed, delayed=scales.get("weight")
         )
@@ -121,15 +121,9 @@ class WeightMatmul:
     def __deepcopy__(self, memo: dict) -> "WeightMatmul":
         """Copy with the scales of the copied module; a monitor stays with the first."""
         scales = {name: copy.deepcopy(scale, memo) for name, scale in self.scales.items()}
-        layout = WeightLayout(forward=_unused, stacked=self.stacked, transposed=self.transposed)
-        twin = WeightMatmul(self.config, layout, scales, self.spec.name)
-        twin.distribute(self.parts, self.spec.gather)
+        twin = WeightMatmul(self.config, self.layout, scales, self.spec.name)
+        twin.parts, twin.spec = self.parts, dataclasses.replace(twin.spec, gather=self.spec.gather)
         return twin
-
-    def distribute(self, parts: Mapping[str, Any], gather: Gather | None) -> None:
-        """Let the weight be a part of a larger one, or gathered for each matmul."""
-        self.parts = parts
-        self.spec = dataclasses.replace(self.spec, gather=gather)
 
     def watch(self, watcher: Callable[[str, torch.Tensor, Operand], None] | None) -> None:
         """Call `watcher` with operand name, matrix and its FP8 form, as a `Float8Monitor` wants; None ends it."""
@@ -143,11 +137,11 @@ class WeightMatmul:
             plain = weight.plain if isinstance(weight, ShardedFloat8Weight) else weight
             made = self.weight_cast.whole(plain, record=record, **self.parts)
             operand = Operand.of_cast(made, self.config.weight.fp8_format, self.weight_cast.grid.tile)
-        if self.stacked and self.config.weight.granularity == "tensorwise":
+        if self.layout.stacked and self.config.weight.granularity == "tensorwise":
             # one scale for each expert, or the constant of all
             own = operand.scale_inv.reshape(-1).expand(weight.shape[0])
             operand = dataclasses.replace(operand, scale_inv=own)
-        return operand.transposed() if self.transposed else operand
+        return operand.transposed() if self.layout.transposed else operand
 
 
 class Float8Module(nn.Module):
@@ -196,7 +190,8 @@ class Float8Module(nn.Module):
         """Let the module exchange with other ranks what `distribution` says."""
         self.distribution = distribution
         for matmul in self.fp8.values():
-            matmul.distribute(distribution.parts, distribution.gather)
+            matmul.parts = distribution.parts
+            matmul.spec = dataclasses.replace(matmul.spec, gather=distribution.gather)
 
     def own_weight_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """Return `fp8_matmul` with a weight of the layout as it is now.
@@ -319,16 +314,13 @@ def _delayed(
 
 def _check(module: nn.Module, layout: WeightLayout) -> None:
     name = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return
     shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}
     dimensions = 3 if layout.stacked else 2
-    whole = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
-    if layout.stacked and (not whole or len({shape[0] for shape in shapes.values() if shape}) != 1):
-        whole = False
-    if not whole and not isinstance(module, nn.Linear):
+    fit = all(shape is not None and len(shape) == dimensions and 0 not in shape for shape in shapes.values())
+    experts = {shape[0] for shape in shapes.values() if shape}
+    if not fit or (layout.stacked and len(experts) != 1):
         found = ", ".join(f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
         wanted = "[experts, ...] of three dimensions for the same experts" if layout.stacked else "of two dimensions"
         raise Fp8Error(f"{name} cannot be converted: its layout names weights {wanted}, got {found}.")
-
-
-def _unused(*inputs: Any) -> None:
-    """Stand for a forward where none is called."""

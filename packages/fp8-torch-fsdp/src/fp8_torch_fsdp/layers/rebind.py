@@ -5,8 +5,7 @@ bound to the layer. Without this a converted layer would go on computing in high
 """
 
 import functools
-from collections.abc import Iterable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -15,14 +14,13 @@ from torch import nn
 def rebind(module: nn.Module, before: type) -> None:
     """Let bound forwards of the class `before`, in attributes of `module`, be those of the class that it has now."""
     for name, value in list(vars(module).items()):
-        changed = _rebound(value, module, before, set())
-        if changed is not value:
-            vars(module)[name] = changed
+        if _holds_method(value, module, set()):
+            vars(module)[name] = _rebound(value, module, before, set())
 
 
 def is_wrapped_around(module: nn.Module) -> bool:
     """Return whether what was set as the forward of `module` calls that of its class, as far as can be seen."""
-    return any(_holds_method(value, module) for value in vars(module).values())
+    return any(_holds_method(value, module, set()) for value in vars(module).values())
 
 
 def _rebound(value: Any, module: nn.Module, before: type, seen: set[int]) -> Any:
@@ -30,35 +28,27 @@ def _rebound(value: Any, module: nn.Module, before: type, seen: set[int]) -> Any
     if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before.forward:
         return MethodType(type(module).forward, module)
     if isinstance(value, functools.partial):
-        parts = [_rebound(one, module, before, seen) for one in (value.func, *value.args)]
+        func, *args = (_rebound(one, module, before, seen) for one in (value.func, *value.args))
         named = {name: _rebound(one, module, before, seen) for name, one in value.keywords.items()}
-        changed = _differ(parts, (value.func, *value.args)) or _differ(named.values(), value.keywords.values())
-        return functools.partial(*parts, **named) if changed else value
-    if isinstance(value, FunctionType) and id(value) not in seen:
-        seen.add(id(value))
-        for cell in value.__closure__ or ():
-            for held in _contents(cell):
-                changed = _rebound(held, module, before, seen)
-                if changed is not held:
-                    cell.cell_contents = changed
+        return functools.partial(func, *args, **named)
+    for cell in _cells(value, seen):
+        cell.cell_contents = _rebound(cell.cell_contents, module, before, seen)
     return value
 
 
-def _holds_method(value: Any, module: nn.Module) -> bool:
+def _holds_method(value: Any, module: nn.Module, seen: set[int]) -> bool:
     if isinstance(value, MethodType):
         return value.__self__ is module
     if isinstance(value, functools.partial):
-        return any(_holds_method(one, module) for one in (value.func, *value.args, *value.keywords.values()))
-    cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
-    return any(_holds_method(held, module) for cell in cells for held in _contents(cell))
+        parts = (value.func, *value.args, *value.keywords.values())
+        return any(_holds_method(one, module, seen) for one in parts)
+    return any(_holds_method(cell.cell_contents, module, seen) for cell in _cells(value, seen))
 
 
-def _differ(before: Iterable[Any], after: Iterable[Any]) -> bool:
-    return any(one is not other for one, other in zip(before, after, strict=True))
-
-
-def _contents(cell: Any) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # not assigned yet
+def _cells(value: Any, seen: set[int]) -> list[Any]:
+    """Return the filled closure cells of a function that was not seen before."""
+    if not isinstance(value, FunctionType) or id(value) in seen:
         return []
+    seen.add(id(value))
+    empty = CellType()  # of a variable that is not assigned yet; cells compare by their contents
+    return [cell for cell in value.__closure__ or () if cell != empty]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_common import CastRecipe, Fp8Error
+from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch.plugin import delayed_ops, dispatch
 from fp8_common.torch.sharding.fsdp import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
@@ -120,7 +120,7 @@ class DelayedScale(nn.Module):
 
     def usable(self, dynamic: torch.Tensor) -> torch.Tensor:
         """Return whether `scale` is the one to use where the operand's own amax would give float32 `dynamic`."""
-        return fitting(self.ready, self.scale, dynamic, [self]) if self.must_fit else self.ready
+        return fitting(self.ready, self.scale, dynamic, self.cast.fp8_format) if self.must_fit else self.ready
 
     def current(self, amax: torch.Tensor, record: bool, present: torch.Tensor | None = None) -> torch.Tensor:
         """Return the scale to use now for an operand of float32 scalar `amax`, and record it if asked to.
@@ -178,20 +178,17 @@ class DelayedScale(nn.Module):
         return f"{self.cast.format}, history={self.cast.policy.history}, initial={self.initial}{each}"
 
 
-def fitting(
-    ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, scales: Sequence[DelayedScale]
-) -> torch.Tensor:
+def fitting(ready: torch.Tensor, scale: torch.Tensor, dynamic: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return where the scales of earlier steps are ready, clip no more than the format rounds, and waste no range.
 
     Args:
         ready: bool [n] or scalar.
         scale: float32 of the same shape, from earlier steps.
         dynamic: float32 of the same shape, from the amax of now.
-        scales: Whose they are; all share a format, or `scale` has an entry for each.
+        fmt: Of the operands.
     """
-    # Half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2.
-    clips = [1 + 2.0 ** -(one.cast.fp8_format.mantissa_bits + 1) for one in scales for _ in range(one.count)]
-    bound = clips[0] if len(set(clips)) == 1 else torch.tensor(clips, device=scale.device)
+    # half a unit of the last place: 1 + 2^-4 for E4M3, 1 + 2^-3 for E5M2
+    bound = 1 + 2.0 ** -(fmt.mantissa_bits + 1)
     return ready & (scale <= bound * dynamic) & (2 * scale >= dynamic)
 
 
@@ -223,11 +220,12 @@ def current_of_weights(scales: Sequence[DelayedScale], bits: Sequence[torch.Tens
         bits: int32 [count], the bits of each weight's amax.
     """
     found: dict[DelayedScale, torch.Tensor] = {}
-    for group, amax_bits in _alike(scales, torch.cat(list(bits)), lambda scale: (scale.cast.policy, scale.must_fit)):
-        dynamic = delayed_ops.scales_from_keys(amax_bits, _casts(group))
+    for group, amax_bits in _alike(scales, torch.cat(list(bits)), lambda scale: (scale.cast, scale.must_fit)):
+        fmt, policy = group[0].cast.fp8_format, group[0].cast.policy
+        dynamic = dispatch.scale_from_amax(amax_bits.view(torch.float32), fmt, policy)
         ready, scale = stacked(group, "ready"), stacked(group, "scale")
         if group[0].must_fit:
-            ready = fitting(ready, scale, dynamic, group)
+            ready = fitting(ready, scale, dynamic, fmt)
         chosen = torch.where(ready, scale, dynamic)
         found |= dict(zip(group, _parts(group, chosen), strict=True))
     return [found[scale] for scale in scales]
@@ -257,7 +255,8 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         moves = (bits >= 0) & due
         window, previous = _windows(group), stacked(group, "scale")
-        rolled, following = delayed_ops.roll_histories(window, bits, previous, _casts(group))
+        casts = [scale.cast for scale in group for _ in range(scale.count)]
+        rolled, following = delayed_ops.roll_histories(window, bits, previous, casts)
         values = {
             "history": torch.where(moves, rolled, window).t().contiguous(),
             "scale": torch.where(moves, following, previous),
@@ -290,10 +289,6 @@ def _alike(
     # no list as index: it would be copied to the device, for which the host waits and which no CUDA graph can capture
     single = bits.split([scale.count for scale in scales])
     return [([scales[i] for i in indices], torch.cat([single[i] for i in indices])) for indices in groups.values()]
-
-
-def _casts(scales: Sequence[DelayedScale]) -> list[CastRecipe]:
-    return [scale.cast for scale in scales for _ in range(scale.count)]
 
 
 def _windows(scales: Sequence[DelayedScale]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_common import Fp8Error
-from fp8_torch_fsdp import _compat as compat
+from fp8_torch_fsdp._compat import collectives
 
 
 class Started(NamedTuple):
@@ -63,9 +63,9 @@ class Placement:
             size=mesh.size(last),
             rank=mesh.get_local_rank(last),
             # Names, because a graph cannot hold the object of a process group.
-            group=compat.name_of(mesh.get_group(last)),
+            group=mesh.get_group(last).group_name,
             copies=mesh.size(0) if last else 1,
-            copies_group=compat.name_of(mesh.get_group(0)) if last else None,
+            copies_group=mesh.get_group(0).group_name if last else None,
         )
 
     def padded_rows(self, rows: int) -> int:
@@ -78,29 +78,26 @@ class Placement:
 
     def start_gather(self, padded: torch.Tensor) -> Started:
         """Start to join contiguous parts [n, ...] of equal size; `finish` returns the whole [size * n, ...]."""
-        return Started(
-            padded if self.size == 1 else compat.start_all_gather(padded, self.size, self.group),
-            padded,
-        )
+        alone = self.size == 1
+        return Started(padded if alone else collectives.all_gather_into_tensor(padded, self.size, self.group), padded)
 
     def finish(self, started: Started) -> torch.Tensor:
         """Wait for what was started."""
-        return started.result if self.size == 1 else compat.wait(started.result)
+        return started.result if self.size == 1 else collectives.wait_tensor(started.result)
 
     def start_average(self, whole: torch.Tensor) -> Started:
         """Start to average the gradient [rows, ...] of a parameter, of which each rank gets its padded rows."""
         padded = pad(whole, self.padded_rows(whole.shape[0]) * self.size).contiguous()
-        return Started(
-            padded if self.size == 1 else compat.start_reduce_scatter(padded, self.size, self.group),
-            padded,
-        )
+        alone = self.size == 1
+        mine = padded if alone else collectives.reduce_scatter_tensor(padded, "avg", self.size, self.group)
+        return Started(mine, padded)
 
     def finish_average(self, started: Started, rows: int) -> torch.Tensor:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
         part = self.finish(started)
         # All ranks have equally many summands, so the average of averages is the average.
         if self.copies_group is not None and self.copies > 1:
-            part = compat.wait(compat.start_all_reduce(part, self.copies_group))
+            part = collectives.wait_tensor(collectives.all_reduce(part, "avg", self.copies_group))
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
 
 

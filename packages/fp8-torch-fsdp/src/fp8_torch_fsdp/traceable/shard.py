@@ -1,7 +1,5 @@
 """`fully_shard_traceable`: shards every parameter of a model and makes every layer gather its own."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,8 +27,8 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
 
     Call it after `convert_to_float8_training` and before making the optimizer, in place of `fully_shard`. Parameters
     become DTensors that hold this rank's rows, as FSDP2's do; gradients and state dicts follow. FP8 weights are
-    gathered as codes, others in the dtype they are stored in; linear layers gather again in the backward, so that no
-    weight outlives its product. Gradients are averaged over all ranks in the dtype of the parameter.
+    gathered as codes, others in the dtype they are stored in; FP8 layers gather again in the backward, so that none of
+    their weights outlives its matmul. Gradients are averaged over all ranks in the dtype of the parameter.
 
     Args:
         model: The root, which must be the module that is called; on the meta device too.
@@ -50,67 +48,47 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
         device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
         mesh = init_device_mesh(device, (dist.get_world_size(),))
     _refuse_unsuitable(model)
-    layout = _Layout(mesh)
+    place = Placement.of(mesh)
+    # by the id of the original, which is kept so that no other parameter gets its id
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    slots: dict[int, Slot] = {}
     for prefix, module in list(model.named_modules()):
-        layout.apply(prefix, module)
+        own = {name: one for name, one in module._parameters.items() if one is not None}
+        # Asked before plain DTensors take the place: in this mode the layers send codes themselves.
+        in_fp8 = isinstance(own.get("weight"), ShardedFloat8Weight)
+        for name, parameter in own.items():
+            if id(parameter) not in made:
+                plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
+                made[id(parameter)] = parameter, sharded(parameter, plain, mesh)
+                mark_replaced(parameter, "fully_shard_traceable")
+            module._parameters[name] = made[id(parameter)][1]
+        if isinstance(module, Float8Linear):
+            slot = slots.get(id(module.weight)) or _slot_of(module, f"{prefix}.weight".lstrip("."), place)
+            if in_fp8:  # layers that share a weight share its scale
+                slots[id(module.weight)] = slot
+            module.distribute(TraceableShards(slot=slot, place=place, in_fp8=in_fp8))
+        elif own:
+            gather_in_forward(module, list(own), place)
     ranks = tuple(sorted(mesh.mesh.reshape(-1).tolist()))
-    group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), layout.slots, delayed_scales(model))
+    group = Group(group_of_ranks(ranks, mesh.get_group(mesh.ndim - 1)), list(slots.values()), delayed_scales(model))
     ScaleSync(model, [group], sharded=True)
     return model
 
 
-class _Layout:
-    """Shards each parameter once, however many modules share it, and makes the modules gather."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self._place = mesh, Placement.of(mesh)
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        # of the weights that are gathered in FP8; those live in the model
-        self._slots: dict[int, Slot] = {}
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The weights that are gathered in FP8."""
-        return list(self._slots.values())
-
-    def apply(self, prefix: str, module: Any) -> None:
-        parameters = {name: one for name, one in module._parameters.items() if one is not None}
-        # Asked before the next line, which puts plain DTensors in place: in this mode the layers send codes themselves.
-        in_fp8 = isinstance(parameters.get("weight"), ShardedFloat8Weight)
-        module._parameters.update({name: self._sharded(one) for name, one in parameters.items()})
-        if isinstance(module, Float8Linear):
-            slot = self._slot(module, f"{prefix}.weight".lstrip("."), in_fp8)
-            module.distribute(TraceableShards(slot=slot, place=self._place, in_fp8=in_fp8))
-        elif parameters:
-            gather_in_forward(module, list(parameters), self._place)
-
-    def _sharded(self, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self._made:
-            plain = parameter.plain if isinstance(parameter, ShardedFloat8Weight) else parameter.data
-            # the original stays alive, so that no other parameter gets its id
-            self._made[id(parameter)] = (parameter, sharded(parameter, plain, self._mesh))
-            mark_replaced(parameter, "fully_shard_traceable")
-        return self._made[id(parameter)][1]
-
-    def _slot(self, layer: Float8Linear, name: str, in_fp8: bool) -> Slot:
-        weight = layer._parameters["weight"]
-        if weight is None:
-            raise Fp8Error(f"{name} is missing: a Float8Linear needs a weight.")
-        if id(weight) in self._slots:  # layers that share a weight share its scale
-            return self._slots[id(weight)]
-        rows, *columns = weight.shape
-        slot = Slot(
-            name,
-            layer.fp8["weight"].weight_cast,
-            # read anew each time: an assigning load exchanges the parameter
-            lambda: local_of(layer.weight).detach(),
-            Region.along(0, self._place.first_row(rows), weight.shape),
-            torch.Size((self._place.padded_rows(rows), *columns)),
-            weight.device,
-        )
-        if in_fp8:
-            self._slots[id(weight)] = slot
-        return slot
+def _slot_of(layer: Float8Linear, name: str, place: Placement) -> Slot:
+    weight = layer._parameters["weight"]
+    if weight is None:
+        raise Fp8Error(f"{name} is missing: a Float8Linear needs a weight.")
+    rows, *columns = weight.shape
+    return Slot(
+        name,
+        layer.fp8["weight"].weight_cast,
+        # read anew each time: an assigning load exchanges the parameter
+        lambda: local_of(layer.weight).detach(),
+        Region.along(0, place.first_row(rows), weight.shape),
+        torch.Size((place.padded_rows(rows), *columns)),
+        weight.device,
+    )
 
 
 def _refuse_unsuitable(model: nn.Module) -> None:
