@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 import fp8_torch_fsdp as f8
-from fp8_torch_fsdp.report import Float8Report
+from fp8_torch_fsdp.convert.report import Float8Report
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks/results/architectures.json"
 

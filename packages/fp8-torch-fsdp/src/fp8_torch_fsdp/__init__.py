@@ -15,12 +15,12 @@ from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8Linear
 from fp8_torch_fsdp.convert.communication import enable_float8_all_gather
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout
 from fp8_torch_fsdp.convert.model import convert_to_float8_training, unconvert
+from fp8_torch_fsdp.convert.report import float8_report
 from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
 from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
 from fp8_torch_fsdp.reduce_scatter import compress_gradients
-from fp8_torch_fsdp.report import float8_report
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
 from fp8_torch_fsdp.tensor_parallel.styles import (

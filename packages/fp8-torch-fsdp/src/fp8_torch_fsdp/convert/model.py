@@ -18,11 +18,11 @@ from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1
 from fp8_torch_fsdp.convert.kinds import routers as find_routers
 from fp8_torch_fsdp.convert.kinds import tied_heads
 from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
+from fp8_torch_fsdp.convert.report import float8_report
 from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
-from fp8_torch_fsdp.layers.experts import Float8Conv1D, Float8Experts
-from fp8_torch_fsdp.layers.linear import Float8Linear
+from fp8_torch_fsdp.layers.experts import Float8Experts
+from fp8_torch_fsdp.layers.linear import LINEAR, Float8Linear
 from fp8_torch_fsdp.layers.module import Float8Module, scale_name, to_fp8, to_original
-from fp8_torch_fsdp.report import float8_report
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.sync import forget_sync, synchronize_before_forward
 from fp8_torch_fsdp.tensor_parallel.placed import distribution_of
@@ -175,14 +175,14 @@ def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[st
     return config or Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
 
 
-def _convert(module: nn.Module, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]) -> None:
+def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, ExpertLayout]) -> None:
     """Change the class of one module."""
     if isinstance(module, nn.Linear):
-        layer = Float8Linear.from_linear(module, config)
-        if isinstance(layer.weight, DTensor):
-            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
+        to_fp8(module, Float8Linear, LINEAR, config)
+        if isinstance(module.weight, DTensor):
+            module.distribute(distribution_of(module.weight, has_bias=module.bias is not None))
     elif is_conv1d(module):
-        to_fp8(module, Float8Conv1D, CONV1D, config)
+        to_fp8(module, Float8Module, CONV1D, config)
     elif (layout := layout_of(module, experts)) is not None:
         to_fp8(module, Float8Experts, layout, config)
 

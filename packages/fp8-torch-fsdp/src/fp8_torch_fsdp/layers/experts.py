@@ -1,4 +1,4 @@
-"""`Float8Experts` and `Float8Conv1D`: modules that are no `nn.Linear` and multiply by their own parameters, in FP8."""
+"""`Float8Experts`: stacks of weights that rows in groups are multiplied by, in FP8."""
 
 import torch
 
@@ -29,7 +29,3 @@ class Float8Experts(Float8Module):
                 gathered. What offsets hold is looked at on a CPU; elsewhere those that do not fit give NaN.
         """
         return self.own_weight_matmul(name, x, offsets)
-
-
-class Float8Conv1D(Float8Module):
-    """A `Conv1D` of Transformers, weight [in_features, out_features], whose matmuls run in FP8."""

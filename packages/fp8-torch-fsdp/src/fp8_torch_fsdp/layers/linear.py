@@ -1,14 +1,12 @@
 """`Float8Linear`: a linear layer that computes in FP8."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
-from fp8_torch_fsdp.layers.module import Float8Module, WeightLayout, to_fp8
+from fp8_torch_fsdp.layers.module import Float8Module, WeightLayout
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 
 
@@ -27,18 +25,6 @@ class Float8Linear(Float8Module, nn.Linear):
     fp8_input: DelayedScale | None
     fp8_weight: DelayedScale | None
     fp8_grad_output: DelayedScale | None
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, config: Float8LinearConfig) -> "Float8Linear":
-        """Turn `linear` into a Float8Linear, in place, and return it.
-
-        Args:
-            linear: The layer; weight [out_features, in_features] in float32, bfloat16 or float16.
-            config: How to cast and gather.
-        """
-        to_fp8(linear, cls, LINEAR, config)
-        layer: Any = linear
-        return layer
 
     @property
     def config(self) -> Float8LinearConfig:
