@@ -179,8 +179,9 @@ def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, Exp
     """Change the class of one module."""
     if isinstance(module, nn.Linear):
         to_fp8(module, Float8Linear, LINEAR, config)
-        if isinstance(module.weight, DTensor):
-            module.distribute(distribution_of(module.weight, has_bias=module.bias is not None))
+        layer: Any = module
+        if isinstance(layer.weight, DTensor):
+            layer.distribute(distribution_of(layer.weight, has_bias=layer.bias is not None))
     elif is_conv1d(module):
         to_fp8(module, Float8Module, CONV1D, config)
     elif (layout := layout_of(module, experts)) is not None:

@@ -120,12 +120,13 @@ class Float8Report:
 
     def __str__(self) -> str:
         """Return the headline and a table with one line for each weight and the sums."""
-        table = [("name", "class", "shape", "FP8", "wire", "bytes", "saved", "gradient", "why")]
+        sizes = f"{'bytes':>15}", f"{'saved':>15}"
+        table = [("name", "class", "shape", "FP8", "wire", *sizes, "gradient", "why")]
         for w in self.weights:
             shape, fp8 = "x".join(map(str, w.shape)), "yes" if w.fp8 else "no"
-            sizes = f"{w.wire_bytes:,}", f"{w.saved_bytes:,}"
+            sizes = f"{w.wire_bytes:15,}", f"{w.saved_bytes:15,}"
             table.append((w.name, w.class_name, shape, fp8, w.wire, *sizes, w.gradient, w.why))
-        table.append(("sum", "", "", "", "", f"{self.wire_bytes:,}", f"{self.saved_bytes:,}", "", ""))
+        table.append(("sum", "", "", "", "", f"{self.wire_bytes:15,}", f"{self.saved_bytes:15,}", "", ""))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join([self.headline, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)])
 

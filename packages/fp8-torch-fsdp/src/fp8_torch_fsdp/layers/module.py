@@ -69,13 +69,6 @@ class Distribution:
             )
         return with_bias(layer.fp8_matmul("weight", input, layer.weight), layer.bias)
 
-    def keeps_operand(self, weight: torch.Tensor) -> bool:
-        """Whether the weight is one that is gathered in FP8, and at hand without a gather: nobody frees it.
-
-        Compilers choose themselves what they keep.
-        """
-        return isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
-
     def __deepcopy__(self, memo: dict) -> "Distribution":
         """A copied layer works with the same ranks."""
         return self
@@ -183,7 +176,8 @@ class Float8Module(nn.Module):
             weight: The weight in any state, or this rank's part of it.
             offsets: Where the rows of each group end.
         """
-        keep_codes = self.distribution.keeps_operand(weight)
+        # Such a weight is at hand without a gather, so nobody frees its codes; compilers choose what they keep.
+        keep_codes = isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
         return fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
 
     def distribute(self, distribution: Distribution) -> None:
