@@ -21,14 +21,14 @@ from benchmarks.record import COPY, Log, Measurement
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._formats import Format, get_format
 from fp8_common._gradient_compression import round_gradients, sum_rounded
-from fp8_common._policy import CANONICAL, POWER_OF_2
+from fp8_common._policy import CANONICAL, POWER_OF_2, ScalePolicy
+from fp8_common._quantize import MX_BLOCK
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
-from fp8_common.torch import _foreach as foreach
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._amax import amax_all
-from fp8_common.torch._quantize import dequantize_blockwise, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
-from fp8_common.torch._scaling import scale_from_amax
+from fp8_common.torch import _triton, casts, foreach
+from fp8_common.torch.blocks import Block, amax_by, expand_blocks, split_blocks
+from fp8_common.torch.numerics import amax_of, divide, e8m0_from_amax, scale_from_amax, scale_of_e8m0
+from fp8_common.torch.rounding import quantize, values
 from fp8_common.torch.sharding import gradients
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def gpu() -> torch.device:
     Raises:
         Fp8UnsupportedError: There is none, or it cannot run the kernels.
     """
-    if not torch.cuda.is_available() or not triton_backend.applies(torch.empty(1, device="cuda")):
+    if not torch.cuda.is_available() or not _triton.takes(torch.empty(1, device="cuda")):
         raise Fp8UnsupportedError(
             "Timing needs an NVIDIA GPU of compute capability 8.9 or newer. Use --static elsewhere."
         )
@@ -138,28 +138,26 @@ def example(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[int, dict[str, Run], Run]]:
     """Return for each kernel: bytes moved at least, implementations, and the check of ours (returns True)."""
     n, size, scale = x.numel(), x.element_size(), torch.tensor(3.0, device=x.device)
-    backend = triton_backend
-    dtype = str(x.dtype).removeprefix("torch.")
-    transpose = backend.plans().cast_transpose(*x.shape, dtype, fmt)
+    transpose = _triton.plans().cast_transpose(*x.shape, _triton.name_of(x.dtype), fmt)
     eager = {
-        "amax": lambda: amax_all(x),
+        "amax": lambda: amax_of(x),
         "cast": lambda: quantize(x, scale, fmt),
-        "tensorwise": lambda: _tensorwise(x, fmt),
+        "tensorwise": lambda: _by_operations(x, fmt, None),
         "cast + transpose": lambda: _transposed(quantize(x, scale, fmt)),
-        "row-wise": lambda: quantize_rowwise(x, fmt, -1, CANONICAL),
-        "1x128": lambda: quantize_blockwise(x, fmt, (1, 128), CANONICAL),
-        "128x128": lambda: quantize_blockwise(x, fmt, (128, 128), CANONICAL),
-        "mx": lambda: quantize_mx(x, fmt, "rceil"),
+        "row-wise": lambda: _by_operations(x, fmt, (1, 0)),
+        "1x128": lambda: _by_operations(x, fmt, (1, 128)),
+        "128x128": lambda: _by_operations(x, fmt, (128, 128)),
+        "mx": lambda: _mx_by_operations(x, fmt),
     }
     ours = {
-        "amax": lambda: backend.amax_all(x),
-        "cast": lambda: backend.quantize(x, scale, fmt),
-        "tensorwise": lambda: backend.quantize_tensorwise(x, fmt, CANONICAL),
-        "cast + transpose": lambda: backend.launch(transpose, x.device, x_ptr=x, scale_ptr=scale),
-        "row-wise": lambda: backend.quantize_rowwise(x, fmt, -1, CANONICAL),
-        "1x128": lambda: backend.quantize_blockwise(x, fmt, (1, 128), CANONICAL),
-        "128x128": lambda: backend.quantize_blockwise(x, fmt, (128, 128), CANONICAL),
-        "mx": lambda: backend.quantize_mx(x, fmt, "rceil"),
+        "amax": lambda: casts.amax(x),
+        "cast": lambda: casts.quantize(x, scale, fmt),
+        "tensorwise": lambda: casts.quantize_dynamic(x, fmt, CANONICAL),
+        "cast + transpose": lambda: _triton.launch(transpose, x.device, x_ptr=x, scale_ptr=scale),
+        "row-wise": lambda: casts.quantize_dynamic(x, fmt, CANONICAL, (1, 0)),
+        "1x128": lambda: casts.quantize_dynamic(x, fmt, CANONICAL, (1, 128)),
+        "128x128": lambda: casts.quantize_dynamic(x, fmt, CANONICAL, (128, 128)),
+        "mx": lambda: casts.quantize_mx(x, fmt, "rceil"),
     }
     read, written = {"tensorwise": 2}, {"amax": 0, "cast + transpose": 2 * n}
     offered = peers.runs(x, fmt)
@@ -180,7 +178,7 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
     block = gradients.BLOCK
     columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // block[1])
     message, first = gradients.pack_gradients(rows, rows[:, :0], fmt), slice(0, 32 * block[1])
-    codes, scales = quantize_blockwise(rows, fmt, block, POWER_OF_2)
+    codes, scales = _by_operations(rows, fmt, block, POWER_OF_2)
     want = round_gradients(as_numpy(rows[:, first]), config)
 
     def pack() -> torch.Tensor:
@@ -190,7 +188,8 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
         return gradients.sum_gradients(message, (columns, 0), x.dtype, fmt)[0]
 
     def added() -> torch.Tensor:
-        return dequantize_blockwise(codes, scales, fmt, block, torch.float32).sum(0)
+        parts, of_parts = split_blocks(codes, scales, block)
+        return (values(parts, fmt) * divide(1.0, of_parts)).view(codes.shape).sum(0)
 
     def check_pack() -> bool:
         assert_same_bits(pack()[:, :columns][:, first].contiguous(), want.codes, fmt=fmt, name="pack gradients")
@@ -201,7 +200,7 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
         return True
 
     eager: dict[str, Run] = {
-        "pack gradients": lambda: quantize_blockwise(rows, fmt, block, POWER_OF_2),
+        "pack gradients": lambda: _by_operations(rows, fmt, block, POWER_OF_2),
         "sum gradients": added,
     }
     ways = (
@@ -249,9 +248,9 @@ def compare_foreach(device: torch.device, timer: Timer, rounds: int = ROUNDS, pe
     """Time the amax of 200 FSDP shards: ours in one launch, torch's ways, and those of peers."""
     shards = [torch.randn(4096 * (1 + i % 7) * 16, device=device, dtype=torch.float32) for i in range(FOREACH_SHARDS)]
     everything = torch.cat(shards)
-    want = torch.stack([amax_all(shard) for shard in shards])
+    want = torch.stack([amax_of(shard) for shard in shards])
     runs = {
-        "ours": lambda: foreach.amax_keys(shards),
+        "ours": lambda: foreach.amax_bits(shards),
         "torch._foreach_norm": lambda: torch.stack(torch._foreach_norm(shards, ord=float("inf"))),
         **peers.precompute(FOREACH_SHARDS, device),
     }
@@ -261,7 +260,7 @@ def compare_foreach(device: torch.device, timer: Timer, rounds: int = ROUNDS, pe
         everything,
         moved,
         runs | copying(moved, device),
-        lambda: torch.equal(foreach.amax_keys(shards).view(torch.float32), want),
+        lambda: torch.equal(foreach.amax_bits(shards).view(torch.float32), want),
         timer,
         rounds,
     )
@@ -295,9 +294,19 @@ def _label(kernel: str, dtype: str, megabytes: int) -> str:
     return f"{kernel}, {dtype}, {megabytes} MB"
 
 
-def _tensorwise(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = scale_from_amax(amax_all(x), fmt, CANONICAL)
-    return quantize(x, scale, fmt), scale
+def _by_operations(
+    x: torch.Tensor, fmt: Format, block: Block, policy: ScalePolicy = CANONICAL
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales, made by torch's own operations alone."""
+    amax = amax_by(x, block)
+    scale = scale_from_amax(amax, fmt, policy)
+    return quantize(*split_blocks(x, scale, block), fmt, amax).view(x.shape), scale
+
+
+def _mx_by_operations(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    amax = amax_by(x, MX_BLOCK)
+    scales = e8m0_from_amax(amax, fmt, "rceil")
+    return quantize(x, expand_blocks(scale_of_e8m0(scales), MX_BLOCK, x.shape), fmt, amax), scales
 
 
 def _transposed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,7 +321,7 @@ def _checker(name: str, x: torch.Tensor, fmt: Format, run: Run) -> Run:
         rows = as_numpy(x[:256])
         if name == "tensorwise":
             whole = f8.amax_to_scale(as_numpy(x.abs().max().float()), fmt)
-            data, scale = triton_backend.quantize_tensorwise(x, fmt, CANONICAL)
+            data, scale = casts.quantize_dynamic(x, fmt, CANONICAL)[:2]
             assert_same_bits(scale, whole, name=name)
             assert_same_bits(data[:256], f8.quantize(rows, whole, fmt), fmt=fmt, source=rows, name=name)
             return True

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from benchmarks.modelled.record import Kernel, Step, Traffic, recording
-from fp8_common.torch._ops import NAMESPACE
+from fp8_common.torch._operators import NAMESPACE
 
 KERNEL = re.compile(r"async_compile\.triton\('\w+', '''(?P<source>.*?)'''", re.DOTALL)
 """A Triton kernel in the code that Inductor writes."""

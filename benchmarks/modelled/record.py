@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def launch(self, plan: Launch, device: torch.device, **tensors: torch.Tensor) -> None:
-        """Stand in for `fp8_common.torch._triton_backend.run`."""
+        """Stand in for `fp8_common.torch._triton.run`."""
         self.step.host_operators += 1
         reads = [x for name, x in tensors.items() if name not in plan.outputs or name in plan.updated]
         writes = [x for name, x in tensors.items() if name in plan.outputs]
@@ -170,12 +170,12 @@ def recording(step: Step) -> Iterator[None]:
     """Record operators, and launches of `fp8_common` as if fake tensors were on a GPU."""
     recorder, package = Recorder(step), "fp8_common.torch."
     replaced = {
-        "_triton_backend.FakeTensor": _NoTensor,
-        "_rounding.FakeTensor": _NoTensor,
-        "_rounding.values_table": lambda fmt, dtype, device: torch.empty(256, dtype=dtype, device=device),
-        "_triton_backend.run": recorder.launch,
+        "_triton.FakeTensor": _NoTensor,
+        "rounding.FakeTensor": _NoTensor,
+        "rounding.values_table": lambda fmt, dtype, device: torch.empty(256, dtype=dtype, device=device),
+        "_triton.run": recorder.launch,
         # there is nothing to launch
-        "_triton_backend._obstacle": lambda device: None,
+        "_triton._obstacle": lambda device: None,
     }
     with contextlib.ExitStack() as stack:
         for name, function in replaced.items():

@@ -29,9 +29,7 @@ import fp8_torch_fsdp as f8
 from benchmarks.modelled import record
 from benchmarks.modelled.pretended_gpu import pretend_gpu
 from fp8_common._kernels import Launch
-from fp8_common.torch import _delayed_ops as delayed_ops
-from fp8_common.torch import _foreach as foreach
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import casts, delayed, foreach
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 WIDTH = 512
@@ -151,7 +149,7 @@ def foreach_steps() -> Callable[[], None]:
     shards = [torch.randn(n, dtype=dtype) for n, dtype in ((33, torch.float32), (0, torch.float32), (70, torch.half))]
 
     def step() -> None:
-        foreach.cast(shards, foreach.amax_keys(shards).view(torch.float32), common.E4M3)
+        foreach.quantize(shards, foreach.amax_bits(shards).view(torch.float32), common.E4M3)
         for shard in shards:
             shard.add_(1)
 
@@ -193,10 +191,10 @@ def planted(name: str) -> Callable[[], None]:
         "list": lambda: x[0].tolist(),
         "wait": lambda: torch.cuda.synchronize(),
         "operator": lambda: x.to([torch.half, torch.double, torch.bfloat16][next(sizes) % 3]),
-        "kernel": lambda: triton_backend.quantize_folded(
-            x[:, : 32 << next(sizes)], None, common.E4M3, common.CANONICAL
+        "kernel": lambda: casts.quantize_dynamic(
+            x[:, : 32 << next(sizes)].contiguous(), common.E4M3, common.CANONICAL, (1, 0)
         ),
-        "address": lambda: foreach.amax_keys([x.clone(), x]),
+        "address": lambda: foreach.amax_bits([x.clone(), x]),
     }
     return plain[name]
 
@@ -206,7 +204,7 @@ PLANTED = ("upload", "index", "download", "item", "list", "wait", "operator", "k
 
 def check(build: Callable[[], Callable[[], None]]) -> dict[str, list[str]]:
     """Return what a capture of the second step that `build` makes would refuse, and the kernels in it."""
-    for cached in (foreach._cached, foreach._kept_for_graphs, delayed_ops._numerators):
+    for cached in (foreach._cached, foreach._kept_for_graphs, delayed._numerators):
         cached.cache_clear()  # they hold fake tensors of the case before
     capture = Capture()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.set_multithreading_enabled(False):

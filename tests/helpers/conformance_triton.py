@@ -8,8 +8,7 @@ import torch
 from fp8_common import CANONICAL, Quantized
 from fp8_common._hardware import has_kernels
 from fp8_common._kernels import scale_rule
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch import torch_dtype
+from fp8_common.torch import casts, decoding, delayed, torch_dtype
 from tests.helpers.conformance_implementations import NotDefinedError
 
 
@@ -22,50 +21,50 @@ def need(condition, fmt, policy=None):
 def amax(x, axis=None, keepdims=False):
     if axis is not None or keepdims:
         raise NotDefinedError
-    return triton_backend.amax_all(x)
+    return casts.amax(x)
 
 
 def encode(x, fmt):
     need(True, fmt)
-    return triton_backend.quantize(x, torch.ones(()), fmt).view(torch.uint8)
+    return casts.quantize(x, torch.ones(()), fmt).view(torch.uint8)
 
 
 def decode(codes, fmt):
     need(True, fmt)
-    return triton_backend.dequantize(codes, torch.ones(()), fmt, torch.float32)
+    return decoding.dequantize(codes, torch.ones(()), fmt, torch.float32)
 
 
 def quantize(x, scale, fmt):
     need(True, fmt)
     if scale.numel() == 1:
-        return triton_backend.quantize(x, scale, fmt)
-    rows = [triton_backend.quantize(row, one.reshape(()), fmt) for row, one in zip(x, scale, strict=True)]
+        return casts.quantize(x, scale, fmt)
+    rows = [casts.quantize(row, one.reshape(()), fmt) for row, one in zip(x, scale, strict=True)]
     return torch.stack([row.view(torch.uint8) for row in rows]).view(torch_dtype(fmt))
 
 
 def dequantize(q, scale, fmt, dtype):
     need(True, fmt)
-    return triton_backend.dequantize(q.view(torch_dtype(fmt)), scale, fmt, dtype)
+    return decoding.dequantize(q.view(torch_dtype(fmt)), scale, fmt, dtype)
 
 
 def quantize_rowwise(x, fmt, axis, policy):
     need(axis % x.ndim == x.ndim - 1 and x.numel() > 0, fmt, policy)
-    return Quantized(*triton_backend.quantize_rowwise(x, fmt, axis, policy))
+    return Quantized(*casts.quantize_dynamic(x, fmt, policy, (1, 0))[:2])
 
 
 def quantize_blockwise(x, fmt, block, policy):
     need(block[0] == 1 or x.ndim == 2, fmt, policy)
-    return Quantized(*triton_backend.quantize_blockwise(x, fmt, block, policy))
+    return Quantized(*casts.quantize_dynamic(x, fmt, policy, block)[:2])
 
 
 def dequantize_blockwise(q, scale, fmt, block, dtype):
     need(True, fmt)
-    return triton_backend.dequantize_blockwise(q, scale, fmt, block, dtype)
+    return decoding.dequantize(q, scale, fmt, dtype, block)
 
 
 def quantize_mx(x, fmt, mode):
     need(True, fmt)
-    return Quantized(*triton_backend.quantize_mx(x, fmt, mode))
+    return Quantized(*casts.quantize_mx(x, fmt, mode))
 
 
 def amax_to_e8m0(amax, fmt, mode):
@@ -73,12 +72,12 @@ def amax_to_e8m0(amax, fmt, mode):
     need(True, fmt)
     blocks = torch.zeros(*amax.shape, 32)
     blocks[:, 0] = amax
-    return triton_backend.quantize_mx(blocks, fmt, mode)[1].view(torch.uint8)[:, 0]
+    return casts.quantize_mx(blocks, fmt, mode)[1].view(torch.uint8)[:, 0]
 
 
 def dequantize_mx(q, codes, fmt, dtype):
     need(True, fmt)
-    return triton_backend.dequantize_mx(q, codes, fmt, dtype)
+    return decoding.dequantize_mx(q, codes, fmt, dtype)
 
 
 def amax_to_scale(amax, fmt, policy=CANONICAL, prev=None):
@@ -101,4 +100,4 @@ def delayed_step(window, observed, scale, fmt, policy):
     """Return the window after an observation, the next scale and its reciprocal."""
     need(True, fmt, policy)
     fmax = torch.full_like(scale, scale_rule(fmt, policy)[0])
-    return triton_backend.delayed_update(window, observed, scale, fmax, policy)
+    return delayed.update_by_kernel(window, observed, scale, fmax, policy)

@@ -8,7 +8,8 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import get_format
-from fp8_common.torch._quantize import dequantize, quantize
+from fp8_common.torch.casts import quantize
+from fp8_common.torch.decoding import dequantize
 from tests.helpers import te_double
 
 

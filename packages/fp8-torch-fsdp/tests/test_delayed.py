@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_common
 import fp8_torch_fsdp as f8
-from fp8_common.torch.plugin import dispatch
+from fp8_common.torch import casts
 from fp8_torch_fsdp.scales import sync
 
 
@@ -329,10 +329,10 @@ def test_settled_scales_are_observed_in_one_pass(monkeypatch):
         train_step(model, torch.ones(8, 32), optimizer)
     model(torch.ones(8, 32))  # whose synchronization finds that the scales are ready
     passes = []
-    cast = dispatch.cast_with_amax
-    monkeypatch.setattr(dispatch, "cast_with_amax", lambda *x, **y: (passes.append(1), cast(*x, **y))[1])
-    read, amax = [], dispatch.amax
-    monkeypatch.setattr(dispatch, "amax", lambda x: (read.append(x.shape), amax(x))[1])
+    cast = casts.quantize_with_amax
+    monkeypatch.setattr(casts, "quantize_with_amax", lambda *x, **y: (passes.append(1), cast(*x, **y))[1])
+    read, amax = [], casts.amax
+    monkeypatch.setattr(casts, "amax", lambda x: (read.append(x.shape), amax(x))[1])
     train_step(model, torch.ones(8, 32))
     assert len(passes) == 2
     assert read == [(16, 32)], "the weight alone, whose scale has to fit it"

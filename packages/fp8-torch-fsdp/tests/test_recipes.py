@@ -13,7 +13,8 @@ from fp8_common import CANONICAL, Fp8Error
 from fp8_common import E4M3 as F4
 from fp8_common import POWER_OF_2 as POLICY
 from fp8_common import torch as f8t
-from fp8_common.torch._quantize import dequantize, quantize_rowwise
+from fp8_common.torch import quantize_rowwise
+from fp8_common.torch.decoding import dequantize
 from tests.helpers.collectives import CollectiveCounter
 
 OPERANDS = ("input", "weight", "grad_output")

@@ -1,9 +1,8 @@
-"""The environment variables of the fp8 packages. No other file reads the environment.
+"""The environment variable of the fp8 packages. No other file reads the environment.
 
 | variable | values | meaning |
 |---|---|---|
 | `FP8_COMMON_BACKEND` | `auto` (default), `triton`, `reference` | which implementation casts on a GPU |
-| `FP8_COMMON_COMPILED_CASTS` | `auto` (default), `fused`, `opaque` | whether torch.compile may fuse casts |
 """
 
 import os
@@ -21,11 +20,6 @@ BACKEND_VARIABLE = "FP8_COMMON_BACKEND"
 Backend = Literal["auto", "triton", "reference"]
 BACKENDS: tuple[Backend, ...] = typing.get_args(Backend)
 
-COMPILED_CASTS_VARIABLE = "FP8_COMMON_COMPILED_CASTS"
-
-CompiledCasts = Literal["auto", "fused", "opaque"]
-COMPILED_CASTS: tuple[CompiledCasts, ...] = typing.get_args(CompiledCasts)
-
 
 def backend(environ: Mapping[str, str] | None = None) -> Backend:
     """Return the implementation that the user asked for; "auto" if the variable is unset or empty.
@@ -39,19 +33,6 @@ def backend(environ: Mapping[str, str] | None = None) -> Backend:
     # Asked by every cast: one look-up, and what it found was checked the first time.
     value = (os.environ if environ is None else environ).get(BACKEND_VARIABLE, "")
     return _choice(BACKEND_VARIABLE, BACKENDS, value)
-
-
-def compiled_casts(environ: Mapping[str, str] | None = None) -> CompiledCasts:
-    """Return how torch.compile sees casts; "auto" if the variable is unset or empty.
-
-    Args:
-        environ: The environment to read; None reads the process's own, at every call.
-
-    Raises:
-        Fp8Error: The variable holds anything but one of `COMPILED_CASTS`.
-    """
-    value = (os.environ if environ is None else environ).get(COMPILED_CASTS_VARIABLE, "")
-    return _choice(COMPILED_CASTS_VARIABLE, COMPILED_CASTS, value)
 
 
 @cache

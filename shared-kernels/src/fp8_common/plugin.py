@@ -1,6 +1,6 @@
 """What plugins need beside the public names: how a plugin tells of itself to `fp8 doctor`, and shared settings.
 
-The parts that know a framework are `fp8_common.torch.plugin` and the modules of `fp8_common.jax` without an underscore.
+The parts that know a framework are the modules of `fp8_common.torch` and `fp8_common.jax` without an underscore.
 Nothing else of fp8_common is for plugins: modules and names with an underscore change without notice.
 """
 

@@ -19,10 +19,7 @@ from fp8_common._kernels.foreach import foreach_cast_kernel
 from fp8_common._kernels.scales import delayed_update_kernel
 from fp8_common._kernels.tensor import cast_kernel
 from fp8_common.presets import te_delayed
-from fp8_common.torch import _capture as capture
-from fp8_common.torch import _delayed_ops as delayed_ops
-from fp8_common.torch import _foreach as foreach
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton, casts, delayed, foreach
 
 LAUNCHED = (cast_kernel, foreach_cast_kernel, delayed_update_kernel)
 SENTENCE = "Run a training step with the same shapes and parameters before the capture."
@@ -59,11 +56,11 @@ class Driver:
 @pytest.fixture
 def gpu(monkeypatch):
     """CPU tensors are launched on as if they were on an H100, whose stream is captured while `capturing` is set."""
-    made, run = Driver(), triton_backend.run
+    made, run = Driver(), _triton.run
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(triton_backend, "applies", lambda *x: True)
-    monkeypatch.setattr(triton_backend, "run", lambda plan, device, **x: run(plan, torch.device("cuda"), **x))
-    monkeypatch.setattr(capture, "is_capturing", lambda device: made.capturing)
+    monkeypatch.setattr(_triton, "_obstacle", lambda device: None)
+    monkeypatch.setattr(_triton, "run", lambda plan, device, **x: run(plan, torch.device("cuda"), **x))
+    monkeypatch.setattr(_triton, "is_capturing", lambda device: made.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for kernel in LAUNCHED:
         kernel.device_caches.clear()
@@ -73,7 +70,7 @@ def gpu(monkeypatch):
 
 
 def cast(x):
-    return triton_backend.quantize(x, torch.tensor(2.0), f8.E4M3)
+    return casts.quantize(x, torch.tensor(2.0), f8.E4M3)
 
 
 def refused(work):
@@ -98,26 +95,26 @@ def test_a_kernel_is_loaded_before_a_capture_and_not_in_one(gpu):
 
 def test_a_capture_takes_the_tables_of_a_step_and_keeps_them(gpu):
     shards, scales = [torch.randn(70), torch.randn(33)], torch.ones(2)
-    foreach.cast(shards, scales, f8.E4M3)
+    foreach.quantize(shards, scales, f8.E4M3)
     gpu.capturing = True
-    first = foreach.cast(shards, scales, f8.E4M3)
+    first = foreach.quantize(shards, scales, f8.E4M3)
     foreach._cached.cache_clear()  # as many other tables would
-    again = foreach.cast(shards, scales, f8.E4M3)
+    again = foreach.quantize(shards, scales, f8.E4M3)
     assert first[0].data_ptr() != again[0].data_ptr()
     assert len(gpu.launched) == 3
-    assert "table" in refused(lambda: foreach.cast([x.clone() for x in shards], scales, f8.E4M3))
+    assert "table" in refused(lambda: foreach.quantize([x.clone() for x in shards], scales, f8.E4M3))
 
 
 def test_a_capture_takes_the_formats_of_a_step(gpu):
     history, scale = torch.zeros(4, 2), torch.ones(2)
-    keys, casts = torch.ones(2, dtype=torch.int32), [f8.CastRecipe(scaling="delayed", policy=te_delayed())] * 2
+    bits, recipes = torch.ones(2, dtype=torch.int32), [f8.CastRecipe(scaling="delayed", policy=te_delayed())] * 2
 
     def roll():
-        delayed_ops.roll_histories(history, keys, scale, casts)
+        delayed.roll_histories(history, bits, scale, recipes)
 
     roll()
     gpu.capturing = True
     roll()
-    delayed_ops._numerators.cache_clear()
+    delayed._numerators.cache_clear()
     assert "formats" in refused(roll)
     assert len(gpu.launched) == 2

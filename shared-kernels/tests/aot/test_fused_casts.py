@@ -35,11 +35,11 @@ from benchmarks.modelled.inductor import recording_compiled
 from benchmarks.modelled.pretended_gpu import pretend_gpu
 from benchmarks.modelled.record import Step
 import fp8_common
-from fp8_common.torch.plugin import dispatch
+from fp8_common.torch import casts
 pretend_gpu()
 step = Step()
 def program(a, b):
-    return dispatch.cast_rowwise(torch.nn.functional.silu(a) * b, fp8_common.E4M3, fp8_common.CANONICAL)
+    return casts.quantize_dynamic(torch.nn.functional.silu(a) * b, fp8_common.E4M3, fp8_common.CANONICAL, (1, 0))
 with FakeTensorMode(allow_non_fake_inputs=True), recording_compiled(step):
     a, b = (torch.empty(1024, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     torch.compile(program, fullgraph=True)(a, b)

@@ -29,8 +29,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     import fp8_common as f8
     from fp8_common.presets import te_delayed
     from fp8_common.testing import adversarial, all_bfloat16, all_float16, assert_same_bits
-    from fp8_common.torch import _foreach as foreach
-    from fp8_common.torch import _triton_backend as triton_backend
+    from fp8_common.torch import casts, delayed, foreach
     from tests.helpers import kernel_inputs as inputs
 
     globals().update(load_cases())
@@ -45,20 +44,20 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     @pytest.mark.parametrize("scale", [1.0, 0.7, 448.0, 2.0**100, 2.0**-126])
     def test_adversarial_inputs_at_many_scales(fmt, scale):
         for values in (all_bfloat16(), all_float16(), adversarial(fmt), adversarial(fmt, np.float32, scale)):
-            got = triton_backend.quantize(inputs.tensor(values), inputs.number(scale), f8.get_format(fmt))
+            got = casts.quantize(inputs.tensor(values), inputs.number(scale), f8.get_format(fmt))
             assert_same_bits(got, f8.quantize(values, np.float32(scale), fmt), fmt=fmt, source=values)
 
     @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
     def test_random_float32_patterns(fmt):
         bits = np.random.default_rng(0).integers(0, 2**32, size=1 << 24, dtype=np.uint32).view(np.float32)
-        got = triton_backend.quantize(inputs.tensor(bits), inputs.number(1), f8.get_format(fmt))
+        got = casts.quantize(inputs.tensor(bits), inputs.number(1), f8.get_format(fmt))
         assert_same_bits(got, f8.quantize(bits, np.float32(1), fmt), fmt=fmt, source=bits)
 
     def test_more_than_two_to_the_31_elements():
         x = torch.ones((1 << 31) + 7, dtype=torch.bfloat16, device="cuda")
         x[-1] = -500
-        assert triton_backend.amax_all(x).item() == 500
-        data = triton_backend.quantize(x, inputs.number(2), f8.E4M3)
+        assert casts.amax(x).item() == 500
+        data = casts.quantize(x, inputs.number(2), f8.E4M3)
         assert data[-2:].float().tolist() == [2.0, -448.0]
 
     def graphed(work):
@@ -79,14 +78,12 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
         fmax, results = torch.full((3,), 448.0, device="cuda"), {}
 
         def work():
-            results["data"], results["scale"] = triton_backend.quantize_tensorwise(x, f8.E4M3, f8.CANONICAL)
-            results["mx"], results["codes"] = triton_backend.quantize_mx(x, f8.E4M3, "rceil")
-            results["keys"] = foreach.amax_keys(shards)
-            results["parts"] = foreach.cast(shards, torch.ones(3, device="cuda"), f8.E4M3)
+            results["data"], results["scale"] = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:2]
+            results["mx"], results["codes"] = casts.quantize_mx(x, f8.E4M3, "rceil")
+            results["keys"] = foreach.amax_bits(shards)
+            results["parts"] = foreach.quantize(shards, torch.ones(3, device="cuda"), f8.E4M3)
             amax = results["keys"].view(torch.float32)
-            results["history"], results["next"], _ = triton_backend.delayed_update(
-                history, amax, scale, fmax, te_delayed()
-            )
+            results["history"], results["next"], _ = delayed.update_by_kernel(history, amax, scale, fmax, te_delayed())
 
         graph = graphed(work)
         for factor in (3.0, 0.1):
@@ -112,9 +109,9 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
 
     def test_two_hundred_shards_take_at_most_two_launches():
         shards = [torch.randn(1000 + i, device="cuda") for i in range(200)]
-        foreach.amax_keys(shards)
+        foreach.amax_bits(shards)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            foreach.amax_keys(shards)
+            foreach.amax_bits(shards)
             torch.cuda.synchronize()
         kernels = [event.name for event in profile.events() if "amax" in event.name or "fill" in event.name.lower()]
         assert 0 < len(kernels) <= 2

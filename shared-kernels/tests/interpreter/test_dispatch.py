@@ -9,22 +9,20 @@ import fp8_common as f8
 from fp8_common import Fp8UnsupportedError
 from fp8_common import torch as f8t
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import _fused_ops as fused_ops
-from fp8_common.torch import _ops as ops
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton, casts
+from fp8_common.torch._operators import policy_key
 
-POLICY = ops.policy_key(f8.CANONICAL)
+POLICY = policy_key(f8.CANONICAL)
 X = torch.linspace(-5, 7, 12 * 160).reshape(12, 160)
+FOLD = torch.linspace(1, 3, 160)
 TWO = torch.tensor(2.0)
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the kernels that were launched."""
-    names, run = [], triton_backend.run
-    monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (names.append(plan.name), run(plan, *x, **tensors))
-    )
+    names, run = [], _triton.run
+    monkeypatch.setattr(_triton, "run", lambda plan, *x, **tensors: (names.append(plan.name), run(plan, *x, **tensors)))
     return names
 
 
@@ -38,9 +36,12 @@ CALLS = {
     "128x128": (lambda x: f8t.quantize_blockwise(x, "e5m2", (128, 128)), ["block_128x128"]),
     "mx": (lambda x: f8t.quantize_mx(x, "e4m3"), ["mx"]),
     "fake": (lambda x: f8t.fake_quantize(x, TWO, "e4m3"), ["cast", "dequantize"]),
-    "tensorwise": (lambda x: fused_ops.quantize_tensorwise(x, "e4m3", POLICY), ["amax", "cast"]),
-    "with amax": (lambda x: fused_ops.quantize_with_amax(x, TWO, "e4m3"), ["cast"]),
-    "folded": (lambda x: fused_ops.quantize_folded(x, torch.linspace(1, 3, 160), "e4m3", POLICY), ["rowwise"]),
+    "tensorwise": (lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:3], ["amax", "cast"]),
+    "with amax": (lambda x: casts.quantize_with_amax(x, TWO, f8.E4M3)[:2], ["cast"]),
+    "folded": (
+        lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=torch.linspace(1, 3, 160))[:3],
+        ["rowwise"],
+    ),
     "columns": (lambda x: f8t.quantize_rowwise(x, "e4m3", axis=0), []),
     "a scale per row": (lambda x: f8t.quantize(x, torch.ones(12, 1), "e4m3"), []),
     "fnuz": (lambda x: f8t.quantize(x, TWO, "e4m3fnuz"), []),
@@ -63,7 +64,8 @@ def test_kernels_are_launched_and_equal_the_references(name, launched, monkeypat
 
 def test_opcheck_with_kernels():
     opcheck(torch.ops.fp8_common.quantize.default, (X, TWO, "e4m3"))
-    opcheck(torch.ops.fp8_common.quantize_tensorwise.default, (X, "e4m3", POLICY))
+    for block in ([], [1, 0], [1, 128]):
+        opcheck(torch.ops.fp8_common.quantize_dynamic.default, (X, None, None, "e4m3", POLICY, block))
 
 
 def test_compiled_code_launches_the_same_kernels(launched):
@@ -81,7 +83,7 @@ def test_fake_tensors_launch_nothing(launched):
 
 
 def test_a_gpu_without_fp8_is_refused_only_on_demand(monkeypatch):
-    monkeypatch.setattr(triton_backend, "_obstacle", lambda device: "compute capability 8.0 has no FP8 conversion")
+    monkeypatch.setattr(_triton, "_obstacle", lambda device: "compute capability 8.0 has no FP8 conversion")
     with pytest.raises(Fp8UnsupportedError, match=r"FP8_COMMON_BACKEND=triton, but compute capability 8\.0"):
         f8t.quantize(X, TWO, "e4m3")
     monkeypatch.setenv("FP8_COMMON_BACKEND", "auto")

@@ -5,8 +5,8 @@ import pytest
 
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch import _triton_groups as triton_groups
+from fp8_common.torch import casts
+from fp8_common.torch.linear import segments
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SEED, calm, planted, tensor
 
 # rows of the groups: empty ones at the start, in the middle and at the end, several in a tile, and rows of no group
@@ -28,12 +28,12 @@ def group_of_rows(name, rows):
 )
 def test_groups_of_rows_are_cast_with_scales_of_their_own(dtype, fmt, shape, name, columns):
     x, (ends, group) = planted(shape, dtype, fmt), group_of_rows(name, shape[0])
-    found = triton_groups.group_amax(tensor(x), tensor(group), len(ends), columns=columns)
+    found = segments.segment_amax(tensor(x), tensor(group), len(ends), per_column=columns)
     starts, axis = [0, *ends[:-1]], 0 if columns else None
     expected = np.stack([f8.amax(x[start:end], axis=axis) for start, end in zip(starts, ends, strict=True)])
     assert_same_bits(found, expected)
     scale, inside = f8.amax_to_scale(expected, fmt), x[: ends[-1]]  # other rows are not written
-    codes = triton_groups.group_cast(tensor(x), tensor(group), tensor(scale), f8.get_format(fmt))
+    codes = segments.segment_quantize(tensor(x), tensor(group), tensor(scale), f8.get_format(fmt), None)
     of_rows = scale[group[: ends[-1]]]
     expected = f8.quantize(inside, of_rows if columns else of_rows[:, None], fmt)
     assert_same_bits(codes[: ends[-1]], expected, fmt=fmt, source=inside)
@@ -43,7 +43,7 @@ def test_groups_of_rows_are_cast_with_scales_of_their_own(dtype, fmt, shape, nam
 def test_rows_are_cast_with_the_fold_of_their_group(dtype, shape, name):
     x, (ends, group) = planted(shape, dtype, "e4m3"), group_of_rows(name, shape[0])
     folds = np.abs(calm((len(ends) + 1, shape[1]), "float32")) + np.float32(0.1)
-    made = triton_backend.cast_rowwise(tensor(x), tensor(folds), f8.E4M3, f8.CANONICAL, tensor(group))
+    made = casts.quantize_dynamic(tensor(x), f8.E4M3, f8.CANONICAL, (1, 0), fold=tensor(folds), groups=tensor(group))
     with np.errstate(all="ignore"):
         want = f8.quantize_rowwise(x.astype(np.float32) * folds[group], "e4m3")
     assert_same_bits(made.scale, want.scale)
@@ -57,7 +57,7 @@ def test_rows_are_turned_in_the_order_of_an_index(shape, p):
     q = rng.integers(0, 256, shape, dtype=np.uint8)
     source = rng.integers(-1, shape[0], p, dtype=np.int32)
     expected = np.where(source[:, None] >= 0, q[source], 0).T
-    assert_same_bits(triton_groups.turn_rows(tensor(q), tensor(source)), np.ascontiguousarray(expected))
+    assert_same_bits(segments.transposed_rows(tensor(q), tensor(source)), np.ascontiguousarray(expected))
 
 
 @pytest.mark.matrix(dtype=list(DTYPES), shape=[(300, 517), (7, 3, 5), (4, 1, 1024)])
@@ -65,5 +65,5 @@ def test_rows_that_are_not_kept_become_zero(dtype, shape):
     y, keep = planted(shape, dtype, "e4m3"), np.random.default_rng(SEED).random(shape[0]) < 0.5
     expected = y.copy()
     expected[~keep] = 0
-    cleared = triton_groups.clear_rows(tensor(y), tensor(keep))
+    cleared = segments.zero_rows(tensor(y), tensor(keep))
     assert_same_bits(cleared, expected)

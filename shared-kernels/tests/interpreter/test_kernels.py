@@ -7,15 +7,15 @@ import torch
 import fp8_common as f8
 from fp8_common.testing import adversarial_amax, all_bfloat16, all_float16, assert_same_bits
 from fp8_common.testing.arrays import as_numpy
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._quantize import Cast
+from fp8_common.torch import casts, decoding
+from fp8_common.torch._operators import policy_key
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SHAPES, calm, every_input, number, planted, tensor
 
 
 @every_input
 def test_amax(dtype, fmt, shape):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        assert_same_bits(triton_backend.amax_all(tensor(x)), f8.amax(x), source=None)
+        assert_same_bits(casts.amax(tensor(x)), f8.amax(x), source=None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -23,28 +23,28 @@ def test_amax(dtype, fmt, shape):
 def test_amax_keeps_a_nan_wherever_it_is(dtype, where):
     x = np.ones(10000, DTYPES[dtype])
     x[5], x[where] = np.inf, np.nan
-    assert np.isnan(triton_backend.amax_all(tensor(x)).item())
+    assert np.isnan(casts.amax(tensor(x)).item())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_nan_on_either_of_two_ranks_reaches_the_common_amax(rank):
     shards = [np.ones(300, np.float32), np.full(300, 2, np.float32)]
     shards[rank][7] = np.nan
-    keys = [triton_backend.amax_key(tensor(shard)) for shard in shards]
-    assert torch.maximum(*keys).view(torch.float32).isnan().all()
+    bits = [casts.amax(tensor(shard)).view(torch.int32) for shard in shards]
+    assert torch.maximum(*bits).view(torch.float32).isnan().all()
 
 
 @every_input
 def test_cast(dtype, fmt, shape):
     x, scale = planted(shape, dtype, fmt), np.float32(11.3)
-    got = triton_backend.quantize(tensor(x), number(scale), f8.get_format(fmt))
+    got = casts.quantize(tensor(x), number(scale), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
 
 
 @every_input
 def test_cast_with_amax(dtype, fmt, shape):
     x, scale = planted(shape, dtype, fmt), np.float32(0.37)
-    got, amax = triton_backend.quantize_with_amax(tensor(x), number(scale), f8.get_format(fmt))
+    got, amax, _ = casts.quantize_with_amax(tensor(x), number(scale), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
     assert_same_bits(amax, f8.amax(x))
 
@@ -52,7 +52,7 @@ def test_cast_with_amax(dtype, fmt, shape):
 @every_input
 def test_dynamic_tensorwise_in_two_launches(dtype, fmt, shape):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        got, scale = triton_backend.quantize_tensorwise(tensor(x), f8.get_format(fmt), f8.CANONICAL)
+        got, scale = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), f8.CANONICAL)[:2]
         want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
         assert_same_bits(scale, want)
         assert_same_bits(got, f8.quantize(x, want, fmt), fmt=fmt, source=x)
@@ -64,46 +64,37 @@ def test_dynamic_casts_that_write_both_ways_and_the_scale_back(dtype, fmt, shape
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         want = f8.amax_to_scale(f8.amax(x), fmt) if x.size else np.float32(1)
         codes = f8.quantize(x, want, fmt)
-        for made in (
-            triton_backend.cast_tensorwise(tensor(x), form, f8.CANONICAL, both=True),
-            Cast(
-                *(
-                    triton_backend.cast_by_amax(tensor(x), number(f8.amax(x)), form, f8.CANONICAL)[i]
-                    for i in (0, 2, 3, 1)
-                )
-            ),
-        ):
-            assert_same_bits(made.scale, want)
-            assert_same_bits(made.scale_inv, f8.reciprocal(want))
-            assert_same_bits(made.codes, codes, fmt=fmt, source=x)
-            assert_same_bits(made.turned, codes.T, fmt=fmt, source=x.T)
+        made = casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, both=True)
+        by_amax = casts.quantize_transposed_op(tensor(x), number(f8.amax(x)), fmt, policy_key(f8.CANONICAL))
+        for got, transposed, *scales in (made.codes, made.by_columns.codes, *made[1:3]), by_amax:
+            assert_same_bits(scales[0], want)
+            assert_same_bits(scales[1], f8.reciprocal(want))
+            assert_same_bits(got, codes, fmt=fmt, source=x)
+            assert_same_bits(transposed, codes.T, fmt=fmt, source=x.T)
 
 
 @every_input
 def test_a_given_scale_both_ways_and_the_amax(dtype, fmt, shape):
     x, scale = planted(shape, dtype, fmt), np.float32(0.37)
-    got, amax, turned = triton_backend.cast_with_amax(tensor(x), number(scale), f8.get_format(fmt), both=True)
+    got, amax, transposed = casts.quantize_with_amax(tensor(x), number(scale), f8.get_format(fmt), both=True)
     want = f8.quantize(x, scale, fmt)
     assert_same_bits(amax, f8.amax(x))
     assert_same_bits(got, want, fmt=fmt, source=x)
-    assert_same_bits(turned, want.T, fmt=fmt, source=x.T)
+    assert_same_bits(transposed, want.T, fmt=fmt, source=x.T)
 
 
 @pytest.mark.parametrize("block", [None, (1, 128), (128, 128)])
 @pytest.mark.parametrize("columns", [517, 17000])
 def test_scales_back_of_rows_and_blocks(block, columns):
     x = calm((130, columns) if block else (3, columns), "bfloat16")
-    if block is None:
-        made = triton_backend.cast_rowwise(tensor(x), None, f8.E4M3, f8.CANONICAL)
-    else:
-        made = triton_backend.cast_blockwise(tensor(x), f8.E4M3, block, f8.CANONICAL)
+    made = casts.quantize_dynamic(tensor(x), f8.E4M3, f8.CANONICAL, block or (1, 0))
     assert_same_bits(made.scale_inv, f8.reciprocal(as_numpy(made.scale)))
 
 
 @every_input
 def test_rowwise(dtype, fmt, shape):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        got = triton_backend.quantize_rowwise(tensor(x), f8.get_format(fmt), -1, f8.CANONICAL)
+        got = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), f8.CANONICAL, (1, 0))
         want = f8.quantize_rowwise(x, fmt)
         assert_same_bits(got[1], want.scale)
         assert_same_bits(got[0], want.data, fmt=fmt, source=x)
@@ -114,7 +105,7 @@ def test_rowwise(dtype, fmt, shape):
 def test_long_rows(dtype, columns):
     x = planted((3, columns), dtype, "e4m3")
     x[1:] = calm((2, columns), dtype)
-    got = triton_backend.quantize_rowwise(tensor(x), f8.E4M3, -1, f8.CANONICAL)
+    got = casts.quantize_dynamic(tensor(x), f8.E4M3, f8.CANONICAL, (1, 0))
     want = f8.quantize_rowwise(x, "e4m3")
     assert_same_bits(got[1], want.scale)
     assert_same_bits(got[0], want.data, fmt="e4m3", source=x)
@@ -123,7 +114,7 @@ def test_long_rows(dtype, columns):
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=[(5, 7), (300, 517), (3, 17000)])
 def test_rows_folded_into_the_gradient(dtype, fmt, shape):
     x, fold = calm(shape, dtype), np.exp2(np.random.default_rng(1).uniform(-9, 9, shape[1])).astype(np.float32)
-    got = triton_backend.quantize_folded(tensor(x), tensor(fold), f8.get_format(fmt), f8.CANONICAL)
+    got = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), f8.CANONICAL, (1, 0), fold=tensor(fold))
     want = f8.quantize_rowwise(x.astype(np.float32) * fold, fmt)
     assert_same_bits(got[1], want.scale)
     assert_same_bits(got[0], want.data, fmt=fmt, source=x)
@@ -133,11 +124,10 @@ def test_rows_folded_into_the_gradient(dtype, fmt, shape):
 def test_rows_and_columns_from_two_reads(dtype, fmt, shape, folded):
     fold = np.exp2(np.random.default_rng(1).uniform(-9, 9, shape[1])).astype(np.float32) if folded else None
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        made = triton_backend.cast_both(
-            tensor(x), None if fold is None else tensor(fold), f8.get_format(fmt), f8.CANONICAL
-        )
+        folds = None if fold is None else tensor(fold)
+        made = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), f8.CANONICAL, (1, 0), fold=folds, both=True)
         rows = x if fold is None else x.astype(np.float32) * fold
-        for got, source in zip(made, (rows, np.ascontiguousarray(x.T)), strict=True):
+        for got, source in ((made, rows), (made.by_columns, np.ascontiguousarray(x.T))):
             want = f8.quantize_rowwise(source, fmt)
             assert_same_bits(got.scale, want.scale)
             assert_same_bits(got.scale_inv, f8.reciprocal(want.scale))
@@ -148,22 +138,22 @@ def test_rows_and_columns_from_two_reads(dtype, fmt, shape, folded):
 def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         form, block = f8.get_format(fmt), (rows, 128)
-        got = triton_backend.quantize_blockwise(tensor(x), form, block, f8.CANONICAL)
+        got = casts.quantize_dynamic(tensor(x), form, f8.CANONICAL, block)[:2]
         want = f8.quantize_blockwise(x, fmt, block)
         assert_same_bits(got[1], want.scale)
         assert_same_bits(got[0], want.data, fmt=fmt, source=x)
-        back = triton_backend.dequantize_blockwise(*got, form, block, getattr(torch, dtype))
+        back = decoding.dequantize(*got, form, getattr(torch, dtype), block)
         assert_same_bits(back, f8.dequantize_blockwise(*want, fmt, block, DTYPES[dtype]))
 
 
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=["floor", "ceil", "even", "rceil"])
 def test_mx_and_the_way_back(dtype, fmt, shape, mode):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
-        data, codes = triton_backend.quantize_mx(tensor(x), f8.get_format(fmt), mode)
+        data, codes = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode)
         want = f8.quantize_mx(x, fmt, mode)
         assert_same_bits(codes, want.scale, fmt="e8m0")
         assert_same_bits(data, want.data, fmt=fmt, source=x)
-        back = triton_backend.dequantize_mx(data, codes, f8.get_format(fmt), getattr(torch, dtype))
+        back = decoding.dequantize_mx(data, codes, f8.get_format(fmt), getattr(torch, dtype))
         assert_same_bits(back, f8.dequantize_mx(*want, fmt, DTYPES[dtype]))
 
 
@@ -171,7 +161,7 @@ def test_mx_and_the_way_back(dtype, fmt, shape, mode):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_mx_codes_of_every_kind_of_amax(fmt, mode):
     x = np.repeat(adversarial_amax(), 32).reshape(-1, 32)
-    data, codes = triton_backend.quantize_mx(tensor(x), f8.get_format(fmt), mode)
+    data, codes = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode)
     want = f8.quantize_mx(x, fmt, mode)
     assert_same_bits(codes, want.scale, fmt="e8m0")
     assert_same_bits(data, want.data, fmt=fmt, source=x)
@@ -180,8 +170,8 @@ def test_mx_codes_of_every_kind_of_amax(fmt, mode):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("x", [all_bfloat16(), all_float16()], ids=["bfloat16", "float16"])
 def test_every_16_bit_value_there_and_every_code_back(fmt, x):
-    got = triton_backend.quantize(tensor(x), number(1.0), f8.get_format(fmt))
+    got = casts.quantize(tensor(x), number(1.0), f8.get_format(fmt))
     assert_same_bits(got, f8.quantize(x, np.float32(1), fmt), fmt=fmt, source=x)
     codes = np.arange(256, dtype=np.uint8)
-    back = triton_backend.dequantize(tensor(codes), number(3.0), f8.get_format(fmt), torch.float32)
+    back = decoding.dequantize(tensor(codes), number(3.0), f8.get_format(fmt), torch.float32)
     assert_same_bits(back, f8.dequantize(codes, np.float32(3), fmt))

@@ -7,7 +7,8 @@ import torch
 import fp8_common as f8
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial_amax, assert_same_bits
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import casts, delayed
+from fp8_common.torch._operators import policy_key
 from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import FORMATS, SEED, number, tensor
 
@@ -15,7 +16,7 @@ from tests.helpers.kernel_inputs import FORMATS, SEED, number, tensor
 @pytest.mark.parametrize("policy", [f8.CANONICAL, te_delayed(), te_current(), torchao(), flax(), msamp(), deepgemm()])
 def test_scales_of_amax(policy):
     amax = adversarial_amax()
-    scale, inverse = triton_backend.scales_of_amax(tensor(amax), f8.E4M3, policy)
+    scale, inverse = casts.scales_op(tensor(amax), None, "e4m3", policy_key(policy))
     want = f8.amax_to_scale(amax, "e4m3", policy)
     assert_same_bits(scale, want, source=amax)
     assert_same_bits(inverse, f8.reciprocal(want), source=amax)
@@ -35,7 +36,7 @@ MIXED_ANSWERS = [
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_policy_on_every_kind_of_amax(fmt, policy):
     x = adversarial_amax()[:, None]
-    got = triton_backend.quantize_rowwise(tensor(x), f8.get_format(fmt), -1, policy)
+    got = casts.quantize_dynamic(tensor(x), f8.get_format(fmt), policy, (1, 0))
     want = f8.quantize_rowwise(x, fmt, policy=policy)
     assert_same_bits(got[1], want.scale, source=x)
     assert_same_bits(got[0], want.data, fmt=fmt, source=x)
@@ -48,7 +49,7 @@ def test_a_delayed_scale_in_use(amax, late, known):
     own = None if known is None else tensor(np.int32(-1) if known == -1 else np.float32(known).view(np.int32))
     scale = number(11.3)
     flag = None if late is None else torch.tensor(late, device=kernel_inputs.DEVICE)
-    current, inverse = triton_backend.delayed_current(scale, flag, own, number(amax))
+    current, inverse = delayed.current(scale, flag, own, number(amax))
     want = np.float32(np.nan if late else 11.3)
     assert_same_bits(current, want)
     assert_same_bits(inverse, f8.reciprocal(want))
@@ -68,7 +69,7 @@ def test_delayed_update_of_all_tensors_at_once(algo, length):
     history[:, 3], observed[3:8] = 0, [0, np.inf, np.nan, 1e-40, 1e30]
     scale = (rng.random(37) + 0.5).astype(np.float32)
     fmax = np.array([kinds[i % 2].max for i in range(37)], np.float32)
-    new_history, new_scale, inverse = triton_backend.delayed_update(
+    new_history, new_scale, inverse = delayed.update_by_kernel(
         tensor(history), tensor(observed), tensor(scale), tensor(fmax), policy
     )
     want_history, amax = f8.update_history(history, observed, algo)

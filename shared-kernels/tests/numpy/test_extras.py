@@ -24,7 +24,7 @@ def without(monkeypatch):
     ("module", "needed", "extra"),
     [
         ("fp8_common.torch", "torch", "torch"),
-        ("fp8_common.torch._quantize", "torch", "torch"),
+        ("fp8_common.torch.casts", "torch", "torch"),
         ("fp8_common.jax", "jax", "jax"),
     ],
 )

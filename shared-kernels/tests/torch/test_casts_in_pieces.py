@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fp8_common import POWER_OF_2, get_format
-from fp8_common.torch import _quantize as casts
+from fp8_common.torch import rounding
+from fp8_common.torch.casts import quantize_dynamic
 
 FMT = get_format("e4m3")
 SHAPES = [(1000,), (37, 64), (3, 50, 8), (2, 4, 5, 16)]
@@ -13,14 +14,14 @@ SHAPES = [(1000,), (37, 64), (3, 50, 8), (2, 4, 5, 16)]
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Casts of 100 elements and more are cut; returns the numbers of pieces that were asked for."""
-    monkeypatch.setattr(casts, "PIECE", 50 // torch.get_num_threads() or 1)
-    asked, count = [], casts._pieces
+    monkeypatch.setattr(rounding, "PIECE", 50 // torch.get_num_threads() or 1)
+    asked, count = [], rounding._pieces
 
     def counted(x, scale):
         asked.append(count(x, scale))
         return asked[-1]
 
-    monkeypatch.setattr(casts, "_pieces", counted)
+    monkeypatch.setattr(rounding, "_pieces", counted)
     return asked
 
 
@@ -43,11 +44,11 @@ def test_pieces_have_the_codes_of_the_whole(in_pieces, shape, dtype, rows, known
         x = x.nan_to_num(posinf=9.0, neginf=-9.0)
     scale = torch.rand(shape[0], *(1 for _ in shape[1:])) * 100 if rows else torch.tensor(30.0)
     amax = x.float().abs().max()
-    found = casts.quantize(x, scale, FMT, amax)
+    found = rounding.quantize(x, scale, FMT, amax)
     assert in_pieces[-1] > 1
     # one element after the other is the definition
     flat, scales = x.reshape(-1), scale.expand(shape).reshape(-1)
-    wanted = torch.cat([casts.quantize(one, own, FMT) for one, own in zip(flat.split(1), scales, strict=True)])
+    wanted = torch.cat([rounding.quantize(one, own, FMT) for one, own in zip(flat.split(1), scales, strict=True)])
     assert in_pieces[-1] < 2
     assert torch.equal(bits(found), bits(wanted.view(shape)))
     assert found.stride() == x.stride()
@@ -56,10 +57,10 @@ def test_pieces_have_the_codes_of_the_whole(in_pieces, shape, dtype, rows, known
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (16, 8)])
 def test_blocks_of_pieces_keep_their_scales(in_pieces, monkeypatch, block):
     x = values((256, 384), torch.bfloat16).nan_to_num(posinf=9.0)
-    found = casts.quantize_blockwise(x, FMT, block, POWER_OF_2)
+    found = quantize_dynamic(x, FMT, POWER_OF_2, block)[:2]
     assert in_pieces[-1] > 1
-    monkeypatch.setattr(casts, "PIECE", 2**40)
-    for actual, wanted in zip(found, casts.quantize_blockwise(x, FMT, block, POWER_OF_2), strict=True):
+    monkeypatch.setattr(rounding, "PIECE", 2**40)
+    for actual, wanted in zip(found, quantize_dynamic(x, FMT, POWER_OF_2, block)[:2], strict=True):
         assert torch.equal(bits(actual), bits(wanted))
 
 
@@ -76,10 +77,10 @@ def test_blocks_of_pieces_keep_their_scales(in_pieces, monkeypatch, block):
 )
 def test_others_are_cast_as_a_whole(in_pieces, x):
     scale = torch.tensor(2.0, device=x.device)
-    assert casts.quantize(x, scale, FMT).stride() == x.stride()
+    assert rounding.quantize(x, scale, FMT).stride() == x.stride()
     assert max(in_pieces) < 2
 
 
 def test_a_scale_that_widens_the_result_is_cast_as_a_whole(in_pieces):
-    assert casts.quantize(torch.ones(200, 1), torch.ones(200, 3), FMT).shape == (200, 3)
+    assert rounding.quantize(torch.ones(200, 1), torch.ones(200, 3), FMT).shape == (200, 3)
     assert max(in_pieces) < 2

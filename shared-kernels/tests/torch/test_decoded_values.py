@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common.torch._rounding import values
+from fp8_common.torch.rounding import values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,11 +6,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import _delayed_ops as delayed_ops
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch import _ops as ops
+from fp8_common.torch import casts, decoding, delayed
 from fp8_common.torch._compat import FakeTensor
-from fp8_common.torch._rounding import pairs_table, values_table
+from fp8_common.torch._operators import policy_key
+from fp8_common.torch.rounding import pairs_table, values_table
 
 ROWS, COLUMNS = 8, 128
 
@@ -29,33 +28,33 @@ def two(device):
 
 def update(device):
     some = torch.ones(2, device=device)
-    window, key = torch.ones(3, 2, device=device), ops.policy_key(f8.presets.te_delayed())
-    return delayed_ops.delayed_update(window, some, some, "e4m3,e5m2", key)
+    window, key = torch.ones(3, 2, device=device), policy_key(f8.presets.te_delayed())
+    return delayed.delayed_update_op(window, some, some, "e4m3,e5m2", key)
 
 
 CALLS = {
-    "amax": lambda d: dispatch.amax(given(d)),
-    "quantize": lambda d: dispatch.quantize(given(d), two(d), f8.E4M3),
-    "tensorwise": lambda d: dispatch.cast_tensorwise(given(d), f8.E4M3, f8.CANONICAL)[:3],
-    "with amax": lambda d: dispatch.cast_with_amax(given(d), two(d), f8.E4M3)[:2],
-    "rowwise": lambda d: dispatch.cast_rowwise(given(d), f8.E5M2, f8.CANONICAL)[:3],
-    "blockwise": lambda d: dispatch.cast_blockwise(given(d), f8.E4M3, (1, 128), f8.CANONICAL)[:3],
-    "folded": lambda d: dispatch.cast_rowwise(given(d), f8.E4M3, f8.CANONICAL, given(d)[0])[:3],
-    "values": lambda d: dispatch.values(codes(d), f8.E4M3),
-    "values in bfloat16": lambda d: dispatch.values(codes(d), f8.E5M2, torch.bfloat16),
-    "dequantize": lambda d: dispatch.dequantize(codes(d), two(d), f8.E4M3, torch.float16),
+    "amax": lambda d: casts.amax(given(d)),
+    "quantize": lambda d: casts.quantize(given(d), two(d), f8.E4M3),
+    "tensorwise": lambda d: casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL)[:3],
+    "with amax": lambda d: casts.quantize_with_amax(given(d), two(d), f8.E4M3)[:2],
+    "rowwise": lambda d: casts.quantize_dynamic(given(d), f8.E5M2, f8.CANONICAL, (1, 0))[:3],
+    "blockwise": lambda d: casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL, (1, 128))[:3],
+    "folded": lambda d: casts.quantize_dynamic(given(d), f8.E4M3, f8.CANONICAL, (1, 0), fold=given(d)[0])[:3],
+    "values": lambda d: decoding.values(codes(d), f8.E4M3),
+    "values in bfloat16": lambda d: decoding.values(codes(d), f8.E5M2, torch.bfloat16),
+    "dequantize": lambda d: decoding.dequantize(codes(d), two(d), f8.E4M3, torch.float16),
     "delayed update": update,
 }
 
 
 def outputs(found):
-    return found if isinstance(found, tuple) else (found,)
+    return found if isinstance(found, tuple | list) else (found,)
 
 
 @pytest.mark.parametrize("tables", ["none yet", "kept"])
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name, tables):
-    for kept in (values_table, pairs_table, delayed_ops._has_format, delayed_ops._numerators):
+    for kept in (values_table, pairs_table, delayed._has_format, delayed._numerators):
         kept.cache_clear()
     want = None
     if tables == "kept":
@@ -73,7 +72,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name
 @pytest.mark.parametrize("name", CALLS)
 def test_a_default_device_decides_nothing(name):
     want = outputs(CALLS[name]("cpu"))
-    for kept in (values_table, pairs_table, delayed_ops._has_format, delayed_ops._numerators):
+    for kept in (values_table, pairs_table, delayed._has_format, delayed._numerators):
         kept.cache_clear()
     with torch.device("meta"):
         found = outputs(CALLS[name]("cpu"))
@@ -87,4 +86,4 @@ def test_nothing_is_launched_on_fake_tensors_of_a_gpu_that_may_not_be_there(monk
     monkeypatch.setenv("FP8_COMMON_BACKEND", backend)
     with FakeTensorMode():
         x = torch.empty(ROWS, device="cuda", dtype=torch.bfloat16)
-        assert dispatch.quantize(x, torch.empty((), device="cuda"), f8.E4M3).device.type == "cuda"
+        assert casts.quantize(x, torch.empty((), device="cuda"), f8.E4M3).device.type == "cuda"

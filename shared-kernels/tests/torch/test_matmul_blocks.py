@@ -6,13 +6,13 @@ import torch
 from fp8_common import CANONICAL, get_format
 from fp8_common._hardware import Device, product_path
 from fp8_common._machine import parse_version
-from fp8_common.torch._quantize import expand_blocks
+from fp8_common.torch import casts
+from fp8_common.torch.blocks import expand_blocks
 from fp8_common.torch.linear import function, matmul
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.matmul import MatmulOptions
 from fp8_common.torch.linear.operand import Operand
-from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
 THIN, SQUARE = (1, 128), (128, 128)
@@ -20,8 +20,8 @@ THIN, SQUARE = (1, 128), (128, 128)
 
 def operand(rows, columns, block):
     x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
-    codes, scale = dispatch.cast_blockwise(x, get_format("e4m3"), block, CANONICAL)[:2]
-    return Operand(codes, dispatch.reciprocal(scale), get_format("e4m3"), block)
+    codes, scale = casts.quantize_dynamic(x, get_format("e4m3"), CANONICAL, block)[:2]
+    return Operand(codes, casts.reciprocal(scale), get_format("e4m3"), block)
 
 
 def decoded(codes, inverse):

@@ -1,6 +1,7 @@
 """The torch operators: they equal NumPy, pass opcheck, and behave under torch.compile, autograd and fake tensors."""
 
 import dataclasses
+import re
 
 import ml_dtypes
 import numpy as np
@@ -10,18 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import fp8_common as f8
+import fp8_common.torch.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial, assert_same_bits
 from fp8_common.testing.arrays import as_numpy
-from fp8_common.torch import _delayed_ops as delayed_ops
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch import _foreach as foreach
-from fp8_common.torch import _fused_ops as fused_ops
-from fp8_common.torch import _ops as ops
-from fp8_common.torch.linear import grouped_matmul
+from fp8_common.torch import casts, decoding, delayed, foreach
+from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key
 
-POLICY = ops.policy_key(f8.CANONICAL)
+POLICY = policy_key(f8.CANONICAL)
 X = torch.linspace(-3, 3, 4 * 40).reshape(4, 40)
 ONE = torch.tensor(2.0)
 CODES = f8t.quantize(X, ONE, "e4m3").view(torch.uint8)
@@ -32,34 +30,28 @@ WEIGHTS = f8t.quantize(torch.linspace(-2, 2, 2 * 8 * 40).reshape(2, 8, 40), ONE,
 EMULATED = [True, False, False, False]
 
 OPERATORS = {
-    "amax": (X, None, False),
-    "amax_over_rows": (X, [-1], True),
-    "amax_to_scale": (X.abs(), None, "e4m3", POLICY),
-    "amax_to_scale_with_prev": (X.abs(), ONE, "e4m3", POLICY),
-    "amax_to_scale_inv": (X.abs(), None, "e4m3", POLICY),
-    "amax_to_e8m0": (X.abs(), "e4m3", "floor"),
-    "quantize": (X, ONE, "e4m3"),
-    "quantize_stochastic": (X, ONE, BITS, "e5m2"),
-    "decode": (CODES, "e4m3"),
-    "values": (CODES, "e4m3", torch.bfloat16),
+    "amax": (X,),
+    "scales": (X.abs(), None, "e4m3", POLICY),
+    "scales_with_prev": (X.abs(), ONE, "e4m3", POLICY),
     "reciprocal": (ONE,),
-    "dequantize": (CODES, ONE, "e4m3", torch.bfloat16),
-    "fake_quantize": (X.clone().requires_grad_(), ONE, "e4m3"),
-    "quantize_rowwise": (X, "e4m3", -1, POLICY),
-    "quantize_blockwise": (X, "e4m3", 1, 128, POLICY),
-    "dequantize_blockwise": (CODES, torch.ones(4, 1), "e4m3", 1, 128, torch.float32),
-    "quantize_mx": (X, "e4m3", "rceil"),
-    "dequantize_mx": (CODES, torch.full((4, 2), 127, dtype=torch.uint8), "e4m3", torch.float32),
-    "update_history": (torch.zeros(3, 2), torch.ones(2), "max"),
-    "quantize_tensorwise": (X, "e4m3", POLICY),
+    "quantize": (X, ONE, "e4m3"),
     "quantize_with_amax": (X, ONE, "e4m3"),
-    "quantize_folded": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
-    "scales_of_amax": (X.abs(), "e4m3", POLICY),
-    "cast_by_amax": (X, X.abs().max(), "e4m3", POLICY),
+    "quantize_dynamic": (X, None, None, "e4m3", POLICY, []),
+    "quantize_dynamic_of_rows": (X, None, None, "e4m3", POLICY, [1, 0]),
+    "quantize_dynamic_of_columns": (X, None, None, "e4m3", POLICY, [0, 1]),
+    "quantize_dynamic_of_blocks": (X, None, None, "e4m3", POLICY, [1, 128]),
+    "quantize_dynamic_of_folded_rows": (X, torch.linspace(0.5, 2, 40), None, "e4m3", POLICY, [1, 0]),
+    "quantize_dynamic_of_groups": (X, X.abs() + 1, BITS[0, :4], "e4m3", POLICY, [1, 0]),
+    "quantize_transposed": (X, X.abs().max(), "e4m3", POLICY),
+    "quantize_mx": (X, "e4m3", "rceil"),
+    "decode": (CODES, None, "e4m3", torch.bfloat16, []),
+    "decode_with_a_scale": (CODES, ONE, "e4m3", torch.bfloat16, []),
+    "decode_of_blocks": (CODES, torch.ones(4, 1), "e4m3", torch.float32, [1, 128]),
+    "decode_of_mx": (CODES, torch.full((4, 2), 127, dtype=torch.uint8), "e4m3", torch.float32, [1, 32]),
     "foreach_amax": ([X, X[:1, :3], X[:0]],),
-    "foreach_cast": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
-    "amax_by_segment": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
-    "zero_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
+    "foreach_quantize": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
+    "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
+    "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
     "grouped_matmul": (
         *(CODES, torch.ones(2), "e4m3", []),
         *(WEIGHTS, torch.ones(2), "e4m3", []),
@@ -71,14 +63,13 @@ OPERATORS = {
         *(GROUPS, True, torch.float32, EMULATED),
     ),
     "grouped_matmul_wide": (X, X[:, :16], GROUPS),
-    "delayed_update": (torch.ones(3, 2), torch.ones(2), torch.ones(2), "e4m3,e5m2", ops.policy_key(te_delayed())),
+    "delayed_update": (torch.ones(3, 2), torch.ones(2), torch.ones(2), "e4m3,e5m2", policy_key(te_delayed())),
 }
 
 
 def operator_of(case):
     """Return the operator's name: variants carry a suffix."""
-    case = case.removesuffix("_without_state")
-    return case.removesuffix("_over_rows").removesuffix("_with_prev").removesuffix("_between_rows")
+    return re.sub("_(over|of|with_a|with_prev|between)(_.*)?$", "", case) if case != "quantize_with_amax" else case
 
 
 @pytest.mark.parametrize("case", OPERATORS)
@@ -88,7 +79,7 @@ def test_opcheck(case):
 
 
 def test_every_operator_is_checked():
-    assert fused_ops.NAMESPACE == grouped_matmul.NAMESPACE == "fp8_common"
+    assert NAMESPACE == "fp8_common"
     defined = {
         name.removeprefix("fp8_common::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -112,10 +103,10 @@ def test_quantize_equals_numpy(fmt, dtype):
 def test_lists_of_tensors_equal_numpy_one_by_one():
     shards = [torch.randn(3, 5), torch.randn(0, 5), torch.randn(17, dtype=torch.bfloat16), X.t()]
     shards[0][0, 0] = torch.nan
-    keys = foreach.amax_keys(shards)
+    keys = foreach.amax_bits(shards)
     assert_same_bits(keys.view(torch.float32), np.stack([f8.amax(as_numpy(x)) for x in shards]))
     scales = torch.tensor([1.0, 3.0, 0.7, 100.0])
-    for got, x, scale in zip(foreach.cast(shards, scales, f8.E5M2), shards, scales.numpy(), strict=True):
+    for got, x, scale in zip(foreach.quantize(shards, scales, f8.E5M2), shards, scales.numpy(), strict=True):
         assert_same_bits(got, f8.quantize(as_numpy(x), scale, "e5m2"), fmt="e5m2")
 
 
@@ -124,19 +115,19 @@ def test_delayed_update_equals_numpy_tensor_by_tensor(algo):
     rng, policy, names = np.random.default_rng(0), te_delayed(algo=algo, margin=1), ["e4m3", "e5m2", "e5m2", "e4m3"]
     history, scale = rng.random((3, 4), np.float32), rng.random(4, np.float32)
     observed = np.array([5.0, np.inf, np.nan, 0.0], np.float32)
-    got = delayed_ops.delayed_update(
-        *map(torch.from_numpy, (history, observed, scale)), ",".join(names), ops.policy_key(policy)
+    got = delayed.delayed_update_op(
+        *map(torch.from_numpy, (history, observed, scale)), ",".join(names), policy_key(policy)
     )
     window, amax = f8.update_history(history, observed, algo)
     want = np.array([f8.amax_to_scale(a, n, policy, s) for a, n, s in zip(amax, names, scale, strict=True)])
-    for result, definition in zip(got, (window, want, f8.reciprocal(want)), strict=True):
+    for result, definition in zip(got, (window, want), strict=True):
         assert_same_bits(result, definition)
 
 
 @pytest.mark.parametrize("name", ["a|b", "|", "", "1|2|3|4|5|6|7|8|9|10|11|12"])
 def test_a_policy_may_have_any_name(name):
     policy = dataclasses.replace(f8.POWER_OF_2, name=name, margin=2)
-    assert ops.policy_of_key(ops.policy_key(policy)) == policy
+    assert policy_of_key(policy_key(policy)) == policy
     data, scale = f8t.quantize_rowwise(X, "e4m3", -1, policy)
     want = f8.quantize_rowwise(X.numpy(), "e4m3", -1, policy)
     assert_same_bits(data.view(torch.uint8).numpy(), want[0])
@@ -166,39 +157,40 @@ def test_compiled_equals_eager():
         assert torch.equal(got, want)
 
 
-def dispatched(x):
+def decided(x):
     """Everything that chooses between a function and its operator."""
-    scale = dispatch.scale_from_amax(dispatch.amax(x), f8.E4M3, f8.CANONICAL)
-    codes = dispatch.quantize(x, scale, f8.E4M3)
-    rows, row_scales = dispatch.cast_rowwise(x.t(), f8.E5M2, f8.CANONICAL)[:2]
-    blocks, block_scales = dispatch.cast_blockwise(x, f8.E4M3, (1, 128), f8.CANONICAL)[:2]
-    wide = dispatch.values(codes, f8.E4M3), dispatch.values(rows.t(), f8.E5M2, torch.bfloat16)
-    back = dispatch.dequantize(codes, scale, f8.E4M3, torch.bfloat16)
-    back_blocks = dispatch.dequantize(blocks, block_scales, f8.E4M3, torch.float32, (1, 128))
-    fused = (
-        *dispatch.cast_tensorwise(x, f8.E4M3, f8.CANONICAL)[:3],
-        *dispatch.cast_with_amax(x, scale, f8.E5M2)[:2],
-        *dispatch.cast_rowwise(x, f8.E4M3, f8.CANONICAL, x[0])[:3],
+    scale = casts.scale_from_amax(casts.amax(x), f8.E4M3, f8.CANONICAL)
+    codes = casts.quantize(x, scale, f8.E4M3)
+    rows = casts.quantize_dynamic(x.t(), f8.E5M2, f8.CANONICAL, (1, 0))
+    blocks = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 128))
+    wide = decoding.values(codes, f8.E4M3), decoding.values(rows.codes.t(), f8.E5M2, torch.bfloat16)
+    back = decoding.dequantize(codes, scale, f8.E4M3, torch.bfloat16)
+    back_of_blocks = decoding.dequantize(blocks.codes, blocks.scale, f8.E4M3, torch.float32, (1, 128))
+    more = (
+        *casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:3],
+        *casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (0, 1))[:3],
+        *casts.quantize_dynamic(x.view(2, 2, 40), f8.E4M3, f8.CANONICAL, (0, 0))[:3],
+        *casts.quantize_with_amax(x, scale, f8.E5M2)[:2],
+        *casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=x[0])[:3],
+        *casts.quantize_mx(x, f8.E4M3, "rceil"),
     )
-    made = (scale, dispatch.reciprocal(scale), *wide, row_scales, block_scales, codes, rows, blocks)
-    return *made, back, back_blocks, *fused
+    return scale, casts.reciprocal(scale), *wide, codes, *rows[:3], *blocks[:3], back, back_of_blocks, *more
 
 
-def test_dispatch_captures_operators_and_computes_the_same_bits():
+def test_a_compiler_sees_operators_and_gets_the_same_bits():
     captured = []
 
     def backend(graph, inputs):
         captured.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    got, want = torch.compile(dispatched, fullgraph=True, backend=backend)(X * 7), dispatched(X * 7)
+    got, want = torch.compile(decided, fullgraph=True, backend=backend)(X * 7), decided(X * 7)
     for a, b in zip(got, want, strict=True):
         assert (a.dtype, a.stride()) == (b.dtype, b.stride())
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.itemsize == 1 else torch.equal(a, b)
     names = {target.rpartition("fp8_common.")[2].removesuffix(".default") for target in captured}
-    assert {"amax", "amax_to_scale", "quantize", "quantize_rowwise", "quantize_blockwise"} <= names
-    assert {"values", "reciprocal", "dequantize", "dequantize_blockwise"} <= names
-    assert {"quantize_tensorwise", "quantize_with_amax", "quantize_folded"} <= names
+    assert {"amax", "scales", "reciprocal", "quantize", "quantize_with_amax", "quantize_dynamic"} <= names
+    assert {"quantize_mx", "decode"} <= names
 
 
 def test_gradients():

@@ -9,8 +9,8 @@ import fp8_common as f8
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
 from fp8_common.testing.arrays import as_numpy
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch import _visible_casts as visible_casts
+from fp8_common.torch import _triton, casts
+from fp8_common.torch._compat import assume_constant_result
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 POLICIES = {preset.__name__: preset() for preset in (te_delayed, te_current, torchao, flax, msamp, deepgemm)}
@@ -20,7 +20,7 @@ FOLD = torch.linspace(0.5, 2, 96)
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
     """Compile the casts of this file as on a GPU, each test anew."""
-    monkeypatch.setenv("FP8_COMMON_COMPILED_CASTS", "fused")
+    monkeypatch.setattr(_triton, "rounds_once", assume_constant_result(lambda *device: True))
     torch._dynamo.reset()
 
 
@@ -55,8 +55,8 @@ def assert_cast(made, x, scale, fmt):
     assert_same_bits(made.scale, scale)
     assert_same_bits(made.scale_inv, reciprocal(scale))
     assert_same_bits(made.codes, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
-    if made.turned is not None:
-        assert_same_bits(made.turned.t().contiguous(), f8.quantize(x, scale, fmt), fmt=fmt, source=x)
+    if made.by_columns is not None:
+        assert_same_bits(made.by_columns.codes.t().contiguous(), f8.quantize(x, scale, fmt), fmt=fmt, source=x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,8 +65,8 @@ def test_one_scale(dtype, fmt):
     form = f8.get_format(fmt)
     for both in (False, True):
         for x in matrices(dtype, fmt):
-            made = compiled(lambda x, both=both: dispatch.cast_tensorwise(x, form, f8.CANONICAL, both=both), tensor(x))
-            assert (made.turned is not None) == both
+            made = compiled(lambda x, both=both: casts.quantize_dynamic(x, form, f8.CANONICAL, both=both), tensor(x))
+            assert (made.by_columns is not None) == both
             assert_cast(made, x, f8.amax_to_scale(f8.amax(x), fmt), fmt)
 
 
@@ -76,7 +76,7 @@ def test_a_scale_for_each_row_and_for_each_column(dtype, fmt):
     form = f8.get_format(fmt)
     for x in matrices(dtype, fmt):
         rows, columns = compiled(
-            lambda x: (dispatch.cast_rowwise(x, form, f8.CANONICAL), dispatch.cast_rowwise(x.t(), form, f8.CANONICAL)),
+            lambda x: [casts.quantize_dynamic(y, form, f8.CANONICAL, (1, 0)) for y in (x, x.t())],
             tensor(x),
         )
         assert_cast(rows, x, f8.quantize_rowwise(x, fmt).scale, fmt)
@@ -87,7 +87,9 @@ def test_a_scale_for_each_row_and_for_each_column(dtype, fmt):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_folded_rows(dtype):
     for x in matrices(dtype, "e5m2"):
-        made = compiled(lambda x, fold: dispatch.cast_rowwise(x, f8.E5M2, f8.CANONICAL, fold), tensor(x), FOLD)
+        made = compiled(
+            lambda x, fold: casts.quantize_dynamic(x, f8.E5M2, f8.CANONICAL, (1, 0), fold=fold), tensor(x), FOLD
+        )
         with np.errstate(all="ignore"):
             folded = x.astype(np.float32) * as_numpy(FOLD)
         assert_cast(made, folded, f8.quantize_rowwise(folded, "e5m2").scale, "e5m2")
@@ -98,7 +100,7 @@ def test_every_rule_for_scales_in_compiled_code(policy):
     """Rows of one element: their amax are all kinds of values."""
     rule = POLICIES[policy]
     x = adversarial_amax().reshape(-1, 1)
-    made = compiled(lambda x: dispatch.cast_rowwise(x, f8.E4M3, rule), tensor(x))
+    made = compiled(lambda x: casts.quantize_dynamic(x, f8.E4M3, rule, (1, 0)), tensor(x))
     with np.errstate(all="ignore"):
         scale = f8.amax_to_scale(f8.amax(x, axis=-1, keepdims=True), "e4m3", rule)
     assert_same_bits(made.scale, scale)
@@ -107,7 +109,7 @@ def test_every_rule_for_scales_in_compiled_code(policy):
 
 def test_a_given_scale_and_an_amax_from_one_pass():
     for x in matrices("bfloat16", "e4m3"):
-        codes, amax, _ = compiled(lambda x, s: dispatch.cast_with_amax(x, s, f8.E4M3), tensor(x), torch.tensor(0.37))
+        codes, amax, _ = compiled(lambda x, s: casts.quantize_with_amax(x, s, f8.E4M3), tensor(x), torch.tensor(0.37))
         assert_same_bits(codes, f8.quantize(x, np.float32(0.37), "e4m3"), fmt="e4m3", source=x)
         assert_same_bits(amax, f8.amax(x))
 
@@ -121,9 +123,9 @@ def test_what_is_cast_is_what_others_see(dtype):
     def program(a, b):
         x = torch.nn.functional.silu(a) * b + a
         scale = torch.full((), 3.0)
-        rows = dispatch.cast_rowwise(x, f8.E4M3, f8.CANONICAL)
-        whole = dispatch.cast_tensorwise(x, f8.E4M3, f8.CANONICAL, both=True)
-        return x, rows, whole, dispatch.cast_with_amax(x, scale, f8.E4M3)
+        rows = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0))
+        whole = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, both=True)
+        return x, rows, whole, casts.quantize_with_amax(x, scale, f8.E4M3)
 
     x, rows, whole, (codes, amax, _) = compiled(program, a, b)
     x = as_numpy(x)
@@ -136,7 +138,7 @@ def test_what_is_cast_is_what_others_see(dtype):
 @pytest.mark.parametrize(("capability", "fused"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
 def test_casts_are_fused_only_where_a_conversion_rounds_once(monkeypatch, capability, fused):
     """On 8.9 Triton converts through float16: 0.28 % of E4M3 codes would be others."""
-    monkeypatch.delenv("FP8_COMMON_COMPILED_CASTS", raising=False)
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert visible_casts.wanted("cuda", 0) == fused
-    assert not visible_casts.wanted("cpu", None)
+    assert _triton.rounds_once("cuda", 0) == fused
+    assert not _triton.rounds_once("cpu", None)

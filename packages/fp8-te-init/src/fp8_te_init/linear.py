@@ -13,11 +13,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
-from fp8_common.torch import INPUT_DTYPES
+from fp8_common.torch import INPUT_DTYPES, casts
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.operand import Operand
-from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.fsdp import region_of
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_common.torch.sharding.replaced import mark_replaced
@@ -225,7 +224,7 @@ def _operand(cast: CastRecipe, weight: torch.Tensor, record: bool) -> Operand:
     if not isinstance(weight, PrimaryFloat8Weight):
         return Operand.of_cast(grid.quantize_whole(weight), cast.fp8_format, grid.tile)
     weight.state.check()
-    return Operand(weight.codes, dispatch.reciprocal(weight.scale), cast.fp8_format, grid.tile)
+    return Operand(weight.codes, casts.reciprocal(weight.scale), cast.fp8_format, grid.tile)
 
 
 def _refuse_distribution(layer: PrimaryFloat8Linear) -> bool:

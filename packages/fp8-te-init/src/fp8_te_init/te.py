@@ -14,8 +14,7 @@ import torch
 
 from fp8_common import CastRecipe, Format, Fp8UnsupportedError, Recipe, get_format
 from fp8_common.presets import te_current
-from fp8_common.torch import torch_dtype
-from fp8_common.torch.plugin import dispatch
+from fp8_common.torch import casts, decoding, torch_dtype
 from fp8_common.torch.sharding.agreement import group_of_parts
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_common.torch.sharding.wrappers import local_of
@@ -131,7 +130,7 @@ class TeWeight:
         """Return float32 [n, columns], dequantized."""
         if self._kind != PER_TENSOR:
             return self._tensor.dequantize(dtype=torch.float32).view(self.own_codes.shape)
-        return dispatch.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.scale_inv()
+        return decoding.values(self.own_codes.view(torch_dtype(self.fmt)), self.fmt) * self.scale_inv()
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns], with the present scale or as the tensor's own quantizer does.
@@ -142,14 +141,14 @@ class TeWeight:
             made = self._tensor._quantizer(values.to(self.dtype).view(self._tensor.shape))
             return made._rowwise_data.view(torch.uint8).view(self.own_codes.shape)
         inverse = self.scale_inv()
-        nearest = dispatch.reciprocal(inverse)
+        nearest = casts.reciprocal(inverse)
         # rounding makes the reciprocal of the reciprocal another number at times, at most one step on either side
         others = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, torch.inf)]
         known = getattr(self._tensor._quantizer, "scale", None)
         others += [] if known is None else [known.detach().reshape(()).to(inverse.device)]
         codes = torch.empty_like(self.own_codes)
-        for scale in [nearest, *(other for other in others if torch.equal(dispatch.reciprocal(other), inverse))]:
-            codes = dispatch.quantize(values, scale, self.fmt).view(torch.uint8)
+        for scale in [nearest, *(other for other in others if torch.equal(casts.reciprocal(other), inverse))]:
+            codes = casts.quantize(values, scale, self.fmt).view(torch.uint8)
             if torch.equal(codes, self.own_codes):
                 break
         return codes
@@ -213,9 +212,9 @@ class TeWeight:
             pow2=getattr(quantizer, "force_pow_2_scales", False), eps=getattr(quantizer, "amax_epsilon", 0.0)
         )
         bits = self.amax_bits(values) if bits is None else bits
-        scale = dispatch.scale_from_amax(_ONE_SCALE.amax(bits, self.full_shape), self.fmt, policy)
-        self.own_codes.copy_(dispatch.quantize(values, scale, self.fmt).view(torch.uint8))
-        tensor._scale_inv.copy_(dispatch.reciprocal(scale).reshape(tensor._scale_inv.shape))
+        scale = casts.scale_from_amax(_ONE_SCALE.amax(bits, self.full_shape), self.fmt, policy)
+        self.own_codes.copy_(casts.quantize(values, scale, self.fmt).view(torch.uint8))
+        tensor._scale_inv.copy_(casts.reciprocal(scale).reshape(tensor._scale_inv.shape))
         tensor._transpose_invalid = True
         known = getattr(quantizer, "scale", None)
         if isinstance(known, torch.Tensor):

@@ -9,8 +9,8 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from fp8_common.torch import casts, decoding
 from fp8_common.torch.linear.operand import Operand
-from fp8_common.torch.plugin import dispatch
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -108,7 +108,7 @@ def _measure(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Ten
     finite = torch.isfinite(x)
     # the largest magnitude that this scale brings into the range of the format
     limit = operand.fmt.max * operand.wide_scale_inv
-    became = dispatch.values(operand.codes, operand.fmt)
+    became = decoding.values(operand.codes, operand.fmt)
     scale_inv = operand.scale_inv.max() if operand.scale_inv.numel() else operand.scale_inv.new_ones(())
     counts = (
         # one part in 2^20 above the limit is the rounding of scale and limit, not saturation
@@ -117,4 +117,4 @@ def _measure(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Ten
         (~finite).sum(),
         torch.full((), max(x.numel(), 1), device=x.device),
     )
-    return torch.stack([dispatch.amax(x), scale_inv]), torch.stack(counts).double()
+    return torch.stack([casts.amax(x), scale_inv]), torch.stack(counts).double()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp8_torch_fsdp as f8
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton
 
 # Kernels of one forward and backward of a layer without FSDP, and of the update before the forward: input, weight,
 # gradient. The backward takes the weight's codes of the forward. The gradient of a weight contracts columns, which the
@@ -35,9 +35,9 @@ def step(recipe, changes):
 @pytest.mark.parametrize("recipe", LAUNCHES)
 def test_kernels_give_the_bits_of_the_references(recipe, monkeypatch):
     kernels, changes = LAUNCHES[recipe]
-    launched, run = [], triton_backend.run
+    launched, run = [], _triton.run
     monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.name), run(plan, *x, **tensors))
+        _triton, "run", lambda plan, *x, **tensors: (launched.append(plan.name), run(plan, *x, **tensors))
     )
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     got = step(recipe, changes)
@@ -76,9 +76,9 @@ def experts_step(recipe):
 
 @pytest.mark.parametrize("recipe", EXPERTS)
 def test_kernels_of_experts_give_the_bits_of_the_references(recipe, monkeypatch):
-    launched, run = [], triton_backend.run
+    launched, run = [], _triton.run
     monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (launched.append(plan.name), run(plan, *x, **tensors))
+        _triton, "run", lambda plan, *x, **tensors: (launched.append(plan.name), run(plan, *x, **tensors))
     )
     monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
     got = experts_step(recipe)

@@ -7,7 +7,7 @@ import torch
 
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import _triton
 from fp8_common.torch.sharding.scale_grid import Region
 from fp8_torch_fsdp.scales.slot import Slot, amax_bits, quantize
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
@@ -16,10 +16,8 @@ from fp8_torch_fsdp.scales.weight_cast import WeightCast
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the kernels that were launched."""
-    names, run = [], triton_backend.run
-    monkeypatch.setattr(
-        triton_backend, "run", lambda plan, *x, **tensors: (names.append(plan.name), run(plan, *x, **tensors))
-    )
+    names, run = [], _triton.run
+    monkeypatch.setattr(_triton, "run", lambda plan, *x, **tensors: (names.append(plan.name), run(plan, *x, **tensors)))
     return names
 
 

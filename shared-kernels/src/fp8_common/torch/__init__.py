@@ -1,4 +1,4 @@
-"""FP8 quantization on torch tensors: the functions of `fp8_common`, bit for bit, as torch operators.
+"""FP8 quantization on torch tensors: the functions of `fp8_common`, bit for bit.
 
 Every function takes CPU or CUDA tensors, works under torch.compile and on fake tensors, and returns the native
 float8 dtype where NumPy returns codes. Results carry no gradient (quantization is a step function); `fake_quantize`
@@ -6,6 +6,7 @@ passes gradients straight through.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 try:
     import torch
@@ -22,12 +23,21 @@ from fp8_common._formats import E8M0, Format, get_data_format, get_format
 from fp8_common._history import check_history
 from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common._quantize import Quantized
-from fp8_common.torch import _ops as ops
-from fp8_common.torch._amax import INPUT_DTYPES
-from fp8_common.torch._rounding import FLOAT8_DTYPES, as_codes, cast_stochastic, nan_where_infinite, torch_dtype
-from fp8_common.torch._rounding import encode as _encode
-from fp8_common.torch._scaling import divide, scale_inv_of_e8m0, scale_of_e8m0
+from fp8_common.torch import casts, decoding, numerics, rounding
 from fp8_common.torch.linear.config import GemmConfig
+from fp8_common.torch.numerics import (
+    FLOAT8_DTYPES,
+    INPUT_DTYPES,
+    amax_over,
+    as_codes,
+    as_float32,
+    check_input_dtype,
+    e8m0_from_amax,
+    scale_inv_from_amax,
+    scale_inv_of_e8m0,
+    scale_of_e8m0,
+    torch_dtype,
+)
 
 __all__ = [
     "FLOAT8_DTYPES",
@@ -63,12 +73,13 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
     """
-    return _encode(_input(x), fmt)
+    return rounding.cast(rounding.nan_where_infinite(as_float32(_input(x))), get_data_format(fmt)).view(torch.uint8)
 
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
     """Round up or down at random; `random_bits` is int32 or uint32 of the shape of `x`. Returns uint8 codes."""
-    return cast_stochastic(nan_where_infinite(_input(x).float()), get_data_format(fmt), random_bits).view(torch.uint8)
+    finite = rounding.nan_where_infinite(as_float32(_input(x)))
+    return rounding.cast_stochastic(finite, get_data_format(fmt), random_bits).view(torch.uint8)
 
 
 def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
@@ -79,7 +90,7 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """
     fmt = get_format(fmt)
     raw = as_codes(codes, fmt)
-    return scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else ops.decode(raw, fmt.name)
+    return scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else decoding.values(raw, fmt)
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:
@@ -88,27 +99,30 @@ def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: boo
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32.
     """
-    dims = [axis] if isinstance(axis, int) else axis if axis is None else list(axis)
-    return ops.amax(_input(x), dims, keepdims)
+    x = _input(x)
+    if axis is None:
+        largest = casts.amax(x)
+        return largest.reshape((1,) * x.ndim) if keepdims else largest
+    return amax_over(x, [axis] if isinstance(axis, int) else list(axis), keepdims)
 
 
 def amax_to_scale(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale into FP8, of the shape of `amax`; see `fp8_common.amax_to_scale`."""
-    return ops.amax_to_scale(_input(amax, "amax"), prev, get_data_format(fmt).name, ops.policy_key(policy))
+    return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
 
 
 def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale back from FP8, of the shape of `amax`; see `fp8_common.amax_to_scale_inv`."""
-    return ops.amax_to_scale_inv(_input(amax, "amax"), prev, get_data_format(fmt).name, ops.policy_key(policy))
+    return scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return RN32(1 / scale), IEEE division, float32 of the shape of `scale`."""
-    return divide(1.0, _input(scale, "scale").float())
+    return casts.reciprocal(as_float32(_input(scale, "scale")))
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
@@ -122,45 +136,58 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
     Raises:
         Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
     """
-    return ops.quantize(_input(x), _broadcastable(scale, x), get_data_format(fmt).name)
+    return casts.quantize(_input(x), _broadcastable(scale, x), get_data_format(fmt))
 
 
 def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
     """Like `quantize`, rounding at random; `random_bits` is int32 or uint32 of the shape of `x`."""
-    return ops.quantize_stochastic(_input(x), _broadcastable(scale, x), random_bits, get_data_format(fmt).name)
+    return rounding.quantize_stochastic(_input(x), _broadcastable(scale, x), get_data_format(fmt), random_bits)
 
 
 def dequantize(
     q: torch.Tensor, scale: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return q * RN32(1 / scale) in `dtype`; `q` is float8 or uint8 codes, `scale` broadcasts to it."""
-    return ops.dequantize(q, _broadcastable(scale, q), get_data_format(fmt).name, dtype)
+    return decoding.dequantize(q, _broadcastable(scale, q), get_data_format(fmt), dtype)
 
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Quantize and go back in the dtype of `x`; the gradient passes straight through to `x`, none goes to `scale`."""
-    # For its error alone: what `_input` returns has left the autograd graph.
-    if x.dtype not in INPUT_DTYPES:
-        _input(x)
-    return ops.fake_quantize(x, _broadcastable(scale, x), get_data_format(fmt).name)
+    check_input_dtype(x)
+    return _StraightThrough.apply(x, _broadcastable(scale, x), get_data_format(fmt))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantizes and goes back; `x + (q - x).detach()` has other bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+        """Return the decoded codes, in the dtype of `x`."""
+        return decoding.dequantize(casts.quantize(x, scale, fmt), scale, fmt, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Pass the gradient on."""
+        return grad, None, None
 
 
 def quantize_rowwise(
     x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
 ) -> Quantized[torch.Tensor]:
     """Quantize with one scale for each slice along `axis`; scales keep that axis with length 1."""
-    return Quantized(*ops.quantize_rowwise(_input(x), get_data_format(fmt).name, axis, ops.policy_key(policy)))
+    rows = _input(x).movedim(axis, -1)
+    made = casts.quantize_dynamic(rows, get_data_format(fmt), policy, (1, 0))
+    return Quantized(made.codes.movedim(-1, axis), made.scale.movedim(-1, axis))
 
 
 def quantize_blockwise(
     x: torch.Tensor, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized[torch.Tensor]:
     """Quantize [..., M, N] with one scale per block: scales [..., ceil(M / rows), ceil(N / columns)]."""
-    rows, columns = check_block(block, x.ndim)
-    name = get_data_format(fmt).name
-    return Quantized(*ops.quantize_blockwise(_input(x), name, rows, columns, ops.policy_key(policy)))
+    made = casts.quantize_dynamic(_input(x), get_data_format(fmt), policy, check_block(block, x.ndim))
+    return Quantized(made.codes, made.scale)
 
 
 def dequantize_blockwise(
@@ -171,14 +198,13 @@ def dequantize_blockwise(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Undo `quantize_blockwise`."""
-    rows, columns = check_block(block, q.ndim)
-    return ops.dequantize_blockwise(q, scale, get_data_format(fmt).name, rows, columns, dtype)
+    return decoding.dequantize(q, scale, get_data_format(fmt), dtype, check_block(block, q.ndim))
 
 
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:
     """Return uint8 E8M0 codes of the shape of float32 `amax`; see `fp8_common.amax_to_e8m0`."""
     check_mode(mode)
-    return ops.amax_to_e8m0(_input(amax, "amax").float(), get_data_format(fmt).name, mode)
+    return e8m0_from_amax(as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
 
 
 def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
@@ -194,14 +220,14 @@ def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
     """Quantize [..., N] to OCP MX: data and torch.float8_e8m0fnu scales [..., ceil(N / 32)]."""
     check_mode(mode)
-    return Quantized(*ops.quantize_mx(_input(x), get_data_format(fmt).name, mode))
+    return Quantized(*casts.quantize_mx(_input(x), get_data_format(fmt), mode))
 
 
 def dequantize_mx(
     q: torch.Tensor, codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Undo `quantize_mx`; exact in float32."""
-    return ops.dequantize_mx(q, codes, get_data_format(fmt).name, dtype)
+    return decoding.dequantize_mx(q, codes, get_data_format(fmt), dtype)
 
 
 def update_history(
@@ -209,14 +235,12 @@ def update_history(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Record one observation: (new history [L, ...], amax for the next scale [...]); nothing is written in place."""
     check_history(tuple(history.shape), tuple(amax.shape), algo)
-    return ops.update_history(_input(history, "history"), _input(amax, "amax"), algo)
+    return numerics.update_history(_input(history, "history"), _input(amax, "amax"), algo)
 
 
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Check the dtype and leave the autograd graph: a step function has no useful derivative."""
-    if x.dtype not in INPUT_DTYPES:
-        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
-    return x.detach()
+    return check_input_dtype(x, what).detach()
 
 
 def _broadcastable(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._recipe import CastRecipe
-from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch.casts import reciprocal, scale_from_amax
 from fp8_common.torch.linear.operand import ScaleState
 from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
 from fp8_common.torch.sharding.fsdp import region_of
@@ -86,7 +86,7 @@ def serving_state_dict(
         state[name] = _like(weight, codes)
         shape = _BLOCKS.shape(weight.shape) if layout == "deepseek" else scale.shape or (1,)
         state[name + _SUFFIXES[layout]] = (
-            dispatch.reciprocal(scale).expand(shape).clone(memory_format=torch.contiguous_format)
+            reciprocal(scale).expand(shape).clone(memory_format=torch.contiguous_format)
         )
     return state
 
@@ -198,7 +198,7 @@ def _scale(name: str, grid: ScaleGrid, amax: torch.Tensor, state: ScaleState | N
     if cast.static_scale is not None:
         return torch.full((), cast.static_scale, dtype=torch.float32, device=amax.device)
     if cast.scaling != "delayed":
-        return dispatch.scale_from_amax(amax, cast.fp8_format, cast.policy)
+        return scale_from_amax(amax, cast.fp8_format, cast.policy)
     if state is None:
         raise Fp8Error(
             f"{name} has delayed scaling, whose scale is not known from the weight alone. Pass its state as delayed=, "

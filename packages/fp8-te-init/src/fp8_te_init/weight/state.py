@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 
 from fp8_common import CastRecipe, Format, Fp8Error
-from fp8_common.torch import torch_dtype, update_history
-from fp8_common.torch.plugin import delayed_ops, dispatch
+from fp8_common.torch import casts, decoding, numerics, torch_dtype, update_history
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_common.torch.sharding.wrappers import local_of
 from fp8_te_init.errors import StaleInitError
@@ -155,7 +154,7 @@ class WeightState:
         """Return the dequantized storage, padding included."""
         self.check()
         scale = self.grid.of_part(self.scale, self.codes.shape, self.region)
-        return dispatch.dequantize(self.float8_codes, scale, self.fmt, dtype)
+        return decoding.dequantize(self.float8_codes, scale, self.fmt, dtype)
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return uint8 codes of values [n, columns] of the rows that are held here, with the present scales."""
@@ -163,7 +162,7 @@ class WeightState:
 
     def scale_inv(self) -> torch.Tensor:
         """Return float32 scales back from FP8 that broadcast to [n, columns]."""
-        return dispatch.reciprocal(self.grid.of_part(self.scale, self.own_codes.shape, self.region))
+        return casts.reciprocal(self.grid.of_part(self.scale, self.own_codes.shape, self.region))
 
     def amax_bits(self, values: torch.Tensor) -> torch.Tensor:
         """Return int32 [k], the bits of the absolute maxima, whose MAX over ranks gives the scales."""
@@ -194,12 +193,12 @@ class WeightState:
         if self.history is not None:
             algo, previous = self.cast.policy.algo, self.scale
             # before the update: the amax of a step counts from the next one on
-            known = delayed_ops.reduce_history(self.history, algo)
+            known = numerics.reduce_history(self.history, algo)
             if record != "nothing":
                 before = self.history if record == "step" else torch.zeros_like(self.history)
                 self.history.copy_(update_history(before, amax, algo)[0])
             amax = known if record == "step" else amax
-        self.scale.copy_(dispatch.scale_from_amax(amax, self.fmt, self.cast.policy, previous))
+        self.scale.copy_(casts.scale_from_amax(amax, self.fmt, self.cast.policy, previous))
         self.own_codes.copy_(self.quantized(values))
 
     def write(self, values: torch.Tensor) -> None:

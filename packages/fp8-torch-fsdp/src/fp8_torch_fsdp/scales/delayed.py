@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Format, Fp8Error
-from fp8_common.torch.plugin import delayed_ops, dispatch
+from fp8_common.torch import casts, delayed
 from fp8_common.torch.sharding.fsdp import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 
-UNOBSERVED = delayed_ops.UNOBSERVED
+UNOBSERVED = delayed.UNOBSERVED
 BUFFERS = ("scale", "history", "ready", "observed", "late")
 
 
@@ -147,17 +147,17 @@ class DelayedScale(nn.Module):
         if self.always_ready:
             return scale.clone()  # the buffer itself changes with the next step
         # Computed always, used in the first step: a choice in Python would have to read `ready` from the device.
-        dynamic = dispatch.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
+        dynamic = casts.scale_from_amax(amax, self.cast.fp8_format, self.cast.policy)
         return torch.where(self.usable(dynamic), scale, dynamic)
 
     def current_with_inverse(self, amax: torch.Tensor, record: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `current` and its reciprocal, both float32 scalars, if `always_ready`: one launch on a GPU."""
-        if dispatch.launches(amax):
+        if casts.takes(amax):
             late = self.late if self._must_be_synchronized(record) else None
             with torch.no_grad():
-                return dispatch.delayed_current(self.scale, late, self.observed if record else None, amax)
+                return delayed.current(self.scale, late, self.observed if record else None, amax)
         scale = self.current(amax, record)
-        return scale, dispatch.reciprocal(scale)
+        return scale, casts.reciprocal(scale)
 
     @staticmethod
     def _must_be_synchronized(record: bool) -> bool:
@@ -167,7 +167,7 @@ class DelayedScale(nn.Module):
     @torch.no_grad()
     def observe(self, amax: torch.Tensor, present: torch.Tensor | None = None) -> None:
         """Record a float32 scalar amax; infinite and NaN ones, and those of experts not `present`, are not recorded."""
-        bits = delayed_ops.observed_key(amax)
+        bits = delayed.observed_bits(amax)
         if present is not None:
             bits = torch.where(present, bits, UNOBSERVED)
         self.observed.copy_(torch.maximum(self.observed, bits))
@@ -208,7 +208,7 @@ def settle(scales: Sequence[DelayedScale]) -> bool:
 @torch.no_grad()
 def observe_bits(scales: Sequence[DelayedScale], bits: Sequence[torch.Tensor]) -> None:
     """Record the amax of each of `scales`, given by its int32 bits [count]; infinite and NaN ones are not recorded."""
-    seen = delayed_ops.observed_key(torch.cat(list(bits)).view(torch.float32))
+    seen = delayed.observed_bits(torch.cat(list(bits)).view(torch.float32))
     _write(scales, {"observed": torch.maximum(stacked(scales, "observed"), seen)})
 
 
@@ -222,7 +222,7 @@ def current_of_weights(scales: Sequence[DelayedScale], bits: Sequence[torch.Tens
     found: dict[DelayedScale, torch.Tensor] = {}
     for group, amax_bits in _alike(scales, torch.cat(list(bits)), lambda scale: (scale.cast, scale.must_fit)):
         fmt, policy = group[0].cast.fp8_format, group[0].cast.policy
-        dynamic = dispatch.scale_from_amax(amax_bits.view(torch.float32), fmt, policy)
+        dynamic = casts.scale_from_amax(amax_bits.view(torch.float32), fmt, policy)
         ready, scale = stacked(group, "ready"), stacked(group, "scale")
         if group[0].must_fit:
             ready = fitting(ready, scale, dynamic, fmt)
@@ -255,8 +255,8 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         moves = (bits >= 0) & due
         window, previous = _windows(group), stacked(group, "scale")
-        casts = [scale.cast for scale in group for _ in range(scale.count)]
-        rolled, following = delayed_ops.roll_histories(window, bits, previous, casts)
+        recipes = [scale.cast for scale in group for _ in range(scale.count)]
+        rolled, following = delayed.roll_histories(window, bits, previous, recipes)
         values = {
             "history": torch.where(moves, rolled, window).t().contiguous(),
             "scale": torch.where(moves, following, previous),

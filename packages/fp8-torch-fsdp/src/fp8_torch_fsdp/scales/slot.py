@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_common import Format, Fp8StaleError
-from fp8_common.torch.plugin import dispatch, foreach
+from fp8_common.torch import casts, foreach
 from fp8_common.torch.sharding.fsdp import Shard, check_gathers, pad_rows
 from fp8_common.torch.sharding.scale_grid import Region
 from fp8_torch_fsdp.scales.delayed import current_of_weights
@@ -115,7 +115,7 @@ def amax_bits(slots: Sequence[Slot]) -> list[torch.Tensor]:
     """Return the int32 amax bits [k] of each part, where the ranks agree; one launch for all that have one scale."""
     found: dict[Slot, torch.Tensor] = {}
     for own in _by_key(slots, lambda slot: slot.part.device):
-        bits = foreach.amax_keys([slot.part for slot in own])
+        bits = foreach.amax_bits([slot.part for slot in own])
         found |= zip(own, (one.to(own[0].device, non_blocking=True) for one in bits.split(1)), strict=True)
     nothing = torch.zeros(0, dtype=torch.int32)
     for slot in slots:
@@ -141,7 +141,7 @@ def fill_scales(slots: Sequence[Slot], bits: Sequence[torch.Tensor]) -> None:
     for own in rules.values():
         recipe = own[0].cast.grid.cast
         amax = torch.cat([slot.bits for slot in own]).view(torch.float32)
-        scales = dispatch.scale_from_amax(amax, recipe.fp8_format, recipe.policy)
+        scales = casts.scale_from_amax(amax, recipe.fp8_format, recipe.policy)
         for slot, scale in zip(own, scales.split([slot.bits.numel() for slot in own]), strict=True):
             slot.scale = scale.view(slot.scale.shape)
 
@@ -155,7 +155,7 @@ def quantize(slots: Sequence[Slot]) -> None:
     for own in _by_key(here, lambda slot: slot.cast.grid.cast.fp8_format):
         scales = torch.stack([slot.scale for slot in own])
         fmt: Format = own[0].cast.grid.cast.fp8_format
-        for slot, codes in zip(own, foreach.cast([slot.part for slot in own], scales, fmt), strict=True):
+        for slot, codes in zip(own, foreach.quantize([slot.part for slot in own], scales, fmt), strict=True):
             slot.codes = pad_rows(codes, slot.padded_shape)
             slot.casts += 1
     for slot in here:

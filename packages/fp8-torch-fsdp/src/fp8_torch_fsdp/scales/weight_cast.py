@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from fp8_common import CastRecipe, Fp8Error
+from fp8_common.torch import casts
 from fp8_common.torch.linear.operand import quantize_tensorwise
-from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_torch_fsdp.scales.delayed import DelayedScale
@@ -65,7 +65,7 @@ class WeightCast:
 
     def whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False
-    ) -> dispatch.Cast:
+    ) -> casts.Cast:
         """Return the float8 codes and the scales of a whole weight, the same numbers that a gather gives.
 
         Args:
@@ -78,7 +78,7 @@ class WeightCast:
         region = Region.whole(weight.shape)
         if grid.block is None:
             # compiled, one launch writes what the output and the gradient of the input need
-            both = cast.scaling == "dynamic" and dispatch.fused(weight)
+            both = cast.scaling == "dynamic" and casts.fuses(weight)
             return quantize_tensorwise(weight, cast, self.delayed, record=record, group=group, both=both)
         if self.delayed is not None:
             amax = grid.amax_bits(weight, region).view(torch.float32)
@@ -88,4 +88,4 @@ class WeightCast:
             scale = grid.scales(bits, weight.shape)
         else:
             return grid.quantize_whole(weight)
-        return dispatch.Cast(dispatch.quantize(weight, scale, cast.fp8_format), scale, dispatch.reciprocal(scale))
+        return casts.Cast(casts.quantize(weight, scale, cast.fp8_format), scale, casts.reciprocal(scale))

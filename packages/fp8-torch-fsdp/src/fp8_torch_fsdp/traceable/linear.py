@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from fp8_common.torch import torch_dtype
+from fp8_common.torch import casts, torch_dtype
 from fp8_common.torch.linear.operand import Operand
-from fp8_common.torch.plugin import dispatch
 from fp8_common.torch.sharding.fsdp import pad_rows, unpad
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
@@ -93,7 +92,7 @@ class TraceableShards(Distribution):
         if scale is None:
             # padding of all ranks is at the end
             return Operand.of_cast(cast.whole(arrived[: shape[0]], record=record), fmt, tile)
-        return Operand(unpad(arrived, shape, torch_dtype(fmt)), dispatch.reciprocal(scale), fmt, tile)
+        return Operand(unpad(arrived, shape, torch_dtype(fmt)), casts.reciprocal(scale), fmt, tile)
 
     def start_reduce(self, grad_weight: torch.Tensor) -> Started:
         """Start to average the gradient over all ranks."""

@@ -12,8 +12,7 @@ import torch
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import FORMATS
 from fp8_common._recipe import CastRecipe
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch import _triton_backend as triton_backend
+from fp8_common.torch import casts
 from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.matmul import MatmulOptions
 from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_operand
@@ -82,19 +81,19 @@ class RowGroups(Groups, Rows):
         else:
             amax = segments.segment_amax(x, self.of_row, self.count, per_column=False)
             if delayed is None:
-                scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
+                scale = casts.scale_from_amax(amax, fmt, cast.policy)
             else:
                 scale = delayed.current(amax, record, self.filled)
         codes = segments.segment_quantize(x, self.of_row, scale, fmt, amax)
-        return Operand(codes, dispatch.reciprocal(scale), fmt)
+        return Operand(codes, casts.reciprocal(scale), fmt)
 
     def quantize_folded(self, x: torch.Tensor, weight_inv: torch.Tensor, cast: CastRecipe, *, both: bool) -> Operand:
         """Quantize float32(x) * the float32 scales [count, columns, 1] of the rows of each group's weight."""
         fold = weight_inv[..., 0]
-        if cast.granularity == "rowwise" and dispatch.launches(x, cast.fp8_format, cast.policy):
-            folds = torch.cat([fold, torch.ones_like(fold[:1])])
-            made = triton_backend.cast_rowwise(x, folds, cast.fp8_format, cast.policy, self.of_row)
-            return Operand.of_cast(made, cast.fp8_format)
+        if cast.granularity == "rowwise":
+            folds, fmt = torch.cat([fold, torch.ones_like(fold[:1])]), cast.fp8_format
+            made = casts.quantize_dynamic(x, fmt, cast.policy, (1, 0), fold=folds, groups=self.of_row)
+            return Operand.of_cast(made, fmt)
         return self.quantize(x.float() * self.per_row(fold), cast, None, record=False, both=both)
 
     def quantize_over_rows(self, x: torch.Tensor, cast: CastRecipe) -> Operand:
@@ -110,8 +109,8 @@ class RowGroups(Groups, Rows):
         rowwise = cast.granularity == "rowwise"
         places, count = (self.of_row, self.count) if rowwise else self.blocks()
         amax = segments.segment_amax(x, places, count, per_column=True)
-        scale = dispatch.scale_from_amax(amax, fmt, cast.policy)
-        codes, scale_inv = segments.segment_quantize(x, places, scale, fmt, amax), dispatch.reciprocal(scale)
+        scale = casts.scale_from_amax(amax, fmt, cast.policy)
+        codes, scale_inv = segments.segment_quantize(x, places, scale, fmt, amax), casts.reciprocal(scale)
         return Operand(codes, scale_inv[:, None], fmt) if rowwise else Operand(codes, scale_inv, fmt, (BLOCK, 1))
 
     def over_rows(self, operand: Operand) -> Operand:

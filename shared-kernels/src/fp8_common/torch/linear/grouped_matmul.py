@@ -14,8 +14,9 @@ import torch
 
 from fp8_common._formats import FORMATS
 from fp8_common.torch._compat import assume_constant_result
-from fp8_common.torch._dispatch import values
-from fp8_common.torch._ops import NAMESPACE
+from fp8_common.torch._operators import operator
+from fp8_common.torch.blocks import block_of
+from fp8_common.torch.decoding import values
 from fp8_common.torch.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
 from fp8_common.torch.linear.operand import Operand
 from fp8_common.torch.linear.segments import BLOCK, Groups, check_offsets, transposed_rows, zero_rows
@@ -90,8 +91,7 @@ def matmul_over_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOpti
 
 def matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return a.T @ b over the rows of each group, [groups, N, K], of [rows, N] and [rows, K] of one dtype."""
-    function = _matmul_wide_op if torch.compiler.is_compiling() else _matmul_wide
-    return function(a, b, offsets)
+    return grouped_matmul_wide_op(a, b, offsets)
 
 
 def path_of(a: Operand, b: Operand, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
@@ -178,7 +178,7 @@ class _Padded:
 def _looped(a: Operand, b: Operand, groups: Groups, options: MatmulOptions, *, over_rows: bool) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return (_each_over_rows if over_rows else _each_rows)(a, b, groups.offsets, options)
-    return _grouped_matmul_op(
+    return grouped_matmul_op(
         a.codes, a.scale_inv, a.fmt.name, list(a.block or ()),
         b.codes, b.scale_inv, b.fmt.name, list(b.block or ()),
         groups.offsets, over_rows, options.out_dtype,
@@ -231,8 +231,13 @@ def _matrix(x: Operand, group: int) -> Operand:
     return dataclasses.replace(x, codes=x.codes[group], scale_inv=x.scale_inv[group])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::grouped_matmul", mutates_args=())
-def _grouped_matmul_op(
+def _fake_grouped(a, a_inv, a_fmt, a_block, b, b_inv, b_fmt, b_block, offsets, over_rows, out_dtype, options):  # noqa: ANN001, ANN202
+    shape = (offsets.shape[0], a.shape[1], b.shape[1]) if over_rows else (a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+@operator(fake=_fake_grouped)
+def grouped_matmul_op(
     a: torch.Tensor,
     a_inv: torch.Tensor,
     a_fmt: str,
@@ -247,36 +252,17 @@ def _grouped_matmul_op(
     options: list[bool],
 ) -> torch.Tensor:
     """[rows, N], or [groups, N, K] if `over_rows`."""
-    first = Operand(a, a_inv, FORMATS[a_fmt], _block(a_block))
-    second = Operand(b, b_inv, FORMATS[b_fmt], _block(b_block))
+    first = Operand(a, a_inv, FORMATS[a_fmt], block_of(a_block))
+    second = Operand(b, b_inv, FORMATS[b_fmt], block_of(b_block))
     each = _each_over_rows if over_rows else _each_rows
     return each(first, second, offsets, MatmulOptions(out_dtype, *options))
 
 
-def _block(sizes: list[int]) -> tuple[int, int] | None:
-    return (sizes[0], sizes[1]) if sizes else None
-
-
-@_grouped_matmul_op.register_fake
-def _(a, a_inv, a_fmt, a_block, b, b_inv, b_fmt, b_block, offsets, over_rows, out_dtype, options):  # noqa: ANN001, ANN202
-    shape = (offsets.shape[0], a.shape[1], b.shape[1]) if over_rows else (a.shape[0], b.shape[1])
-    return a.new_empty(shape, dtype=out_dtype)
-
-
-def _matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+@operator(fake=lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
+def grouped_matmul_wide_op(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return `matmul_wide`."""
     y = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))
     for group, (start, end) in enumerate(_bounds(offsets, a)):
         if start < end:
             y[group] = a[start:end].t() @ b[start:end]
     return y
-
-
-@torch.library.custom_op(f"{NAMESPACE}::grouped_matmul_wide", mutates_args=())
-def _matmul_wide_op(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[groups, N, K] of the dtype of both."""
-    return _matmul_wide(a, b, offsets)
-
-
-@_matmul_wide_op.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))

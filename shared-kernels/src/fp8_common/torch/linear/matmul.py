@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from fp8_common._errors import Fp8Error, Fp8UnsupportedError
 from fp8_common._hardware import multiplies_blocks
 from fp8_common._machine import parse_version
-from fp8_common.torch import _dispatch as dispatch
+from fp8_common.torch import casts, decoding
 from fp8_common.torch._compat import assume_constant_result
-from fp8_common.torch._quantize import split_blocks
+from fp8_common.torch.blocks import split_blocks
 from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
 from fp8_common.torch.linear.segments import transposed_rows
 
@@ -131,7 +131,7 @@ def _matmul_decoded(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Ten
     exact = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     # Scales afterwards, in float32: decoded values times scales would be rounded once more before the matmul.
     # Contiguous, however the codes lie: a matmul of transposed matrices adds up in another order.
-    sums = _multiply(dispatch.values(a.codes, a.fmt, exact), dispatch.values(b.codes, b.fmt, exact)).float()
+    sums = _multiply(decoding.values(a.codes, a.fmt, exact), decoding.values(b.codes, b.fmt, exact)).float()
     return scaled(sums, a.scale_inv, b.scale_inv).to(out_dtype)
 
 
@@ -163,7 +163,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _dequantized(operand: Operand) -> torch.Tensor:
     if operand.block is None or torch.compiler.is_compiling():
         return operand.dequantize()
-    decoded = dispatch.values(operand.codes, operand.fmt)
+    decoded = decoding.values(operand.codes, operand.fmt)
     own, scale_inv = split_blocks(decoded, operand.scale_inv, operand.block)
     own.mul_(scale_inv)  # a view
     return decoded
@@ -200,7 +200,7 @@ def row_major(codes: torch.Tensor) -> torch.Tensor:
     torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
     """
     by_columns = not codes.is_contiguous() and codes.t().is_contiguous() and codes.shape[1] % ALIGNMENT == 0
-    if not by_columns or not dispatch.launches(codes):
+    if not by_columns or not casts.takes(codes):
         return codes.contiguous()
     source = torch.arange(codes.shape[1], dtype=torch.int32, device=codes.device)
     return transposed_rows(codes.t(), source)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from fp8_common._formats import FORMATS, Format
 from fp8_common._recipe import CastRecipe
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._amax import float_key, key_to_float
-from fp8_common.torch._quantize import Cast, expand_blocks
+from fp8_common.torch import casts, decoding
+from fp8_common.torch.blocks import expand_blocks
+from fp8_common.torch.casts import Cast
+from fp8_common.torch.numerics import amax_bits, of_amax_bits
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.gathered import GatheredWeight
 
@@ -45,12 +46,12 @@ class Operand:
     @classmethod
     def of_gathered(cls, gathered: GatheredWeight) -> "Operand":
         """Return what was quantized before it was gathered."""
-        return cls(gathered.codes, dispatch.reciprocal(gathered.scale), FORMATS[gathered.fmt], gathered.block)
+        return cls(gathered.codes, casts.reciprocal(gathered.scale), FORMATS[gathered.fmt], gathered.block)
 
     @classmethod
     def of_cast(cls, made: Cast, fmt: Format, block: tuple[int, int] | None = None) -> "Operand":
         """Return what was quantized now."""
-        by_columns = None if made.turned is None else cls(made.turned, made.scale_inv, fmt)
+        by_columns = None if made.by_columns is None else cls.of_cast(made.by_columns, fmt)
         return cls(made.codes, made.scale_inv, fmt, block, by_columns)
 
     def transposed(self) -> "Operand":
@@ -71,7 +72,7 @@ class Operand:
 
     def dequantize(self) -> torch.Tensor:
         """Return the float32 values, codes times scales."""
-        return dispatch.values(self.codes, self.fmt) * self.wide_scale_inv
+        return decoding.values(self.codes, self.fmt) * self.wide_scale_inv
 
 
 class ScaleState(Protocol):
@@ -110,10 +111,10 @@ def quantize_operand(
     fmt = FORMATS[cast.format]
     if cast.granularity == "rowwise":
         # compiled, columns are read as they lie
-        fused = dispatch.fused(x)
-        return _quantize_rows(x if fused else _readable_by_rows(x), cast, both=both and not fused)
+        rows = x if casts.fuses(x) else _readable_by_rows(x)
+        return Operand.of_cast(casts.quantize_dynamic(rows, fmt, cast.policy, (1, 0), both=both), fmt)
     if cast.granularity == "blockwise_1x128":
-        made = dispatch.cast_blockwise(_readable_by_rows(x), fmt, BLOCK_1X128, cast.policy)
+        made = casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, BLOCK_1X128)
         return Operand.of_cast(made, fmt, BLOCK_1X128)
     return Operand.of_cast(quantize_tensorwise(x, cast, delayed, record=record, both=both), fmt)
 
@@ -125,16 +126,8 @@ def quantize_folded(x: torch.Tensor, fold: torch.Tensor, cast: CastRecipe, *, bo
     """
     if cast.granularity != "rowwise":
         return quantize_operand(x.float() * fold, cast)
-    return _quantize_rows(x, cast, fold, both=both)
-
-
-def _quantize_rows(x: torch.Tensor, cast: CastRecipe, fold: torch.Tensor | None = None, *, both: bool) -> Operand:
     fmt = cast.fp8_format
-    if not both:
-        return Operand.of_cast(dispatch.cast_rowwise(x, fmt, cast.policy, fold), fmt)
-    rows, columns = dispatch.cast_both(x, fmt, cast.policy, fold)
-    by_columns = None if columns is None else Operand.of_cast(columns, fmt)
-    return Operand(rows.codes, rows.scale_inv, fmt, by_columns=by_columns)
+    return Operand.of_cast(casts.quantize_dynamic(x, fmt, cast.policy, (1, 0), fold=fold, both=both), fmt)
 
 
 def quantize_tensorwise(
@@ -161,22 +154,23 @@ def quantize_tensorwise(
         # Made on the device by a fill; `torch.tensor` would copy it from the host.
         return _quantize_with(x, torch.full((), cast.static_scale, dtype=torch.float32, device=x.device), fmt)
     if delayed is None and group is None:
-        return dispatch.cast_tensorwise(x, fmt, cast.policy, both=both)
+        return casts.quantize_dynamic(x, fmt, cast.policy, both=both)
     if delayed is not None and delayed.always_ready:
         # a scale from earlier steps is common already; only one from this step's values has to be agreed on
-        codes, amax, transposed = dispatch.cast_with_amax(x, delayed.scale, fmt, both=both)
-        return Cast(codes, *delayed.current_with_inverse(amax, record), transposed)
+        codes, amax, transposed = casts.quantize_with_amax(x, delayed.scale, fmt, both=both)
+        scales = delayed.current_with_inverse(amax, record)
+        return Cast(codes, *scales, None if transposed is None else Cast(transposed, *scales))
     # Two passes from here on: the cast has to wait for the amax of all ranks, or for a first scale.
-    amax = dispatch.amax(x)
+    amax = casts.amax(x)
     if group is not None:
-        (bits,), _ = max_over_ranks([float_key(amax)], group)
-        amax = key_to_float(bits)
-    scale = delayed.current(amax, record) if delayed is not None else dispatch.scale_from_amax(amax, fmt, cast.policy)
+        (bits,), _ = max_over_ranks([amax_bits(amax)], group)
+        amax = of_amax_bits(bits)
+    scale = delayed.current(amax, record) if delayed is not None else casts.scale_from_amax(amax, fmt, cast.policy)
     return _quantize_with(x, scale, fmt)
 
 
 def _quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Cast:
-    return Cast(dispatch.quantize(x, scale, fmt), scale, dispatch.reciprocal(scale))
+    return Cast(casts.quantize(x, scale, fmt), scale, casts.reciprocal(scale))
 
 
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,17 @@ import torch
 
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch import _triton_groups as triton_groups
-from fp8_common.torch._amax import amax_over, check_input_dtype, float_key, key_to_float, narrow_keys, of_narrow_keys
-from fp8_common.torch._ops import NAMESPACE
+from fp8_common.torch import casts
+from fp8_common.torch._operators import operator
+from fp8_common.torch._triton import fuses, launch, name_of, plans, takes
+from fp8_common.torch.numerics import (
+    amax_bits,
+    amax_over,
+    check_input_dtype,
+    narrow_bits,
+    of_amax_bits,
+    of_narrow_bits,
+)
 
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""
@@ -91,8 +97,7 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, *, per_col
     Returns:
         float32 [count], or [count, columns].
     """
-    function = _amax_by_segment_op if torch.compiler.is_compiling() else _segment_amax
-    return function(x, segments, count, per_column)
+    return segment_amax_op(x, segments, count, per_column)
 
 
 def segment_quantize(
@@ -107,26 +112,28 @@ def segment_quantize(
         fmt: Format of the codes.
         amax: Of the shape of `scale`; where it is known, it may save a pass.
     """
-    if dispatch.launches(x, fmt):
-        return triton_groups.group_cast(x, segments, scale, fmt)
+    if takes(x, fmt):
+        plan = plans().group_cast(*x.shape, len(scale), name_of(x.dtype), fmt, columns=scale.ndim == 2)
+        given = {"x_ptr": x.contiguous(), "group_ptr": segments, "scale_ptr": scale.contiguous()}
+        return launch(plan, x.device, **given)[0]
     of_rows = torch.cat([scale, torch.ones_like(scale[:1])]).index_select(0, segments)
-    return dispatch.quantize(x, of_rows if scale.ndim == 2 else of_rows[:, None], fmt, amax)
+    return casts.quantize(x, of_rows if scale.ndim == 2 else of_rows[:, None], fmt, amax)
 
 
 def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """Return y [n, ...], a new tensor of nobody else, with zeros where bool `keep` [n] is False."""
-    if dispatch.fused(y):
-        _zero_rows_op(y, keep)
+    if fuses(y) or (takes(y) and y.is_contiguous()):
+        clear_rows_op(y, keep)
         return y
-    if dispatch.launches(y) and y.is_contiguous():
-        return triton_groups.clear_rows(y, keep)
     return torch.where(keep.view(-1, *(1 for _ in y.shape[1:])), y, 0)
 
 
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones."""
-    if dispatch.launches(codes):
-        return triton_groups.turn_rows(codes, source)
+    if takes(codes):
+        plan = plans().turn_rows(len(source), codes.shape[1])
+        given = {"q_ptr": codes.contiguous().view(torch.uint8), "source_ptr": source}
+        return launch(plan, codes.device, **given)[0].view(codes.dtype)
     # as bytes, because few operators know float8; the byte 0 is the value 0
     taken = (
         codes.view(torch.uint8)[source.clamp(min=0)]
@@ -165,42 +172,40 @@ def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     return (offsets.diff(prepend=offsets.new_zeros(1)) >= 0).all() & (offsets[-1] <= rows)
 
 
-def _segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
-    if triton_backend.applies(x):
-        return triton_groups.group_amax(x, segments, count, columns=per_column)
+@operator(
+    fake=lambda x, segments, count, per_column: x.new_empty(
+        (count, x.shape[1]) if per_column else (count,), dtype=torch.float32
+    )
+)
+def segment_amax_op(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
+    """Return `segment_amax`."""
+    if takes(x):
+        plan = plans().group_amax(*x.shape, count, name_of(x.dtype), columns=per_column)
+        bits = launch(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments)[0]
+        return of_amax_bits(bits)
     if per_column and x.device.type == "cpu":
         # one segment after the other: torch's reduction by index takes several times as long there
         ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
-        keys = narrow_keys(x)
-        found = keys.new_zeros((count, x.shape[1]))
+        narrow = narrow_bits(x)
+        found = narrow.new_zeros((count, x.shape[1]))
         for segment, (start, end) in enumerate(itertools.pairwise(ends)):
             if start < end:
-                torch.amax(keys[start:end], 0, out=found[segment])
-        return of_narrow_keys(found, x.dtype)
-    # Keys, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
-    keys = float_key(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
-    found = keys.new_zeros((count + 1, *keys.shape[1:]))
+                torch.amax(narrow[start:end], 0, out=found[segment])
+        return of_narrow_bits(found, x.dtype)
+    # Bits, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
+    bits = amax_bits(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
     # one more, for the rows that are in none
-    places = segments.long()[:, None].expand_as(keys) if per_column else segments.long()
-    found.scatter_reduce_(0, places, keys, "amax")
-    return key_to_float(found[:count])
+    found = bits.new_zeros((count + 1, *bits.shape[1:]))
+    places = segments.long()[:, None].expand_as(bits) if per_column else segments.long()
+    found.scatter_reduce_(0, places, bits, "amax")
+    return of_amax_bits(found[:count])
 
 
-@torch.library.custom_op(f"{NAMESPACE}::zero_rows", mutates_args=("y",))
-def _zero_rows_op(y: torch.Tensor, keep: torch.Tensor) -> None:
+@operator(fake=lambda y, keep: None, mutates=("y",))
+def clear_rows_op(y: torch.Tensor, keep: torch.Tensor) -> None:
     """Write zeros to the entries of `y` [n, ...] whose bool in `keep` [n] is False: a few, where all else stays."""
-    if triton_backend.applies(y) and y.is_contiguous():
-        triton_groups.clear_rows(y, keep)
-    else:
+    if not (takes(y) and y.is_contiguous()):
         y.masked_fill_(~keep.view(-1, *(1 for _ in y.shape[1:])), 0)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::amax_by_segment", mutates_args=())
-def _amax_by_segment_op(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
-    """float32 [count], or [count, columns]."""
-    return _segment_amax(x, segments, count, per_column).clone()
-
-
-@_amax_by_segment_op.register_fake
-def _(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
-    return x.new_empty((count, x.shape[1]) if per_column else (count,), dtype=torch.float32)
+    elif y.numel():
+        plan = plans().clear_rows(len(keep), y.numel() // len(keep), name_of(y.dtype))
+        launch(plan, y.device, y_ptr=y, keep_ptr=keep.view(torch.uint8))

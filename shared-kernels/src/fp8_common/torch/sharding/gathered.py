@@ -10,8 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8_common._formats import get_format
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._rounding import torch_dtype
+from fp8_common.torch import decoding
+from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.sharding.fsdp import unpad
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 from fp8_common.torch.sharding.wrappers import local_of, stable_hash, wrapper_of, written_tensors
@@ -69,7 +69,7 @@ class GatheredWeight(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
-        return dispatch.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
+        return decoding.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Export the values; torch would export an address that is none."""
@@ -170,7 +170,7 @@ def finish_gather(
     codes = unpad(buffer, full_shape, torch_dtype(fmt))
     if not decode:
         return GatheredWeight(codes, scale, fmt.name, dtype, grid.tile), ()
-    plain = dispatch.dequantize(codes, scale, fmt, dtype, grid.tile)
+    plain = decoding.dequantize(codes, scale, fmt, dtype, grid.tile)
     if target is None:
         # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
         return plain, (plain,)

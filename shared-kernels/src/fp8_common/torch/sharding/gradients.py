@@ -10,16 +10,11 @@ from fp8_common._formats import Format
 from fp8_common._gradient_compression import MessageRows
 from fp8_common._philox import random_bits
 from fp8_common._policy import POWER_OF_2
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._quantize import (
-    block_amax,
-    dequantize_blockwise,
-    expand_blocks,
-    quantize,
-    quantize_stochastic,
-)
-from fp8_common.torch._rounding import torch_dtype
-from fp8_common.torch._scaling import scale_from_amax
+from fp8_common.torch._triton import launch, name_of, plans, takes
+from fp8_common.torch.blocks import block_amax, expand_blocks
+from fp8_common.torch.decoding import dequantize
+from fp8_common.torch.numerics import scale_from_amax, torch_dtype
+from fp8_common.torch.rounding import quantize, quantize_stochastic
 
 BLOCK = (1, 128)
 """The elements with one scale."""
@@ -49,8 +44,10 @@ def pack_gradients(
     if rows.compressed == 0:
         return message
     codes, scales = _codes_part(message, rows, fmt), _scale_part(message, rows)
-    if values.stride(1) == 1 and triton_backend.applies(values, fmt):
-        triton_backend.pack_gradients(values, None, fmt, random, codes, scales)
+    if values.stride(1) == 1 and takes(values, fmt):
+        strides = values.stride(0), codes.stride(0)
+        plan = plans().pack_gradients(*values.shape, strides, name_of(values.dtype), fmt, random=random, residual=False)
+        launch(plan, values.device, x_ptr=values, y_ptr=codes, scale_ptr=scales)
         return message
     rounded, own_scales = _round(values.float(), fmt, random)
     codes.view(torch.uint8).copy_(rounded.view(torch.uint8))
@@ -75,9 +72,10 @@ def sum_gradients(
     if rows.compressed == 0:
         return message.new_empty(0, dtype=torch.float32), wide
     codes, scales = _codes_part(message, rows, fmt), _scale_part(message, rows)
-    if triton_backend.applies(message, fmt):
-        return triton_backend.sum_gradients(codes, scales, fmt, divisor), wide
-    parts = dequantize_blockwise(codes.contiguous(), scales.contiguous(), fmt, BLOCK, torch.float32)
+    if takes(message, fmt):
+        plan = plans().sum_gradients(*codes.shape, codes.stride(0), fmt, "float32", divisor)
+        return launch(plan, codes.device, q_ptr=codes, scale_ptr=scales)[0], wide
+    parts = dequantize(codes.contiguous(), scales.contiguous(), fmt, torch.float32, BLOCK)
     return _sum_in_order(parts, divisor), wide
 
 

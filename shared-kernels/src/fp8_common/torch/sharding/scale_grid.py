@@ -12,12 +12,9 @@ import torch.nn.functional as F
 
 from fp8_common._errors import Fp8Error
 from fp8_common._recipe import CastRecipe
-from fp8_common.torch import _dispatch as dispatch
-from fp8_common.torch._amax import float_key, key_to_float
-from fp8_common.torch._quantize import Cast, block_amax
-
-Block = tuple[int, int] | None
-"""(rows, columns) that share a scale; 0 is the whole side, None the whole tensor."""
+from fp8_common.torch import casts
+from fp8_common.torch.blocks import Block, block_amax, scale_shape
+from fp8_common.torch.numerics import amax_bits, of_amax_bits
 
 BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), "blockwise_128x128": (128, 128)}
 """The granularities that weights are quantized with, for weights [..., out_features, in_features]."""
@@ -95,10 +92,7 @@ class ScaleGrid:
 
     def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
         """Return the shape of the scales of a whole weight: () or that of the weight, divided by the blocks."""
-        if self.block is None:
-            return ()
-        sides = self._sides(len(full_shape))
-        return tuple(-(-length // side) if side else 1 for length, side in zip(full_shape, sides, strict=True))
+        return scale_shape(full_shape, self.block)
 
     def amax_bits(self, part: torch.Tensor, region: Region) -> torch.Tensor:
         """Return the bits of the absolute maxima of a part, int32 [k], in the places that they have in the weight.
@@ -111,7 +105,7 @@ class ScaleGrid:
             As many for every part of a weight, 0 where `part` has nothing. Their MAX over ranks is exact, NaN included.
         """
         if self.block is None:
-            return float_key(dispatch.amax(part)).reshape(1)
+            return amax_bits(casts.amax(part)).reshape(1)
         bits = torch.zeros(self.shape(region.full_shape), dtype=torch.int32, device=part.device)
         if part.numel():
             starts = [self._start(region.offset[dim], dim, part.ndim) for dim in range(part.ndim)]
@@ -119,18 +113,18 @@ class ScaleGrid:
             if above or before:  # zeros before the part: its first block then begins where the weight's does
                 part = F.pad(part, (before, 0, above, 0))
             rows, columns = self.block
-            own = float_key(block_amax(part, (rows or part.shape[-2], columns or part.shape[-1])))
+            own = amax_bits(block_amax(part, (rows or part.shape[-2], columns or part.shape[-1])))
             places = tuple(slice(first, first + n) for (first, _), n in zip(starts, own.shape, strict=True))
             bits[places] = own
         return bits.reshape(-1)
 
     def amax(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
         """Return the float32 absolute maxima, of the shape of the scales, of reduced int32 `bits` [k]."""
-        return key_to_float(bits).view(self.shape(full_shape))
+        return of_amax_bits(bits).view(self.shape(full_shape))
 
     def scales(self, bits: torch.Tensor, full_shape: torch.Size) -> torch.Tensor:
         """Return the float32 scales of the whole weight from reduced int32 `bits` [k]."""
-        return dispatch.scale_from_amax(self.amax(bits, full_shape), self.cast.fp8_format, self.cast.policy)
+        return casts.scale_from_amax(self.amax(bits, full_shape), self.cast.fp8_format, self.cast.policy)
 
     def of_part(self, scales: torch.Tensor, part_shape: torch.Size, region: Region) -> torch.Tensor:
         """Return float32 scales that broadcast to a part, of the `scales` of the whole weight.
@@ -157,23 +151,13 @@ class ScaleGrid:
 
     def quantize_part(self, part: torch.Tensor, scales: torch.Tensor, region: Region) -> torch.Tensor:
         """Return float8 codes of a part, quantized with the float32 `scales` of the whole weight."""
-        return dispatch.quantize(part, self.of_part(scales, part.shape, region), self.cast.fp8_format)
+        return casts.quantize(part, self.of_part(scales, part.shape, region), self.cast.fp8_format)
 
-    def quantize_whole(self, weight: torch.Tensor) -> Cast:
+    def quantize_whole(self, weight: torch.Tensor) -> casts.Cast:
         """Return float8 codes of the shape of `weight` and its scales, which are made from itself."""
-        fmt, policy = self.cast.fp8_format, self.cast.policy
-        if self.block is None:
-            return dispatch.cast_tensorwise(weight, fmt, policy, both=dispatch.fused(weight))
-        if self.block == (1, 0):
-            return dispatch.cast_rowwise(weight, fmt, policy)
-        if self.tile is not None:
-            return dispatch.cast_blockwise(weight, fmt, self.tile, policy)
-        if self.block == (0, 0):  # each expert is one row of [experts, rows * columns]
-            rows = dispatch.cast_rowwise(weight.reshape(weight.shape[0], -1), fmt, policy)
-            shape = self.shape(weight.shape)
-            return Cast(rows.codes.view(weight.shape), rows.scale.view(shape), rows.scale_inv.view(shape))
-        scales = self.scales(self.amax_bits(weight, Region.whole(weight.shape)), weight.shape)
-        return Cast(dispatch.quantize(weight, scales, fmt), scales, dispatch.reciprocal(scales))
+        # compiled, one launch writes what the output and the gradient of the input need
+        both = self.block is None and casts.fuses(weight)
+        return casts.quantize_dynamic(weight, self.cast.fp8_format, self.cast.policy, self.block, both=both)
 
     def quantize_and_compare(
         self, part: torch.Tensor, scales: torch.Tensor, bits: torch.Tensor, region: Region
@@ -183,8 +167,8 @@ class ScaleGrid:
         A tensor with a single scale is read once.
         """
         if self.block is None:
-            codes, amax, _ = dispatch.cast_with_amax(part, scales, self.cast.fp8_format)
-            return codes, (float_key(amax) != bits).any()
+            codes, amax, _ = casts.quantize_with_amax(part, scales, self.cast.fp8_format)
+            return codes, (amax_bits(amax) != bits).any()
         return self.quantize_part(part, scales, region), (self.amax_bits(part, region) != bits).any()
 
     def _sides(self, ndim: int) -> tuple[int, ...]:

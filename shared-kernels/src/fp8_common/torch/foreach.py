@@ -1,9 +1,9 @@
-"""The amax and the cast of a list of tensors: one kernel launch for each dtype on a GPU.
+"""The amax and the casts of a list of tensors: one kernel launch for each dtype on a GPU.
 
 FSDP shards are many, small and odd-sized; some are empty. A table on the device lists them by address. It is sent once
 and cached while the same tensors come again, which is every step of training; where results go is no part of it. A
 CUDA graph can therefore capture the launches after a step with the same tensors, and its tables are kept for good. Both
-are operators. Elsewhere than on a GPU they call the references for one tensor after the other.
+are operators to compilers. Elsewhere than on a GPU they cast one tensor after the other.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 
 from fp8_common._formats import Format, get_data_format
-from fp8_common.torch import _capture as capture
-from fp8_common.torch import _triton_backend as triton_backend
-from fp8_common.torch._amax import amax_each, float_key
-from fp8_common.torch._ops import NAMESPACE
-from fp8_common.torch._quantize import quantize
-from fp8_common.torch._rounding import torch_dtype
+from fp8_common.torch import _triton as triton
+from fp8_common.torch import rounding
+from fp8_common.torch._operators import operator
+from fp8_common.torch.numerics import amax_bits as bits_of
+from fp8_common.torch.numerics import amax_each, torch_dtype
 
 TABLES_KEPT = 64
 """Size of the cache of tables that no CUDA graph uses."""
@@ -57,17 +56,16 @@ class Table(NamedTuple):
     aligned: bool
 
 
-def amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the int32 key of max |x| of each of `tensors`, [len(tensors)]; 0 for an empty one.
+def amax_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the int32 bits of max |x| of each of `tensors`, [len(tensors)]; 0 for an empty one.
 
     Args:
         tensors: float16, bfloat16 or float32, any shapes, all on one device; at least one.
     """
-    # Compilers see one operator; eager code saves its overhead, as in `_dispatch`.
-    return foreach_amax(list(tensors)) if torch.compiler.is_compiling() else _amax_keys(tensors)
+    return foreach_amax_op(list(tensors))
 
 
-def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
+def quantize(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
     """Return fp8(x * scale) for each tensor and its scale.
 
     Args:
@@ -78,72 +76,53 @@ def cast(tensors: Sequence[torch.Tensor], scales: torch.Tensor, fmt: Format) -> 
     Returns:
         Contiguous tensors of the shapes of `tensors`; they may share one buffer.
     """
-    if torch.compiler.is_compiling():
-        return _parts(foreach_cast(list(tensors), scales, fmt.name), tensors)
-    if not triton_backend.applies(tensors[0], fmt):
-        return [quantize(x, scale, fmt).contiguous() for x, scale in zip(tensors, scales.unbind(), strict=True)]
-    return _parts(_launched(tensors, scales, fmt), tensors)
+    if torch.compiler.is_compiling() or triton.takes(tensors[0], fmt):
+        return _parts(foreach_quantize_op(list(tensors), scales, fmt.name), tensors)
+    return [rounding.quantize(x, scale, fmt).contiguous() for x, scale in zip(tensors, scales.unbind(), strict=True)]
 
 
-def _amax_keys(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not triton_backend.applies(tensors[0]):
-        return float_key(amax_each(tensors))
-    # 0 is the key of an empty tensor, for which no program runs.
-    keys = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+@operator(fake=lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.int32))
+def foreach_amax_op(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return `amax_bits`."""
+    if not triton.takes(tensors[0]):
+        return bits_of(amax_each(tensors))
+    # 0 stands for an empty tensor, for which no program runs.
+    bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for dtype, places in _by_dtype(tensors).items():
         # Kept in a list until after the launch: the table holds addresses, which keep no tensor alive.
         dense = [tensors[i].contiguous() for i in places]
-        table = _table(_rows(dense, (), places, len(tensors)), keys.device)
+        table = _table(_rows(dense, (), places, len(tensors)), bits.device)
         # The usual list has one dtype; then the kernel writes the result itself.
-        found = keys if table.places is None else keys.new_zeros(len(places))
-        plan = triton_backend.plans().foreach_amax(table.programs, len(found), _name(dtype), aligned=table.aligned)
-        triton_backend.run(plan, keys.device, amax_ptr=found, **table.tensors)
+        found = bits if table.places is None else bits.new_zeros(len(places))
+        name = triton.name_of(dtype)
+        plan = triton.plans().foreach_amax(table.programs, len(found), name, aligned=table.aligned)
+        triton.run(plan, bits.device, amax_ptr=found, **table.tensors)
         if table.places is not None:
-            keys.index_copy_(0, table.places, found)
-    return keys
+            bits.index_copy_(0, table.places, found)
+    return bits
 
 
-def _launched(tensors: Sequence[torch.Tensor], scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """Return FP8 data of all tensors one after the other, made by the kernels."""
+@operator(fake=lambda tensors, scales, fmt: tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt)))
+def foreach_quantize_op(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Return the codes of all tensors one after the other, each from a multiple of 16 on."""
+    # One buffer and not a list of parts: the outputs of an operator must not share memory.
+    form, first = get_data_format(fmt), tensors[0]
     *offsets, total = accumulate(_padded_sizes(tensors), initial=0)
-    buffer = tensors[0].new_empty(total, dtype=torch_dtype(form))
+    if not triton.takes(first, form):
+        # Zeros where the kernels leave padding unwritten; made as uint8, because few operations know float8.
+        buffer = first.new_zeros(total, dtype=torch.uint8).view(torch_dtype(form))
+        for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
+            part.copy_(rounding.quantize(x, scale, form))
+        return buffer
+    buffer = first.new_empty(total, dtype=torch_dtype(form))
     for dtype, places in _by_dtype(tensors).items():
         dense = [tensors[i].contiguous() for i in places]
         table = _table(_rows(dense, [offsets[i] for i in places], places, len(tensors)), buffer.device)
-        plan = triton_backend.plans().foreach_cast(table.programs, total, _name(dtype), form, aligned=table.aligned)
+        name = triton.name_of(dtype)
+        plan = triton.plans().foreach_cast(table.programs, total, name, form, aligned=table.aligned)
         chosen = scales if table.places is None else scales.index_select(0, table.places)
-        triton_backend.run(plan, buffer.device, scale_ptr=chosen.contiguous(), y_ptr=buffer, **table.tensors)
+        triton.run(plan, buffer.device, scale_ptr=chosen.contiguous(), y_ptr=buffer, **table.tensors)
     return buffer
-
-
-@torch.library.custom_op(f"{NAMESPACE}::foreach_amax", mutates_args=())
-def foreach_amax(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """int32 keys [len(tensors)] of max |x|."""
-    return _amax_keys(tensors)
-
-
-@foreach_amax.register_fake
-def _(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0].new_empty(len(tensors), dtype=torch.int32)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::foreach_cast", mutates_args=())
-def foreach_cast(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
-    """FP8 data of all tensors one after the other, each from a multiple of 16 on."""
-    # One buffer and not a list of parts: the outputs of an operator must not share memory.
-    form, first = get_data_format(fmt), tensors[0]
-    if not triton_backend.applies(first, form):
-        # Zeros where the kernels leave padding unwritten; made as uint8, because few operations know float8.
-        buffer = first.new_zeros(sum(_padded_sizes(tensors)), dtype=torch.uint8).view(torch_dtype(form))
-        for part, x, scale in zip(_parts(buffer, tensors), tensors, scales.unbind(), strict=True):
-            part.copy_(quantize(x, scale, form))
-        return buffer
-    return _launched(tensors, scales, form)
-
-
-@foreach_cast.register_fake
-def _(tensors: list[torch.Tensor], scales: torch.Tensor, fmt: str) -> torch.Tensor:
-    return tensors[0].new_empty(sum(_padded_sizes(tensors)), dtype=torch_dtype(fmt))
 
 
 def _padded_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -172,7 +151,7 @@ def _rows(dense: Sequence[torch.Tensor], offsets: Sequence[int], places: Sequenc
 
 def _table(rows: Rows, device: torch.device) -> Table:
     # A graph points to its tables for as long as it lives, which nobody here knows.
-    return _kept_for_graphs(rows, device) if capture.is_capturing(device) else _cached(rows, device)
+    return _kept_for_graphs(rows, device) if triton.is_capturing(device) else _cached(rows, device)
 
 
 @cache
@@ -184,8 +163,8 @@ def _kept_for_graphs(rows: Rows, device: torch.device) -> Table:
 def _cached(rows: Rows, device: torch.device) -> Table:
     """Put addresses, lengths and the chunks of all programs on the device, in two transfers."""
     # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
-    capture.refuse(device, "a table of tensors that no earlier step had, or not at these addresses,")
-    tensor, chunk = triton_backend.plans().foreach_chunks(list(rows.sizes))
+    triton.refuse_in_capture(device, "a table of tensors that no earlier step had, or not at these addresses,")
+    tensor, chunk = triton.plans().foreach_chunks(list(rows.sizes))
     columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "offset_ptr": rows.offsets, "places": rows.places}
     # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
@@ -201,7 +180,3 @@ def _cached(rows: Rows, device: torch.device) -> Table:
         programs=len(tensor),
         aligned=all(address % 16 == 0 for address in used),
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,160 @@
+"""How a cast runs: by a Triton kernel, traced so that a compiler fuses it, or as torch's own operations.
+
+`takes` says which tensors go to the kernels; `FP8_COMMON_BACKEND` chooses: "auto" takes them for CUDA tensors on
+compute capability 8.9 and newer, "triton" refuses where it cannot, "reference" never does. `fuses` and `hides` say what
+a compiler sees: operations that it fuses with their neighbours, or one opaque operator, which ends in the code of eager
+mode. The bits are the same each way.
+"""
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fp8_common._env import backend
+from fp8_common._errors import Fp8UnsupportedError
+from fp8_common._formats import Format
+from fp8_common._hardware import KERNEL_CAPABILITY, has_kernels
+from fp8_common._policy import ScalePolicy
+from fp8_common.torch._compat import FakeTensor, assume_constant_result
+
+
+def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:
+    """Return whether `x` goes to the kernels; never under a compiler, and never without data.
+
+    Raises:
+        Fp8UnsupportedError: FP8_COMMON_BACKEND=triton, and they cannot run on the device of `x`.
+    """
+    # The environment is read at every call, so that tests and users can change it; the device is looked up once.
+    if torch.compiler.is_compiling() or (choice := backend()) == "reference" or isinstance(x, FakeTensor):
+        return False
+    obstacle = _obstacle(x.device)
+    if obstacle is not None and choice != "triton":
+        return False
+    if fmt is not None and not has_kernels(fmt, policy):
+        return False
+    if obstacle is not None:
+        raise Fp8UnsupportedError(
+            f"FP8_COMMON_BACKEND=triton, but {obstacle}. Unset it to use PyTorch's own operations there."
+        )
+    return True
+
+
+def fuses(x: torch.Tensor) -> bool:
+    """Return whether a compiler traces now, and casts of `x` are operations that it fuses."""
+    return torch.compiler.is_compiling() and rounds_once(x.device.type, x.device.index)
+
+
+def hides(x: torch.Tensor) -> bool:
+    """Return whether a compiler traces now, and casts of `x` are opaque operators to it."""
+    return torch.compiler.is_compiling() and not rounds_once(x.device.type, x.device.index)
+
+
+@assume_constant_result
+def rounds_once(device_type: str, index: int | None) -> bool:
+    """Return whether code that compilers write for a device converts to FP8 in one rounding, and fast.
+
+    GPUs do from compute capability 9.0 on. On 8.9 Triton's own conversion, which compilers take, goes through float16
+    and rounds twice. On a CPU the operations of eager mode are as fast, and graphs that hide them compile sooner.
+    """
+    return device_type == "cuda" and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+@cache
+def plans() -> ModuleType:
+    """Return the module of the kernels' plans; it imports Triton, which nothing before the first launch needs."""
+    return importlib.import_module("fp8_common._kernels")
+
+
+def launch(plan: Any, device: torch.device, **given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Run a launch and return its outputs in order: those that are given, and the others, which are made here.
+
+    Args:
+        plan: The `Launch`.
+        device: Where it runs.
+        given: Tensors named like its pointers; None for those that are left out.
+    """
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, out in plan.outputs.items():
+        if name not in tensors:
+            make = torch.zeros if out.zeroed else torch.empty
+            tensors[name] = make(out.shape, dtype=getattr(torch, out.dtype), device=device)
+    run(plan, device, **tensors)
+    return tuple(tensors[name] for name in plan.outputs)
+
+
+def run(plan: Any, device: torch.device, **tensors: torch.Tensor) -> None:
+    """Run a launch on tensors named like its pointers, on their device."""
+    if device.type != "cuda":  # under the interpreter
+        plans().run(plan, tensors)
+        return
+    # Triton launches on the current device, not on that of its arguments.
+    with torch.cuda.device(device):
+        refusal = capture_refusal(f"the kernel {plan.name}") if is_capturing(device) else None
+        plans().run(plan, tensors, refusal=refusal)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is launched on `device` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_in_capture(device: torch.device, what: str) -> None:
+    """Refuse to make, while a CUDA graph is being captured, what has to be made before that.
+
+    Args:
+        device: Where it would be made.
+        what: What it is, as the subject of a sentence.
+
+    Raises:
+        Fp8UnsupportedError: The current stream of `device` is being captured.
+    """
+    if is_capturing(device):
+        raise capture_refusal(what)
+
+
+def capture_refusal(what: str) -> Fp8UnsupportedError:
+    """Return the error that says that `what` must be there before a capture."""
+    return Fp8UnsupportedError(
+        f"{what[0].upper()}{what[1:]} cannot be made while a CUDA graph is being captured. Run a training step with "
+        "the same shapes and parameters before the capture."
+    )
+
+
+@cache
+def _obstacle(device: torch.device) -> str | None:
+    """Say what keeps the kernels from a device; None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if plans().interpreting():  # the interpreter runs the kernels on CPU tensors
+        return None
+    if device.type != "cuda" or torch.version.hip:
+        return f"the kernels need an NVIDIA GPU, and the tensor is on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < KERNEL_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} has no FP8 conversion (8.9 and newer do)"
+    return None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as plans take it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def matrix_of(x: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and columns of x, all dimensions but the last counted as rows."""
+    n = x.shape[-1]
+    return (x.numel() // n if n else 0), n
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the memory order that `torch.empty_like(x)` has, so that elementwise kernels see flat memory."""
+    # `empty_like` keeps the order of dimensions of dense tensors and drops gaps and overlaps. Reading x in that order
+    # lets a transposed matrix be cast without a copy, into data that are transposed the same way.
+    if x.is_contiguous():  # nearly always, and asked first: the comparison needs memory of the size of x
+        return x
+    order = torch.empty_like(x)
+    return x if order.stride() == x.stride() else order.copy_(x)

@@ -1,0 +1,99 @@
+"""Which elements of a tensor share a scale: amax of blocks, and scales of blocks in shapes that broadcast."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8_common._blocks import block_grid, check_block
+from fp8_common._errors import Fp8Error
+from fp8_common.torch.numerics import amax_of, amax_over
+
+Block = tuple[int, int] | None
+"""(rows, columns) that share a scale, in the last two dimensions; 0 is the whole side, None the whole tensor."""
+
+
+def block_of(sizes: Sequence[int]) -> Block:
+    """Return the block that stands as a list in an operator's arguments; an empty one is None."""
+    return (sizes[0], sizes[1]) if sizes else None
+
+
+def broadcasts(block: Block) -> bool:
+    """Return whether scales broadcast to the tensor: each dimension has one scale, or one for each element."""
+    return block is None or max(block) < 2
+
+
+def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor: () or its own, divided by the block."""
+    if block is None:
+        return ()
+    sides = (1,) * (len(shape) - 2) + block[-min(len(shape), 2) :]
+    return tuple(-(-size // side) if side else 1 for size, side in zip(shape, sides, strict=True))
+
+
+def amax_by(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return max |x| of what shares a scale, float32 of shape `scale_shape(x.shape, block)`."""
+    if block is None:
+        return amax_of(x)
+    if not broadcasts(block):
+        return block_amax(x, block)
+    return amax_over(x, [dim for dim, side in zip((-2, -1), block, strict=True) if side == 0], keepdim=True)
+
+
+def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return max |x| of every block, float32 of shape `block_grid(x.shape, block)`."""
+    rows, columns = check_block(block, x.ndim)
+    if x.ndim == 1:
+        return block_amax(x[None], block)[0]
+    for dim, side in ((-1, columns), (-2, rows)):
+        if cut := x.shape[dim] % side:
+            # blocks that are cut off by themselves, with sides that fit: padded, `x` would be copied
+            whole = x.shape[dim] - cut
+            rest = block_amax(x.narrow(dim, whole, cut), (rows, cut) if dim == -1 else (cut, columns))
+            return torch.cat([block_amax(x.narrow(dim, 0, whole), block), rest], dim) if whole else rest
+    grid = block_grid(tuple(x.shape), block)
+    return amax_over(x.reshape(*grid[:-1], rows, grid[-1], columns), (-3, -1), keepdim=False)
+
+
+def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a view of `x` and the scales of its blocks in shapes that broadcast.
+
+    A dimension whose last block is cut off stays whole in the view: the scales are repeated along it.
+
+    Raises:
+        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+    """
+    if block is None or broadcasts(block):
+        return x, scale
+    rows, columns = check_block(block, x.ndim)
+    _check_grid(scale, block, x.shape)
+    if rows > 1:
+        x, scale = _split_along(x, scale, x.ndim - 2, rows)
+    # -1 of `x` is a dimension of its own still, whatever became of the rows
+    return _split_along(x, scale, x.ndim - 1, columns)
+
+
+def _split_along(x: torch.Tensor, scale: torch.Tensor, dim: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.shape[dim] % side:
+        return x, scale.repeat_interleave(side, dim).narrow(dim, 0, x.shape[dim])
+    return x.unflatten(dim, (scale.shape[dim], side)), scale.unsqueeze(dim + 1)
+
+
+def expand_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Repeat each block's scale over the block, cut to `shape`.
+
+    Raises:
+        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+    """
+    _check_grid(scale, block, shape)
+    wide = scale.repeat_interleave(block[1], -1).narrow(-1, 0, shape[-1])
+    if len(shape) == 1 or block[0] == 1:
+        return wide
+    return wide.repeat_interleave(block[0], -2).narrow(-2, 0, shape[-2])
+
+
+def _check_grid(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> None:
+    if tuple(scale.shape) != block_grid(tuple(shape), block):
+        raise Fp8Error(
+            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
+            f"{block_grid(tuple(shape), block)}, got {tuple(scale.shape)}."
+        )

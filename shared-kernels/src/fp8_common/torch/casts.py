@@ -1,0 +1,373 @@
+"""Casts of tensors to FP8 and back, for every block that shares a scale. Here, and here alone, is decided how one runs.
+
+In eager mode a kernel casts what `takes` accepts, and torch's own operations the rest. A compiler of a GPU traces the
+same operations and fuses them (`fuses`); elsewhere it sees opaque operators (`hides`), which end in the code of eager
+mode. The bits are the same each way. Formats and policies are objects; operators take their names.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from fp8_common._formats import Format, get_data_format
+from fp8_common._policy import ScalePolicy
+from fp8_common._quantize import MX_BLOCK
+from fp8_common.torch import numerics, rounding
+from fp8_common.torch._operators import operator, policy_key, policy_of_key
+from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes
+from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
+from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
+
+__all__ = [
+    "Cast",
+    "amax",
+    "fuses",
+    "quantize",
+    "quantize_dynamic",
+    "quantize_mx",
+    "quantize_with_amax",
+    "reciprocal",
+    "scale_from_amax",
+    "takes",
+]
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Cast(NamedTuple):
+    """A tensor in FP8, with what a matmul wants to know.
+
+    Attributes:
+        codes: float8, of the shape of the tensor.
+        scale: float32 into FP8, one for each block.
+        scale_inv: float32 back from FP8, of the shape of `scale`.
+        by_columns: The transpose of a matrix, contiguous, where one launch made both: its codes are the same for one
+            scale, and made with scales of columns for scales of rows.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    by_columns: "Cast | None" = None
+
+
+# ---------------------------------------------------------------- amax and scales
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| over all elements as a float32 scalar tensor: NaN wins, then infinity; 0 for an empty one."""
+    if hides(x):
+        return amax_op(x)
+    return _amax_bits(x).view(torch.float32).view(()) if takes(x) else amax_of(x)
+
+
+@operator(fake=lambda x: x.new_empty((), dtype=torch.float32))
+def amax_op(x: torch.Tensor) -> torch.Tensor:
+    """Return `amax`."""
+    return amax(x)
+
+
+def _amax_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the int32 bits [1] of max |x|, by the kernel."""
+    (key,) = launch(plans().amax(x.numel(), name_of(x.dtype)), x.device, x_ptr=dense(x))
+    return key
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the float32 scale into FP8, of the shape of `amax`; `prev` is used where `amax` says nothing."""
+    if torch.compiler.is_compiling():
+        return scales_op(amax, prev, fmt.name, policy_key(policy))[0]
+    if prev is None and takes(amax, fmt, policy):
+        return _scales_by_kernel(amax, fmt, policy)[0]
+    return numerics.scale_from_amax(amax, fmt, policy, prev)
+
+
+@operator(
+    fake=lambda amax, *_: (torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32))
+)
+def scales_op(amax: torch.Tensor, prev: torch.Tensor | None, fmt: str, policy: str) -> Pair:
+    """Return the scales into and back from FP8, of the shape of `amax`."""
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    if prev is None and takes(amax, form, rule):
+        return _scales_by_kernel(amax, form, rule)
+    scale = numerics.scale_from_amax(amax, form, rule, prev)
+    return scale, divide(1.0, scale)
+
+
+def _scales_by_kernel(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Pair:
+    plan = plans().scales_of_amax(amax.numel(), fmt, policy)
+    scale, scale_inv = launch(plan, amax.device, amax_ptr=as_float32(amax, "amax").contiguous())
+    return scale.view(amax.shape), scale_inv.view(amax.shape)
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """Return RN32(1 / scale), IEEE division, of the shape of float32 `scale`."""
+    return reciprocal_op(scale) if hides(scale) else divide(1.0, scale)
+
+
+@operator(fake=torch.empty_like)
+def reciprocal_op(scale: torch.Tensor) -> torch.Tensor:
+    """Return `reciprocal`."""
+    return divide(1.0, scale)
+
+
+# ---------------------------------------------------------------- with a given scale
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype; float32 `scale` broadcasts to `x`.
+
+    Absolute maxima of all of `x`, where they are known, may save a pass.
+    """
+    if torch.compiler.is_compiling():
+        return rounding.quantize(x, scale, fmt) if fuses(x) else quantize_op(x, scale, fmt.name)
+    # A scale [1, 1] for x [n] makes the result a matrix by broadcasting, which the kernel does not.
+    if takes(x, fmt) and scale.numel() == 1 and scale.ndim <= x.ndim:
+        return _by_given_scale(x, scale, fmt)[0]
+    return rounding.quantize(x, scale, fmt, amax)
+
+
+@operator(fake=lambda x, scale, fmt: torch.empty_like(x, dtype=torch_dtype(fmt)))
+def quantize_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Return `quantize`."""
+    return quantize(x, scale, get_data_format(fmt))
+
+
+def quantize_with_amax(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return codes made with one given float32 scale, and max |x| (float32 scalar): delayed scaling in one pass.
+
+    With `both`, also the codes of a matrix transposed and contiguous, where one kernel writes both; else None.
+    """
+    if hides(x):
+        return *quantize_with_amax_op(x, scale, fmt.name), None
+    if fuses(x):
+        return rounding.quantize(x, scale, fmt), amax_of(x), None
+    if not takes(x, fmt):
+        largest = amax_of(x)
+        return rounding.quantize(x, scale, fmt, largest), largest, None
+    codes, *transposed, key = _by_given_scale(x, scale, fmt, with_amax=True, both=both)
+    return codes, key.view(torch.float32).view(()), transposed[0] if transposed else None
+
+
+@operator(
+    fake=lambda x, scale, fmt: (torch.empty_like(x, dtype=torch_dtype(fmt)), x.new_empty((), dtype=torch.float32))
+)
+def quantize_with_amax_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
+    """Return `quantize_with_amax`, without a transpose."""
+    return quantize_with_amax(x, scale, get_data_format(fmt))[:2]
+
+
+def _by_given_scale(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, with_amax: bool = False, both: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Launch the cast with one given scale: codes, those transposed if `both`, int32 amax bits [1] if `with_amax`."""
+    scale = scale.float().contiguous()
+    if both and x.ndim == 2 and x.is_contiguous():
+        plan = plans().cast_transpose(*x.shape, name_of(x.dtype), fmt, with_amax=with_amax)
+        return launch(plan, x.device, x_ptr=x, scale_ptr=scale)
+    plan = plans().cast(x.numel(), name_of(x.dtype), fmt, with_amax=with_amax)
+    codes = torch.empty_like(x, dtype=torch_dtype(fmt))
+    return launch(plan, x.device, x_ptr=dense(x), scale_ptr=scale, y_ptr=codes)
+
+
+# ---------------------------------------------------------------- with scales of its own amax
+
+
+def quantize_dynamic(
+    x: torch.Tensor,
+    fmt: Format,
+    policy: ScalePolicy,
+    block: Block = None,
+    *,
+    fold: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+    both: bool = False,
+) -> Cast:
+    """Return codes and the scales that follow from the amax of each block.
+
+    Args:
+        x: float16, bfloat16 or float32, any strides.
+        fmt: The format.
+        policy: The rule for the scales.
+        block: What shares a scale.
+        fold: float32 [columns]: casts float32(x) * fold instead, with a scale for each row.
+        groups: int32 [rows], which names a row of `fold`, then [groups, columns], for each row of `x`.
+        both: Also cast the transpose of a matrix, without `fold`, where one launch makes both.
+
+    Returns:
+        The cast; its scales have the shape `blocks.scale_shape(x.shape, block)`.
+    """
+    if block == (0, 0):  # each matrix is one row
+        rows = quantize_dynamic(x.flatten(-2), fmt, policy, (1, 0))
+        return Cast(rows.codes.view(x.shape), rows.scale[..., None], rows.scale_inv[..., None])
+    compiling = torch.compiler.is_compiling()
+    if compiling and (not broadcasts(block) or hides(x)):
+        return Cast(*quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ())))
+    if compiling and both and block is None and x.ndim == 2 and x.is_contiguous():
+        # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make
+        # of it: they cast once more for the backward.
+        return _cast_of(*quantize_transposed_op(x, amax_of(x), fmt.name, policy_key(policy)))
+    if not compiling and takes(x, fmt, policy):
+        made = _by_kernels(x, fmt, policy, block, fold, groups, both=both)
+        if made is not None:
+            return made
+    # What follows is what eager mode does without kernels, and what a compiler fuses.
+    value = x
+    if fold is not None:
+        value = as_float32(x.contiguous()) * (fold if groups is None else fold.index_select(0, groups))
+    largest = amax_by(value, block)
+    if compiling and (block is None or x.stride(-1) != 1):
+        # one launch for all; of rows that are read as they lie, the kernel that finds an amax casts, too
+        scale, scale_inv = scales_op(largest, None, fmt.name, policy_key(policy))
+    else:
+        scale = numerics.scale_from_amax(largest, fmt, policy)
+        scale_inv = divide(1.0, scale)
+    codes = rounding.quantize(*split_blocks(value, scale, block), fmt, largest)
+    return Cast(codes if broadcasts(block) else codes.view(x.shape), scale, scale_inv)
+
+
+def _cast_of(codes: torch.Tensor, transposed: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> Cast:
+    return Cast(codes, scale, scale_inv, Cast(transposed, scale, scale_inv))
+
+
+def _fake_dynamic(
+    x: torch.Tensor, fold: torch.Tensor | None, groups: torch.Tensor | None, fmt: str, policy: str, block: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = scale_shape(x.shape, block_of(block))
+    like = x if fold is None else x.new_empty(x.shape)
+    scale, scale_inv = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(like, dtype=torch_dtype(fmt)), scale, scale_inv
+
+
+@operator(fake=_fake_dynamic)
+def quantize_dynamic_op(
+    x: torch.Tensor, fold: torch.Tensor | None, groups: torch.Tensor | None, fmt: str, policy: str, block: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `quantize_dynamic`; an empty `block` stands for None."""
+    made = quantize_dynamic(x, get_data_format(fmt), policy_of_key(policy), block_of(block), fold=fold, groups=groups)
+    return made[:3]
+
+
+@operator(
+    fake=lambda x, amax, fmt, policy: (
+        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1])),
+        *(amax.new_empty(()) for _ in range(2)),
+    )
+)
+def quantize_transposed_op(
+    x: torch.Tensor, amax: torch.Tensor, fmt: str, policy: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [M, N] of x [M, N], the same [N, M], and the scalar scales that follow from float32 `amax`."""
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    if takes(x, form, rule):
+        # an amax has no sign, so its bits are those that kernels take
+        return _transposed_by_bits(x.contiguous(), amax.view(torch.int32).reshape(1), form, rule)
+    scale = numerics.scale_from_amax(amax, form, rule)
+    codes = rounding.quantize(x.contiguous(), scale, form)
+    # as uint8, which all operations support
+    return codes, codes.view(torch.uint8).t().contiguous().view(codes.dtype), scale, divide(1.0, scale)
+
+
+def _by_kernels(
+    x: torch.Tensor,
+    fmt: Format,
+    policy: ScalePolicy,
+    block: Block,
+    fold: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    *,
+    both: bool,
+) -> Cast | None:
+    """Return what kernels make, or None where there is none for this block and these strides."""
+    dtype, is_matrix = name_of(x.dtype), x.ndim == 2 and x.is_contiguous()
+    if block is None:
+        bits = _amax_bits(x)
+        if both and is_matrix:
+            return _cast_of(*_transposed_by_bits(x, bits, fmt, policy))
+        plan, codes = plans().cast(x.numel(), dtype, fmt, policy=policy), torch.empty_like(x, dtype=torch_dtype(fmt))
+        given = {"x_ptr": dense(x), "scale_ptr": bits, "y_ptr": codes, "scale_out_ptr": _scale_of_empty(x)}
+        _, scale = launch(plan, x.device, **given)
+        return Cast(codes, scale.view(()), torch.reciprocal(scale).view(()))
+    if block == (1, 0) and x.numel() and (fold is not None or x.is_contiguous()):
+        if both and is_matrix and x.shape[0] % 4 == 0:
+            return _rows_and_columns(x, fmt, policy, fold)
+        x = x.contiguous()
+        given = {"fold": fold is not None, "groups": groups is not None}
+        plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, **given)
+        folds = None if fold is None else fold.contiguous()
+        made = launch(plan, x.device, x_ptr=x, fold_ptr=folds, group_ptr=groups)
+    elif block == (1, 128) or (block == (128, 128) and x.ndim == 2):
+        if not _readable(x):
+            return None
+        made = launch(plans().blockwise(*matrix_of(x), dtype, fmt, block[0], policy), x.device, x_ptr=x)
+    else:
+        return None
+    codes, scale, scale_inv = made
+    shape = scale_shape(x.shape, block)
+    return Cast(codes.view(x.shape), scale.view(shape), scale_inv.view(shape))
+
+
+def _transposed_by_bits(
+    x: torch.Tensor, bits: torch.Tensor, fmt: Format, policy: ScalePolicy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes of a contiguous matrix, its transpose and both scales, from the int32 bits [1] of its amax."""
+    plan = plans().cast_transpose(*x.shape, name_of(x.dtype), fmt, policy=policy)
+    given = {"scale_out_ptr": _scale_of_empty(x), "scale_inv_ptr": _scale_of_empty(x)}
+    codes, transposed, scale, scale_inv = launch(plan, x.device, x_ptr=x, scale_ptr=bits, **given)
+    return codes, transposed, scale.view(()), scale_inv.view(())
+
+
+def _rows_and_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: torch.Tensor | None) -> Cast:
+    """Return the cast of rows of a contiguous x [4 m, n] and, without `fold`, that of its columns: two reads of x."""
+    m, n = x.shape
+    # One buffer, so that the scales of rows and columns are one launch.
+    keys = torch.zeros(m + n, dtype=torch.int32, device=x.device)
+    given = {"x_ptr": x, "fold_ptr": None if fold is None else fold.contiguous()}
+    plan = plans().amax_both(m, n, name_of(x.dtype), fold=fold is not None)
+    launch(plan, x.device, **given, row_ptr=keys[:m], column_ptr=keys[m:])
+    # the kernel takes keys for amax: those without a sign are their bits
+    scales = _scales_by_kernel(keys.view(torch.float32), fmt, policy)
+    (rows, columns), (rows_inv, columns_inv) = (one[:, None].split((m, n)) for one in scales)
+    plan = plans().cast_both(m, n, name_of(x.dtype), fmt, fold=fold is not None)
+    codes, transposed = launch(plan, x.device, **given, row_ptr=rows, column_ptr=columns)
+    return Cast(codes, rows, rows_inv, Cast(transposed, columns, columns_inv))
+
+
+def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the scale 1 of an empty tensor, for which nothing is launched; None for others: the kernel writes it."""
+    return None if x.numel() else torch.ones(1, dtype=torch.float32, device=x.device)
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Return whether kernels that work on rows can read x: contiguous, and not a scalar."""
+    return x.is_contiguous() and x.ndim >= 1
+
+
+def quantize_mx(x: torch.Tensor, fmt: Format, mode: str) -> Pair:
+    """Return MX codes [..., N] and E8M0 scales [..., ceil(N / 32)] in torch.float8_e8m0fnu."""
+    if torch.compiler.is_compiling():
+        return quantize_mx_op(x, fmt.name, mode)
+    if takes(x, fmt) and _readable(x):
+        codes, scales = launch(plans().mx(*matrix_of(x), name_of(x.dtype), fmt, mode), x.device, x_ptr=x)
+        codes, scales = codes.view(x.shape), scales.view(scale_shape(x.shape, MX_BLOCK))
+    else:
+        largest = amax_by(x, MX_BLOCK)
+        scales = numerics.e8m0_from_amax(largest, fmt, mode)
+        codes = rounding.quantize(x, expand_blocks(numerics.scale_of_e8m0(scales), MX_BLOCK, x.shape), fmt, largest)
+    return codes, scales.view(torch.float8_e8m0fnu)
+
+
+@operator(
+    fake=lambda x, fmt, mode: (
+        torch.empty_like(x, dtype=torch_dtype(fmt)),
+        x.new_empty(scale_shape(x.shape, MX_BLOCK), dtype=torch.float8_e8m0fnu),
+    )
+)
+def quantize_mx_op(x: torch.Tensor, fmt: str, mode: str) -> Pair:
+    """Return `quantize_mx`."""
+    return quantize_mx(x, get_data_format(fmt), mode)

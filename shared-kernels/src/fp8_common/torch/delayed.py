@@ -1,0 +1,150 @@
+"""Delayed scaling on tensors: what was observed, the scale to use now, and the step of all histories of a model.
+
+On a GPU `roll_histories` is one launch for all tensors that share a rule, and `current` one for an operand.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from fp8_common._amax import INF_KEY
+from fp8_common._formats import get_data_format
+from fp8_common._policy import ScalePolicy
+from fp8_common._recipe import CastRecipe
+from fp8_common.torch import _triton as triton
+from fp8_common.torch import numerics
+from fp8_common.torch._compat import FakeTensor
+from fp8_common.torch._operators import operator, policy_key, policy_of_key
+from fp8_common.torch.casts import scale_from_amax
+from fp8_common.torch.numerics import amax_bits, of_amax_bits
+
+UNOBSERVED = -1
+"""Bits of an operand that was not observed; below every amax, so that MAX ignores it."""
+
+
+def observed_bits(amax: torch.Tensor) -> torch.Tensor:
+    """Return the int32 bits of float32 `amax`, UNOBSERVED where it is infinite or NaN: that is not recorded."""
+    bits = amax_bits(amax)
+    # Marked before ranks are combined by MAX: an infinity on one rank must not hide what the others observed.
+    return torch.where(bits >= INF_KEY, UNOBSERVED, bits)
+
+
+def roll_histories(
+    history: torch.Tensor, bits: torch.Tensor, scale: torch.Tensor, casts: Sequence[CastRecipe]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the histories and scales after a step in which every operand was observed.
+
+    Args:
+        history: float32 [L, T], slot 0 the newest.
+        bits: int32 [T]: what the step observed; entries below 0 count as 0.
+        scale: float32 [T]: the scales into FP8 of the step.
+        casts: T casts that share one policy.
+    """
+    formats = ",".join(cast.format for cast in casts)
+    # UNOBSERVED has the bits of a NaN.
+    amax = of_amax_bits(bits.clamp(min=0))
+    rolled, following = delayed_update_op(history, amax, scale, formats, policy_key(casts[0].policy))
+    return rolled, following
+
+
+def scales_from_bits(bits: torch.Tensor, casts: Sequence[CastRecipe]) -> torch.Tensor:
+    """Return the float32 scales [T] that dynamic scaling gives operands of these amax.
+
+    Args:
+        bits: int32 [T]; entries below 0 count as 0.
+        casts: T casts that share one policy.
+    """
+    return _scales_by_format(of_amax_bits(bits.clamp(min=0)), tuple(cast.format for cast in casts), casts[0].policy)
+
+
+def current(
+    scale: torch.Tensor, late: torch.Tensor | None, own_bits: torch.Tensor | None, amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a delayed scale and its reciprocal, and observe an amax: one launch, where `casts.takes(amax)`.
+
+    Args:
+        scale: float32 scalar, which the result is a copy of.
+        late: bool scalar; where it is set the result is NaN. None asks nothing.
+        own_bits: int32 scalar that is raised to the amax if that is finite; None observes nothing.
+        amax: float32 scalar without a sign.
+    """
+    plan = triton.plans().delayed_current(record=own_bits is not None, check=late is not None)
+    observed = {} if own_bits is None else {"key_ptr": amax.view(torch.int32), "own_key_ptr": own_bits}
+    flag = None if late is None else late.view(torch.uint8)
+    *_, copy, inverse = triton.launch(plan, scale.device, scale_ptr=scale, late_ptr=flag, **observed)
+    return copy, inverse
+
+
+@operator(
+    fake=lambda history, amax, scale, formats, policy: [history.new_empty(history.shape), scale.new_empty(scale.shape)]
+)
+def delayed_update_op(
+    history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, formats: str, policy: str
+) -> list[torch.Tensor]:
+    """Return the rolled history and the next scales.
+
+    Args:
+        history: float32 [L, T], slot 0 the newest.
+        amax: float32 [T], observed in this step; infinite and NaN ones are not recorded.
+        scale: float32 [T]: the scales into FP8 of this step.
+        formats: The names of the T formats, with commas between.
+        policy: `policy_key` of the rule that all share.
+    """
+    names, rule = tuple(formats.split(",")), policy_of_key(policy)
+    # All or none: one launch handles every tensor, whatever its format.
+    if all(triton.takes(amax, get_data_format(name), rule) for name in set(names)):
+        return list(update_by_kernel(history, amax, scale, _numerators(names, rule, amax.device), rule)[:2])
+    window, largest = numerics.update_history(history, amax, rule.algo)
+    return [window, _scales_by_format(largest, names, rule, prev=scale)]
+
+
+def update_by_kernel(
+    history: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, fmax: torch.Tensor, policy: ScalePolicy
+) -> tuple[torch.Tensor, ...]:
+    """Return the rolled history [L, T], the next scales [T] and their reciprocals [T], float32, in one launch.
+
+    Args:
+        history: float32 [L, T].
+        amax: float32 [T]: what this step saw.
+        scale: float32 [T]: the scales into FP8 of this step.
+        fmax: float32 [T]: numerators, from `scale_rule(fmt, policy)[0]` of each tensor's format.
+        policy: The rule; its `algo` reduces the history.
+    """
+    length, tensors = history.shape
+    plan = triton.plans().delayed_update(tensors, length, policy)
+    given = {"history_ptr": history, "amax_ptr": amax, "scale_ptr": scale}
+    dense = {name: tensor.contiguous() for name, tensor in given.items()}
+    return triton.launch(plan, history.device, **dense, fmax_ptr=fmax)
+
+
+def _scales_by_format(
+    amax: torch.Tensor, names: tuple[str, ...], policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
+    first, *others = dict.fromkeys(names)
+    result = scale_from_amax(amax, get_data_format(first), policy, prev=prev)
+    for name in others:
+        own = scale_from_amax(amax, get_data_format(name), policy, prev=prev)
+        # fake tensors go with fake ones, of which nothing may be left in a cache
+        has_format = _has_format.__wrapped__ if isinstance(amax, FakeTensor) else _has_format
+        result = torch.where(has_format(names, name, amax.device), own, result)
+    return result
+
+
+@cache
+def _numerators(names: tuple[str, ...], policy: ScalePolicy, device: torch.device) -> torch.Tensor:
+    """Return the float32 [T] numerators of the scales; sent to the device once."""
+    # Cached: a transfer in every step would stall the host, and cannot be captured in a CUDA graph. Without a limit: a
+    # graph points to it, and there is one for each list of formats, which is a few bytes for each operand of a model.
+    triton.refuse_in_capture(device, "a list of formats")
+    return torch.tensor(
+        [triton.plans().scale_rule(name, policy)[0] for name in names], dtype=torch.float32, device=device
+    )
+
+
+@cache
+def _has_format(names: tuple[str, ...], name: str, device: torch.device) -> torch.Tensor:
+    """Return bool [T]: whether each of `names` is `name`; sent to the device once."""
+    triton.refuse_in_capture(device, "a list of formats")
+    return torch.tensor([other == name for other in names], device=device)

@@ -1,0 +1,287 @@
+"""The arithmetic of FP8 on torch tensors: dtypes, amax, scales, the amax history; for rounding see `rounding`.
+
+It equals the NumPy functions of `fp8_common` bit for bit, and launches no kernels. The same operations serve eager mode
+and a compiler, which keeps more digits of a 16-bit value that it has just computed, and on a GPU divides approximately
+and flushes subnormals. Compiled, `as_float32` therefore reads values as their bits, and quotients are made in float64.
+
+Maxima are those of bits: without a sign, floats sort like the integers of their bits, NaN above infinity. An integer
+maximum is exact, keeps NaN, and does not depend on an order. The float MAX of gloo keeps or loses a NaN depending on
+the rank that has it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fp8_common._amax import INF_KEY, KEY_MASK
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import E8M0, FORMATS, Format, get_format
+from fp8_common._history import check_history
+from fp8_common._policy import ScalePolicy
+
+INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that can be quantized; all convert to float32 exactly."""
+
+FLOAT8_DTYPES = {getattr(torch, f.dtype_name): f for f in FORMATS.values()}
+"""The format of each float8 dtype."""
+
+_DTYPE_OF = {fmt.name: dtype for dtype, fmt in FLOAT8_DTYPES.items()}
+# Element size in bytes: the integer dtype of its bits, and the mask that clears the sign.
+_BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, KEY_MASK)}
+_EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+def check_input_dtype(x: torch.Tensor, what: str = "x") -> torch.Tensor:
+    """Return `x`, or refuse it.
+
+    Raises:
+        Fp8Error: `x` is not float16, bfloat16 or float32.
+    """
+    if x.dtype not in INPUT_DTYPES:
+        raise Fp8Error(f"{what} must be float16, bfloat16 or float32, got {x.dtype}. Convert it to float32 first.")
+    return x
+
+
+def as_float32(x: torch.Tensor, what: str = "x") -> torch.Tensor:
+    """Return `x` as float32, exactly; compiled, from the bits that it has in its own dtype.
+
+    Raises:
+        Fp8Error: `x` is not float16, bfloat16 or float32.
+    """
+    if x.dtype is torch.float32:
+        return x
+    check_input_dtype(x, what)
+    if not torch.compiler.is_compiling():
+        return x.float()
+    bits = x.view(torch.int16)
+    if x.dtype is torch.bfloat16:
+        return (bits.to(torch.int32) << 16).view(torch.float32)
+    return bits.view(torch.float16).float()
+
+
+def torch_dtype(fmt: str | Format) -> torch.dtype:
+    """Return the torch dtype of a format.
+
+    Raises:
+        Fp8Error: Unknown format.
+    """
+    # a Format is taken as it is: casts ask often
+    return _DTYPE_OF[(fmt if isinstance(fmt, Format) else get_format(fmt)).name]
+
+
+def as_codes(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `codes` as uint8, viewing tensors of the format's own dtype.
+
+    Raises:
+        Fp8Error: The dtype is neither uint8 nor the format's own.
+    """
+    own = _DTYPE_OF[fmt.name]
+    if codes.dtype is own:
+        return codes.view(torch.uint8)
+    if codes.dtype != torch.uint8:
+        raise Fp8Error(f"FP8 codes must be torch.uint8 or {own}, got {codes.dtype}.")
+    return codes
+
+
+# ---------------------------------------------------------------- amax
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| over all elements as a float32 scalar tensor: NaN wins, then infinity; 0 for an empty one."""
+    if torch.compiler.is_compiling():
+        # By rows first: that becomes a part of kernels that reduce rows, such as norms.
+        rows = amax_over(x, (-1,), keepdim=False) if x.ndim else x
+        return amax_over(rows.reshape(-1), (0,), keepdim=False)
+    return _larger(*_extremes(x))
+
+
+def amax_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return max |x| over all elements of each of `tensors`, at least one, as float32 [len(tensors)]."""
+    lows, highs = zip(*(_extremes(x) for x in tensors), strict=True)
+    return _larger(torch.stack(lows), torch.stack(highs))
+
+
+def _extremes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest element: one pass without a copy of |x|, and both keep a NaN."""
+    if x.numel() == 0:
+        zero = check_input_dtype(x).new_zeros(())
+        return zero, zero
+    # A float maximum may be used here: that of torch keeps NaN on one device, unlike a reduction by gloo or Triton.
+    low, high = torch.aminmax(check_input_dtype(x))
+    return low, high
+
+
+def _larger(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(-low, high).float().abs()  # -low is -0 for an all-zero tensor, hence abs
+
+
+def amax_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
+    """Return max |x| over `dims` as float32, by the integer order of the bits without sign."""
+    bits = narrow_bits(x)
+    if x.numel() == 0:  # torch.amax refuses to reduce a dimension of length 0
+        reduced = {d % x.ndim for d in dims}
+        shape = [1 if i in reduced else n for i, n in enumerate(x.shape) if keepdim or i not in reduced]
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    return of_narrow_bits(torch.amax(bits, dim=tuple(dims), keepdim=keepdim), x.dtype)
+
+
+def narrow_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of float16, bfloat16 or float32 values without sign, as integers of their width.
+
+    Those of 16-bit values take half the memory of the bits of their float32 values.
+    """
+    integer, mask = _BITS[check_input_dtype(x).element_size()]
+    return x.view(integer) & mask
+
+
+def of_narrow_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the float32 values of `narrow_bits` of a tensor of `dtype`."""
+    return bits.view(dtype).float()
+
+
+def amax_bits(amax: torch.Tensor) -> torch.Tensor:
+    """Return the bits of float32 values with the sign cleared, as int32; the integers of MAX all-reduces."""
+    return amax.view(torch.int32) & KEY_MASK
+
+
+def of_amax_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values whose bits are the int32 `bits`."""
+    return bits.view(torch.float32)
+
+
+# ---------------------------------------------------------------- scales
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the float32 scale into FP8 for float32 `amax`; see `fp8_common.amax_to_scale`.
+
+    The operations are those of NumPy's definition, in the same order.
+    """
+    # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
+    bits = amax_bits(as_float32(amax, "amax"))
+    value = of_amax_bits(bits)
+    if policy.formula == "e8m0":
+        return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
+    if policy.formula == "descale":
+        # By its bits, so that it is rounded: compiled by torch 2.11, two conversions in a row become one.
+        return divide(1.0, of_amax_bits(amax_bits(scale_inv_from_amax(value, fmt, policy))))
+    if policy.formula == "divide_then_margin":
+        # The quotient may overflow before the margin brings it back, as it does in flax and MS-AMP.
+        scale = divide(fmt.max, _at_least_eps(value, policy)) * 2.0**-policy.margin
+    else:
+        scale = divide(fmt.max * 2.0**-policy.margin, _at_least_eps(value, policy))
+    # `clamp` keeps NaN, which is replaced below.
+    scale = scale.clamp(policy.lower, policy.upper)
+    if policy.power_of_2:
+        # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) rounds up just below powers of two.
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    # Expanded, not copied: the scale in use is often one number for many amax.
+    fallback = torch.ones_like(scale) if prev is None else as_float32(prev, "prev").expand_as(scale)
+    return _replace_unusable(scale, bits, policy, fallback)
+
+
+def scale_inv_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: ScalePolicy, prev: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the float32 scale back from FP8; see `fp8_common.amax_to_scale_inv`."""
+    if policy.formula != "descale":
+        return divide(1.0, scale_from_amax(amax, fmt, policy, prev))
+    value = _at_least_eps(of_amax_bits(amax_bits(as_float32(amax, "amax"))), policy)
+    descale = _quotient(value, torch.full_like(value, fmt.max))
+    return _power_of_2_above(descale) if policy.power_of_2 else descale
+
+
+def divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
+    """Return RN32(numerator / x), IEEE division of float32 tensors."""
+    if numerator == 1 and not torch.compiler.is_compiling():
+        return torch.reciprocal(x)  # one IEEE division, and one launch
+    # Numerators are tensors: torch computes `number / tensor` as `tensor.reciprocal() * number`, which rounds twice;
+    # with the numerator 448, the last bit differs for 27 % of values.
+    return _quotient(torch.full_like(x, numerator), x)
+
+
+def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return torch.div(a, b)
+    # A compiler may divide approximately in float32, as on GPUs. A quotient of float32 that was rounded to float64
+    # rounds to the float32 that the exact one rounds to: it cannot come as near to a tie.
+    return torch.div(a.double(), b.double()).float()
+
+
+def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
+    """Return uint8 E8M0 codes for float32 `amax`; see `fp8_common.amax_to_e8m0`."""
+    bits = amax_bits(amax)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    if mode == "rceil":
+        limit = int(np.float32(fmt.max).view(np.int32))
+        # amax / max exceeds 2^(difference of the exponents) exactly if amax's mantissa exceeds max's.
+        above = (mantissa > (limit & _MANTISSA)).int()
+        code = torch.where(exponent == 0, 0, exponent - ((limit >> 23) - 127) + above)
+    elif mode == "even":
+        # Half a step of the format's mantissa; the carry rounds up. The bits of a NaN may overflow, and are replaced.
+        code = ((bits + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent
+    else:
+        code = exponent - fmt.max_exponent + ((mantissa != 0).int() if mode == "ceil" else 0)
+    return torch.where(bits >= INF_KEY, E8M0.nan_code, code.clamp(min=0)).to(torch.uint8)
+
+
+def scale_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """Return the float32 multiplier into FP8 of uint8 E8M0 codes, 2^(127-code)."""
+    return divide(1.0, scale_inv_of_e8m0(codes))
+
+
+def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """Return the float32 multiplier back from FP8 of uint8 E8M0 codes, built from bits: 2^(code-127), NaN for 255."""
+    code = codes.to(torch.int32)
+    # A code is the exponent field of its value, except that 2^-127 is subnormal in float32.
+    bits = torch.where(code == 0, 0x00400000, code << 23)
+    return torch.where(code == E8M0.nan_code, 0x7FC00000, bits).view(torch.float32)
+
+
+def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:
+    """Raise small amax to eps; NaN is not less than eps and stays."""
+    return torch.where(amax < policy.eps, torch.full_like(amax, policy.eps), amax) if policy.eps else amax
+
+
+def _replace_unusable(scale: torch.Tensor, bits: torch.Tensor, policy: ScalePolicy, prev: torch.Tensor) -> torch.Tensor:
+    """Put the scale that the policy prescribes where amax is zero, infinite or NaN."""
+    # By the bits of amax: after the limits, the scales of zero and infinity are ordinary numbers.
+    one = torch.ones_like(scale)
+    if policy.zero != "eps":
+        scale = torch.where(bits == 0, prev if policy.zero == "previous" else one, scale)
+    if policy.nonfinite == "propagate":
+        scale = torch.where(bits == INF_KEY, torch.zeros_like(scale), scale)
+        return torch.where(bits > INF_KEY, torch.full_like(scale, torch.nan), scale)
+    return torch.where(bits >= INF_KEY, prev if policy.nonfinite == "previous" else one, scale)
+
+
+def _power_of_2_above(x: torch.Tensor) -> torch.Tensor:
+    """Round up to a power of two in [2^-126, 2^127], exactly; infinity and NaN stay."""
+    bits = amax_bits(x)
+    exponent = ((bits >> 23) + ((bits & _MANTISSA) != 0).int()).clamp(1, 254)
+    return torch.where(bits >= INF_KEY, x, (exponent << 23).view(torch.float32))
+
+
+# ---------------------------------------------------------------- the history of amax
+
+
+def update_history(history: torch.Tensor, amax: torch.Tensor, algo: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the history [L, ...] after one observation and the amax [...] for the next scale."""
+    window, bits = as_float32(history, "history"), amax_bits(as_float32(amax, "amax"))
+    check_history(tuple(window.shape), tuple(bits.shape), algo)
+    # cat instead of a write into slot 0: one new tensor, nothing in place.
+    rolled = torch.cat([of_amax_bits(bits)[None], torch.roll(window, -1, 0)[1:]])
+    # An observation that is not finite leaves the whole history of that tensor, unrolled.
+    updated = torch.where(bits >= INF_KEY, window, rolled)
+    return updated, reduce_history(updated, algo)
+
+
+def reduce_history(history: torch.Tensor, algo: str) -> torch.Tensor:
+    """Return the amax [...] that the next scale is made from, of a history [L, ...]."""
+    return torch.amax(amax_bits(history), dim=0).view(torch.float32) if algo == "max" else history[0].clone()

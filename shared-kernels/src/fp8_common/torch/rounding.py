@@ -1,0 +1,161 @@
+"""Rounding to FP8 codes, and their values, in torch's own operations: what casts do where no kernel runs.
+
+The bits are those of `fp8_common.encode` and `decode`. Eager mode casts large tensors on a CPU in pieces and decodes
+codes in pairs; a compiler gets operations that it can fuse.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+
+from fp8_common._amax import INF_KEY
+from fp8_common._errors import Fp8Error
+from fp8_common._formats import Format
+from fp8_common._rounding import decode
+from fp8_common.torch._compat import FakeTensor
+from fp8_common.torch.numerics import amax_bits, as_codes, as_float32, torch_dtype
+
+PIECE = 2**18
+"""Elements of a tensor that a thread of a CPU casts at a time: what lies between two passes then stays in its cache."""
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """Return RN_fmt(RN32(x * scale)) in the format's dtype; `amax` of all of `x`, where known, may save a pass."""
+    if torch.compiler.is_compiling():
+        # nothing is added to the product, which compilers would contract
+        return cast(nan_where_infinite(as_float32(x)) * scale, fmt)
+    finite = amax is not None and _known_finite(amax)
+    count = _pieces(x, scale)
+    if count < 2:
+        return _in_range(x, scale, fmt, finite).to(torch_dtype(fmt))
+    codes = torch.empty_like(x, dtype=torch_dtype(fmt))
+    own = scale.ndim == x.ndim and len(scale) > 1
+    scales = scale.tensor_split(count) if own else [scale] * count
+    for part, its_scale, target in zip(x.tensor_split(count), scales, codes.tensor_split(count), strict=True):
+        target.copy_(_in_range(part, its_scale, fmt, finite))
+    return codes
+
+
+def quantize_stochastic(x: torch.Tensor, scale: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
+    """Return `x * scale` rounded up or down at random, in the format's dtype; float32 `scale` broadcasts to `x`."""
+    return cast_stochastic(nan_where_infinite(as_float32(x)) * as_float32(scale, "scale"), fmt, random_bits)
+
+
+def _in_range(x: torch.Tensor, scale: torch.Tensor, fmt: Format, finite: bool) -> torch.Tensor:
+    value, scale = as_float32(x), as_float32(scale, "scale")
+    if not finite:
+        value = nan_where_infinite(value)
+    # In place where the result has the shape of x: another buffer costs more than the product.
+    product = value.mul_(scale) if _broadcasts_to(scale, value) and value is not x else value * scale
+    return product.clamp_(-fmt.max, fmt.max)  # for why see `cast`
+
+
+def _pieces(x: torch.Tensor, scale: torch.Tensor) -> int:
+    """Return in how many pieces along its first dimension `x` is cast: several of a large tensor on a CPU."""
+    if x.device.type != "cpu" or x.ndim == 0 or isinstance(x, FakeTensor) or not x.is_contiguous():
+        return 1
+    if not _broadcasts_to(scale, x) or (x.requires_grad and torch.is_grad_enabled()):
+        return 1
+    return min(x.numel() // (PIECE * torch.get_num_threads()), len(x))
+
+
+def _broadcasts_to(scale: torch.Tensor, x: torch.Tensor) -> bool:
+    # not asked of `torch.broadcast_shapes`, which enters about 50 Python functions
+    aligned = zip(reversed(scale.shape), reversed(x.shape), strict=False)
+    return scale.ndim <= x.ndim and all(own in (1, size) for own, size in aligned)
+
+
+def _known_finite(amax: torch.Tensor) -> bool:
+    """Return whether every amax is finite; False also where the answer would have to wait for a device."""
+    if amax.device.type != "cpu" or isinstance(amax, FakeTensor):
+        return False
+    # `max` keeps NaN, and takes two small operators where `isfinite().all()` takes eight.
+    return amax.numel() == 0 or math.isfinite(amax.max().item())
+
+
+def nan_where_infinite(x: torch.Tensor) -> torch.Tensor:
+    """Return float32 `x` with NaN for infinity.
+
+    Casts do so before they multiply by a scale: a finite number whose product overflows saturates.
+    """
+    if torch.compiler.is_compiling():
+        return torch.where(amax_bits(x) == INF_KEY, torch.nan, x)
+    # In one operation: 0 * x is NaN where x is not finite, elsewhere a zero of the sign of x, so that -0 stays.
+    return torch.add(x, x, alpha=0)
+
+
+def cast(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Round float32 `x` to the format's dtype: nearest even, saturating, infinity too; NaN stays NaN."""
+    # Clamped, because versions of torch differ on overflow: e4m3 saturates in 2.13 and not in 2.11, e5m2 becomes
+    # infinite in both. `clamp` keeps NaN.
+    return x.clamp(-fmt.max, fmt.max).to(torch_dtype(fmt))
+
+
+def cast_stochastic(x: torch.Tensor, fmt: Format, random_bits: torch.Tensor) -> torch.Tensor:
+    """Round float32 `x` up or down at random; see `fp8_common.encode_stochastic` for the rule.
+
+    Raises:
+        Fp8Error: `random_bits` is neither int32 nor uint32, or has another shape.
+    """
+    if random_bits.dtype not in (torch.int32, torch.uint32) or random_bits.shape != x.shape:
+        raise Fp8Error(
+            f"random_bits must be int32 or uint32 of shape {tuple(x.shape)}, got {random_bits.dtype} of shape "
+            f"{tuple(random_bits.shape)}."
+        )
+    magnitude = x.abs().clamp(max=fmt.max)
+    bits = magnitude.view(torch.int32)
+    exponent = ((bits >> 23) - 127).clamp(min=fmt.min_exponent)
+    # Scaled so that the grid of the format in this binade becomes the integers; exact, since only exponents change.
+    grid = magnitude * _power_of_2(fmt.mantissa_bits - exponent)
+    below = grid.floor()
+    # torch shifts int32 with its sign, and has few operators for uint32
+    upper_bits = (random_bits.view(torch.int32) >> 9) & 0x7FFFFF
+    threshold = (upper_bits.float() * 2 + 1) * 2.0**-24
+    rounded = (below + (threshold < grid - below)) * _power_of_2(exponent - fmt.mantissa_bits)
+    # NaN has no binade, so what was computed for it is meaningless.
+    rounded = torch.where(torch.isnan(x), x, torch.copysign(rounded, x))
+    return cast(rounded, fmt)
+
+
+def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2^exponent as float32, built from its bits; the exponent must be in [-126, 127]."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def values(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the value of every code in `dtype`; on a CPU by table look-up, several times faster than torch's own cast.
+
+    Args:
+        codes: uint8 or the format's dtype, any shape.
+        fmt: The format.
+        dtype: float32 or bfloat16; both hold every data value exactly.
+    """
+    codes = as_codes(codes, fmt)
+    # Other devices convert as fast as they read, and compilers fuse a conversion. Nor must operations mix fake tensors
+    # with the real, cached table.
+    by_table = codes.device.type == "cpu" or fmt.name == "e8m0"
+    if not by_table or torch.compiler.is_compiling() or isinstance(codes, FakeTensor):
+        return codes.view(torch_dtype(fmt)).to(dtype)
+    flat = codes.reshape(-1)
+    if codes.device.type == "cpu" and flat.numel() % 2 == flat.storage_offset() % 2 == 0:
+        pairs = torch.index_select(pairs_table(fmt, dtype), 0, flat.view(torch.uint16).int())
+        return pairs.view(dtype).view(codes.shape)
+    return torch.index_select(values_table(fmt, dtype, codes.device), 0, flat.int()).view(codes.shape)
+
+
+@cache
+def values_table(fmt: Format, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the 256 values of a format in `dtype` on `device`; exact in float32, and in bfloat16 but for E8M0's 0."""
+    # Made by NumPy: the table is cached, so a default device or a tensor mode that is active now must not shape it.
+    table = torch.from_numpy(decode(np.arange(256, dtype=np.uint8), fmt))
+    return table.to(dtype=dtype, device=device)
+
+
+@cache
+def pairs_table(fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Return the two values of every two codes, as one integer of their size: half as many look-ups."""
+    two = torch.from_numpy(np.arange(2**16, dtype=np.uint16).view(np.uint8)).int()
+    pairs = torch.index_select(values_table(fmt, dtype, torch.device("cpu")), 0, two)
+    return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64)
