@@ -213,3 +213,22 @@ def edit_sharded(rank, world_size, initial):
 def test_an_edited_sharded_weight_takes_its_delayed_scale_anew(run_ranks):
     for errors in run_ranks(2, edit_sharded, "dynamic"):
         assert max(errors) < 0.1
+
+
+def test_a_copy_that_is_made_after_a_step_of_delayed_scaling_trains_on_like_the_first():
+    model, optimizer = build(0)
+    x = torch.linspace(-2, 2, 4 * 16).view(4, 16)
+
+    def step(one, its):
+        loss = one(x).square().mean()
+        its.zero_grad()
+        loss.backward()
+        its.step()
+        return loss
+
+    step(model, optimizer), step(model, optimizer)
+    twin = copy.deepcopy(model)
+    group = optimizer.param_groups[0]
+    its = type(optimizer)(twin.parameters(), lr=group["lr"])
+    for _ in range(2):
+        assert torch.equal(step(model, optimizer), step(twin, its))

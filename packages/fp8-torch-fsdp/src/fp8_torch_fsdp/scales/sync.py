@@ -83,7 +83,10 @@ class ScaleSync:
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
         """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
-        return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
+        scales = [scale for scale in delayed_scales(root) if scale.sync is None]
+        # a model that was copied between an optimizer step and the next forward has a window that is due
+        due = any(bool(scale.late.any()) for scale in scales if not scale.late.is_meta)
+        return cls(root, [Group(None, [], scales, due)])
 
     @classmethod
     def at_first_gather(cls, info: Any) -> None:
