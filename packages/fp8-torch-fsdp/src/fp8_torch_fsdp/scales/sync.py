@@ -12,7 +12,7 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ class ScaleSync:
         if self.scales:
             self._collect_parameters(root)
         # Where FSDP2 was told to keep weights gathered through the backward, nobody looks until they are resharded.
-        self.synchronize(only=[slot for slot in self.slots if slot.shard is None or not slot.shard.stays_gathered])
+        self.synchronize(only={slot for slot in self.slots if slot.shard is None or not slot.shard.stays_gathered})
 
     def _before_forward(self, root: nn.Module, args: object) -> None:
         if isinstance(root, FSDPModule):
@@ -210,7 +210,7 @@ class ScaleSync:
 
     @torch.no_grad()
     def synchronize(
-        self, *, only: Sequence[Slot] | None = None, group: dist.ProcessGroup | None = None, roll: bool = False
+        self, *, only: Collection[Slot] | None = None, group: dist.ProcessGroup | None = None, roll: bool = False
     ) -> None:
         """Look, agree, roll what is due, cast: one all-reduce for each group of ranks. Every rank of the root calls it.
 
