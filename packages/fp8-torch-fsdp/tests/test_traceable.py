@@ -244,7 +244,7 @@ def tied(rank, world_size):
     model[1].other._parameters["weight"] = model[1].linear._parameters["weight"]
     f8.fully_shard_traceable(model)
     same = model[1].other._parameters["weight"] is model[1].linear._parameters["weight"]
-    shared = model[1].other.distribution.wire.slot is model[1].linear.distribution.wire.slot
+    shared = model[1].other.distribution.slot is model[1].linear.distribution.slot
     model[1].linear.forward = lambda x: model[1].other(x)
     loss_of(model, batch(rank, 0)).backward()
     return same, shared, model[1].other.weight.grad is not None

@@ -27,8 +27,8 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
 
     Call it after `convert_to_float8_training` and before making the optimizer, in place of `fully_shard`. Parameters
     become DTensors that hold this rank's rows, as FSDP2's do; gradients and state dicts follow. FP8 weights are
-    gathered as codes, others in the dtype they are stored in; FP8 layers gather again in the backward, so that none of
-    their weights outlives its matmul. Gradients are averaged over all ranks in the dtype of the parameter.
+    gathered as codes, others in the dtype they are stored in; linear layers gather again in the backward, so that no
+    weight outlives its matmul. Gradients are averaged over all ranks in the dtype of the parameter.
 
     Args:
         model: The root, which must be the module that is called; on the meta device too.
