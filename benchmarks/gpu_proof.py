@@ -8,7 +8,7 @@ the bits with the time that is left. It needs torch, triton and pytest, and JAX 
 not be installed. `--plan` says what would run and what is missing, and runs nothing. Other arguments are those of
 `benchmarks.kernels`. Every GPU test writes a line, times are saved after each task, and all stop in time, so an
 interrupted run loses nothing, and the result names what was left out. It is gpu-<name>.json in benchmarks/results; the
-figures go into docs/numerics/kernels.md, and the output says which documented claims hold.
+figures go into benchmarks/results/kernels.md, and the output says which documented claims hold.
 """
 
 import argparse

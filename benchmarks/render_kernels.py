@@ -2,8 +2,8 @@
 
     python -m benchmarks.render_kernels [benchmarks/results/gpu-NAME.json]
 
-Writes docs/numerics/kernels.md and docs/assets/numerics/bandwidth.svg. Without a result there is nothing to write, and
-the documents say "not measured".
+Writes benchmarks/results/kernels.md, which docs/numerics/kernels.md includes, and docs/assets/numerics/bandwidth.svg.
+Without a result there is nothing to write, and the table says "not measured".
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = Path("docs/numerics/kernels.md")
+PAGE = Path("benchmarks/results/kernels.md")
 PICTURE = Path("docs/assets/numerics/bandwidth.svg")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 STATIC_NAMES = {
@@ -35,7 +35,7 @@ def render(result_path: Path, root: Path = ROOT) -> None:
 
     Args:
         result_path: What `benchmarks.kernels` wrote.
-        root: The repository, or a copy of its `docs`.
+        root: The repository, or a copy of the page in a folder.
     """
     result = json.loads(result_path.read_text())
     page = root / PAGE
