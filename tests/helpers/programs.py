@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 DIFF = re.compile(r"^( *)```diff\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-OUTPUT = re.compile(r"\s*```output\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"\s*```output\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CHECKER = doctest.OutputChecker()
 NEEDS = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 
@@ -33,7 +33,7 @@ def changes(page: str) -> Iterator[Change]:
     for match in DIFF.finditer(page):
         lines = textwrap.dedent(match[2]) if match[1] else match[2]
         printed = OUTPUT.match(page, match.end())
-        yield Change(side(lines, "-"), side(lines, "+"), printed and printed[1])
+        yield Change(side(lines, "-"), side(lines, "+"), printed and textwrap.dedent(printed[1]))
 
 
 def side(lines: str, sign: str) -> str:
