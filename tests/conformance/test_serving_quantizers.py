@@ -1,6 +1,6 @@
 """What engines' quantizers write beside what an export writes: the bytes where rules agree, else how many.
 
-The table of docs/guides/serving.md has a row for each.
+The table of docs/torch/serving.md has a row for each.
 """
 
 import re
@@ -16,7 +16,7 @@ from fp8_common.torch.export import serving_state_dict
 from tests.conformance.serving_quantizers import RULES, Rule
 
 ROWS, COLUMNS = 1024, 1024
-PAGE = Path(__file__).parents[2] / "docs/guides/serving.md"
+PAGE = Path(__file__).parents[2] / "docs/torch/serving.md"
 
 
 def normal() -> np.ndarray:
