@@ -85,9 +85,7 @@ def serving_state_dict(
         codes = grid.quantize_part(_local(weight), scale, region_of(weight))
         state[name] = _like(weight, codes)
         shape = _BLOCKS.shape(weight.shape) if layout == "deepseek" else scale.shape or (1,)
-        state[name + _SUFFIXES[layout]] = (
-            reciprocal(scale).expand(shape).clone(memory_format=torch.contiguous_format)
-        )
+        state[name + _SUFFIXES[layout]] = reciprocal(scale).expand(shape).clone(memory_format=torch.contiguous_format)
     return state
 
 
