@@ -47,7 +47,7 @@ class Format:
     def __post_init__(self) -> None:
         """Decode the largest value."""
         # By ml_dtypes, an implementation independent of this package's own `decode`. Now: compilers that trace casts
-        # cannot look into a property that is computed when it is first read.
+        # cannot look into NumPy, nor into a property that is kept when it is first read.
         object.__setattr__(self, "max", float(np.uint8(self.max_code).view(self.numpy_dtype)))
 
     @cached_property
@@ -55,23 +55,22 @@ class Format:
         """The ml_dtypes dtype of this format."""
         return np.dtype(getattr(ml_dtypes, self.dtype_name))
 
-    @cached_property
+    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value; subnormals share it. E8M0 has none and uses its lowest code too."""
         return int(self.signed) - self.bias
 
-    @cached_property
+    @property
     def max_exponent(self) -> int:
         """floor(log2(max)): 8 for E4M3, 15 for E5M2. The MX specification calls it emax."""
-        # The maximum of a format is never so close to a power of two that log2 would round to it.
-        return int(np.floor(np.log2(self.max)))
+        return (self.max_code >> self.mantissa_bits) - self.bias
 
-    @cached_property
+    @property
     def smallest_normal(self) -> float:
         """Smallest positive normal value."""
         return 2.0**self.min_exponent
 
-    @cached_property
+    @property
     def smallest_subnormal(self) -> float:
         """Smallest positive value: one step of the subnormal grid (for E8M0 its smallest value)."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)

@@ -11,7 +11,6 @@ the rank that has it.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from fp8_common._amax import INF_KEY, KEY_MASK
@@ -219,10 +218,10 @@ def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     bits = amax_bits(amax)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     if mode == "rceil":
-        limit = int(np.float32(fmt.max).view(np.int32))
         # amax / max exceeds 2^(difference of the exponents) exactly if amax's mantissa exceeds max's.
-        above = (mantissa > (limit & _MANTISSA)).int()
-        code = torch.where(exponent == 0, 0, exponent - ((limit >> 23) - 127) + above)
+        limit = (fmt.max_code & ((1 << fmt.mantissa_bits) - 1)) << (23 - fmt.mantissa_bits)
+        above = (mantissa > limit).int()
+        code = torch.where(exponent == 0, 0, exponent - fmt.max_exponent + above)
     elif mode == "even":
         # Half a step of the format's mantissa; the carry rounds up. The bits of a NaN may overflow, and are replaced.
         code = ((bits + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent

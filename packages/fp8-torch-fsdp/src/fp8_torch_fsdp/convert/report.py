@@ -110,7 +110,7 @@ class Float8Report:
     def headline(self) -> str:
         """The shares, what was left from a thousandth of the bytes on, and a sentence for each output head."""
         parts = [
-            f"{size / self.bytes:.1%} {name} ({count} parameters, {why})"
+            f"{size / self.bytes:.1%} {name} ({count} parameter{'s' * (count != 1)}, {why})"
             for name, why, count, size in self.left
             if size * 1000 >= self.bytes > 0
         ]

@@ -83,10 +83,7 @@ class ScaleSync:
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
         """Return a sync of the delayed scales under a root whose weights are not gathered in FP8."""
-        scales = [scale for scale in delayed_scales(root) if scale.sync is None]
-        # a model that was copied between an optimizer step and the next forward has a window that is due
-        due = any(bool(scale.late.any()) for scale in scales if not scale.late.is_meta)
-        return cls(root, [Group(None, [], scales, due)])
+        return cls(root, [Group(None, [], [scale for scale in delayed_scales(root) if scale.sync is None])])
 
     @classmethod
     def at_first_gather(cls, info: Any) -> None:
@@ -338,6 +335,8 @@ def _before_forward(model: nn.Module, args: object) -> None:
     sync = sync_of(model)
     if sync is None:
         sync = ScaleSync.of_module(model)  # of a copied model
+        # its window is due if it was copied between an optimizer step and the forward after it
+        sync.groups[0].due = any(bool(scale.late.any()) for scale in sync.scales if not scale.late.is_meta)
     if sync.sharded:
         return
     infos = (shard.local.info for shard in fsdp.shards(model) if sync.scales and hasattr(shard.local, "info"))
