@@ -192,11 +192,11 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
         return (values(parts, fmt) * divide(1.0, of_parts)).view(codes.shape).sum(0)
 
     def check_pack() -> bool:
-        assert_same_bits(pack()[:, :columns][:, first].contiguous(), want.codes, fmt=fmt, name="pack gradients")
+        assert_same_bits(pack()[:, :columns][:, first].contiguous(), want.data, fmt=fmt, name="pack gradients")
         return True
 
     def check_sum() -> bool:
-        assert_same_bits(total()[first], sum_rounded(want.codes, want.scales, config), name="sum gradients")
+        assert_same_bits(total()[first], sum_rounded(want.data, want.scale, config), name="sum gradients")
         return True
 
     eager: dict[str, Run] = {

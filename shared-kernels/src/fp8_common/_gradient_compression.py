@@ -1,7 +1,7 @@
 """`GradientCompression`: how gradients are rounded before ranks exchange them, and the sum that ranks then hold."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format, get_format
 from fp8_common._philox import random_bits
 from fp8_common._policy import POWER_OF_2
-from fp8_common._quantize import dequantize_blockwise, quantize_blockwise, quantize_stochastic
+from fp8_common._quantize import Quantized, dequantize_blockwise, quantize_blockwise, quantize_stochastic
 from fp8_common._records import Record
 
 
@@ -94,47 +94,28 @@ def _rounded_up(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-class Rounded(NamedTuple):
-    """What `round_gradients` returns.
-
-    Attributes:
-        codes: uint8 [n, m].
-        scales: float32 [n, ceil(m / block)], powers of two into FP8.
-        lost: float32 [n, m]: what rounding took, 0 where that is not finite.
-    """
-
-    codes: np.ndarray
-    scales: np.ndarray
-    lost: np.ndarray
-
-
 def round_gradients(
     rows: np.ndarray,
     config: GradientCompression,
     *,
-    residual: np.ndarray | None = None,
     random: tuple[int, int] | None = None,
-) -> Rounded:
-    """Return what a rank sends for `rows` [n, m], one row to each rank, and what rounding took from it.
+) -> Quantized[np.ndarray]:
+    """Return what a rank sends for `rows` [n, m], one row to each rank: codes [n, m] and scales [n, ceil(m / block)].
 
     Args:
         rows: float16, bfloat16 or float32.
         config: How they are rounded.
-        residual: bfloat16 [n, m]: what earlier roundings took; it is added.
         random: Key and offset of the bits of stochastic rounding; each row begins with a new block of counters.
     """
     with np.errstate(all="ignore"):
         values = rows.astype(np.float32)
-        if residual is not None:
-            values = values + residual.astype(np.float32)
         block, columns = (1, config.block), values.shape[1]
         codes, scales = quantize_blockwise(values, config.format, block, POWER_OF_2)
         if random is not None:
             wide = np.repeat(scales, config.block, axis=1)
             bits = random_bits(random[0], wide.shape, random[1])[:, :columns]
             codes = quantize_stochastic(values, wide[:, :columns], config.format, bits)
-        lost = values - dequantize_blockwise(codes, scales, config.format, block).astype(np.float32)
-    return Rounded(codes, scales, np.where(np.isfinite(lost), lost, np.float32(0)))
+    return Quantized(codes, scales)
 
 
 def sum_rounded(codes: np.ndarray, scales: np.ndarray, config: GradientCompression, divisor: float = 1.0) -> np.ndarray:
@@ -155,5 +136,5 @@ def sum_of_compressed(rows: np.ndarray, config: GradientCompression) -> np.ndarr
     """
     if config.rounding != "nearest":
         raise Fp8Error(f"sum_of_compressed defines rounding to nearest, got rounding={config.rounding!r}.")
-    codes, scales, _ = round_gradients(rows, config)
+    codes, scales = round_gradients(rows, config)
     return sum_rounded(codes, scales, config)

@@ -36,9 +36,7 @@ VARIANTS = {
     "dequantize, 128x128": lambda x, f: kernels.dequantize(*ODD, f, x, (128, 128)),
     "dequantize, MX": lambda x, f: kernels.dequantize_mx(*ODD, f, x),
     "pack gradients": lambda x, f: kernels.pack_gradients(3, 517, (1034, 576), x, f),
-    "pack gradients, stochastic, feedback": lambda x, f: kernels.pack_gradients(
-        3, 517, (517, 576), x, f, random=(7, 9), residual=True
-    ),
+    "pack gradients, stochastic": lambda x, f: kernels.pack_gradients(3, 517, (517, 576), x, f, random=(7, 9)),
     "sum gradients": lambda x, f: kernels.sum_gradients(3, 517, 576, f, x, 3),
     "groups, amax": lambda x, f: kernels.group_amax(*ODD, 5, x, columns=False),
     "groups": lambda x, f: kernels.group_cast(*ODD, 5, x, f, columns=False),

@@ -26,9 +26,9 @@ def test_gradients_are_packed_as_defined(dtype, fmt, shape, rounding):
         want = round_gradients(x, config, random=random)
         rows = MessageRows(compressed=shape[1], wide_bytes=3 * wide.itemsize, block=128)
         assert message.shape == (shape[0], rows.nbytes)
-        assert_same_bits(message[:, : shape[1]].contiguous(), want.codes, fmt=fmt, source=x)
+        assert_same_bits(message[:, : shape[1]].contiguous(), want.data, fmt=fmt, source=x)
         scales = message[:, rows.scales_at :][:, : 4 * rows.scales].contiguous().view(torch.float32)
-        assert_same_bits(scales, want.scales)
+        assert_same_bits(scales, want.scale)
         sent = message[:, rows.wide_at :][:, : rows.wide_bytes].contiguous()
         assert torch.equal(sent, tensor(wide).view(torch.uint8))
         assert not any(message[:, a:b].any() for a, b in rows.gaps)
@@ -45,7 +45,7 @@ def test_gradients_are_added_in_the_order_of_ranks(fmt, shape, divisor, kind):
     message = pack_gradients(tensor(x), tensor(x[:, :2]), f8.get_format(fmt))
     sizes = shape[1], min(2, shape[1])
     total, wide = sum_gradients(message, sizes, torch.float32, f8.get_format(fmt), divisor)
-    assert_same_bits(total, sum_rounded(want.codes, want.scales, config, divisor))
+    assert_same_bits(total, sum_rounded(want.data, want.scale, config, divisor))
     expected = x[0, :2].copy()
     with np.errstate(all="ignore"):
         for row in x[1:]:

@@ -37,10 +37,10 @@ def test_messages_equal_the_definition(kind, random, fmt):
     layout = MessageRows(compressed=LENGTH, wide_bytes=4 * WIDE, block=128)
     scales = message[:, layout.scales_at :][:, : 4 * layout.scales].contiguous().view(torch.float32)
     assert message.shape == (RANKS, layout.nbytes)
-    assert_same_bits(message[:, :LENGTH].contiguous(), want.codes, fmt=fmt, source=rows)
-    assert_same_bits(scales, want.scales)
+    assert_same_bits(message[:, :LENGTH].contiguous(), want.data, fmt=fmt, source=rows)
+    assert_same_bits(scales, want.scale)
     total, rest = sum_gradients(message, (LENGTH, WIDE), torch.float32, config.fp8_format, 3)
-    assert_same_bits(total, sum_rounded(want.codes, want.scales, config, 3))
+    assert_same_bits(total, sum_rounded(want.data, want.scale, config, 3))
     assert_same_bits(rest, sum(rows[1:, :WIDE], rows[0, :WIDE]) / np.float32(3))
 
 

@@ -15,7 +15,6 @@ import triton.language as tl
 from fp8_common._errors import Fp8Error
 from fp8_common._formats import Format
 from fp8_common._kernels.device import (
-    INF_KEY,
     KEY_MASK,
     as_bits,
     as_float,
@@ -81,7 +80,6 @@ def to_codes(v, bits, F8: tl.constexpr, RANDOM: tl.constexpr):
 @triton.jit(do_not_specialize=["C", "X_PITCH", "PITCH", "seed", "offset"])
 def pack_gradients_kernel(
     x_ptr,
-    residual_ptr,
     y_ptr,
     scale_ptr,
     C: tl.int32,
@@ -97,8 +95,7 @@ def pack_gradients_kernel(
 ):
     """Write codes and scales of x [rows, C], whose rows begin X_PITCH elements apart; a program has BLOCKS blocks.
 
-    With a residual [rows, C] the sum of both is rounded, and the residual becomes what rounding took from it, 0 where
-    that is not finite. PITCH is the length of a row of the message in bytes, a multiple of 16.
+    PITCH is the length of a row of the message in bytes, a multiple of 16.
     """
     F8: tl.constexpr = y_ptr.dtype.element_ty
     PITCH = multiple_of_16(PITCH)
@@ -110,8 +107,6 @@ def pack_gradients_kernel(
     c = b[:, None] * 128 + tl.arange(0, 128)[None, :]
     # Zeros beyond the edge do not change an amax.
     x = tl.load(x_ptr + row * X_PITCH + c, mask=c < C, other=0.0)
-    if residual_ptr is not None:
-        x = x.to(tl.float32) + tl.load(residual_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
     key = widen_key(tl.max(narrow_key(x), axis=1), x.dtype)
     scale = scale_of_key(key, 1.0, FMAX, RULE)
     bits = 0
@@ -122,12 +117,6 @@ def pack_gradients_kernel(
     codes = to_codes(scaled(x, scale[:, None]), bits, F8, RANDOM)
     tl.store(y_ptr + row * PITCH + c, codes, mask=c < C)
     tl.store(scale_ptr + row * (PITCH // 4) + b, scale, mask=b * 128 < C)
-    if residual_ptr is not None:
-        # Scales are powers of two, so this product is exact unless it is infinite: nothing depends on whether the
-        # compiler joins it with the difference.
-        back = codes.to(tl.float32) * reciprocal(scale)[:, None]
-        lost = tl.where((as_bits(back) & KEY_MASK) < INF_KEY, x - back, 0.0)
-        tl.store(residual_ptr + row * C + c, lost.to(residual_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit(do_not_specialize=["RANKS", "C", "PITCH"])
@@ -172,7 +161,6 @@ def pack_gradients(
     fmt: str | Format,
     *,
     random: tuple[int, int] | None = None,
-    residual: bool = False,
 ) -> Launch:
     """Plan the codes and power-of-two scales of gradients [rows, columns] in the rows of a message.
 
@@ -183,19 +171,16 @@ def pack_gradients(
         dtype: Of the gradients.
         fmt: The FP8 format.
         random: Seed and offset of the bits of stochastic rounding; None rounds to nearest.
-        residual: Whether the bfloat16 `residual_ptr` [rows, columns] is added, and gets what rounding takes.
     """
-    # As in `blocks`, 64 elements a thread; random bits and residuals need registers, so that there are fewer.
-    per_program = 16 if random else 32 if residual else 64
+    # As in `blocks`, 64 elements a thread; random bits need registers, so that there are fewer.
+    per_program = 16 if random else 64
     seed, offset = random or (0, 0)
-    kept = {"residual_ptr": Out((rows, columns), "bfloat16")} if residual else {}
     return Launch(
         kernel=pack_gradients_kernel,
         grid=rows * tile_count(columns, 128 * per_program),
         inputs={"x_ptr": input_dtype(dtype)},
         # Both are parts of the message, which the caller makes.
-        outputs=kept
-        | {"y_ptr": codes((rows, columns), fmt), "scale_ptr": Out((rows, tile_count(columns, 128)), "float32")},
+        outputs={"y_ptr": codes((rows, columns), fmt), "scale_ptr": Out((rows, tile_count(columns, 128)), "float32")},
         scalars={
             "C": _int32(columns),
             "X_PITCH": pitches[0],
@@ -210,7 +195,6 @@ def pack_gradients(
             "BLOCKS": per_program,
         },
         num_warps=4,
-        updated=tuple(kept),
     )
 
 

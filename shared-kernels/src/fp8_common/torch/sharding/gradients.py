@@ -46,7 +46,7 @@ def pack_gradients(
     codes, scales = _codes_part(message, rows, fmt), _scale_part(message, rows)
     if values.stride(1) == 1 and takes(values, fmt):
         strides = values.stride(0), codes.stride(0)
-        plan = plans().pack_gradients(*values.shape, strides, name_of(values.dtype), fmt, random=random, residual=False)
+        plan = plans().pack_gradients(*values.shape, strides, name_of(values.dtype), fmt, random=random)
         launch(plan, values.device, x_ptr=values, y_ptr=codes, scale_ptr=scales)
         return message
     rounded, own_scales = _round(values.float(), fmt, random)
