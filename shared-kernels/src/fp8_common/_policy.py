@@ -23,7 +23,8 @@ HistoryAlgo = Literal["max", "most_recent"]
 HISTORY_ALGOS: tuple[HistoryAlgo, ...] = ("max", "most_recent")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+# Weak references let a compiler see a policy go: else it takes the next one at its address for it.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class ScalePolicy(Record):
     """How an amax becomes a scale.
 

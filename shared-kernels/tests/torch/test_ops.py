@@ -134,6 +134,21 @@ def test_a_policy_may_have_any_name(name):
     assert_same_bits(scale.numpy(), want[1])
 
 
+def test_a_compiled_function_tells_a_policy_from_one_that_was_freed_at_its_address():
+    compiled = torch.compile(lambda policy: f8t.quantize_rowwise(X, "e4m3", -1, policy)[1], backend="eager")
+    policy = f8.ScalePolicy(eps=1e-6)
+    compiled(policy)
+    address = id(policy)
+    del policy
+    others = []
+    for _ in range(10_000):
+        others.append(f8.ScalePolicy(eps=10.0))
+        if id(others[-1]) == address:
+            break
+    want = f8.quantize_rowwise(X.numpy(), "e4m3", -1, others[-1])[1]
+    assert_same_bits(compiled(others[-1]).numpy(), want)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_compiled_function_follows_the_policies_it_is_given(dynamic):
     """No policy is taken for an earlier one, and its numbers do not become symbols."""

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch._compile import _disable_dynamo as disable_compiler
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.torch_version import TorchVersion
 
-__all__ = ["FakeTensor", "assume_constant_result", "disable_compiler", "in_function_transform"]
+__all__ = ["FakeTensor", "assume_constant_result", "constant_of_record", "disable_compiler", "in_function_transform"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,6 +29,14 @@ def assume_constant_result(function: Function) -> Function:
     # The attribute by which Dynamo knows such functions.
     function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
+
+
+def constant_of_record(function: Function) -> Function:
+    """Do the same for a function of a frozen dataclass, where this torch can; a compiler traces it elsewhere.
+
+    torch 2.11 gives no dataclass to such a function. Traced, numbers of the dataclass may be symbols.
+    """
+    return assume_constant_result(function) if TorchVersion(torch.__version__) >= "2.13" else function
 
 
 def in_function_transform() -> bool:

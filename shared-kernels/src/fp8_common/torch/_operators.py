@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fp8_common._policy import ScalePolicy
+from fp8_common.torch._compat import constant_of_record
 
 NAMESPACE = "fp8_common"
 
@@ -42,6 +43,7 @@ def operator(fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[
     return decorate
 
 
+@constant_of_record
 def policy_key(policy: ScalePolicy) -> str:
     """Return the string that stands for `policy` in operator arguments; `policy_of_key` reads it back."""
     # Where a compiler traces this, numbers may be symbols, which are no part of a string: `int` and `float` make them
