@@ -18,11 +18,11 @@ import torch
 import fp8_common as f8
 from benchmarks.peers import NONE, Peers
 from benchmarks.record import COPY, Log, Measurement
-from fp8_common._errors import Fp8Error, Fp8UnsupportedError
-from fp8_common._formats import Format, get_format
-from fp8_common._gradient_compression import round_gradients, sum_rounded
-from fp8_common._policy import CANONICAL, POWER_OF_2, ScalePolicy
-from fp8_common._quantize import MX_BLOCK
+from fp8_common._reference.gradients import round_gradients, sum_rounded
+from fp8_common._reference.quantize import MX_BLOCK
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.formats import Format, get_format
+from fp8_common.policy import CANONICAL, POWER_OF_2, ScalePolicy
 from fp8_common.testing.arrays import as_numpy
 from fp8_common.testing.compare import assert_same_bits
 from fp8_common.torch import _triton, casts, foreach

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from fp8_common import RECIPES, Fp8Error
-from fp8_common._hardware import Device, product_path
+from fp8_common.hardware import Device, product_path
 from fp8_common.plugin import Machine
 
 CPU = Device(kind="cpu", name="c")

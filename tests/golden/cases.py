@@ -11,14 +11,19 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common._amax import amax
-from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
-from fp8_common._formats import DATA_FORMATS, FORMATS
-from fp8_common._history import update_history
-from fp8_common._policy import CANONICAL, HISTORY_ALGOS, MX_MODES, POWER_OF_2, HistoryAlgo, MxMode, ScalePolicy
-from fp8_common._quantize import dequantize, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
-from fp8_common._rounding import decode, encode, encode_stochastic
-from fp8_common._scaling import amax_to_scale, amax_to_scale_inv
+from fp8_common._reference.quantize import dequantize, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
+from fp8_common._reference.rounding import decode, encode, encode_stochastic
+from fp8_common._reference.scaling import (
+    amax,
+    amax_to_e8m0,
+    amax_to_scale,
+    amax_to_scale_inv,
+    e8m0_to_scale,
+    e8m0_to_scale_inv,
+    update_history,
+)
+from fp8_common.formats import DATA_FORMATS, FORMATS
+from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, POWER_OF_2, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed, torchao
 from fp8_common.testing.inputs import adversarial, adversarial_amax, all_codes, special_values
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common._errors import Fp8Error
+from fp8_common.errors import Fp8Error
 from fp8_common.testing.compare import assert_same_bits
 from tests.golden.cases import Case
 

@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from fp8_common import _kernels as kernels
-from fp8_common._gradient_compression import MessageRows
-from fp8_common._policy import CANONICAL
+from fp8_common._reference.gradients import MessageRows
+from fp8_common.policy import CANONICAL
 from tests.helpers.sass import Sass, disassemble
 
 ARCHITECTURES = (89, 90, 100)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
-from fp8_common._policy import SCALE_MAX, SCALE_MIN
+from fp8_common.policy import SCALE_MAX, SCALE_MIN
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
 from tests.helpers.conformance_implementations import INTERPRETS
 

@@ -16,7 +16,7 @@ import triton
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
-from fp8_common._errors import Fp8UnsupportedError
+from fp8_common.errors import Fp8UnsupportedError
 from tests.helpers import ptx_machine
 
 NUMPY_DTYPES = {

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common._errors import Fp8UnsupportedError
-from fp8_common._formats import get_format
-from fp8_common._rounding import encode
+from fp8_common._reference.rounding import encode
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.formats import get_format
 
 Word = NDArray[np.uint32]
 _INSTRUCTION = re.compile(r"(?P<name>[a-z][\w.]*)\s+(?P<operands>[^;]+);")

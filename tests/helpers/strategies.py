@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import DTypeLike, NDArray
 
-from fp8_common._formats import DATA_FORMATS, Format
-from fp8_common._policy import CANONICAL, POWER_OF_2, SCALE_MAX, SCALE_MIN, ScalePolicy
+from fp8_common.formats import DATA_FORMATS, Format
+from fp8_common.policy import CANONICAL, POWER_OF_2, SCALE_MAX, SCALE_MIN, ScalePolicy
 from fp8_common.presets import PRESETS
 
 _POLICIES = (CANONICAL, POWER_OF_2, *(preset() for preset in PRESETS.values()))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_common._philox import random_bits
+from fp8_common._reference.rounding import random_bits
 from fp8_torch_fsdp.reduce_scatter import CompressedGradients, join, reduce_rows, split
 from tests.helpers.collectives import CollectiveCounter
 

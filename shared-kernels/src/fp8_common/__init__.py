@@ -4,15 +4,8 @@
 Importing this package loads neither torch nor jax nor triton.
 """
 
-from fp8_common._amax import amax
-from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
-from fp8_common._errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
-from fp8_common._formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
-from fp8_common._gradient_compression import GradientCompression, sum_of_compressed
-from fp8_common._history import update_history
-from fp8_common._philox import philox, random_bits
-from fp8_common._policy import CANONICAL, POWER_OF_2, ScalePolicy
-from fp8_common._quantize import (
+from fp8_common._reference.gradients import GradientCompression, sum_of_compressed
+from fp8_common._reference.quantize import (
     Quantized,
     dequantize,
     dequantize_blockwise,
@@ -23,11 +16,23 @@ from fp8_common._quantize import (
     quantize_rowwise,
     quantize_stochastic,
 )
-from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
-from fp8_common._rounding import decode, encode, encode_stochastic
-from fp8_common._rules import Decision, Rule, Rules, select_modules
-from fp8_common._scaling import amax_to_scale, amax_to_scale_inv, reciprocal
+from fp8_common._reference.rounding import decode, encode, encode_stochastic, philox, random_bits
+from fp8_common._reference.scaling import (
+    amax,
+    amax_to_e8m0,
+    amax_to_scale,
+    amax_to_scale_inv,
+    e8m0_to_scale,
+    e8m0_to_scale_inv,
+    reciprocal,
+    update_history,
+)
+from fp8_common.errors import Fp8Error, Fp8StaleError, Fp8UnsupportedError
+from fp8_common.formats import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Format, get_format
+from fp8_common.policy import CANONICAL, POWER_OF_2, ScalePolicy
 from fp8_common.presets import PRESETS
+from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
+from fp8_common.rules import Decision, Rule, Rules, select_modules
 
 __version__ = "0.1.0"
 

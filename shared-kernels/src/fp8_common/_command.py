@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 
 from fp8_common import __version__, advise
 from fp8_common._env import Backend, backend
-from fp8_common._errors import Fp8Error
-from fp8_common._hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
-from fp8_common._machine import Machine, detect
-from fp8_common._plugins import PluginReport, discover
-from fp8_common._status import entry_of, load, rows
+from fp8_common._machine import Machine, detect, entry_of, load_status, status_rows
+from fp8_common.errors import Fp8Error
+from fp8_common.hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
+from fp8_common.plugin import PluginReport, discover
 
 READER_GONE = 128 + 13
 """What a shell reports of a program that SIGPIPE ended."""
@@ -151,8 +150,9 @@ def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backe
     lines = [f"fp8-common {__version__} on {machine.system}, Python {machine.python}, {machine.cores} cores"]
     lines += ["", "Devices", *_table([_device_row(one) for one in machine.devices], "  ")]
     lines += ["", f"FP8 on {device.label} ({device.name})", *_path_lines(shown, "  ")]
-    tried = rows(device)
-    words = [(f"{word}:", text) for word, text in load()["words"].items() if any(word in row for _, row in tried)]
+    tried = status_rows(device)
+    known = load_status()["words"].items()
+    words = [(f"{word}:", text) for word, text in known if any(word in row for _, row in tried)]
     lines += ["", f"What this version was tested with: {entry_of(device)['title']}"]
     lines += [*_table(_folded((row, name) for name, row in tried), "  "), *_table(words, "    ")]
     lines += ["", "Plugins", *_plugin_lines(plugins, shown)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, TypeVar
 
-from fp8_common._errors import Fp8Error
+from fp8_common.errors import Fp8Error
 
 _Choice = TypeVar("_Choice", bound=str)
 

@@ -1,24 +1,30 @@
-"""What this machine has: devices, CPU and installed versions, for `fp8 doctor`.
+"""What this machine has: devices, CPU and installed versions; and what was run on which kind of device.
 
 Nothing is inspected before `detect` is called. It imports no framework that is not installed, and one that is
 installed but broken becomes a note, never an error.
+
+What was run is said in `status.json` alone, for `fp8 doctor` and for the tables of the documents. Nothing is derived
+from the device's abilities (`fp8_common.hardware`): a path can be native and never have run.
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common._hardware import Device, Path, Status, gather_path, product_path
-from fp8_common._recipe import Granularity
+from fp8_common.hardware import Device, Path, Status, gather_path, native_formats, product_path
+from fp8_common.recipe import Granularity
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +80,7 @@ class Machine:
         return product_path(self.accelerator, granularity)
 
     def own_path(self, name: str, status: Status, why: str) -> Path:
-        """Return a path that only a plugin knows of; see `fp8_common._hardware.Path` for the words."""
+        """Return a path that only a plugin knows of; see `fp8_common.hardware.Path` for the words."""
         return Path(name=name, status=status, why=why)
 
     def gather_path(self) -> Path:
@@ -213,3 +219,36 @@ def processor_name() -> str:
     except OSError as error:
         _log.debug("no /proc/cpuinfo: %s", error)
     return platform.processor() or platform.machine()
+
+
+Status = Mapping[str, Sequence[str]]
+
+
+@functools.cache
+def load_status() -> dict[str, Any]:
+    """Return the file: `words` (what each word means), `columns` (titles), `devices` (key, title, status)."""
+    return json.loads(resources.files("fp8_common").joinpath("status.json").read_text())
+
+
+def kind_of(device: Device) -> str:
+    """Return the key of the kind of device that the file has for `device`."""
+    if device.kind in ("cpu", "amd"):
+        return device.kind
+    if device.kind != "nvidia":
+        return "other"
+    if not native_formats(device):
+        return "before_sm_89"
+    # Code for one capability is not code for another: 12.0 is newer than 10.0 and was never compiled for.
+    return device.label if device.label in {entry["key"] for entry in load_status()["devices"]} else "newer"
+
+
+def entry_of(device: Device) -> dict[str, Any]:
+    """Return what the file says about devices like this one: key, title and, by column, a list of words."""
+    (found,) = (entry for entry in load_status()["devices"] if entry["key"] == kind_of(device))
+    return found
+
+
+def status_rows(device: Device) -> list[tuple[str, str]]:
+    """Return (title of the column, its words) for devices like this one."""
+    columns, status = load_status()["columns"], entry_of(device)["status"]
+    return [(title, ", ".join(status[name])) for name, title in columns.items()]

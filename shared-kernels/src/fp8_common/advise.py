@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from fp8_common._errors import Fp8Error
+from fp8_common.errors import Fp8Error
 
 WORTH, SAME = 1.05, 0.02
 """Speed-up from which FP8 is recommended; and the share of time within which the simpler of two configurations is."""

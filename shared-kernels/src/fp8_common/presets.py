@@ -6,7 +6,7 @@ TransformerEngine, torchao, flax, MS-AMP, DeepGEMM and OCP MX; each returns a `S
 import math
 from collections.abc import Callable, Mapping
 
-from fp8_common._policy import FLOAT32_MAX, HistoryAlgo, MxMode, ScalePolicy
+from fp8_common.policy import FLOAT32_MAX, HistoryAlgo, MxMode, ScalePolicy
 
 
 def te_delayed(margin: int = 0, history: int = 1024, algo: HistoryAlgo = "max") -> ScalePolicy:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from fp8_common import DATA_FORMATS, E8M0, PRESETS
-from fp8_common._policy import HISTORY_ALGOS, MX_MODES
+from fp8_common.policy import HISTORY_ALGOS, MX_MODES
 from fp8_common.testing import assert_same_bits
 from fp8_common.testing.arrays import as_numpy
 from tests.helpers import strategies

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8_common._formats import FORMATS
+from fp8_common.formats import FORMATS
 from fp8_common.jax import arithmetic
 from fp8_common.jax.arithmetic import divide_nearest, nearest_quotient
 

@@ -8,7 +8,7 @@ import pytest
 import fp8_common
 import fp8_common.jax as f8
 from fp8_common import DATA_FORMATS, E8M0, POWER_OF_2, Fp8Error
-from fp8_common._policy import MX_MODES
+from fp8_common.policy import MX_MODES
 from fp8_common.testing import adversarial, all_codes, assert_same_bits
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)

@@ -11,10 +11,9 @@ import pytest
 
 from fp8_common import __version__, advise
 from fp8_common import _command as command
-from fp8_common._hardware import Device
-from fp8_common._hardware import Path as HardwarePath
-from fp8_common._plugins import PluginReport
-from fp8_common.plugin import Machine, PluginInfo
+from fp8_common.hardware import Device
+from fp8_common.hardware import Path as HardwarePath
+from fp8_common.plugin import Machine, PluginInfo, PluginReport
 
 MACHINE = Machine(
     system="Linux x86_64",

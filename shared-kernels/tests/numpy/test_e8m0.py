@@ -14,7 +14,7 @@ from fp8_common import (
     e8m0_to_scale,
     e8m0_to_scale_inv,
 )
-from fp8_common._policy import MX_MODES
+from fp8_common.policy import MX_MODES
 from fp8_common.presets import mx
 from fp8_common.testing import adversarial_amax, all_codes, assert_same_bits
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fp8_common import DATA_FORMATS, E5M2, FORMATS, Fp8Error, decode, encode
-from fp8_common._rounding import as_codes
+from fp8_common._reference.rounding import as_codes
 from fp8_common.testing import (
     adversarial,
     all_bfloat16,

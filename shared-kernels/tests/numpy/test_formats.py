@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fp8_common import DATA_FORMATS, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS, Fp8Error, get_format
-from fp8_common._formats import get_data_format
+from fp8_common.formats import get_data_format
 
 FACTS = {
     "e4m3": (7, 4, 3, 448.0, 2.0**-6, 2.0**-9),

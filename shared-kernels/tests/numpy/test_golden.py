@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8_common import DATA_FORMATS, FORMATS, PRESETS, Fp8Error
-from fp8_common._policy import MX_MODES
+from fp8_common.policy import MX_MODES
 from fp8_common.testing import assert_same_bits
 from tests import golden
 from tests.golden import __main__ as command

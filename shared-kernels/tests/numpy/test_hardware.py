@@ -4,7 +4,7 @@ import pytest
 
 from fp8_common import Fp8Error
 from fp8_common import _env as env
-from fp8_common._hardware import (
+from fp8_common.hardware import (
     Device,
     cast_path,
     gather_path,
@@ -12,7 +12,7 @@ from fp8_common._hardware import (
     product_path,
     product_paths,
 )
-from fp8_common._recipe import GRANULARITIES
+from fp8_common.recipe import GRANULARITIES
 
 CPU = Device(kind="cpu", name="a processor")
 OCP, FNUZ = ("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz")

@@ -12,7 +12,7 @@ FRAMEWORKS = ("torch", "jax", "triton", "flax", "hypothesis", "pytest")
 
 @pytest.mark.parametrize(
     "module",
-    ["fp8_common", "fp8_common.testing", "fp8_common._command", "fp8_common._plugins"],
+    ["fp8_common", "fp8_common.testing", "fp8_common._command", "fp8_common.plugin"],
 )
 def test_no_framework_is_loaded(module):
     code = f"import {module}, sys; print(*(name for name in {FRAMEWORKS} if name in sys.modules))"

@@ -8,8 +8,8 @@ import pytest
 
 from fp8_common import __version__
 from fp8_common import _machine as machine
-from fp8_common._hardware import Device
 from fp8_common._machine import detect, parse_nvidia_smi
+from fp8_common.hardware import Device
 from fp8_common.plugin import Machine
 
 ANSWER = "NVIDIA H100 80GB HBM3, 9.0, 81559\nNVIDIA A, B, 8.0\n\nNVIDIA L4, 8.9, [N/A]\n"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8_common import PRESETS, amax_to_scale, amax_to_scale_inv
-from fp8_common._policy import FLOAT32_MAX
+from fp8_common.policy import FLOAT32_MAX
 from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial_amax, assert_same_bits
 

@@ -26,7 +26,7 @@ from fp8_common import (
     quantize_rowwise,
     quantize_stochastic,
 )
-from fp8_common._policy import MX_MODES
+from fp8_common.policy import MX_MODES
 from fp8_common.presets import deepgemm, torchao
 from fp8_common.testing import adversarial, all_bfloat16, assert_same_bits
 

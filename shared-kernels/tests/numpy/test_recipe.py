@@ -6,8 +6,8 @@ import json
 import pytest
 
 from fp8_common import CANONICAL, POWER_OF_2, PRESETS, RECIPES, CastRecipe, Fp8Error, Recipe, ScalePolicy, get_recipe
-from fp8_common._recipe import PRODUCTS
 from fp8_common.presets import deepgemm, flax, mx, te_delayed
+from fp8_common.recipe import PRODUCTS
 
 DELAYED = dataclasses.replace(CANONICAL, history=16)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from fp8_common import RECIPES
-from fp8_common import _status as status
-from fp8_common._hardware import Device, product_path
+from fp8_common import _machine as status
+from fp8_common.hardware import Device, product_path
 
-FILE = status.load()
+FILE = status.load_status()
 DEVICES = {
     "cpu": Device(kind="cpu", name="a processor"),
     "before_sm_89": Device(kind="nvidia", name="GPU", capability=(8, 0)),

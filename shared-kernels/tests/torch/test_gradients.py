@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common._gradient_compression import MessageRows, round_gradients, sum_rounded
+from fp8_common._reference.gradients import MessageRows, round_gradients, sum_rounded
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch.sharding.gradients import pack_gradients, sum_gradients
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8_common import CANONICAL, get_format
-from fp8_common._hardware import Device, product_path
 from fp8_common._machine import parse_version
+from fp8_common.hardware import Device, product_path
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import expand_blocks
 from fp8_common.torch.linear import function, matmul

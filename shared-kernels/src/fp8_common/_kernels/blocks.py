@@ -7,8 +7,6 @@ Blocks at the edges may be partial. Dims: x_MN is [M, N]; scales are [M, ceil(N 
 import triton
 import triton.language as tl
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format
 from fp8_common._kernels.device import (
     e8m0_of_key,
     multiple_of_16,
@@ -32,7 +30,9 @@ from fp8_common._kernels.launch import (
     tile_count,
 )
 from fp8_common._kernels.tensor import max_narrow_key
-from fp8_common._policy import CANONICAL, MxMode, ScalePolicy
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
+from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 
 
 @triton.jit(do_not_specialize=["M", "N"])

@@ -6,10 +6,10 @@ Dims: q_MN is [M, N]; a scale covers `rows` x `columns` elements and lies at [m 
 import triton
 import triton.language as tl
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format
 from fp8_common._kernels.device import multiple_of_16, reciprocal, scale_inv_of_e8m0
 from fp8_common._kernels.launch import Launch, Out, input_dtype, kernel_format, matrix_sizes, plan, tile_count
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
 
 
 @triton.jit(do_not_specialize=["M", "N"])

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from fp8_common._formats import Format
 from fp8_common._kernels.device import scaled, to_fp8
 from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, plan, tile_count
 from fp8_common._kernels.tensor import chunk_key
+from fp8_common.formats import Format
 
 BLOCK, ITERS = 4096, 4
 TABLE = {"numel_ptr": "int64", "tensor_ptr": "int32", "chunk_ptr": "int32"}

@@ -8,10 +8,10 @@ Dims: x_MN is [M, N], group_M is [M]; amax and scales are [groups, N] with COLUM
 import triton
 import triton.language as tl
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format
 from fp8_common._kernels.device import multiple_of_16, narrow_key, scaled, to_fp8, widen_key
 from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, tile_count
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
 
 PADDED = 16
 """What divides the rows of transposed groups."""

@@ -16,10 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_data_format
-from fp8_common._hardware import KERNEL_FORMATS
-from fp8_common._policy import CANONICAL, ScalePolicy
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format, get_data_format
+from fp8_common.hardware import KERNEL_FORMATS
+from fp8_common.policy import CANONICAL, ScalePolicy
 
 INPUTS = ("float16", "bfloat16", "float32")
 """The dtypes that kernels read values from and write them to."""

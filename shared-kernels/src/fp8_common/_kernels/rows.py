@@ -12,7 +12,6 @@ Dims: x_MN and y_MN are [M, N], yt_NM is [N, M], scale_M and group_M are [M], fo
 import triton
 import triton.language as tl
 
-from fp8_common._formats import Format
 from fp8_common._kernels.device import (
     multiple_of_16,
     narrow_key,
@@ -35,7 +34,8 @@ from fp8_common._kernels.launch import (
     tile_count,
 )
 from fp8_common._kernels.tensor import load_rows, store_columns
-from fp8_common._policy import CANONICAL, ScalePolicy
+from fp8_common.formats import Format
+from fp8_common.policy import CANONICAL, ScalePolicy
 
 LONGEST_ROW = 16384
 """Rows up to this length stay in the registers of one program."""

@@ -6,7 +6,6 @@ The rules are `fp8_common.amax_to_scale`, and before it `update_history`. Dims: 
 import triton
 import triton.language as tl
 
-from fp8_common._formats import E4M3, Format
 from fp8_common._kernels.device import INF_KEY, KEY_MASK, NAN_BITS, as_bits, as_float, reciprocal, scale_of_key
 from fp8_common._kernels.launch import (
     Launch,
@@ -17,7 +16,8 @@ from fp8_common._kernels.launch import (
     scale_rule,
     tile_count,
 )
-from fp8_common._policy import ScalePolicy
+from fp8_common.formats import E4M3, Format
+from fp8_common.policy import ScalePolicy
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -8,7 +8,6 @@ columns: the transpose moves words, not bytes, through shared memory. Dims: x_MN
 import triton
 import triton.language as tl
 
-from fp8_common._formats import Format
 from fp8_common._kernels.device import (
     multiple_of_16,
     narrow_key,
@@ -29,7 +28,8 @@ from fp8_common._kernels.launch import (
     scale_constants,
     tile_count,
 )
-from fp8_common._policy import ScalePolicy
+from fp8_common.formats import Format
+from fp8_common.policy import ScalePolicy
 
 
 @triton.jit

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from fp8_common._quantize import Quantized
+from fp8_common._reference.quantize import Quantized
 from fp8_common.jax._blocks import dequantize_blockwise, dequantize_mx, quantize_blockwise, quantize_mx
 from fp8_common.jax._rounding import decode, encode, encode_stochastic
 from fp8_common.jax._scales import (

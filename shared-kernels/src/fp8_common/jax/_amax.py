@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._amax import KEY_MASK, MIN_NORMAL_KEY
+from fp8_common._reference.scaling import KEY_MASK, MIN_NORMAL_KEY
 from fp8_common.jax.arrays import as_input, float_key, from_bits, to_bits
 
 

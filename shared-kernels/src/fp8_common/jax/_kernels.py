@@ -28,8 +28,8 @@ from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
 from fp8_common._env import backend
-from fp8_common._errors import Fp8UnsupportedError
-from fp8_common._hardware import KERNEL_CAPABILITY, has_kernels
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common.jax import compat
 
 CALL_TARGET = "triton_kernel_call_ffi"

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._amax import INF_KEY, KEY_MASK
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import E4M3, E5M2, E8M0, Format, get_data_format, get_format
+from fp8_common._reference.scaling import INF_KEY, KEY_MASK
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import E4M3, E5M2, E8M0, Format, get_data_format, get_format
 from fp8_common.jax.arrays import EXPONENT_MASK, NAN_KEY, as_codes, as_float32, as_native, float_key, from_bits, to_bits
 
 QUIET_BIT = np.int32(1 << 22)

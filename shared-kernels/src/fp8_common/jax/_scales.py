@@ -8,11 +8,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._amax import INF_KEY, MIN_NORMAL_KEY
-from fp8_common._e8m0 import check_mode
-from fp8_common._formats import E8M0, Format, get_data_format
-from fp8_common._history import check_history
-from fp8_common._policy import CANONICAL, SCALE_MAX, SCALE_MIN, HistoryAlgo, MxMode, ScalePolicy
+from fp8_common._reference.scaling import INF_KEY, MIN_NORMAL_KEY, check_history, check_mode
+from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._rounding import decode
 from fp8_common.jax.arithmetic import divide, divide_nearest
 from fp8_common.jax.arrays import (
@@ -28,6 +25,7 @@ from fp8_common.jax.arrays import (
     from_bits,
     to_bits,
 )
+from fp8_common.policy import CANONICAL, SCALE_MAX, SCALE_MIN, HistoryAlgo, MxMode, ScalePolicy
 
 
 def amax_to_scale(

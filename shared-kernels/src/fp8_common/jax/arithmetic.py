@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8_common._amax import INF_KEY, KEY_MASK, MIN_NORMAL_KEY
+from fp8_common._reference.scaling import INF_KEY, KEY_MASK, MIN_NORMAL_KEY
 from fp8_common.jax.arrays import (
     EXPONENT_MASK,
     HIDDEN_BIT,

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._amax import INPUT_DTYPES, KEY_MASK
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_format
+from fp8_common._reference.scaling import INPUT_DTYPES, KEY_MASK
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format, get_format
 
 SIGN_MASK = -(2**31)
 """The sign of float32 bits, as an int32."""

@@ -16,11 +16,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common._amax import INF_KEY, INPUT_DTYPES
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_data_format
-from fp8_common._policy import CANONICAL, ScalePolicy
-from fp8_common._quantize import Quantized
+from fp8_common._reference.quantize import Quantized
+from fp8_common._reference.scaling import INF_KEY, INPUT_DTYPES
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format, get_data_format
 from fp8_common.jax._amax import amax as amax_by_jnp
 from fp8_common.jax._kernels import KernelOp, selects_kernels
 from fp8_common.jax._rounding import (
@@ -34,6 +33,7 @@ from fp8_common.jax._rounding import (
 from fp8_common.jax._scales import amax_to_scale, reciprocal
 from fp8_common.jax.arithmetic import product_back, product_into
 from fp8_common.jax.arrays import as_codes, as_float32, as_native, broadcast_scale, float_key, from_bits
+from fp8_common.policy import CANONICAL, ScalePolicy
 
 # ---------------------------------------------------------------- amax
 

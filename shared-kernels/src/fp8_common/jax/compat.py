@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
-from fp8_common._errors import Fp8UnsupportedError
+from fp8_common.errors import Fp8UnsupportedError
 
 Tree = TypeVar("Tree")
 PROBLEM: str | None = None

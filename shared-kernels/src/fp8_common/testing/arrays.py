@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common._formats import FORMATS
+from fp8_common.formats import FORMATS
 
 _SAME_BITS = {fmt.dtype_name: ("uint8", fmt.numpy_dtype) for fmt in FORMATS.values()} | {
     "bfloat16": ("uint16", np.dtype(ml_dtypes.bfloat16))

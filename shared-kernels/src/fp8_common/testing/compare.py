@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import FORMATS, Format, get_format
-from fp8_common._rounding import decode
+from fp8_common._reference.rounding import decode
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import FORMATS, Format, get_format
 from fp8_common.testing.arrays import as_numpy
 
 SHOWN = 8

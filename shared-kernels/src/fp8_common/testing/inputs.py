@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fp8_common._amax import INPUT_DTYPES
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import DATA_FORMATS, Format, get_data_format
-from fp8_common._policy import SCALE_MAX, SCALE_MIN
-from fp8_common._rounding import decode
+from fp8_common._reference.rounding import decode
+from fp8_common._reference.scaling import INPUT_DTYPES
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import DATA_FORMATS, Format, get_data_format
+from fp8_common.policy import SCALE_MAX, SCALE_MIN
 from fp8_common.presets import PRESETS
 
 _EXPONENT_BITS = {np.dtype(np.float16): 5, np.dtype(ml_dtypes.bfloat16): 8, np.dtype(np.float32): 8}

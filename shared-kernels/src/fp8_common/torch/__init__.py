@@ -16,13 +16,11 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from fp8_common._blocks import Block, check_block
-from fp8_common._e8m0 import check_mode
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import E8M0, Format, get_data_format, get_format
-from fp8_common._history import check_history
-from fp8_common._policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
-from fp8_common._quantize import Quantized
+from fp8_common._reference.quantize import Block, Quantized, check_block
+from fp8_common._reference.scaling import check_history, check_mode
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import E8M0, Format, get_data_format, get_format
+from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.torch import casts, decoding, numerics, rounding
 from fp8_common.torch.linear.config import GemmConfig
 from fp8_common.torch.numerics import (

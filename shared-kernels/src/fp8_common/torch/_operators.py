@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fp8_common._policy import ScalePolicy
+from fp8_common.policy import ScalePolicy
 from fp8_common.torch._compat import constant_of_record
 
 NAMESPACE = "fp8_common"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fp8_common._env import backend
-from fp8_common._errors import Fp8UnsupportedError
-from fp8_common._formats import Format
-from fp8_common._hardware import KERNEL_CAPABILITY, has_kernels
-from fp8_common._policy import ScalePolicy
+from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.formats import Format
+from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
+from fp8_common.policy import ScalePolicy
 from fp8_common.torch._compat import FakeTensor, assume_constant_result
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common._blocks import block_grid, check_block
-from fp8_common._errors import Fp8Error
+from fp8_common._reference.quantize import block_grid, check_block
+from fp8_common.errors import Fp8Error
 from fp8_common.torch.numerics import amax_of, amax_over
 
 Block = tuple[int, int] | None

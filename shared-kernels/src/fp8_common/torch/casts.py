@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8_common._formats import Format, get_data_format
-from fp8_common._policy import ScalePolicy
-from fp8_common._quantize import MX_BLOCK
+from fp8_common._reference.quantize import MX_BLOCK
+from fp8_common.formats import Format, get_data_format
+from fp8_common.policy import ScalePolicy
 from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, name_of, plans, takes

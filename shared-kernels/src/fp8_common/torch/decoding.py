@@ -2,8 +2,8 @@
 
 import torch
 
-from fp8_common._formats import Format, get_format
-from fp8_common._quantize import MX_BLOCK
+from fp8_common._reference.quantize import MX_BLOCK
+from fp8_common.formats import Format, get_format
 from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import hides, launch, matrix_of, name_of, plans, takes

@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
-from fp8_common._amax import INF_KEY
-from fp8_common._formats import get_data_format
-from fp8_common._policy import ScalePolicy
-from fp8_common._recipe import CastRecipe
+from fp8_common._reference.scaling import INF_KEY
+from fp8_common.formats import get_data_format
+from fp8_common.policy import ScalePolicy
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch import _triton as triton
 from fp8_common.torch import numerics
 from fp8_common.torch._compat import FakeTensor

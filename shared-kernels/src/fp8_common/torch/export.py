@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8_common._errors import Fp8Error, Fp8UnsupportedError
-from fp8_common._recipe import CastRecipe
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch.casts import reciprocal, scale_from_amax
 from fp8_common.torch.linear.operand import ScaleState
 from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group

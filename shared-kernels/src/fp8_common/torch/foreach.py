@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8_common._formats import Format, get_data_format
+from fp8_common.formats import Format, get_data_format
 from fp8_common.torch import _triton as triton
 from fp8_common.torch import rounding
 from fp8_common.torch._operators import operator

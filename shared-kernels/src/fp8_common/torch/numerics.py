@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common._amax import INF_KEY, KEY_MASK
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import E8M0, FORMATS, Format, get_format
-from fp8_common._history import check_history
-from fp8_common._policy import ScalePolicy
+from fp8_common._reference.scaling import INF_KEY, KEY_MASK, check_history
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import E8M0, FORMATS, Format, get_format
+from fp8_common.policy import ScalePolicy
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that can be quantized; all convert to float32 exactly."""

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal, NamedTuple
 
-from fp8_common._errors import Fp8Error
-from fp8_common._recipe import RECIPES, CastRecipe, Recipe, get_recipe
+from fp8_common.errors import Fp8Error
+from fp8_common.recipe import RECIPES, CastRecipe, Recipe, get_recipe
 
 OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
 """The casts of a recipe that the layers honour."""

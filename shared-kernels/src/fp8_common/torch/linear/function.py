@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8_common._errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch._compat import in_function_transform
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.grouped import RowGroups

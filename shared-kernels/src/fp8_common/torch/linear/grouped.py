@@ -9,9 +9,9 @@ import dataclasses
 
 import torch
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import FORMATS
-from fp8_common._recipe import CastRecipe
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import FORMATS
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.matmul import MatmulOptions

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from fp8_common._formats import FORMATS
+from fp8_common.formats import FORMATS
 from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import block_of

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from fp8_common._errors import Fp8Error, Fp8UnsupportedError
-from fp8_common._hardware import multiplies_blocks
 from fp8_common._machine import parse_version
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.hardware import multiplies_blocks
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._compat import assume_constant_result
 from fp8_common.torch.blocks import split_blocks

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fp8_common._formats import FORMATS, Format
-from fp8_common._recipe import CastRecipe
+from fp8_common.formats import FORMATS, Format
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts, decoding
 from fp8_common.torch.blocks import expand_blocks
 from fp8_common.torch.casts import Cast

@@ -5,7 +5,7 @@
 
 import torch
 
-from fp8_common._recipe import CastRecipe
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch.linear.matmul import MatmulOptions, matmul
 from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_folded, quantize_operand
 from fp8_common.torch.sharding.gathered import GatheredWeight

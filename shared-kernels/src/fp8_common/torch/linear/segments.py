@@ -8,8 +8,8 @@ import itertools
 
 import torch
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format
 from fp8_common.torch import casts
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import fuses, launch, name_of, plans, takes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_common._errors import Fp8UnsupportedError
+from fp8_common.errors import Fp8UnsupportedError
 
 
 def max_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fp8_common._formats import get_format
+from fp8_common.formats import get_format
 from fp8_common.torch import decoding
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.sharding.fsdp import unpad

@@ -1,15 +1,15 @@
 """Messages of gradients as FP8 codes: rounding into the rows that ranks send, and the sum of what arrives.
 
-Each block of 128 elements has a power-of-two scale of its own. The definition is in `fp8_common._gradient_compression`.
+Each block of 128 elements has a power-of-two scale of its own. The definition is in `fp8_common._reference.gradients`.
 On GPUs each direction is one kernel; elsewhere it is made of the references.
 """
 
 import torch
 
-from fp8_common._formats import Format
-from fp8_common._gradient_compression import MessageRows
-from fp8_common._philox import random_bits
-from fp8_common._policy import POWER_OF_2
+from fp8_common._reference.gradients import MessageRows
+from fp8_common._reference.rounding import random_bits
+from fp8_common.formats import Format
+from fp8_common.policy import POWER_OF_2
 from fp8_common.torch._triton import launch, name_of, plans, takes
 from fp8_common.torch.blocks import block_amax, expand_blocks
 from fp8_common.torch.decoding import dequantize

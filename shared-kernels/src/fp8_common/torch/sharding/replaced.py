@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fp8_common._errors import Fp8Error
+from fp8_common.errors import Fp8Error
 from fp8_common.torch._compat import disable_compiler
 
 MARK = "_fp8_replaced_by"

@@ -10,8 +10,8 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from fp8_common._errors import Fp8Error
-from fp8_common._recipe import CastRecipe
+from fp8_common.errors import Fp8Error
+from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import Block, block_amax, scale_shape
 from fp8_common.torch.numerics import amax_bits, of_amax_bits

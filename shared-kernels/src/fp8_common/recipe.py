@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import FORMATS, Format, get_data_format
-from fp8_common._policy import CANONICAL, POWER_OF_2, SCALE_MIN, ScalePolicy
-from fp8_common._records import Record
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import FORMATS, Format, get_data_format
+from fp8_common.policy import CANONICAL, POWER_OF_2, SCALE_MIN, Record, ScalePolicy
 from fp8_common.presets import mx
 
 Scaling = Literal["dynamic", "delayed", "static", "disabled"]

@@ -5,12 +5,11 @@ from typing import Literal
 
 import numpy as np
 
-from fp8_common._errors import Fp8Error
-from fp8_common._formats import Format, get_format
-from fp8_common._philox import random_bits
-from fp8_common._policy import POWER_OF_2
-from fp8_common._quantize import Quantized, dequantize_blockwise, quantize_blockwise, quantize_stochastic
-from fp8_common._records import Record
+from fp8_common._reference.quantize import Quantized, dequantize_blockwise, quantize_blockwise, quantize_stochastic
+from fp8_common._reference.rounding import random_bits
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format, get_format
+from fp8_common.policy import POWER_OF_2, Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,9 @@ import dataclasses
 from typing import Literal
 
 from fp8_common._env import BACKEND_VARIABLE, Backend
-from fp8_common._formats import E4M3, E5M2, Format, get_data_format
-from fp8_common._policy import ScalePolicy
-from fp8_common._recipe import GRANULARITIES, Granularity
+from fp8_common.formats import E4M3, E5M2, Format, get_data_format
+from fp8_common.policy import ScalePolicy
+from fp8_common.recipe import GRANULARITIES, Granularity
 
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
 Status = Literal["native", "reference", "emulated", "unavailable"]

@@ -10,13 +10,73 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fp8_common._amax import amax, as_float32
-from fp8_common._blocks import Block, block_amax, check_block, expand_blocks
-from fp8_common._e8m0 import amax_to_e8m0, e8m0_to_scale, e8m0_to_scale_inv
-from fp8_common._formats import Format, get_data_format
-from fp8_common._policy import CANONICAL, FLOAT32_MAX, MxMode, ScalePolicy
-from fp8_common._rounding import decode, encode, encode_stochastic
-from fp8_common._scaling import amax_to_scale, reciprocal
+from fp8_common._reference.rounding import decode, encode, encode_stochastic
+from fp8_common._reference.scaling import (
+    amax,
+    amax_to_e8m0,
+    amax_to_scale,
+    as_float32,
+    e8m0_to_scale,
+    e8m0_to_scale_inv,
+    reciprocal,
+)
+from fp8_common.errors import Fp8Error
+from fp8_common.formats import Format, get_data_format
+from fp8_common.policy import CANONICAL, FLOAT32_MAX, MxMode, ScalePolicy
+
+Block = tuple[int, int]
+"""(rows, columns) of a block in the last two dimensions."""
+
+
+def check_block(block: Block, ndim: int) -> Block:
+    """Return `block` if it can cut a tensor of `ndim` dimensions.
+
+    Raises:
+        Fp8Error: A side is not a positive integer, or rows > 1 on a tensor of fewer than two dimensions.
+    """
+    rows, columns = block
+    if rows < 1 or columns < 1 or ndim < (2 if rows > 1 else 1):
+        raise Fp8Error(
+            f"Block {tuple(block)} cannot cut a tensor of {ndim} dimension(s): sides must be positive, and a block of "
+            "several rows needs at least two dimensions."
+        )
+    return block
+
+
+def block_grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """Return the shape of the scales for data of `shape`: the last two dimensions divided, rounded up."""
+    # Leading dimensions are batch dimensions, not divided; a vector has columns only, so its block loses the rows.
+    sides = (1,) * (len(shape) - 2) + tuple(block)[-min(len(shape), 2) :]
+    return tuple(-(-n // side) for n, side in zip(shape, sides, strict=True))
+
+
+def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
+    """Return max |x| of every block, float32 of shape `block_grid(x.shape, block)`."""
+    grid = block_grid(x.shape, block)
+    if x.ndim == 1:
+        return block_amax(x[None], (1, block[1]))[0]
+    rows, columns = block
+    padding = [(0, 0)] * (x.ndim - 2) + [(0, grid[-2] * rows - x.shape[-2]), (0, grid[-1] * columns - x.shape[-1])]
+    # Partial blocks are padded with zeros, which do not change an amax.
+    split = np.pad(x, padding).reshape(*grid[:-1], rows, grid[-1], columns)
+    return amax(split, axis=(-3, -1))
+
+
+def expand_blocks(scale: NDArray[np.float32], block: Block, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Repeat each block's scale over the block, cut to `shape`.
+
+    Raises:
+        Fp8Error: `scale` does not have the shape that `block_grid` gives.
+    """
+    if tuple(scale.shape) != block_grid(shape, block):
+        raise Fp8Error(
+            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
+            f"{block_grid(shape, block)}, got {tuple(scale.shape)}."
+        )
+    # Repeated past the edge and then cut: the last block may be partial.
+    wide = np.repeat(scale, block[1], axis=-1)[..., : shape[-1]]
+    return wide if len(shape) == 1 or block[0] == 1 else np.repeat(wide, block[0], axis=-2)[..., : shape[-2], :]
+
 
 MX_BLOCK = (1, 32)
 

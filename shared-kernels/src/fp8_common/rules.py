@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Self
 
-from fp8_common._errors import Fp8Error
-from fp8_common._recipe import Recipe, get_recipe
+from fp8_common.errors import Fp8Error
+from fp8_common.recipe import Recipe, get_recipe
 
 _WITH_RECIPE = re.compile(r"(?P<pattern>.*?)\s*=\s*(?P<recipe>\w+)")
 

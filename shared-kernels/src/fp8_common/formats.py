@@ -10,7 +10,7 @@ from functools import cached_property
 import ml_dtypes
 import numpy as np
 
-from fp8_common._errors import Fp8Error
+from fp8_common.errors import Fp8Error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
