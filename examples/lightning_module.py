@@ -1,4 +1,4 @@
-"""Lightning with FP8: a precision plugin for replicated models, `configure_model` for sharded ones.
+"""Lightning with FP8: `configure_model` converts, and shards where there is a mesh.
 
 python examples/lightning_module.py                # one process
 python examples/lightning_module.py --devices 2    # FSDP2 over two processes
@@ -14,27 +14,36 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from fp8_torch_fsdp import Float8Linear, convert_to_float8_training
-from fp8_torch_fsdp.integrations.lightning import Float8Precision
+from fp8_torch_fsdp import DelayedState, Float8Linear, convert_to_float8_training
 
 
 class Model(lightning.LightningModule):
     """A regression that learns to reverse its input."""
 
-    def __init__(self, sharded: bool) -> None:
+    def __init__(self, recipe: str, sharded: bool) -> None:
         super().__init__()
-        self.sharded = sharded
+        self.recipe, self.sharded = recipe, sharded
         self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        """Convert, then shard; without a mesh the plugin converts."""
-        if self.sharded and not isinstance(self.layers[0], Float8Linear):
-            convert_to_float8_training(self.layers)
+        """Convert, then shard; Lightning calls this before it makes the optimizer, and may call it twice."""
+        if isinstance(self.layers[0], Float8Linear):
+            return
+        convert_to_float8_training(self.layers, recipe=self.recipe)
+        if self.sharded:
             mesh: Any = self.device_mesh
             for layer in (self.layers[0], self.layers[2]):
                 fully_shard(layer, mesh=mesh["data_parallel"])
             fully_shard(self.layers, mesh=mesh["data_parallel"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the state of delayed scaling, which is not among the weights; other recipes have none."""
+        checkpoint["fp8"] = DelayedState(self).state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with it."""
+        DelayedState(self).load_state_dict(checkpoint["fp8"])
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         """Return the loss."""
@@ -57,14 +66,13 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    model = Model(sharded=arguments.devices > 1)
+    model = Model(arguments.recipe, sharded=arguments.devices > 1)
     data = DataLoader(TensorDataset(torch.randn(64, 32)), batch_size=16)
     sharding = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=arguments.devices,
         strategy=sharding if arguments.devices > 1 else "auto",
-        plugins=[Float8Precision(arguments.recipe)],
         max_epochs=arguments.epochs,
         logger=False,
         enable_checkpointing=False,

@@ -1,4 +1,4 @@
-"""The precision plugin for Lightning, under Lightning's own Trainer."""
+"""A module that converts itself in `configure_model`, under Lightning's own Trainer."""
 
 import pytest
 import torch
@@ -10,20 +10,29 @@ lightning = pytest.importorskip("lightning", reason="lightning is not installed:
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import fp8_torch_fsdp as f8
-from fp8_torch_fsdp.integrations.lightning import Float8Precision
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
 
 class Regression(lightning.LightningModule):
-    def __init__(self):
+    def __init__(self, recipe):
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.recipe, self.layers = recipe, nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
         self.dtypes, self.losses = set(), []
 
+    def configure_model(self):
+        if type(self.layers[0]) is nn.Linear:
+            f8.convert_to_float8_training(self.layers, recipe=self.recipe, module_filter_fn=lambda _, name: name != "2")
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["fp8"] = f8.DelayedState(self).state_dict()
+
+    def on_load_checkpoint(self, checkpoint):
+        f8.DelayedState(self).load_state_dict(checkpoint["fp8"])
+
     def training_step(self, batch, index):
-        y = self.head(torch.relu(self.body(batch[0])))
+        y = self.layers(batch[0])
         self.dtypes.add(y.dtype)
         loss = (y.float() - batch[0]).square().mean()
         self.losses.append(loss.item())
@@ -35,13 +44,13 @@ class Regression(lightning.LightningModule):
         return optimizer
 
 
-def fit(plugin, *, checkpoint=None, epochs=5, **options):
-    model = Regression()
+def fit(recipe, *, checkpoint=None, epochs=5, **options):
+    model = Regression(recipe)
+    torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
-        plugins=[plugin],
         max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
@@ -53,25 +62,18 @@ def fit(plugin, *, checkpoint=None, epochs=5, **options):
 
 
 def test_the_module_is_converted_before_the_optimizer_is_made():
-    model = fit(Float8Precision("rowwise", module_filter_fn=lambda layer, name: "head" not in name))
-    assert isinstance(model.body, f8.Float8Linear)
-    assert type(model.head) is nn.Linear
+    model = fit("rowwise")
+    assert isinstance(model.layers[0], f8.Float8Linear)
+    assert type(model.layers[2]) is nn.Linear
     assert model.known == {id(p) for p in model.parameters()}
     assert model.losses[-1] < model.losses[0]
 
 
-def test_delayed_histories_grow_and_autocast_reaches_the_layers():
-    model = fit(Float8Precision("tensorwise_delayed", autocast_dtype=torch.bfloat16))
+def test_delayed_histories_grow_and_mixed_precision_reaches_the_layers():
+    model = fit("tensorwise_delayed", precision="bf16-mixed")
     f8.synchronize_scales(model)
-    assert (model.body.fp8_input.history > 0).all()
+    assert (model.layers[0].fp8_input.history > 0).all()
     assert model.dtypes == {torch.bfloat16}
-
-
-def test_a_converted_module_is_left_alone():
-    plugin, model = Float8Precision("rowwise"), Regression()
-    f8.convert_to_float8_training(model)
-    assert plugin.convert_module(model) is model
-    assert model.body.config.weight.granularity == "tensorwise"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
@@ -79,14 +81,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, recipe):
     def run(epochs, checkpoint=None):
         saver = ModelCheckpoint(dirpath=tmp_path, filename=f"{epochs}-{{epoch}}")
         options = {"enable_checkpointing": True, "callbacks": [saver]}
-        return fit(Float8Precision(recipe), epochs=epochs, checkpoint=checkpoint, **options), saver.best_model_path
+        return fit(recipe, epochs=epochs, checkpoint=checkpoint, **options), saver.best_model_path
 
     (whole, _), (_, path) = run(4), run(2)
     saved = torch.load(path, weights_only=False)
-    assert set(saved["state_dict"]) == set(Regression().state_dict()), "checkpoints fit the module before conversion"
+    assert set(saved["state_dict"]) == set(Regression(recipe).state_dict()), "keys of the module before conversion"
     resumed, _ = run(4, path)
     assert resumed.losses == whole.losses[-8:]
-    for layer in ("body", "head"):
-        one, other = whole.get_submodule(layer).state_dict(), resumed.get_submodule(layer).state_dict()
-        assert len(one) == (17 if "delayed" in recipe else 2)
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    one, other = ({**m.state_dict(), **f8.DelayedState(m).state_dict()} for m in (whole, resumed))
+    assert len(one) == (4 + 3 * 5 if "delayed" in recipe else 4)
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 MOST_CALLS = 150
-MOST_CALLS_OF_A_WEIGHT, MOST_FILES_OF_A_WEIGHT = 90, 16
+MOST_CALLS_OF_A_WEIGHT, MOST_FILES_OF_A_WEIGHT = 90, 14
 PROGRAM = """
 import os, sys
 import torch

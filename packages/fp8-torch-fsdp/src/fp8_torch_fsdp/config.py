@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from fp8_common import CastRecipe, Fp8Error, Recipe
+from fp8_common.policy import HistoryAlgo
 from fp8_common.torch.linear.config import LinearConfig
-
-HistoryAlgo = Literal["max", "most_recent"]
 
 CastConfig = CastRecipe
 """How one operand is cast; the shared `fp8_common.CastRecipe` under the name that torch users know."""
@@ -30,11 +29,9 @@ class DelayedScalingConfig:
     initial: Literal["dynamic", "one"] = "dynamic"
 
     def __post_init__(self) -> None:
-        """Refuse unknown choices."""
+        """Refuse unknown choices; those of the window the policy refuses."""
         if self.history_len < 1:
             raise Fp8Error(f"history_len must be at least 1, got {self.history_len!r}.")
-        if self.scale_fn not in ("max", "most_recent"):
-            raise Fp8Error(f"scale_fn must be one of max, most_recent, got {self.scale_fn!r}.")
         if self.initial not in ("dynamic", "one"):
             raise Fp8Error(f'initial must be "dynamic" or "one", got {self.initial!r}.')
 

@@ -3,8 +3,8 @@
 Watching costs a pass or two over each operand, and nothing while no monitor is attached.
 """
 
+import contextlib
 import functools
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import syncs_of
 
 
-class Float8Monitor:
+class Float8Monitor(contextlib.AbstractContextManager):
     """Collects amax, scale, saturation and underflow of every FP8 layer.
 
     Use it as a context manager, or `close()` it. `collect()` moves all numbers to the host at once and returns a flat
@@ -41,13 +41,7 @@ class Float8Monitor:
         for name, layer in self._layers.items():
             layer.fp8["weight"].watch(functools.partial(self._record, name))
 
-    def __enter__(self) -> "Float8Monitor":
-        """Return the monitor."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop watching."""
         self.close()
 

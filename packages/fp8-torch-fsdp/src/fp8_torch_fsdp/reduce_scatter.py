@@ -148,7 +148,7 @@ class Float8ReduceScatter:
     def codes(self) -> dict[int, str]:
         """By the identity of its shard, the dtype of codes of each parameter whose gradient travels as FP8."""
         name = self._handle.config.fp8_format.dtype_name
-        return {id(param.local): name for param, chosen in self._params if chosen}
+        return {id(param.local): name for param, chosen in self._params if chosen and param.parameter.requires_grad}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised buffer, which FSDP2 fills."""

@@ -6,10 +6,10 @@ CUDA graph can therefore capture the launches after a step with the same tensors
 are operators to compilers. Elsewhere than on a GPU they cast one tensor after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from fp8_common.torch import rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.numerics import amax_bits as bits_of
 from fp8_common.torch.numerics import amax_each, torch_dtype
+
+T = TypeVar("T")
 
 TABLES_KEPT = 64
 """Size of the cache of tables that no CUDA graph uses."""
@@ -54,6 +56,14 @@ class Table(NamedTuple):
     places: torch.Tensor | None
     programs: int
     aligned: bool
+
+
+def alike(items: Iterable[T], rule: Callable[[T], object]) -> list[list[T]]:
+    """Return the items in lists of equal rules, each of which is one batch of operations."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(rule(item), []).append(item)
+    return list(groups.values())
 
 
 def amax_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

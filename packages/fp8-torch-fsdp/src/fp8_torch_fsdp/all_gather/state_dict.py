@@ -1,12 +1,11 @@
 """What checkpoints see of FP8 weights: plain tensors under the usual names, that need no package to load."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fp8_common.torch.sharding.wrappers import map_local
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 
@@ -26,14 +25,6 @@ def forget_state_dict_hooks(module: nn.Module) -> None:
             # torch wraps hooks that want the module in an object that has the function as `hook`.
             if getattr(hook, "hook", hook) in (_unwrap, _wrap_assigned):
                 del hooks[key]
-
-
-def map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply `change` to a tensor, or to the local part of a DTensor."""
-    if isinstance(tensor, DTensor):
-        # The constructor: `from_local` is an autograd function, and would record this.
-        return DTensor(change(tensor._local_tensor), tensor._spec, requires_grad=tensor.requires_grad)
-    return change(tensor)
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:

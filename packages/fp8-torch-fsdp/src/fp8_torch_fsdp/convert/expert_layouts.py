@@ -99,7 +99,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def _conv1d(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    y = layer.own_weight_matmul("weight", x)
+    y = layer.fp8_matmul("weight", x, layer.weight)
     return y + layer.bias.to(y.dtype)
 
 

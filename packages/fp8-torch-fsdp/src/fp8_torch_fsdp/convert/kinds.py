@@ -17,6 +17,16 @@ _LEVELS = 2
 """How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
 
 
+def users_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return the modules that have each parameter, with its name there, by its id: valid while the model keeps it."""
+    users: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
+        for name, parameter in module._parameters.items():
+            users.setdefault(id(parameter), []).append((module, name))
+    return users
+
+
 def adapters(model: nn.Module) -> set[nn.Module]:
     """Return the modules that `lora_A`, `lora_b` and the like lead to: the names that PEFT and torchtitan give."""
     return {

@@ -10,13 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe
 from fp8_common.torch.sharding.fsdp import shards
+from fp8_common.torch.sharding.wrappers import map_local
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
-from fp8_torch_fsdp.all_gather.state_dict import map_local
-from fp8_torch_fsdp.config import TORCHAO_OPTIONS, Float8LinearConfig
-from fp8_torch_fsdp.convert import fast_path
+from fp8_torch_fsdp.config import Float8LinearConfig
+from fp8_torch_fsdp.convert import fast_path, kinds
 from fp8_torch_fsdp.convert.expert_layouts import CONV1D, ExpertLayout, is_conv1d, layout_of
-from fp8_torch_fsdp.convert.kinds import routers as find_routers
-from fp8_torch_fsdp.convert.kinds import tied_heads
 from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
 from fp8_torch_fsdp.convert.report import float8_report
 from fp8_torch_fsdp.convert.select import ModuleSelection, select, why_left
@@ -41,7 +39,6 @@ def convert_to_float8_training(
     experts: Mapping[type, ExpertLayout] = NO_EXPERTS,
     routers: bool = False,
     heads: bool = False,
-    **others: Any,
 ) -> nn.Module:
     """Turn the linear layers and the stacked experts of `model` into FP8 ones, in place, before `fully_shard`.
 
@@ -61,7 +58,6 @@ def convert_to_float8_training(
         routers: Convert what chooses the experts of each token too, which stays in high precision by default.
         heads: Convert linear layers whose weight is an embedding's too: their matmuls run in FP8, their weight is
             gathered in high precision, as the embedding needs it.
-        **others: None. Options of torchao raise an error that says what they are called here.
 
     Returns:
         `model`. Its modules stay the same objects, of a class that is also their former one. Weights that are gathered
@@ -69,17 +65,15 @@ def convert_to_float8_training(
         afterwards.
 
     Raises:
-        TypeError: An option that neither this function nor torchao has.
-        Fp8Error: torchao's options or configuration, contradictory choices, a layer already sharded, a parametrized
+        Fp8Error: torchao's configuration, contradictory choices, a layer already sharded, a parametrized
             layer that the filter does not leave out, a weight that an earlier call has replaced elsewhere, experts of
             another form than their layout says, or a model without anything to convert.
     """
-    _refuse_options(others)
     config = _choose(config, recipe)
-    wide = {} if routers else dict.fromkeys(find_routers(model, experts), "a router, which chooses experts")
+    wide = {} if routers else dict.fromkeys(kinds.routers(model, experts), "a router, which chooses experts")
     if not heads:
         reason = "an output head whose weight is an embedding's (heads=True converts it)"
-        wide |= dict.fromkeys(tied_heads(model), reason)
+        wide |= dict.fromkeys(kinds.tied_heads(model), reason)
     chosen, left = select(model, module_filter_fn, config, experts, wide)
     if not chosen:
         done = sum(isinstance(module, Float8Module) for module in model.modules())
@@ -94,10 +88,10 @@ def convert_to_float8_training(
             "convert_to_float8_training must run before fully_shard: the weights are already distributed. "
             "Convert first, then shard."
         )
-    users = _users_of_weights(model)
+    users = kinds.users_of_parameters(model)
     if config.all_gather:
         for name, parameter in model.named_parameters():
-            if users[id(parameter)][0] in chosen:
+            if users[id(parameter)][0][0] in chosen:
                 refuse_replaced(parameter, name)
     for module, own in chosen.items():
         _convert(module, own, experts)
@@ -144,18 +138,6 @@ def unconvert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_options(others: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that are not ours; say what those of torchao's configuration are called here."""
-    for name in others:
-        if name not in TORCHAO_OPTIONS and name not in Float8LinearConfig.__dataclass_fields__:
-            raise TypeError(f"convert_to_float8_training() got an unexpected keyword argument {name!r}")
-    if others:
-        advice = [
-            f"{name}: {TORCHAO_OPTIONS.get(name, f'use config=Float8LinearConfig({name}=...)')}" for name in others
-        ]
-        raise Fp8Error(f"convert_to_float8_training takes no options of a configuration itself. {'; '.join(advice)}.")
-
-
 def _choose(config: Float8LinearConfig | None, recipe: str | Recipe | Mapping[str, Any] | None) -> Float8LinearConfig:
     if config is not None and recipe is not None:
         raise Fp8Error(f"Pass config or recipe, not both; got recipe={recipe!r} and a config.")
@@ -188,16 +170,7 @@ def _convert(module: Any, config: Float8LinearConfig, experts: Mapping[type, Exp
         to_fp8(module, Float8Experts, layout, config)
 
 
-def _users_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Return the modules that have each parameter, by its id: all are alive through the model during the call."""
-    users: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            users.setdefault(id(parameter), []).append(module)
-    return users
-
-
-def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[nn.Module]]) -> None:
+def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[tuple[nn.Module, str]]]) -> None:
     """Wrap each weight that FP8 modules alone use; modules that share a weight share its wrapper and its scale.
 
     Args:
@@ -209,7 +182,7 @@ def _wrap_weights(converted: Collection[Any], users: Mapping[int, list[nn.Module
         for name, matmul in module.fp8.items():
             weight = module._parameters[name]
             # Another kind of layer that uses it would multiply by rounded values.
-            if not all(user in converted for user in users[id(weight)]):
+            if not all(user in converted for user, _ in users[id(weight)]):
                 logger.info("FP8: a weight shared with other layers is gathered in high precision.")
                 continue
             if id(weight) not in wrapped:

@@ -12,7 +12,7 @@ from fp8_common.torch.sharding.fsdp import reduce_scatter_of, shards
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
-from fp8_torch_fsdp.convert.kinds import adapters, routers, stacked_parameters
+from fp8_torch_fsdp.convert.kinds import adapters, routers, stacked_parameters, users_of_parameters
 from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -146,11 +146,7 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
         does. An output head is a linear layer that shares an embedding's weight or gives as many values as the largest
         embedding has rows.
     """
-    users: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        # `_parameters`, because `weight` of a parametrized layer is computed and is no parameter
-        for name, parameter in module._parameters.items():
-            users.setdefault(id(parameter), []).append((module, name))
+    users = users_of_parameters(model)
     kinds = dict.fromkeys(adapters(model), "adapter") | dict.fromkeys(routers(model, {}), "router")
     gradients, heads = _gradients(model), _heads(model)
     rows = []
@@ -186,11 +182,10 @@ def _gradients(model: nn.Module) -> dict[int, str]:
     """Return, by the identity of its shard, the dtype of codes in which the gradient of each parameter is reduced."""
     found = {}
     for module in model.modules():
-        params = list(shards(module, recurse=False)) if isinstance(module, FSDPModule) else []
-        reduction = reduce_scatter_of(module) if params else None
+        reduces = isinstance(module, FSDPModule) and any(shards(module, recurse=False))
+        reduction = reduce_scatter_of(module) if reduces else None
         if isinstance(reduction, Float8ReduceScatter):
-            trained = {id(param.local) for param in params if param.parameter.requires_grad}
-            found |= {shard: codes for shard, codes in reduction.codes.items() if shard in trained}
+            found |= reduction.codes
     return found
 
 

@@ -1,5 +1,7 @@
 """`Float8Experts`: stacks of weights that rows in groups are multiplied by, in FP8."""
 
+from typing import Any
+
 import torch
 
 from fp8_torch_fsdp.layers.module import Float8Module
@@ -28,4 +30,5 @@ class Float8Experts(Float8Module):
             Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
                 gathered. What offsets hold is looked at on a CPU; elsewhere those that do not fit give NaN.
         """
-        return self.own_weight_matmul(name, x, offsets)
+        weight: Any = getattr(self, name, None)  # `fp8_matmul` says which names there are
+        return self.fp8_matmul(name, x, weight, offsets)

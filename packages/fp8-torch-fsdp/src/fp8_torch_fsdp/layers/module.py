@@ -62,11 +62,6 @@ class Distribution:
 
     def forward(self, layer: Any, input: torch.Tensor) -> torch.Tensor:
         """Return the output of a linear layer for `input`; see `Float8Linear.forward`."""
-        if isinstance(layer.weight, DTensor):
-            raise Fp8Error(
-                "Float8Linear cannot compute with this distributed weight. Make layers tensor-parallel with "
-                "Float8ColwiseParallel and Float8RowwiseParallel, and call sharded ones through FSDP2."
-            )
         return with_bias(layer.fp8_matmul("weight", input, layer.weight), layer.bias)
 
     def __deepcopy__(self, memo: dict) -> "Distribution":
@@ -175,7 +170,19 @@ class Float8Module(nn.Module):
             x: [..., in_features].
             weight: The weight in any state, or this rank's part of it.
             offsets: Where the rows of each group end.
+
+        Raises:
+            Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
+                gathered.
         """
+        if name not in self.fp8:
+            raise Fp8Error(f"{name!r} is no weight of this module: its layout names {list(self.fp8)}.")
+        if isinstance(weight, DTensor):
+            raise Fp8Error(
+                f"The weight {name} of {type(self).__name__} is distributed and not gathered. Call the model through "
+                "the module that fully_shard was applied to; make linear layers tensor-parallel with "
+                "Float8ColwiseParallel and Float8RowwiseParallel."
+            )
         # Such a weight is at hand without a gather, so nobody frees its codes; compilers choose what they keep.
         keep_codes = isinstance(weight, ShardedFloat8Weight) and not torch.compiler.is_compiling()
         return fp8_linear(x, weight, self.fp8[name].spec, offsets, record=self.records, keep_codes=keep_codes)
@@ -186,24 +193,6 @@ class Float8Module(nn.Module):
         for matmul in self.fp8.values():
             matmul.parts = distribution.parts
             matmul.spec = dataclasses.replace(matmul.spec, gather=distribution.gather)
-
-    def own_weight_matmul(self, name: str, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `fp8_matmul` with a weight of the layout as it is now.
-
-        Raises:
-            Fp8Error: Shapes or offsets do not fit, the layout has no such weight, or it is distributed and not
-                gathered.
-        """
-        if name not in self.fp8:
-            raise Fp8Error(f"{name!r} is no weight of this module: its layout names {list(self.fp8)}.")
-        weight = getattr(self, name)
-        if isinstance(weight, DTensor):
-            raise Fp8Error(
-                f"The weight {name} of {type(self).__name__} is distributed and not gathered. Call the model through "
-                "the module that fully_shard was applied to; what another framework has distributed cannot be computed "
-                "in FP8."
-            )
-        return self.fp8_matmul(name, x, weight, offsets)
 
     def extra_repr(self) -> str:
         """Show how the weights are cast."""

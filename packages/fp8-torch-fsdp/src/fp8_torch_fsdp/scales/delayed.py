@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from fp8_common import CastRecipe, Format, Fp8Error
-from fp8_common.torch import casts, delayed
+from fp8_common.torch import casts, delayed, foreach
 from fp8_common.torch.sharding.fsdp import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 
 UNOBSERVED = delayed.UNOBSERVED
 BUFFERS = ("scale", "history", "ready", "observed", "late")
+_DTYPES = (torch.float32, torch.float32, torch.bool, torch.int32, torch.bool)
 
 
 class DelayedScale(nn.Module):
@@ -71,13 +72,8 @@ class DelayedScale(nn.Module):
         self.must_fit = weight and initial == "dynamic"
         self.sync, self.settled = None, False
         # dtypes are given: torch.set_default_dtype must not decide about scales
-        for name, shape, dtype in (
-            ("scale", self.shape, torch.float32),
-            ("history", (*self.shape, cast.policy.history), torch.float32),
-            ("ready", self.shape, torch.bool),
-            ("observed", self.shape, torch.int32),
-            ("late", self.shape, torch.bool),
-        ):
+        for name, dtype in zip(BUFFERS, _DTYPES, strict=True):
+            shape = (*self.shape, cast.policy.history) if name == "history" else self.shape
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
         self.reset_parameters()
 
@@ -212,23 +208,17 @@ def observe_bits(scales: Sequence[DelayedScale], bits: Sequence[torch.Tensor]) -
     _write(scales, {"observed": torch.maximum(stacked(scales, "observed"), seen)})
 
 
-def current_of_weights(scales: Sequence[DelayedScale], bits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the float32 scale to use now of each weight: what `DelayedScale.current` returns, unrecorded.
+def in_use(scales: Sequence[DelayedScale], dynamic: torch.Tensor) -> torch.Tensor:
+    """Return the float32 scales [n] to use now of weights whose amax would give `dynamic` [n]; none is recorded.
 
     Args:
-        scales: Those of the weights.
-        bits: int32 [count], the bits of each weight's amax.
+        scales: Those of the weights, all of one rule.
+        dynamic: float32 [n]; n counts scales: those of experts stand beside each other.
     """
-    found: dict[DelayedScale, torch.Tensor] = {}
-    for group, amax_bits in _alike(scales, torch.cat(list(bits)), lambda scale: (scale.cast, scale.must_fit)):
-        fmt, policy = group[0].cast.fp8_format, group[0].cast.policy
-        dynamic = casts.scale_from_amax(amax_bits.view(torch.float32), fmt, policy)
-        ready, scale = stacked(group, "ready"), stacked(group, "scale")
-        if group[0].must_fit:
-            ready = fitting(ready, scale, dynamic, fmt)
-        chosen = torch.where(ready, scale, dynamic)
-        found |= dict(zip(group, _parts(group, chosen), strict=True))
-    return [found[scale] for scale in scales]
+    ready, scale = stacked(scales, "ready"), stacked(scales, "scale")
+    if scales[0].must_fit:
+        ready = fitting(ready, scale, dynamic, scales[0].cast.fp8_format)
+    return torch.where(ready, scale, dynamic)
 
 
 @torch.no_grad()
@@ -251,10 +241,12 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
         observed: int32 [n] bits, combined over ranks. n counts scales: those of experts stand beside each other.
         due: bool scalar on the device, combined over ranks: whether a step ended.
     """
-    for group, bits in _alike(scales, observed, lambda scale: scale.cast.policy):
+    observed_by = dict(zip(scales, _parts(scales, observed), strict=True))
+    for group in foreach.alike(scales, lambda scale: scale.cast.policy):
+        bits = _joined(group, [observed_by[scale] for scale in group])
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         moves = (bits >= 0) & due
-        window, previous = _windows(group), stacked(group, "scale")
+        window, previous = stacked(group, "history").t().contiguous(), stacked(group, "scale")
         recipes = [scale.cast for scale in group for _ in range(scale.count)]
         rolled, following = delayed.roll_histories(window, bits, previous, recipes)
         values = {
@@ -270,40 +262,22 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
 
 def stacked(scales: Sequence[DelayedScale], buffer: str) -> torch.Tensor:
     """Return [n, ...]: a buffer of all scales, one row for each."""
-    rows = [(getattr(scale, buffer), scale.shape) for scale in scales]
-    if not any(shape for _, shape in rows):
-        return torch.stack([row for row, _ in rows])
-    return torch.cat([row if shape else row[None] for row, shape in rows])
+    return _joined(scales, [getattr(scale, buffer) for scale in scales])
 
 
-def _alike(
-    scales: Sequence[DelayedScale], bits: torch.Tensor, rule: Callable[[DelayedScale], object]
-) -> list[tuple[list[DelayedScale], torch.Tensor]]:
-    """Group scales that share a rule, with their bits, so that each group is one batch of operations."""
-    groups: dict[object, list[int]] = {}
-    for index, scale in enumerate(scales):
-        # a policy is frozen and hashes by value
-        groups.setdefault(rule(scale), []).append(index)
-    if len(groups) == 1:
-        return [(list(scales), bits)]
-    # no list as index: it would be copied to the device, for which the host waits and which no CUDA graph can capture
-    single = bits.split([scale.count for scale in scales])
-    return [([scales[i] for i in indices], torch.cat([single[i] for i in indices])) for indices in groups.values()]
-
-
-def _windows(scales: Sequence[DelayedScale]) -> torch.Tensor:
-    """Return float32 [window, n], contiguous: the histories of all scales."""
+def _joined(scales: Sequence[DelayedScale], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return [n, ...] of a part for each scale, in the shape of its buffers; one launch however many there are."""
     if not any(scale.shape for scale in scales):
-        return torch.stack([scale.history for scale in scales], dim=1)
-    return torch.cat([scale.history.view(scale.count, -1).t() for scale in scales], dim=1)
+        return torch.stack(parts)
+    return torch.cat([part if scale.shape else part[None] for scale, part in zip(scales, parts, strict=True)])
 
 
 def _parts(scales: Sequence[DelayedScale], rows: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each scale its rows of [n, ...], in the shape of its buffers."""
+    """Undo `_joined`."""
     if not any(scale.shape for scale in scales):
         return list(rows.unbind())
     parts = rows.split([scale.count for scale in scales])
-    return [part.reshape((*scale.shape, *rows.shape[1:])) for scale, part in zip(scales, parts, strict=True)]
+    return [part.view((*scale.shape, *rows.shape[1:])) for scale, part in zip(scales, parts, strict=True)]
 
 
 def _write(scales: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> None:

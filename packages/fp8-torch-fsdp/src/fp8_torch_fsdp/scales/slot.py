@@ -4,7 +4,7 @@ On a GPU a launch per weight costs more than the work. Weights that have a singl
 and one for all casts of a format; others go one by one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from fp8_common import Format, Fp8StaleError
 from fp8_common.torch import casts, foreach
 from fp8_common.torch.sharding.fsdp import Shard, check_gathers, pad_rows
 from fp8_common.torch.sharding.scale_grid import Region
-from fp8_torch_fsdp.scales.delayed import current_of_weights
+from fp8_torch_fsdp.scales.delayed import in_use
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
 
 
@@ -114,7 +114,7 @@ class Slot:
 def amax_bits(slots: Sequence[Slot]) -> list[torch.Tensor]:
     """Return the int32 amax bits [k] of each part, where the ranks agree; one launch for all that have one scale."""
     found: dict[Slot, torch.Tensor] = {}
-    for own in _by_key(slots, lambda slot: slot.part.device):
+    for own in foreach.alike(filter(_one_scale, slots), lambda slot: slot.part.device):
         bits = foreach.amax_bits([slot.part for slot in own])
         found |= zip(own, (one.to(own[0].device, non_blocking=True) for one in bits.split(1)), strict=True)
     nothing = torch.zeros(0, dtype=torch.int32)
@@ -128,22 +128,21 @@ def fill_scales(slots: Sequence[Slot], bits: Sequence[torch.Tensor]) -> None:
     """Take over agreed amax bits and the scales that follow; all weights of a rule in one batch."""
     for slot, own in zip(slots, bits, strict=True):
         slot.bits = own
-    delayed = [slot for slot in slots if slot.cast.delayed is not None]
-    if delayed:
-        states: list[Any] = [slot.cast.delayed for slot in delayed]
-        for slot, scale in zip(delayed, current_of_weights(states, [slot.bits for slot in delayed]), strict=True):
-            slot.scale = scale.reshape(slot.scale.shape)
-    rules: dict[object, list[Slot]] = {}
-    for slot in slots:
-        if slot.cast.delayed is None and not slot.is_static:
-            recipe = slot.cast.grid.cast
-            rules.setdefault((recipe.format, recipe.policy), []).append(slot)
-    for own in rules.values():
-        recipe = own[0].cast.grid.cast
-        amax = torch.cat([slot.bits for slot in own]).view(torch.float32)
+    for group in foreach.alike((slot for slot in slots if not slot.is_static), _rule):
+        recipe = group[0].cast.grid.cast
+        amax = torch.cat([slot.bits for slot in group]).view(torch.float32)
         scales = casts.scale_from_amax(amax, recipe.fp8_format, recipe.policy)
-        for slot, scale in zip(own, scales.split([slot.bits.numel() for slot in own]), strict=True):
+        states = [slot.cast.delayed for slot in group if slot.cast.delayed is not None]
+        if states:
+            scales = in_use(states, scales)
+        for slot, scale in zip(group, scales.split([slot.bits.numel() for slot in group]), strict=True):
             slot.scale = scale.view(slot.scale.shape)
+
+
+def _rule(slot: Slot) -> object:
+    """Return what the scale of a weight depends on besides its amax and its history."""
+    recipe, delayed = slot.cast.grid.cast, slot.cast.delayed
+    return recipe.format, recipe.policy, None if delayed is None else delayed.must_fit
 
 
 def quantize(slots: Sequence[Slot]) -> None:
@@ -152,7 +151,7 @@ def quantize(slots: Sequence[Slot]) -> None:
         slot.codes = None
     # Under CPU offload the part is uploaded for each gather, and cast then; in graphs it is cast there.
     here = [slot for slot in slots if slot.shard is not None and slot.part.device == slot.device]
-    for own in _by_key(here, lambda slot: slot.cast.grid.cast.fp8_format):
+    for own in foreach.alike(filter(_one_scale, here), lambda slot: slot.cast.grid.cast.fp8_format):
         scales = torch.stack([slot.scale for slot in own])
         fmt: Format = own[0].cast.grid.cast.fp8_format
         for slot, codes in zip(own, foreach.quantize([slot.part for slot in own], scales, fmt), strict=True):
@@ -163,10 +162,6 @@ def quantize(slots: Sequence[Slot]) -> None:
             slot.codes = slot.quantized(slot.part)
 
 
-def _by_key(slots: Iterable[Slot], key: Callable[[Slot], object]) -> list[list[Slot]]:
-    """Return the weights whose one scale follows from their amax, in groups of equal keys."""
-    groups: dict[object, list[Slot]] = {}
-    for slot in slots:
-        if slot.cast.grid.block is None and not slot.is_static:
-            groups.setdefault(key(slot), []).append(slot)
-    return list(groups.values())
+def _one_scale(slot: Slot) -> bool:
+    """Return whether a weight has one scale, which follows from its amax."""
+    return slot.cast.grid.block is None and not slot.is_static

@@ -5,23 +5,25 @@ thread or exception can confuse it.
 """
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_registered = False
 
 
 def watch(sync: Any) -> None:
     """Call `sync.note_step()` after each step of an optimizer that holds one of `sync.parameter_ids`."""
-    global _registered
     _watched.add(sync)
-    if not _registered:
-        _registered = True
-        # hooks of the process see Python objects that live outside of compiled code
-        register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+    _register()
+
+
+@cache
+def _register() -> None:
+    # hooks of the process see Python objects that live outside of compiled code
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

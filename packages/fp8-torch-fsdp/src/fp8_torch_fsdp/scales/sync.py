@@ -9,7 +9,6 @@ reduce; those of `unshard()` and of a submodule that is called alone do, once fo
 """
 
 import contextlib
-import logging
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -30,8 +29,6 @@ from fp8_torch_fsdp.scales import delayed, steps
 from fp8_torch_fsdp.scales.delayed import DelayedScale, delayed_scales
 from fp8_torch_fsdp.scales.groups import Group, sorted_by_ranks
 from fp8_torch_fsdp.scales.slot import Slot, amax_bits, fill_scales, quantize
-
-logger = logging.getLogger(__name__)
 
 SETTLES_AFTER = 8
 """How many steps the host asks the device whether delayed scales are ready, at most."""
@@ -62,7 +59,7 @@ class ScaleSync:
         self._root = weakref.ref(root)
         self.groups, self.reductions, self.parameter_ids = list(groups), 0, set[int]()
         self.slots = [slot for group in self.groups for slot in group.slots]
-        self.sharded, self._held, self._meshes, self._looks_left = sharded, list(held), 0, SETTLES_AFTER
+        self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
         for slot in self.slots:
             slot.sync = self
         holder: Any = root
@@ -78,7 +75,6 @@ class ScaleSync:
             # prepend: before the hook of FSDP2, which starts the first gather, and those of others that use the layers
             root.register_forward_pre_hook(torch._dynamo.disable(self._before_forward), prepend=True)
             root.register_forward_hook(torch._dynamo.disable(self._after_forward))
-        logger.info("FP8: %d gathered weights, %d delayed scales under one root.", len(self.slots), len(self.scales))
 
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
@@ -181,14 +177,12 @@ class ScaleSync:
             _observe(self.slots)
 
     def _find_ranks(self, root: nn.Module) -> None:
-        """Sort the delayed scales by ranks anew where the model has been sharded since."""
-        held = list(fsdp.shards(root))
+        """Sort the delayed scales by ranks: the model may have been sharded since."""
+        due, self._held = any(group.due for group in self.groups), list(fsdp.shards(root))
         meshes = [parameter.device_mesh for parameter in root.parameters() if isinstance(parameter, DTensor)]
-        due = any(group.due for group in self.groups)
-        if (len(held), len(meshes)) != (len(self._held), self._meshes):
-            self.groups, self._held, self._meshes = sorted_by_ranks([], self.scales, held, meshes), held, len(meshes)
-            for group in self.groups:
-                group.due = due
+        self.groups = sorted_by_ranks([], self.scales, self._held, meshes)
+        for group in self.groups:
+            group.due = due
         if due and any(group.ranks is None for group in self.groups) and compat.replicating_ddp() is not None:
             warnings.warn(
                 "Each rank of this DDP model scales by what it has observed alone. Call "
@@ -352,13 +346,7 @@ def _slot_of(shard: fsdp.Shard) -> Slot:
     """Return the slot of a weight that FSDP2 shards."""
     info = shard.local.info
     return Slot(
-        shard.full_name,
-        info.cast,
-        lambda: shard.local.plain,
-        shard.region,
-        shard.padded_shape,
-        shard.device,
-        shard,
+        shard.full_name, info.cast, lambda: shard.local.plain, shard.region, shard.padded_shape, shard.device, shard
     )
 
 

@@ -5,15 +5,12 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
-from fp8_common import CastRecipe, Fp8Error
+from fp8_common import CastRecipe
 from fp8_common.torch import casts
 from fp8_common.torch.linear.operand import quantize_tensorwise
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 from fp8_torch_fsdp.scales.delayed import DelayedScale
-
-SCALINGS = {"tensorwise": ("dynamic", "delayed", "static"), "rowwise": ("dynamic",), "blockwise_128x128": ("dynamic",)}
-"""How weights of each granularity are scaled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,15 +47,8 @@ class WeightCast:
             decode: See the attribute.
 
         Raises:
-            Fp8Error: No weight is cast that way.
+            Fp8Error: No weight is cast with this granularity.
         """
-        if cast.scaling not in SCALINGS.get(cast.granularity, ()) or (cast.scaling == "delayed") != bool(
-            delayed is not None
-        ):
-            raise Fp8Error(
-                f"Weights cannot be cast with {cast.scaling} {cast.granularity} scaling. Use tensorwise (dynamic, "
-                "delayed or static), rowwise (dynamic) or blockwise_128x128 (dynamic)."
-            )
         # a constant is the scale of all experts
         grid = ScaleGrid(cast, stacked=stacked and cast.scaling != "static", transposed=transposed)
         return cls(grid=grid, delayed=delayed, decode=decode)

@@ -88,19 +88,3 @@ class ReduceOutput(torch.autograd.Function):
         else:
             whole = gather_codes(grad.contiguous(), ctx.cast, ctx.place)
         return whole, None, None, None
-
-
-class SumGradient(torch.autograd.Function):
-    """A parameter that every rank holds and uses for its part of the data: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Return the parameter."""
-        ctx.mesh = mesh
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Sum."""
-        total = DTensor.from_local(grad, ctx.mesh, [Partial()], run_check=False)
-        return total.redistribute(placements=[Replicate()]).to_local(), None

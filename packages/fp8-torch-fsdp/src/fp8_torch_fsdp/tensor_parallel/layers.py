@@ -5,7 +5,6 @@ makes its columns of the output; a row-parallel layer holds columns, sees its co
 the sum that is the output.
 """
 
-import abc
 import dataclasses
 from typing import Any
 
@@ -18,11 +17,11 @@ from fp8_common import Format
 from fp8_common.torch.linear.operand import Operand, quantize_tensorwise
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.layers.module import Distribution, with_bias
-from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput, SumGradient
+from fp8_torch_fsdp.tensor_parallel.exchange import Cast, GatherInput, Place, ReduceOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorParallel(Distribution, abc.ABC):
+class TensorParallel(Distribution):
     """What one layer exchanges.
 
     Attributes:
@@ -86,10 +85,12 @@ class Rowwise(TensorParallel):
         cast = _caster(layer, "grad_output", self.group, record) if config.shared.grad_output == "codes" else None
         layout = _positive(self.output_layout, partial)
         output = ReduceOutput.apply(partial, cast, self.mesh, layout)
-        bias = None if layer.bias is None else _local(layer.bias)
-        # Each rank adds the bias to its part of the output alone, and sees a part of its gradient.
+        bias: Any = layer.bias
         if bias is not None and layout.is_shard():
-            bias = SumGradient.apply(bias, self.mesh)
+            # Each rank adds the bias to its part of the output alone, and sees a summand of its gradient.
+            bias = _placed(bias, self.mesh, Replicate()).to_local(grad_placements=[Partial()])
+        elif bias is not None:
+            bias = _local(bias)
         return self.leave(with_bias(output, bias), layout)
 
 

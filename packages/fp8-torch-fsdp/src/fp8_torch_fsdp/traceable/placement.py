@@ -36,15 +36,13 @@ class Placement:
         size: Number of shards.
         rank: Index of this rank's shard.
         group: Name of the group that holds the other shards.
-        copies: Number of ranks that hold the same shard.
-        copies_group: Name of their group; None without copies.
+        copies: Name of the group of ranks that hold the same shard; None without others.
     """
 
     size: int
     rank: int
     group: str
-    copies: int = 1
-    copies_group: str | None = None
+    copies: str | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Placement":
@@ -64,8 +62,7 @@ class Placement:
             rank=mesh.get_local_rank(last),
             # Names, because a graph cannot hold the object of a process group.
             group=mesh.get_group(last).group_name,
-            copies=mesh.size(0) if last else 1,
-            copies_group=mesh.get_group(0).group_name if last else None,
+            copies=mesh.get_group(0).group_name if last and mesh.size(0) > 1 else None,
         )
 
     def padded_rows(self, rows: int) -> int:
@@ -96,8 +93,8 @@ class Placement:
         """Return this rank's part of an averaged gradient of `rows` in all, without padding."""
         part = self.finish(started)
         # All ranks have equally many summands, so the average of averages is the average.
-        if self.copies_group is not None and self.copies > 1:
-            part = collectives.wait_tensor(collectives.all_reduce(part, "avg", self.copies_group))
+        if self.copies is not None:
+            part = collectives.wait_tensor(collectives.all_reduce(part, "avg", self.copies))
         return part[: min(self.padded_rows(rows), rows - self.first_row(rows))]
 
 

@@ -10,7 +10,6 @@ from fp8_common import Fp8Error
 from fp8_common.torch.sharding.agreement import group_of_ranks
 from fp8_common.torch.sharding.replaced import mark_replaced
 from fp8_common.torch.sharding.scale_grid import Region
-from fp8_torch_fsdp import _compat as compat
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.scales.delayed import delayed_scales
@@ -27,7 +26,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
 
     Call it after `convert_to_float8_training` and before making the optimizer, in place of `fully_shard`. Parameters
     become DTensors that hold this rank's rows, as FSDP2's do; gradients and state dicts follow. FP8 weights are
-    gathered as codes, others in the dtype they are stored in; linear layers gather again in the backward, so that no
+    gathered as codes, others in the dtype they are stored in; FP8 layers gather again in the backward, so that no such
     weight outlives its matmul. Gradients are averaged over all ranks in the dtype of the parameter.
 
     Args:
@@ -41,9 +40,7 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
         Fp8Error: A parameter that is distributed already, has no dimensions, or belongs to
             `enable_float8_all_gather`; an `nn.MultiheadAttention`, whose layers are not called; or a mesh of three
             dimensions. All ranks see the same model and raise alike.
-        Fp8UnsupportedError: This torch lacks an operator.
     """
-    compat.check()
     if mesh is None:
         device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
         mesh = init_device_mesh(device, (dist.get_world_size(),))

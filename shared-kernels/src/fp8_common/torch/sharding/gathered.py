@@ -14,7 +14,7 @@ from fp8_common.torch import decoding
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.sharding.fsdp import unpad
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
-from fp8_common.torch.sharding.wrappers import local_of, stable_hash, wrapper_of, written_tensors
+from fp8_common.torch.sharding.wrappers import stable_hash, wrapper_of, written_tensors
 
 aten = torch.ops.aten
 
@@ -162,7 +162,7 @@ def finish_gather(
         The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is brought up to
         date instead.
     """
-    target: Any = None if out is None else local_of(out)
+    target: Any = getattr(out, "_local_tensor", out)
     if target is not None and not decode:
         target.scale = scale  # the codes alias the buffer
         return None
