@@ -174,12 +174,12 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
 
 def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
     """Return the tasks of `tasks` for gradients: x as one row for each of eight ranks, into a message and summed."""
-    rows, config = x.reshape(GRADIENT_RANKS, -1), f8.GradientCompression(format=fmt.name)  # pyrefly: ignore[bad-argument-type]
+    rows = x.reshape(GRADIENT_RANKS, -1)
     block = gradients.BLOCK
     columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // block[1])
     message, first = gradients.pack_gradients(rows, rows[:, :0], fmt), slice(0, 32 * block[1])
     codes, scales = _by_operations(rows, fmt, block, POWER_OF_2)
-    want = round_gradients(as_numpy(rows[:, first]), config)
+    want = round_gradients(as_numpy(rows[:, first]), fmt)
 
     def pack() -> torch.Tensor:
         return gradients.pack_gradients(rows, rows[:, :0], fmt)
@@ -196,7 +196,7 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
         return True
 
     def check_sum() -> bool:
-        assert_same_bits(total()[first], sum_rounded(want.data, want.scale, config), name="sum gradients")
+        assert_same_bits(total()[first], sum_rounded(want.data, want.scale, fmt), name="sum gradients")
         return True
 
     eager: dict[str, Run] = {

@@ -115,8 +115,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def paths(machine: Machine, device: Device, choice: Backend) -> tuple[Path, ...]:
     """Return every FP8 path on one device of the machine."""
-    triton = machine.versions.get("triton")
-    cast = cast_path(device, backend=choice, triton=triton, kernels=machine.kernels)
+    cast = cast_path(device, backend=choice, triton=machine.versions.get("triton"))
     return (cast, *product_paths(device), gather_path())
 
 

@@ -11,14 +11,13 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any
@@ -58,7 +57,6 @@ class Machine:
         cores: Logical CPU cores that this process may use.
         devices: The CPU, then every accelerator.
         versions: Installed distributions and their versions.
-        kernels: Whether this fp8-common holds Triton kernels.
         notes: What went wrong or deserves attention, one sentence each.
     """
 
@@ -67,7 +65,6 @@ class Machine:
     cores: int
     devices: tuple[Device, ...]
     versions: dict[str, str]
-    kernels: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -107,7 +104,6 @@ def detect() -> Machine:
         cores=usable_cores(),
         devices=(Device(kind="cpu", name=processor_name()), *accelerators),
         versions=versions,
-        kernels=importlib.util.find_spec("fp8_common._kernels") is not None,
         notes=tuple(notes),
     )
 
@@ -219,9 +215,6 @@ def processor_name() -> str:
     except OSError as error:
         _log.debug("no /proc/cpuinfo: %s", error)
     return platform.processor() or platform.machine()
-
-
-Status = Mapping[str, Sequence[str]]
 
 
 @functools.cache

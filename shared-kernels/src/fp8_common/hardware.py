@@ -121,19 +121,18 @@ def product_paths(device: Device) -> tuple[Path, ...]:
     return tuple(product_path(device, granularity) for granularity in GRANULARITIES)
 
 
-def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: bool) -> Path:
+def cast_path(device: Device, *, backend: Backend, triton: str | None) -> Path:
     """Return how values are cast to FP8 on the device.
 
     Args:
         device: Where the values are.
         backend: What the user asked for; see `fp8_common._env.backend`.
         triton: Version of the installed Triton, or None.
-        kernels: Whether this fp8-common holds Triton kernels.
     """
     if backend == "reference":
         return Path(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
     # Asked for every backend but "reference": "auto" falls back with the reason, "triton" refuses with it.
-    obstacle = _triton_obstacle(device, triton, kernels)
+    obstacle = _triton_obstacle(device, triton)
     if obstacle is None:
         return Path(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
     if backend == "triton":
@@ -173,13 +172,11 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
     return False, "cuBLAS applies float32 block scales on sm_90 alone"
 
 
-def _triton_obstacle(device: Device, triton: str | None, kernels: bool) -> str | None:
+def _triton_obstacle(device: Device, triton: str | None) -> str | None:
     """Say what keeps Triton kernels from running; None if nothing does."""
     # AMD too: nobody has compiled the kernels for its targets or compared them there, and the backends refuse.
     if device.kind != "nvidia":
         return f"Triton kernels need an NVIDIA GPU, and this is {device.label}"
-    if not kernels:
-        return "this version of fp8-common holds no Triton kernels"
     if triton is None:
         return "Triton is not installed"
     if not native_formats(device):

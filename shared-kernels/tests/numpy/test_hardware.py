@@ -75,23 +75,22 @@ def test_unknown_capabilities_promise_nothing():
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "triton", "kernels", "status", "why"),
+    ("device", "backend", "triton", "status", "why"),
     [
-        (nvidia(9, 0), "auto", "3.6.0", True, "native", "Triton 3.6.0 kernels run on sm_90."),
-        (nvidia(9, 0), "triton", "3.6.0", True, "native", "Triton 3.6.0"),
-        (nvidia(9, 0), "reference", "3.6.0", True, "reference", "FP8_COMMON_BACKEND=reference asks for it."),
-        (nvidia(9, 0), "auto", None, True, "reference", "Triton is not installed."),
-        (nvidia(9, 0), "auto", "3.6.0", False, "reference", "This version of fp8-common holds no Triton kernels."),
-        (nvidia(8, 0), "auto", "3.6.0", True, "reference", "This device, sm_80, has no FP8 conversion instructions."),
-        (nvidia(8, 0), "triton", "3.6.0", True, "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),
-        (CPU, "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA GPU, and this is cpu."),
-        (CPU, "triton", None, True, "unavailable", "need an NVIDIA GPU"),
-        (amd("gfx942"), "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA GPU, and this is gfx942."),
-        (amd("gfx950"), "triton", "3.6.0", True, "unavailable", "need an NVIDIA GPU, and this is gfx950"),
+        (nvidia(9, 0), "auto", "3.6.0", "native", "Triton 3.6.0 kernels run on sm_90."),
+        (nvidia(9, 0), "triton", "3.6.0", "native", "Triton 3.6.0"),
+        (nvidia(9, 0), "reference", "3.6.0", "reference", "FP8_COMMON_BACKEND=reference asks for it."),
+        (nvidia(9, 0), "auto", None, "reference", "Triton is not installed."),
+        (nvidia(8, 0), "auto", "3.6.0", "reference", "This device, sm_80, has no FP8 conversion instructions."),
+        (nvidia(8, 0), "triton", "3.6.0", "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),
+        (CPU, "auto", "3.6.0", "reference", "Triton kernels need an NVIDIA GPU, and this is cpu."),
+        (CPU, "triton", None, "unavailable", "need an NVIDIA GPU"),
+        (amd("gfx942"), "auto", "3.6.0", "reference", "Triton kernels need an NVIDIA GPU, and this is gfx942."),
+        (amd("gfx950"), "triton", "3.6.0", "unavailable", "need an NVIDIA GPU, and this is gfx950"),
     ],
 )
-def test_how_casts_run(device, backend, triton, kernels, status, why):
-    path = cast_path(device, backend=backend, triton=triton, kernels=kernels)
+def test_how_casts_run(device, backend, triton, status, why):
+    path = cast_path(device, backend=backend, triton=triton)
     assert (path.name, path.status) == ("cast", status)
     assert why in path.why
 

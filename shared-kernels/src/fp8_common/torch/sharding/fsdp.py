@@ -32,40 +32,6 @@ try:
 except ImportError as error:  # an upgrade moved something: say so on use, not at import
     _import_error = error
 
-PRIVATE_NAMES = {
-    "FSDPState": (
-        "_is_root",
-        "_modules",
-        "_state_ctx",
-        "_fsdp_param_group",
-        "_lazy_init",
-        "_device_handle",
-        "post_optim_event",
-    ),
-    "FSDPParam": (
-        "sharded_param",
-        "padded_sharded_param_size",
-        "_orig_size",
-        "_param_fqn",
-        "shard_mesh",
-        "_module_info",
-        "fsdp_placement",
-        "device",
-        "orig_dtype",
-        "offload_to_cpu",
-    ),
-    "FSDPParamGroup": (
-        "_reduce_scatter_comm",
-        "fsdp_params",
-        "is_unsharded",
-        "reshard",
-        "reshard_after_backward",
-        "post_forward_mesh_info",
-        "mesh_info",
-    ),
-}
-"""Attributes of private classes that this file reads; a test looks for each."""
-
 
 _state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
 """Returns the state of a module that `fully_shard` was applied to."""
