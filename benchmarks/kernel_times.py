@@ -23,8 +23,7 @@ from fp8_common._reference.quantize import MX_BLOCK
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.formats import Format, get_format
 from fp8_common.policy import CANONICAL, POWER_OF_2, ScalePolicy
-from fp8_common.testing.arrays import as_numpy
-from fp8_common.testing.compare import assert_same_bits
+from fp8_common.testing.compare import as_numpy, assert_same_bits
 from fp8_common.torch import _triton, casts, foreach
 from fp8_common.torch.blocks import Block, amax_by, expand_blocks, split_blocks
 from fp8_common.torch.numerics import amax_of, divide, e8m0_from_amax, scale_from_amax, scale_of_e8m0

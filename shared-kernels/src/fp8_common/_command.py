@@ -73,31 +73,23 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="write JSON")
     add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
     add("--model", default="llama3-8b", help=f"{', '.join(advise.SHAPES)}, or the config.json of a decoder")
-    add("--linear", metavar="SHAPES", help="instead: one block's layers, out x in: 4096x4096,14336x4096,4096x14336")
-    add("--blocks", type=int, default=32, help="number of blocks, with --linear (default %(default)s)")
     add("--ranks", type=int, default=job.ranks, help="devices, over all of which it is sharded (default %(default)s)")
     add("--device", choices=advise.ACCELERATORS, default="h100", help="its rates (default %(default)s)")
     add("--links", choices=advise.LINKS, default="infiniband-400", help="the network (default %(default)s)")
     add("--tokens", type=int, default=job.tokens, help="of a micro-batch on one device (default %(default)s)")
     add("--sequence", type=int, default=job.sequence, help="length of a sequence (default %(default)s)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
-    add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
     return parser
 
 
 def _advise(options: argparse.Namespace) -> int:
-    if options.linear:
-        shape = advise.ModelShape.parse(options.linear, options.blocks)
-    else:
-        shape = advise.SHAPES.get(options.model) or advise.ModelShape.from_config(FilePath(options.model))
     job = advise.Job(
-        shape=shape,
+        shape=advise.SHAPES.get(options.model) or advise.ModelShape.from_config(FilePath(options.model)),
         ranks=options.ranks,
         tokens=options.tokens,
         sequence=options.sequence,
         micro_batches=options.micro_batches,
-        recompute=options.recompute,
         accelerator=advise.ACCELERATORS[options.device],
         links=advise.LINKS[options.links],
         measured=options.measured,

@@ -61,7 +61,6 @@ def run(monkeypatch, capsys):
         (["cast"], "invalid choice: 'cast'"),
         (["advise", "extra"], "unrecognized arguments: extra"),
         (["advise", "--ranks", "12"], "fp8 advise: 12 ranks do not fill nodes of 8."),
-        (["advise", "--linear", "4096"], "fp8 advise: Shapes are written like 4096x4096"),
         (["advise", "--model", "no/such/config.json"], "cannot be read as a model's configuration"),
     ],
 )
