@@ -18,8 +18,9 @@ from fp8_common import __version__, advise
 from fp8_common._env import Backend, backend
 from fp8_common._machine import Machine, detect, entry_of, load_status, status_rows
 from fp8_common.errors import Fp8Error
-from fp8_common.hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
+from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
 from fp8_common.plugin import PluginReport, discover
+from fp8_common.recipe import GRANULARITIES
 
 READER_GONE = 128 + 13
 """What a shell reports of a program that SIGPIPE ended."""
@@ -108,7 +109,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def paths(machine: Machine, device: Device, choice: Backend) -> tuple[Path, ...]:
     """Return every FP8 path on one device of the machine."""
     cast = cast_path(device, backend=choice, triton=machine.versions.get("triton"))
-    return (cast, *product_paths(device), gather_path())
+    return (cast, *(product_path(device, granularity) for granularity in GRANULARITIES), GATHER)
 
 
 def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> dict[str, Any]:
@@ -153,12 +154,8 @@ def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backe
 
 
 def _device_row(device: Device) -> tuple[str, str]:
-    memory = f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
     formats = native_formats(device)
-    return (
-        device.label,
-        f"{device.name}{memory}, {'multiplies ' + ' and '.join(formats) if formats else 'no FP8 units'}",
-    )
+    return device.label, f"{device.name}, {'multiplies ' + ' and '.join(formats) if formats else 'no FP8 units'}"
 
 
 def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> list[str]:

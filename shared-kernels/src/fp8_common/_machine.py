@@ -22,7 +22,7 @@ from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common.hardware import Device, Path, Status, gather_path, native_formats, product_path
+from fp8_common.hardware import Device, Path, Status, native_formats, product_path
 from fp8_common.recipe import Granularity
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ DISTRIBUTIONS = (
 )
 """The distributions whose versions a report names, where they are installed."""
 
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +80,6 @@ class Machine:
         """Return a path that only a plugin knows of; see `fp8_common.hardware.Path` for the words."""
         return Path(name=name, status=status, why=why)
 
-    def gather_path(self) -> Path:
-        """Return how FP8 data crosses between processes."""
-        return gather_path()
-
 
 def detect() -> Machine:
     """Look at this machine: its devices through nvidia-smi and the installed frameworks, and its versions."""
@@ -101,7 +97,8 @@ def detect() -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        cores=usable_cores(),
+        # those that this process may run on can be fewer than the machine has
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         devices=(Device(kind="cpu", name=processor_name()), *accelerators),
         versions=versions,
         notes=tuple(notes),
@@ -132,17 +129,14 @@ def nvidia_smi_devices() -> list[Device]:
 
 
 def parse_nvidia_smi(answer: str) -> list[Device]:
-    """Return the devices in lines of "name, compute capability, memory in MiB"; skip other lines."""
+    """Return the devices in lines of "name, compute capability"; skip other lines."""
     devices = []
     for line in answer.splitlines():
-        name, _, rest = line.partition(",")
-        capability, _, memory = (part.strip() for part in rest.partition(","))
-        major, _, minor = capability.partition(".")
+        name, _, capability = line.partition(",")
+        major, _, minor = capability.strip().partition(".")
         # nvidia-smi writes messages such as "[N/A]" where a field is not known.
-        if not (major.isdigit() and minor.isdigit()):
-            continue
-        size = int(memory) * 2**20 if memory.isdigit() else None
-        devices.append(Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor)), memory_bytes=size))
+        if major.isdigit() and minor.isdigit():
+            devices.append(Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor))))
     return devices
 
 
@@ -178,10 +172,9 @@ def _torch_devices(torch: Any) -> list[Device]:
         if torch.version.hip:
             # "gfx942:sramecc+:xnack-": feature flags follow the target.
             arch = facts.gcnArchName.partition(":")[0]
-            device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
+            device = Device(kind="amd", name=facts.name, arch=arch)
         else:
-            capability, memory = (facts.major, facts.minor), facts.total_memory
-            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=memory, cuda=cuda)
+            device = Device(kind="nvidia", name=facts.name, capability=(facts.major, facts.minor), cuda=cuda)
         devices.append(device)
     return devices
 
@@ -198,11 +191,6 @@ def _jax_devices(jax: Any) -> list[Device]:
             kind, capability = "nvidia", (int(major), int(minor))
         devices.append(Device(kind=kind, name=found.device_kind, capability=capability))
     return devices
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may run on, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_name() -> str:

@@ -21,7 +21,7 @@ MACHINE = Machine(
     cores=4,
     devices=(
         Device(kind="cpu", name="a processor"),
-        Device(kind="nvidia", name="H100", capability=(9, 0), memory_bytes=80 * 2**30, cuda=(12, 9)),
+        Device(kind="nvidia", name="H100", capability=(9, 0), cuda=(12, 9)),
     ),
     versions={"numpy": "2.1", "triton": "3.6.0"},
     notes=("Something to know.",),
@@ -85,7 +85,7 @@ def test_doctor_in_words():
     text = command.doctor_text(MACHINE, [GOOD, BROKEN], "auto")
     for words in (
         f"fp8-common {__version__} on Linux x86_64, Python 3.11.7, 4 cores",
-        "sm_90  H100, 80 GiB, multiplies e4m3 and e5m2",
+        "sm_90  H100, multiplies e4m3 and e5m2",
         "cpu    a processor, no FP8 units",
         "FP8 on sm_90 (H100)",
         "native     blockwise_1x128",

@@ -62,17 +62,26 @@ def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
     return amax(split, axis=(-3, -1))
 
 
+def check_grid(scale: tuple[int, ...], block: Block, shape: tuple[int, ...]) -> None:
+    """Refuse scales of another shape than `block_grid` gives for data of `shape`; shared by NumPy and torch.
+
+    Raises:
+        Fp8Error: They have another one.
+    """
+    if tuple(scale) != (grid := block_grid(tuple(shape), block)):
+        raise Fp8Error(
+            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape {grid}, "
+            f"got {tuple(scale)}."
+        )
+
+
 def expand_blocks(scale: NDArray[np.float32], block: Block, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Repeat each block's scale over the block, cut to `shape`.
 
     Raises:
         Fp8Error: `scale` does not have the shape that `block_grid` gives.
     """
-    if tuple(scale.shape) != block_grid(shape, block):
-        raise Fp8Error(
-            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
-            f"{block_grid(shape, block)}, got {tuple(scale.shape)}."
-        )
+    check_grid(scale.shape, block, shape)
     # Repeated past the edge and then cut: the last block may be partial.
     wide = np.repeat(scale, block[1], axis=-1)[..., : shape[-1]]
     return wide if len(shape) == 1 or block[0] == 1 else np.repeat(wide, block[0], axis=-2)[..., : shape[-2], :]

@@ -27,7 +27,7 @@ from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, HistoryAlgo, M
 KEY_MASK = 0x7FFFFFFF
 """Clears the sign of float32 bits."""
 INF_KEY = 0x7F800000
-"""Key of infinity; larger keys are NaN."""
+"""Key of infinity, and the exponent field of float32 bits; larger keys are NaN."""
 MIN_NORMAL_KEY = 0x00800000
 """Key of 2^-126, the smallest normal float32; smaller keys are subnormal or zero."""
 
@@ -78,10 +78,6 @@ def float_key(x: NDArray[np.float32]) -> NDArray[np.int32]:
 def key_to_float(key: NDArray[np.int32]) -> NDArray[np.float32]:
     """Return the float32 whose bits are `key`."""
     return np.asarray(key, np.int32).view(np.float32)
-
-
-EXPONENT_MASK = 0x7F800000
-"""Exponent field of float32 bits."""
 
 
 def amax_to_scale(
@@ -160,7 +156,7 @@ def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float3
     scale = np.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) would round up just below powers of two.
-        scale = (scale.view(np.int32) & np.int32(EXPONENT_MASK)).view(np.float32)
+        scale = (scale.view(np.int32) & np.int32(INF_KEY)).view(np.float32)
     return scale
 
 

@@ -151,13 +151,9 @@ def _histogram(distance: NDArray[np.uint64]) -> str:
     for step in steps:
         power = (step - 1).bit_length()  # 1: 0, 2: 1, 3-4: 2, 5-8: 3 ...
         bins[power] = bins.get(power, 0) + 1
-    parts = [f"{_range(power)}: {bins[power]}" for power in sorted(bins)]
+    ranges = ((2**power // 2 + 1, 2**power, bins[power]) for power in sorted(bins))
+    parts = [f"{last if first >= last else f'{first}-{last}'}: {count}" for first, last, count in ranges]
     return ", ".join(parts + ([f"NaN on one side: {nan.sum()}"] if nan.any() else []))
-
-
-def _range(power: int) -> str:
-    first, last = 2**power // 2 + 1, 2**power
-    return str(last) if first >= last else f"{first}-{last}"
 
 
 def _checked_source(source: Any, shape: tuple[int, ...]) -> NDArray[Any] | None:

@@ -23,19 +23,7 @@ from fp8_common.formats import E8M0, Format, get_data_format, get_format
 from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.torch import casts, decoding, numerics, rounding
 from fp8_common.torch.linear.config import GemmConfig
-from fp8_common.torch.numerics import (
-    FLOAT8_DTYPES,
-    INPUT_DTYPES,
-    amax_over,
-    as_codes,
-    as_float32,
-    check_input_dtype,
-    e8m0_from_amax,
-    scale_inv_from_amax,
-    scale_inv_of_e8m0,
-    scale_of_e8m0,
-    torch_dtype,
-)
+from fp8_common.torch.numerics import FLOAT8_DTYPES, INPUT_DTYPES, torch_dtype
 
 __all__ = [
     "FLOAT8_DTYPES",
@@ -71,12 +59,13 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
     """
-    return rounding.cast(rounding.nan_where_infinite(as_float32(_input(x))), get_data_format(fmt)).view(torch.uint8)
+    finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
+    return rounding.cast(finite, get_data_format(fmt)).view(torch.uint8)
 
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
     """Round up or down at random; `random_bits` is int32 or uint32 of the shape of `x`. Returns uint8 codes."""
-    finite = rounding.nan_where_infinite(as_float32(_input(x)))
+    finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
     return rounding.cast_stochastic(finite, get_data_format(fmt), random_bits).view(torch.uint8)
 
 
@@ -87,8 +76,8 @@ def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
         Fp8Error: `codes` has another dtype.
     """
     fmt = get_format(fmt)
-    raw = as_codes(codes, fmt)
-    return scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else decoding.values(raw, fmt)
+    raw = numerics.as_codes(codes, fmt)
+    return numerics.scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else decoding.values(raw, fmt)
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:
@@ -101,7 +90,7 @@ def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: boo
     if axis is None:
         largest = casts.amax(x)
         return largest.reshape((1,) * x.ndim) if keepdims else largest
-    return amax_over(x, [axis] if isinstance(axis, int) else list(axis), keepdims)
+    return numerics.amax_over(x, [axis] if isinstance(axis, int) else list(axis), keepdims)
 
 
 def amax_to_scale(
@@ -115,12 +104,12 @@ def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the float32 scale back from FP8, of the shape of `amax`; see `fp8_common.amax_to_scale_inv`."""
-    return scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
+    return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return RN32(1 / scale), IEEE division, float32 of the shape of `scale`."""
-    return casts.reciprocal(as_float32(_input(scale, "scale")))
+    return casts.reciprocal(numerics.as_float32(_input(scale, "scale")))
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
@@ -153,7 +142,7 @@ def dequantize(
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Quantize and go back in the dtype of `x`; the gradient passes straight through to `x`, none goes to `scale`."""
-    check_input_dtype(x)
+    numerics.check_input_dtype(x)
     return _StraightThrough.apply(x, _broadcastable(scale, x), get_data_format(fmt))
 
 
@@ -202,17 +191,17 @@ def dequantize_blockwise(
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:
     """Return uint8 E8M0 codes of the shape of float32 `amax`; see `fp8_common.amax_to_e8m0`."""
     check_mode(mode)
-    return e8m0_from_amax(as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
+    return numerics.e8m0_from_amax(numerics.as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
 
 
 def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 multiplier into FP8 of E8M0 codes, 2^(127-code); NaN for 255."""
-    return scale_of_e8m0(as_codes(codes, E8M0))
+    return numerics.scale_of_e8m0(numerics.as_codes(codes, E8M0))
 
 
 def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
     """Return the float32 multiplier back from FP8 of E8M0 codes, 2^(code-127); NaN for 255."""
-    return scale_inv_of_e8m0(as_codes(codes, E8M0))
+    return numerics.scale_inv_of_e8m0(numerics.as_codes(codes, E8M0))
 
 
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
@@ -238,7 +227,7 @@ def update_history(
 
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Check the dtype and leave the autograd graph: a step function has no useful derivative."""
-    return check_input_dtype(x, what).detach()
+    return numerics.check_input_dtype(x, what).detach()
 
 
 def _broadcastable(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

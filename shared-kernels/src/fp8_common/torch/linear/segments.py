@@ -13,14 +13,7 @@ from fp8_common.formats import Format
 from fp8_common.torch import casts
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import fuses, launch, name_of, plans, takes
-from fp8_common.torch.numerics import (
-    amax_bits,
-    amax_over,
-    check_input_dtype,
-    narrow_bits,
-    of_amax_bits,
-    of_narrow_bits,
-)
+from fp8_common.torch.numerics import amax_bits, amax_over, check_input_dtype, narrow_bits, of_amax_bits, of_narrow_bits
 
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""

@@ -140,7 +140,14 @@ def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[
     for state in states:
         for group in _groups_of(state):
             for param in group.fsdp_params:
-                yield _shard_of(param, group)
+                yield Shard(
+                    module=param._module_info.module,
+                    name=param._module_info.param_name,
+                    padded_shape=param.padded_sharded_param_size,
+                    device=param.device,
+                    fsdp_param=param,
+                    fsdp_group=group,
+                )
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
@@ -300,17 +307,6 @@ def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
 def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return the gathered uint8 buffer as `dtype` of `full_shape`, without a copy: padding is at the end."""
     return gathered.view(-1)[: math.prod(full_shape)].view(dtype).view(full_shape)
-
-
-def _shard_of(param: "FSDPParam", group: "FSDPParamGroup") -> Shard:
-    return Shard(
-        module=param._module_info.module,
-        name=param._module_info.param_name,
-        padded_shape=param.padded_sharded_param_size,
-        device=param.device,
-        fsdp_param=param,
-        fsdp_group=group,
-    )
 
 
 def _initialized_root(state: "FSDPState") -> "FSDPState":
