@@ -133,19 +133,16 @@ def parse_nvidia_smi(answer: str) -> list[Device]:
     devices = []
     for line in answer.splitlines():
         name, _, capability = line.partition(",")
-        major, _, minor = capability.strip().partition(".")
         # nvidia-smi writes messages such as "[N/A]" where a field is not known.
-        if major.isdigit() and minor.isdigit():
-            devices.append(Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor))))
+        if found := parse_version(capability.strip()):
+            devices.append(Device(kind="nvidia", name=name.strip(), capability=found))
     return devices
 
 
 def parse_version(version: str | None) -> tuple[int, int] | None:
-    """Return the first two numbers of a version such as "12.9"; None for None."""
-    if version is None:
-        return None
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    """Return the first two numbers of a version such as "12.9"; None for None, and for what does not begin so."""
+    numbers = (version or "").split(".")[:2]
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else None
 
 
 def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[list[Device], str | None]:
@@ -184,11 +181,8 @@ def _jax_devices(jax: Any) -> list[Device]:
     for found in jax.devices():
         if found.platform == "cpu":
             continue
-        kind = "tpu" if found.platform == "tpu" else "other"
-        capability = None
-        major, _, minor = str(getattr(found, "compute_capability", "")).partition(".")
-        if major.isdigit() and minor.isdigit():
-            kind, capability = "nvidia", (int(major), int(minor))
+        capability = parse_version(str(getattr(found, "compute_capability", "")))
+        kind = "nvidia" if capability else "tpu" if found.platform == "tpu" else "other"
         devices.append(Device(kind=kind, name=found.device_kind, capability=capability))
     return devices
 
