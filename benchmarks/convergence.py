@@ -40,7 +40,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples._report import Corpus, load_corpus
-from fp8_common import GradientCompression, sum_of_compressed
+from fp8_common._reference.gradients import round_gradients, sum_rounded
 from fp8_torch_fsdp import DelayedState, convert_to_float8_training
 
 ROOT = Path(__file__).parents[1]
@@ -329,7 +329,7 @@ class Training:
             local = parameter.to_local()
             if any(parameter is own for own in self.model.blocks.parameters()):
                 rows = np.stack([part.numpy().ravel() for part in parts])
-                mean = torch.from_numpy(sum_of_compressed(rows, GradientCompression()) / 2).view_as(local)
+                mean = torch.from_numpy(sum_rounded(*round_gradients(rows, "e4m3"), "e4m3", 2)).view_as(local)
             else:
                 mean = (parts[0] + parts[1]) / 2
             parameter.grad = type(parameter.data).from_local(mean, parameter.device_mesh, parameter.placements)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gradient_error [--quick]
 
-All ranks are rows of one array, rounded and summed by the NumPy definition (`fp8_common.sum_of_compressed`), and
+All ranks are rows of one array, rounded and summed by the NumPy definition (`fp8_common._reference.gradients`), and
 compared with the float64 sum. "byte model" are gradients of one weight of a small language model after 60 steps, each
 rank with a batch of its own.
 """
@@ -15,11 +15,11 @@ import torch
 from benchmarks._common import options, save, table
 from examples._report import load_corpus
 from examples.compare_fsdp import ByteModel, loss_of
-from fp8_common import GradientCompression, sum_of_compressed
+from fp8_common._reference.gradients import round_gradients, sum_rounded
 
 ELEMENTS, RANKS, TRAINED = 4096, (2, 8, 64), 60
 KINDS = ("gaussian", "heavy-tailed", "sparse")
-FORMATS = {"bf16": None, "E4M3": GradientCompression(), "E5M2": GradientCompression(format="e5m2")}
+FORMATS = {"bf16": None, "E4M3": "e4m3", "E5M2": "e5m2"}
 
 
 def drawn(kind: str, ranks: int) -> np.ndarray:
@@ -57,13 +57,13 @@ def trained(ranks: int, steps: int) -> np.ndarray:
     return np.stack(found)
 
 
-def error(values: np.ndarray, config: GradientCompression | None) -> float:
+def error(values: np.ndarray, fmt: str | None) -> float:
     """Return the norm of the error of a sum over ranks by the norm of the sum."""
     exact = values.astype(np.float64).sum(0)
-    if config is None:
+    if fmt is None:
         arrived = torch.from_numpy(values).bfloat16().float().numpy().sum(0)
     else:
-        arrived = sum_of_compressed(values, config)
+        arrived = sum_rounded(*round_gradients(values, fmt), fmt)
     return float(np.linalg.norm(arrived - exact) / np.linalg.norm(exact))
 
 
@@ -74,8 +74,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for ranks in (count for count in RANKS if count <= len(most)):
         values = {**{kind: drawn(kind, ranks) for kind in KINDS}, "byte model": most[:ranks]}
-        for name, config in FORMATS.items():
-            rows.append({"format": name, "ranks": ranks, **{kind: error(x, config) for kind, x in values.items()}})
+        for name, fmt in FORMATS.items():
+            rows.append({"format": name, "ranks": ranks, **{kind: error(x, fmt) for kind, x in values.items()}})
     kinds = (*KINDS, "byte model")
     lines = [("relative error of the sum", "ranks", *kinds)]
     lines += [(row["format"], str(row["ranks"]), *(f"{row[kind]:.2%}" for kind in kinds)) for row in rows]

@@ -23,8 +23,7 @@ from fp8_common._reference.quantize import MX_BLOCK
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.formats import Format, get_format
 from fp8_common.policy import CANONICAL, POWER_OF_2, ScalePolicy
-from fp8_common.testing.arrays import as_numpy
-from fp8_common.testing.compare import assert_same_bits
+from fp8_common.testing.compare import as_numpy, assert_same_bits
 from fp8_common.torch import _triton, casts, foreach
 from fp8_common.torch.blocks import Block, amax_by, expand_blocks, split_blocks
 from fp8_common.torch.numerics import amax_of, divide, e8m0_from_amax, scale_from_amax, scale_of_e8m0
@@ -174,12 +173,12 @@ def tasks(x: torch.Tensor, fmt: Format, peers: Peers = NONE) -> dict[str, tuple[
 
 def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[str, Run], Run]]:
     """Return the tasks of `tasks` for gradients: x as one row for each of eight ranks, into a message and summed."""
-    rows, config = x.reshape(GRADIENT_RANKS, -1), f8.GradientCompression(format=fmt.name)  # pyrefly: ignore[bad-argument-type]
+    rows = x.reshape(GRADIENT_RANKS, -1)
     block = gradients.BLOCK
     columns, sent = rows.shape[1], x.numel() + 4 * GRADIENT_RANKS * -(-rows.shape[1] // block[1])
     message, first = gradients.pack_gradients(rows, rows[:, :0], fmt), slice(0, 32 * block[1])
     codes, scales = _by_operations(rows, fmt, block, POWER_OF_2)
-    want = round_gradients(as_numpy(rows[:, first]), config)
+    want = round_gradients(as_numpy(rows[:, first]), fmt)
 
     def pack() -> torch.Tensor:
         return gradients.pack_gradients(rows, rows[:, :0], fmt)
@@ -196,7 +195,7 @@ def gradient_tasks(x: torch.Tensor, fmt: Format) -> dict[str, tuple[int, dict[st
         return True
 
     def check_sum() -> bool:
-        assert_same_bits(total()[first], sum_rounded(want.data, want.scale, config), name="sum gradients")
+        assert_same_bits(total()[first], sum_rounded(want.data, want.scale, fmt), name="sum gradients")
         return True
 
     eager: dict[str, Run] = {

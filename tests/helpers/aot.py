@@ -303,7 +303,7 @@ def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
 def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
     """Gradients into a message for eight ranks, and the sum of such messages: its text adds one rank."""
     b, rows, columns = INPUT_BYTES[dtype], 8, SIZE * SIZE // 8
-    pitches = columns, MessageRows(compressed=columns, wide_bytes=0, block=128).nbytes
+    pitches = columns, MessageRows(compressed=columns, wide_bytes=0).nbytes
     ways: tuple[tuple[str, dict[str, Any], int], ...] = (("", {}, 64), (", stochastic", {"random": (0, 0)}, 16))
     out = [
         Case(

@@ -4,7 +4,7 @@
 Importing this package loads neither torch nor jax nor triton.
 """
 
-from fp8_common._reference.gradients import GradientCompression, sum_of_compressed
+from fp8_common._reference.gradients import GradientCompression
 from fp8_common._reference.quantize import (
     Quantized,
     dequantize,
@@ -84,6 +84,5 @@ __all__ = [
     "random_bits",
     "reciprocal",
     "select_modules",
-    "sum_of_compressed",
     "update_history",
 ]

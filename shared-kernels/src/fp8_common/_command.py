@@ -18,8 +18,9 @@ from fp8_common import __version__, advise
 from fp8_common._env import Backend, backend
 from fp8_common._machine import Machine, detect, entry_of, load_status, status_rows
 from fp8_common.errors import Fp8Error
-from fp8_common.hardware import Device, Path, cast_path, gather_path, native_formats, product_paths
+from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
 from fp8_common.plugin import PluginReport, discover
+from fp8_common.recipe import GRANULARITIES
 
 READER_GONE = 128 + 13
 """What a shell reports of a program that SIGPIPE ended."""
@@ -73,31 +74,23 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="write JSON")
     add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
     add("--model", default="llama3-8b", help=f"{', '.join(advise.SHAPES)}, or the config.json of a decoder")
-    add("--linear", metavar="SHAPES", help="instead: one block's layers, out x in: 4096x4096,14336x4096,4096x14336")
-    add("--blocks", type=int, default=32, help="number of blocks, with --linear (default %(default)s)")
     add("--ranks", type=int, default=job.ranks, help="devices, over all of which it is sharded (default %(default)s)")
     add("--device", choices=advise.ACCELERATORS, default="h100", help="its rates (default %(default)s)")
     add("--links", choices=advise.LINKS, default="infiniband-400", help="the network (default %(default)s)")
     add("--tokens", type=int, default=job.tokens, help="of a micro-batch on one device (default %(default)s)")
     add("--sequence", type=int, default=job.sequence, help="length of a sequence (default %(default)s)")
     add("--micro-batches", type=int, default=1, help="of one optimizer step (default %(default)s)")
-    add("--recompute", type=float, default=0.0, help="share of the forward that is computed twice (default 0)")
     add("--measured", type=float, metavar="T", help="tokens per second and device that bf16 reaches, if you know it")
     return parser
 
 
 def _advise(options: argparse.Namespace) -> int:
-    if options.linear:
-        shape = advise.ModelShape.parse(options.linear, options.blocks)
-    else:
-        shape = advise.SHAPES.get(options.model) or advise.ModelShape.from_config(FilePath(options.model))
     job = advise.Job(
-        shape=shape,
+        shape=advise.SHAPES.get(options.model) or advise.ModelShape.from_config(FilePath(options.model)),
         ranks=options.ranks,
         tokens=options.tokens,
         sequence=options.sequence,
         micro_batches=options.micro_batches,
-        recompute=options.recompute,
         accelerator=advise.ACCELERATORS[options.device],
         links=advise.LINKS[options.links],
         measured=options.measured,
@@ -115,9 +108,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def paths(machine: Machine, device: Device, choice: Backend) -> tuple[Path, ...]:
     """Return every FP8 path on one device of the machine."""
-    triton = machine.versions.get("triton")
-    cast = cast_path(device, backend=choice, triton=triton, kernels=machine.kernels)
-    return (cast, *product_paths(device), gather_path())
+    cast = cast_path(device, backend=choice, triton=machine.versions.get("triton"))
+    return (cast, *(product_path(device, granularity) for granularity in GRANULARITIES), GATHER)
 
 
 def doctor_facts(machine: Machine, plugins: Sequence[PluginReport], choice: Backend) -> dict[str, Any]:
@@ -162,12 +154,8 @@ def doctor_text(machine: Machine, plugins: Sequence[PluginReport], choice: Backe
 
 
 def _device_row(device: Device) -> tuple[str, str]:
-    memory = f", {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
     formats = native_formats(device)
-    return (
-        device.label,
-        f"{device.name}{memory}, {'multiplies ' + ' and '.join(formats) if formats else 'no FP8 units'}",
-    )
+    return device.label, f"{device.name}, {'multiplies ' + ' and '.join(formats) if formats else 'no FP8 units'}"
 
 
 def _plugin_lines(plugins: Sequence[PluginReport], shown: Sequence[Path]) -> list[str]:

@@ -11,19 +11,18 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path as FilePath
 from typing import Any
 
-from fp8_common.hardware import Device, Path, Status, gather_path, native_formats, product_path
+from fp8_common.hardware import Device, Path, Status, native_formats, product_path
 from fp8_common.recipe import Granularity
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ DISTRIBUTIONS = (
 )
 """The distributions whose versions a report names, where they are installed."""
 
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +57,6 @@ class Machine:
         cores: Logical CPU cores that this process may use.
         devices: The CPU, then every accelerator.
         versions: Installed distributions and their versions.
-        kernels: Whether this fp8-common holds Triton kernels.
         notes: What went wrong or deserves attention, one sentence each.
     """
 
@@ -67,7 +65,6 @@ class Machine:
     cores: int
     devices: tuple[Device, ...]
     versions: dict[str, str]
-    kernels: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,10 +79,6 @@ class Machine:
     def own_path(self, name: str, status: Status, why: str) -> Path:
         """Return a path that only a plugin knows of; see `fp8_common.hardware.Path` for the words."""
         return Path(name=name, status=status, why=why)
-
-    def gather_path(self) -> Path:
-        """Return how FP8 data crosses between processes."""
-        return gather_path()
 
 
 def detect() -> Machine:
@@ -104,10 +97,10 @@ def detect() -> Machine:
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        cores=usable_cores(),
+        # those that this process may run on can be fewer than the machine has
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         devices=(Device(kind="cpu", name=processor_name()), *accelerators),
         versions=versions,
-        kernels=importlib.util.find_spec("fp8_common._kernels") is not None,
         notes=tuple(notes),
     )
 
@@ -136,26 +129,20 @@ def nvidia_smi_devices() -> list[Device]:
 
 
 def parse_nvidia_smi(answer: str) -> list[Device]:
-    """Return the devices in lines of "name, compute capability, memory in MiB"; skip other lines."""
+    """Return the devices in lines of "name, compute capability"; skip other lines."""
     devices = []
     for line in answer.splitlines():
-        name, _, rest = line.partition(",")
-        capability, _, memory = (part.strip() for part in rest.partition(","))
-        major, _, minor = capability.partition(".")
+        name, _, capability = line.partition(",")
         # nvidia-smi writes messages such as "[N/A]" where a field is not known.
-        if not (major.isdigit() and minor.isdigit()):
-            continue
-        size = int(memory) * 2**20 if memory.isdigit() else None
-        devices.append(Device(kind="nvidia", name=name.strip(), capability=(int(major), int(minor)), memory_bytes=size))
+        if found := parse_version(capability.strip()):
+            devices.append(Device(kind="nvidia", name=name.strip(), capability=found))
     return devices
 
 
 def parse_version(version: str | None) -> tuple[int, int] | None:
-    """Return the first two numbers of a version such as "12.9"; None for None."""
-    if version is None:
-        return None
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    """Return the first two numbers of a version such as "12.9"; None for None, and for what does not begin so."""
+    numbers = (version or "").split(".")[:2]
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else None
 
 
 def _try_framework(name: str, probe: Callable[[Any], list[Device]]) -> tuple[list[Device], str | None]:
@@ -182,10 +169,9 @@ def _torch_devices(torch: Any) -> list[Device]:
         if torch.version.hip:
             # "gfx942:sramecc+:xnack-": feature flags follow the target.
             arch = facts.gcnArchName.partition(":")[0]
-            device = Device(kind="amd", name=facts.name, arch=arch, memory_bytes=facts.total_memory)
+            device = Device(kind="amd", name=facts.name, arch=arch)
         else:
-            capability, memory = (facts.major, facts.minor), facts.total_memory
-            device = Device(kind="nvidia", name=facts.name, capability=capability, memory_bytes=memory, cuda=cuda)
+            device = Device(kind="nvidia", name=facts.name, capability=(facts.major, facts.minor), cuda=cuda)
         devices.append(device)
     return devices
 
@@ -195,18 +181,10 @@ def _jax_devices(jax: Any) -> list[Device]:
     for found in jax.devices():
         if found.platform == "cpu":
             continue
-        kind = "tpu" if found.platform == "tpu" else "other"
-        capability = None
-        major, _, minor = str(getattr(found, "compute_capability", "")).partition(".")
-        if major.isdigit() and minor.isdigit():
-            kind, capability = "nvidia", (int(major), int(minor))
+        capability = parse_version(str(getattr(found, "compute_capability", "")))
+        kind = "nvidia" if capability else "tpu" if found.platform == "tpu" else "other"
         devices.append(Device(kind=kind, name=found.device_kind, capability=capability))
     return devices
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may run on, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_name() -> str:
@@ -219,9 +197,6 @@ def processor_name() -> str:
     except OSError as error:
         _log.debug("no /proc/cpuinfo: %s", error)
     return platform.processor() or platform.machine()
-
-
-Status = Mapping[str, Sequence[str]]
 
 
 @functools.cache

@@ -156,9 +156,9 @@ class ModelShape:
         needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", gated]
         needed += ["num_experts_per_tok"] if experts else []
         if missing := [name for name in needed if not config.get(name)]:
-            raise Fp8Error(f"{where} has no {', '.join(missing)}. Write the shapes out with --linear and --blocks.")
+            raise Fp8Error(f"{where} has no {', '.join(missing)}. Give advise() in Python a ModelShape of your own.")
         if config.get("kv_lora_rank"):
-            raise Fp8Error(f"{where} has latent attention. Write the shapes out with --linear and --blocks.")
+            raise Fp8Error(f"{where} has latent attention. Give advise() in Python a ModelShape of your own.")
         width, heads = config["hidden_size"], config["num_attention_heads"]
         head = config.get("head_dim") or width // heads
         attention = 2 * width * head * (heads + (config.get("num_key_value_heads") or heads))
@@ -172,22 +172,6 @@ class ModelShape:
             active=attention + (config["num_experts_per_tok"] * one + shared if experts else one),
             vocabulary=config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2),
         )
-
-    @classmethod
-    def parse(cls, linear: str, blocks: int) -> Self:
-        """Read the linear layers of one block, written as "4096x4096,14336x4096" (out x in).
-
-        Raises:
-            Fp8Error: The text is something else.
-        """
-        try:
-            weights = [tuple(map(int, weight.split("x"))) for weight in linear.split(",")]
-            elements = sum(out * features for out, features in weights)
-        except ValueError as error:
-            raise Fp8Error(f"Shapes are written like 4096x4096,14336x4096 (out x in), got {linear!r}.") from error
-        if elements < 1 or blocks < 1:
-            raise Fp8Error(f"A model needs positive sizes, got {linear!r} in {blocks} blocks.")
-        return cls(blocks=blocks, width=weights[0][1], weights=elements, active=elements)
 
 
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}

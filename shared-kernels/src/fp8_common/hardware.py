@@ -11,7 +11,7 @@ from typing import Literal
 from fp8_common._env import BACKEND_VARIABLE, Backend
 from fp8_common.formats import E4M3, E5M2, Format, get_data_format
 from fp8_common.policy import ScalePolicy
-from fp8_common.recipe import GRANULARITIES, Granularity
+from fp8_common.recipe import Granularity
 
 Kind = Literal["cpu", "nvidia", "amd", "tpu", "other"]
 Status = Literal["native", "reference", "emulated", "unavailable"]
@@ -40,7 +40,6 @@ class Device:
         name: Name for people.
         capability: CUDA compute capability of an NVIDIA device, e.g. (9, 0).
         arch: LLVM target of an AMD device, e.g. "gfx942".
-        memory_bytes: Device memory; None if unknown.
         cuda: The CUDA version that the torch which found it was built with, e.g. (12, 9); None if it was not torch.
     """
 
@@ -48,7 +47,6 @@ class Device:
     name: str
     capability: tuple[int, int] | None = None
     arch: str | None = None
-    memory_bytes: int | None = None
     cuda: tuple[int, int] | None = None
 
     @property
@@ -75,6 +73,14 @@ class Path:
     why: str
 
 
+GATHER = Path(
+    name="all-gather",
+    status="native",
+    why="FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90).",
+)
+"""How FP8 data crosses between processes: the same everywhere."""
+
+
 def native_formats(device: Device) -> tuple[str, ...]:
     """Return the short names of the data formats that the device multiplies natively."""
     if device.kind == "nvidia" and device.capability is not None and device.capability >= (8, 9):
@@ -99,52 +105,35 @@ def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] 
 
 def product_path(device: Device, granularity: Granularity) -> Path:
     """Return how the device multiplies operands of one granularity."""
-    formats = native_formats(device)
+    formats, native = " and ".join(native_formats(device)), False
     if not formats:
-        return Path(name=granularity, status="emulated", why=_no_units(device))
-    # The backends multiply natively on NVIDIA GPUs alone, whatever else has units for it.
-    if device.kind == "amd":
-        why = f"{device.label} multiplies {' and '.join(formats)}; this version was never run there and emulates."
-        return Path(name=granularity, status="emulated", why=why)
-    native, why = _scale_support(device, granularity)
-    if native:
-        return Path(
-            name=granularity,
-            status="native",
-            why=f"{device.label} multiplies {' and '.join(formats)}; {why}.",
-        )
-    return Path(name=granularity, status="emulated", why=f"{device.label}: {why}.")
+        why = f": {_no_units(device)}"
+    elif device.kind == "amd":
+        # The backends multiply natively on NVIDIA GPUs alone, whatever else has units for it.
+        why = f" multiplies {formats}; this version was never run there and emulates"
+    else:
+        native, support = _scale_support(device, granularity)
+        why = f" multiplies {formats}; {support}" if native else f": {support}"
+    return Path(name=granularity, status="native" if native else "emulated", why=f"{device.label}{why}.")
 
 
-def product_paths(device: Device) -> tuple[Path, ...]:
-    """Return `product_path` for every granularity."""
-    return tuple(product_path(device, granularity) for granularity in GRANULARITIES)
-
-
-def cast_path(device: Device, *, backend: Backend, triton: str | None, kernels: bool) -> Path:
+def cast_path(device: Device, *, backend: Backend, triton: str | None) -> Path:
     """Return how values are cast to FP8 on the device.
 
     Args:
         device: Where the values are.
         backend: What the user asked for; see `fp8_common._env.backend`.
         triton: Version of the installed Triton, or None.
-        kernels: Whether this fp8-common holds Triton kernels.
     """
     if backend == "reference":
         return Path(name="cast", status="reference", why=f"{BACKEND_VARIABLE}=reference asks for it.")
     # Asked for every backend but "reference": "auto" falls back with the reason, "triton" refuses with it.
-    obstacle = _triton_obstacle(device, triton, kernels)
+    obstacle = _triton_obstacle(device, triton)
     if obstacle is None:
         return Path(name="cast", status="native", why=f"Triton {triton} kernels run on {device.label}.")
     if backend == "triton":
         return Path(name="cast", status="unavailable", why=f"{BACKEND_VARIABLE}=triton, but {obstacle}.")
     return Path(name="cast", status="reference", why=f"{obstacle[0].upper()}{obstacle[1:]}.")
-
-
-def gather_path() -> Path:
-    """Return how FP8 data crosses between processes: the same everywhere."""
-    why = "FP8 data travels as uint8, which every backend carries (gloo refuses float8, NCCL does below sm_90)."
-    return Path(name="all-gather", status="native", why=why)
 
 
 def _no_units(device: Device) -> str:
@@ -154,7 +143,7 @@ def _no_units(device: Device) -> str:
         "tpu": "which TPUs multiply FP8 is left to XLA",
     }
     reason = needs.get(device.kind, "it has no FP8 units")
-    return f"{device.label}: {reason}; codes are decoded and multiplied in a wider format."
+    return f"{reason}; codes are decoded and multiplied in a wider format"
 
 
 def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]:
@@ -173,13 +162,11 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
     return False, "cuBLAS applies float32 block scales on sm_90 alone"
 
 
-def _triton_obstacle(device: Device, triton: str | None, kernels: bool) -> str | None:
+def _triton_obstacle(device: Device, triton: str | None) -> str | None:
     """Say what keeps Triton kernels from running; None if nothing does."""
     # AMD too: nobody has compiled the kernels for its targets or compared them there, and the backends refuse.
     if device.kind != "nvidia":
         return f"Triton kernels need an NVIDIA GPU, and this is {device.label}"
-    if not kernels:
-        return "this version of fp8-common holds no Triton kernels"
     if triton is None:
         return "Triton is not installed"
     if not native_formats(device):

@@ -13,9 +13,6 @@ from typing import Any, Literal, Self
 
 from fp8_common.errors import Fp8Error
 
-# The types of a JSON value that each annotation accepts: JSON does not tell 1.0 from 1.
-_KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-
 
 class Record:
     """Base of the settings dataclasses: `to_dict`, `from_dict` and the check of every `Literal` field."""
@@ -24,8 +21,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as strict JSON can carry it; `from_dict` undoes it."""
-        fields = dataclasses.fields(self)  # pyrefly: ignore[bad-argument-type]
-        return {field.name: _dump(getattr(self, field.name)) for field in fields}
+        return dataclasses.asdict(self, dict_factory=_without_infinity)  # pyrefly: ignore[bad-argument-type]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -43,7 +39,7 @@ class Record:
                 f"{cls.__name__} does not know {', '.join(map(repr, unknown))}. "
                 f"It has {', '.join(fields)}: remove the rest, or install the fp8-common that wrote it."
             )
-        missing = [name for name, field in fields.items() if _required(field) and name not in data]
+        missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in data]
         if missing:
             raise Fp8Error(f"{cls.__name__} needs {', '.join(map(repr, missing))}, got {', '.join(data) or 'nothing'}.")
         return cls(**{key: _load(fields[key].type, value, f"{cls.__name__}.{key}") for key, value in data.items()})
@@ -59,24 +55,15 @@ class Record:
                 _load(field.type, getattr(self, field.name), field.name)
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _dump(value: Any) -> Any:
-    if isinstance(value, Record):
-        return value.to_dict()
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return value
+def _without_infinity(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: "inf" if value == math.inf else value for name, value in fields}
 
 
 def _load(annotation: Any, value: Any, where: str) -> Any:
     """Return `value` in the type of `annotation`, or raise."""
     # Optional fields come first: `X | None` is no class, which the tests below need.
     if isinstance(annotation, types.UnionType):
-        members = typing.get_args(annotation)
-        return None if value is None and type(None) in members else _load(members[0], value, where)
+        return None if value is None else _load(typing.get_args(annotation)[0], value, where)
     if typing.get_origin(annotation) is Literal:
         choices = typing.get_args(annotation)
         if not isinstance(value, str) or value not in choices:
@@ -84,16 +71,15 @@ def _load(annotation: Any, value: Any, where: str) -> Any:
         return value
     if issubclass(annotation, Record):
         return annotation.from_dict(value)
-    if annotation is float and value in ("inf", "-inf"):
+    if annotation is float and value == "inf":
+        return math.inf
+    # JSON does not tell 1.0 from 1; an integer of so many bits is one that a float can hold.
+    if annotation is float and type(value) is int and value.bit_length() < 1024:
         return float(value)
     # bool is a subclass of int, so True would pass for a number.
-    if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation is not bool):
+    if not isinstance(value, annotation) or (isinstance(value, bool) and annotation is not bool):
         raise Fp8Error(f"{where} must be of type {annotation.__name__}, got {value!r}.")
-    try:
-        # Makes the float that a field wants of an integer, which JSON may have written for it.
-        return annotation(value)
-    except OverflowError as error:
-        raise Fp8Error(f"{where} must be a number that a float can hold, got {value!r}.") from error
+    return value
 
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127

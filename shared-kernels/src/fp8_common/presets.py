@@ -65,12 +65,6 @@ def mx(mode: MxMode = "rceil") -> ScalePolicy:
 
 
 PRESETS: Mapping[str, Callable[..., ScalePolicy]] = {
-    "te_delayed": te_delayed,
-    "te_current": te_current,
-    "torchao": torchao,
-    "flax": flax,
-    "msamp": msamp,
-    "deepgemm": deepgemm,
-    "mx": mx,
+    preset.__name__: preset for preset in (te_delayed, te_current, torchao, flax, msamp, deepgemm, mx)
 }
 """Every peer's rule by name; the values are functions of its options."""

@@ -198,6 +198,7 @@ def _is_normal_float32(value: float) -> bool:
 
 _DELAYED = dataclasses.replace(CANONICAL, history=16)
 _ROWWISE = CastRecipe(granularity="rowwise", policy=POWER_OF_2)
+_ROWS = Recipe(name="rowwise", input=_ROWWISE, weight=_ROWWISE, grad_output=_ROWWISE)
 _BLOCK_1X128 = CastRecipe(granularity="blockwise_1x128")
 _MX = CastRecipe(granularity="mx", policy=mx())
 _OFF = CastRecipe(scaling="disabled")
@@ -212,14 +213,9 @@ RECIPES: Mapping[str, Recipe] = {
             weight=CastRecipe(scaling="delayed", policy=_DELAYED),
             grad_output=CastRecipe(format="e5m2", scaling="delayed", policy=_DELAYED),
         ),
-        Recipe(name="rowwise", input=_ROWWISE, weight=_ROWWISE, grad_output=_ROWWISE),
-        Recipe(
-            name="rowwise_with_gw_hp",
-            input=_ROWWISE,
-            weight=_ROWWISE,
-            grad_output=_ROWWISE,
-            input_for_grad_weight=_OFF,
-            grad_output_for_grad_weight=_OFF,
+        _ROWS,
+        dataclasses.replace(
+            _ROWS, name="rowwise_with_gw_hp", input_for_grad_weight=_OFF, grad_output_for_grad_weight=_OFF
         ),
         Recipe(
             name="blockwise",

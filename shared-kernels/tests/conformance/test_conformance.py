@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8_common.testing import assert_same_bits
-from fp8_common.testing.arrays import as_numpy
+from fp8_common.testing.compare import as_numpy
 from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, NotDefinedError
 from tests.helpers.conformance_inputs import SEED
 from tests.helpers.conformance_table import ROWS, Call

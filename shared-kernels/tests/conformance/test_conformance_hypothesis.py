@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from fp8_common import DATA_FORMATS, E8M0, PRESETS
 from fp8_common.policy import HISTORY_ALGOS, MX_MODES
 from fp8_common.testing import assert_same_bits
-from fp8_common.testing.arrays import as_numpy
+from fp8_common.testing.compare import as_numpy
 from tests.helpers import strategies
 from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation
 

@@ -16,15 +16,14 @@ ROUNDINGS = {"nearest": None, "stochastic": (0x123456789ABCDEF, 2**33)}
 
 @pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=GRADIENT_ROWS, rounding=ROUNDINGS)
 def test_gradients_are_packed_as_defined(dtype, fmt, shape, rounding):
-    config = f8.GradientCompression(format=fmt)
     random = ROUNDINGS[rounding]
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         wide = calm((shape[0], 3), dtype)
         # rows that lie apart, as the parts of a larger buffer do
         apart = torch.cat([tensor(x), tensor(x)], dim=1)[:, : shape[1]]
         message = pack_gradients(apart, tensor(wide), f8.get_format(fmt), random)
-        want = round_gradients(x, config, random=random)
-        rows = MessageRows(compressed=shape[1], wide_bytes=3 * wide.itemsize, block=128)
+        want = round_gradients(x, fmt, random=random)
+        rows = MessageRows(compressed=shape[1], wide_bytes=3 * wide.itemsize)
         assert message.shape == (shape[0], rows.nbytes)
         assert_same_bits(message[:, : shape[1]].contiguous(), want.data, fmt=fmt, source=x)
         scales = message[:, rows.scales_at :][:, : 4 * rows.scales].contiguous().view(torch.float32)
@@ -36,16 +35,15 @@ def test_gradients_are_packed_as_defined(dtype, fmt, shape, rounding):
 
 @pytest.mark.matrix(fmt=FORMATS, shape=GRADIENT_ROWS, divisor=[1, 3, 8], kind=["planted", "calm", "huge"])
 def test_gradients_are_added_in_the_order_of_ranks(fmt, shape, divisor, kind):
-    config = f8.GradientCompression(format=fmt)
     x = planted(shape, "float32", fmt) if kind == "planted" else calm(shape, "float32")
     if kind == "huge":
         # codes of the first rank stand for 2^128, which a product fused with the sum would not turn into infinity
         x[0], x[1:] = np.float32(3.4e38), np.float32(-1e38)
-    want = round_gradients(x, config)
+    want = round_gradients(x, fmt)
     message = pack_gradients(tensor(x), tensor(x[:, :2]), f8.get_format(fmt))
     sizes = shape[1], min(2, shape[1])
     total, wide = sum_gradients(message, sizes, torch.float32, f8.get_format(fmt), divisor)
-    assert_same_bits(total, sum_rounded(want.data, want.scale, config, divisor))
+    assert_same_bits(total, sum_rounded(want.data, want.scale, fmt, divisor))
     expected = x[0, :2].copy()
     with np.errstate(all="ignore"):
         for row in x[1:]:

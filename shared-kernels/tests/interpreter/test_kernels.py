@@ -6,7 +6,7 @@ import torch
 
 import fp8_common as f8
 from fp8_common.testing import adversarial_amax, all_bfloat16, all_float16, assert_same_bits
-from fp8_common.testing.arrays import as_numpy
+from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import policy_key
 from tests.helpers.kernel_inputs import DTYPES, FORMATS, SHAPES, calm, every_input, number, planted, tensor

@@ -5,12 +5,11 @@ import pytest
 from fp8_common import Fp8Error
 from fp8_common import _env as env
 from fp8_common.hardware import (
+    GATHER,
     Device,
     cast_path,
-    gather_path,
     native_formats,
     product_path,
-    product_paths,
 )
 from fp8_common.recipe import GRANULARITIES
 
@@ -47,7 +46,7 @@ def test_what_each_device_multiplies_natively(label):
     device, formats, granularities = NATIVE[label]
     assert device.label == label
     assert native_formats(device) == formats
-    paths = product_paths(device)
+    paths = [product_path(device, granularity) for granularity in GRANULARITIES]
     assert [path.name for path in paths] == list(GRANULARITIES)
     assert {path.name for path in paths if path.status == "native"} == set(granularities)
     assert {path.status for path in paths} <= {"native", "emulated"}
@@ -75,30 +74,29 @@ def test_unknown_capabilities_promise_nothing():
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "triton", "kernels", "status", "why"),
+    ("device", "backend", "triton", "status", "why"),
     [
-        (nvidia(9, 0), "auto", "3.6.0", True, "native", "Triton 3.6.0 kernels run on sm_90."),
-        (nvidia(9, 0), "triton", "3.6.0", True, "native", "Triton 3.6.0"),
-        (nvidia(9, 0), "reference", "3.6.0", True, "reference", "FP8_COMMON_BACKEND=reference asks for it."),
-        (nvidia(9, 0), "auto", None, True, "reference", "Triton is not installed."),
-        (nvidia(9, 0), "auto", "3.6.0", False, "reference", "This version of fp8-common holds no Triton kernels."),
-        (nvidia(8, 0), "auto", "3.6.0", True, "reference", "This device, sm_80, has no FP8 conversion instructions."),
-        (nvidia(8, 0), "triton", "3.6.0", True, "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),
-        (CPU, "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA GPU, and this is cpu."),
-        (CPU, "triton", None, True, "unavailable", "need an NVIDIA GPU"),
-        (amd("gfx942"), "auto", "3.6.0", True, "reference", "Triton kernels need an NVIDIA GPU, and this is gfx942."),
-        (amd("gfx950"), "triton", "3.6.0", True, "unavailable", "need an NVIDIA GPU, and this is gfx950"),
+        (nvidia(9, 0), "auto", "3.6.0", "native", "Triton 3.6.0 kernels run on sm_90."),
+        (nvidia(9, 0), "triton", "3.6.0", "native", "Triton 3.6.0"),
+        (nvidia(9, 0), "reference", "3.6.0", "reference", "FP8_COMMON_BACKEND=reference asks for it."),
+        (nvidia(9, 0), "auto", None, "reference", "Triton is not installed."),
+        (nvidia(8, 0), "auto", "3.6.0", "reference", "This device, sm_80, has no FP8 conversion instructions."),
+        (nvidia(8, 0), "triton", "3.6.0", "unavailable", "FP8_COMMON_BACKEND=triton, but this device"),
+        (CPU, "auto", "3.6.0", "reference", "Triton kernels need an NVIDIA GPU, and this is cpu."),
+        (CPU, "triton", None, "unavailable", "need an NVIDIA GPU"),
+        (amd("gfx942"), "auto", "3.6.0", "reference", "Triton kernels need an NVIDIA GPU, and this is gfx942."),
+        (amd("gfx950"), "triton", "3.6.0", "unavailable", "need an NVIDIA GPU, and this is gfx950"),
     ],
 )
-def test_how_casts_run(device, backend, triton, kernels, status, why):
-    path = cast_path(device, backend=backend, triton=triton, kernels=kernels)
+def test_how_casts_run(device, backend, triton, status, why):
+    path = cast_path(device, backend=backend, triton=triton)
     assert (path.name, path.status) == ("cast", status)
     assert why in path.why
 
 
 def test_the_wire_is_uint8_everywhere():
-    assert gather_path().status == "native"
-    assert "uint8" in gather_path().why
+    assert GATHER.status == "native"
+    assert "uint8" in GATHER.why
 
 
 def test_no_path_is_native_without_native_formats():

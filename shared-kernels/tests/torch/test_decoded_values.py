@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fp8_common as f8
+import fp8_common.torch as torch_f8
 from fp8_common.torch.rounding import values
 
 
@@ -25,3 +26,8 @@ def test_transposed_and_strided_codes_keep_their_places():
     decoded = values(codes, f8.E5M2)
     for view in (lambda x: x.t(), lambda x: x[:, ::3], lambda x: x[1::2, 1:]):
         torch.testing.assert_close(values(view(codes), f8.E5M2), view(decoded), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_scalar_has_no_blocks():
+    with pytest.raises(f8.Fp8Error, match="cannot cut a tensor of 0 dimension"):
+        torch_f8.dequantize_mx(torch.tensor(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), "e4m3")

@@ -30,17 +30,17 @@ def rows_of(kind):
 @pytest.mark.parametrize("random", [None, (7 | 5 << 32, 11)], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", ["calm", "spoiled", "huge"])
 def test_messages_equal_the_definition(kind, random, fmt):
-    rows, config = rows_of(kind), f8.GradientCompression(format=fmt)
+    rows, form = rows_of(kind), f8.get_format(fmt)
     values, wide = torch.from_numpy(rows), torch.from_numpy(rows[:, :WIDE])
-    message = pack_gradients(values, wide, config.fp8_format, random)
-    want = round_gradients(rows, config, random=random)
-    layout = MessageRows(compressed=LENGTH, wide_bytes=4 * WIDE, block=128)
+    message = pack_gradients(values, wide, form, random)
+    want = round_gradients(rows, fmt, random=random)
+    layout = MessageRows(compressed=LENGTH, wide_bytes=4 * WIDE)
     scales = message[:, layout.scales_at :][:, : 4 * layout.scales].contiguous().view(torch.float32)
     assert message.shape == (RANKS, layout.nbytes)
     assert_same_bits(message[:, :LENGTH].contiguous(), want.data, fmt=fmt, source=rows)
     assert_same_bits(scales, want.scale)
-    total, rest = sum_gradients(message, (LENGTH, WIDE), torch.float32, config.fp8_format, 3)
-    assert_same_bits(total, sum_rounded(want.data, want.scale, config, 3))
+    total, rest = sum_gradients(message, (LENGTH, WIDE), torch.float32, form, 3)
+    assert_same_bits(total, sum_rounded(want.data, want.scale, fmt, 3))
     assert_same_bits(rest, sum(rows[1:, :WIDE], rows[0, :WIDE]) / np.float32(3))
 
 
@@ -54,7 +54,7 @@ def test_rows_without_codes_or_without_wide_elements():
 
 
 def test_what_lies_between_the_sections_of_a_message_is_zero():
-    layout = MessageRows(compressed=LENGTH, wide_bytes=4 * WIDE, block=128)
+    layout = MessageRows(compressed=LENGTH, wide_bytes=4 * WIDE)
     message = pack_gradients(torch.ones(2, LENGTH), torch.ones(2, WIDE), f8.E4M3)
     assert layout.gaps == ((300, 304), (316, 320), (340, 352))
     assert [message[:, a:b].any().item() for a, b in layout.gaps] == [False] * 3

@@ -237,7 +237,7 @@ def test_matmuls_are_emulated_off_nvidia(monkeypatch, hip, capability, emulated)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
-    assert matmul.should_emulate(device, LinearConfig()) is emulated
+    assert matmul.should_emulate(device, LinearConfig().emulate) is emulated
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_what_is_in_doubt_is_emulated(products, m, k, n, blocks, out_dtype):
 
 
 def test_all_three_products_of_a_layer_are_native(products, monkeypatch):
-    monkeypatch.setattr(function, "should_emulate", lambda device, config: False)
+    monkeypatch.setattr(function, "should_emulate", lambda device, emulate: False)
     config = LinearConfig(recipe="blockwise")
     grid = ScaleGrid(config.weight)
     spec = LinearSpec(config, lambda w, _: Operand.of_cast(grid.quantize_whole(w), grid.cast.fp8_format, grid.tile))

@@ -15,7 +15,7 @@ import fp8_common.torch.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial, assert_same_bits
-from fp8_common.testing.arrays import as_numpy
+from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding, delayed, foreach
 from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key
 

@@ -8,7 +8,7 @@ import torch
 import fp8_common as f8
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
-from fp8_common.testing.arrays import as_numpy
+from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import _triton, casts
 from fp8_common.torch._compat import assume_constant_result
 

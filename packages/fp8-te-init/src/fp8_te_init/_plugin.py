@@ -1,14 +1,15 @@
 """What `fp8 doctor` says about this plugin."""
 
+from fp8_common.hardware import GATHER, product_path
 from fp8_common.plugin import Machine, PluginInfo
 
 
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
-    products = [machine.product_path(granularity) for granularity in ("tensorwise", "rowwise", "blockwise_1x128")]
+    granularities = ("tensorwise", "rowwise", "blockwise_1x128")
     return PluginInfo(
         name="fp8-te-init",
         version="0.1.0",
         summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
-        paths=(*products, machine.gather_path()),
+        paths=(*(product_path(machine.accelerator, granularity) for granularity in granularities), GATHER),
     )

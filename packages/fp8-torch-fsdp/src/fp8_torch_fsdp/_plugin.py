@@ -1,5 +1,6 @@
 """What `fp8 doctor` says about this plugin."""
 
+from fp8_common.hardware import GATHER, product_path
 from fp8_common.plugin import Machine, PluginInfo
 
 GRANULARITIES = ("tensorwise", "rowwise", "blockwise_1x128")
@@ -12,5 +13,5 @@ def describe(machine: Machine) -> PluginInfo:
         name="fp8-torch-fsdp",
         version="0.1.0",
         summary="FP8 linear layers for PyTorch; FSDP2 all-gathers their weights as one byte per element.",
-        paths=(*(machine.product_path(granularity) for granularity in GRANULARITIES), machine.gather_path()),
+        paths=(*(product_path(machine.accelerator, granularity) for granularity in GRANULARITIES), GATHER),
     )

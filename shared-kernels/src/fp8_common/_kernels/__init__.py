@@ -21,35 +21,3 @@ from fp8_common._kernels.launch import Compiled, Launch, Out, compile_launch, in
 from fp8_common._kernels.rows import amax_both, cast_both, rowwise
 from fp8_common._kernels.scales import delayed_current, delayed_update, scales_of_amax
 from fp8_common._kernels.tensor import amax, cast, cast_transpose
-
-__all__ = [
-    "Compiled",
-    "Launch",
-    "Out",
-    "amax",
-    "amax_both",
-    "blockwise",
-    "cast",
-    "cast_both",
-    "cast_transpose",
-    "clear_rows",
-    "compile_launch",
-    "delayed_current",
-    "delayed_update",
-    "dequantize",
-    "dequantize_mx",
-    "foreach_amax",
-    "foreach_cast",
-    "foreach_chunks",
-    "group_amax",
-    "group_cast",
-    "interpreting",
-    "mx",
-    "pack_gradients",
-    "rowwise",
-    "run",
-    "scale_rule",
-    "scales_of_amax",
-    "sum_gradients",
-    "turn_rows",
-]

@@ -138,37 +138,18 @@ def compile_launch(launch: Launch, capability: int, kernel: Any = None, **option
         kernel: Another `@triton.jit` function with the same arguments, for comparisons.
         options: Further compiler options, e.g. maxnreg.
     """
-    types = {name: f"*{kind}" for name, kind in launch.pointers.items()} | launch.scalar_types
+    function = kernel or launch.kernel
+    pointers = {name: f"*{kind}" for name, kind in launch.pointers.items()}
+    signature = dict.fromkeys(function.arg_names, "constexpr") | pointers | launch.scalar_types
     fixed = {name: value for name, value in launch.fixed.items() if name not in launch.scalars}
-    return compile_function(kernel or launch.kernel, types, fixed, capability, launch.num_warps, **options)
-
-
-def compile_function(
-    function: Any, types: Mapping[str, str], fixed: Mapping[str, Any], capability: int, num_warps: int, **options: Any
-) -> Compiled:
-    """Compile a Triton function.
-
-    Args:
-        function: The `@triton.jit` function.
-        types: Triton types of its run-time arguments; pointers are taken to be multiples of 16.
-        fixed: Its compile-time arguments.
-        capability: Ten times the major plus the minor compute capability.
-        num_warps: Warps per program.
-        options: Further compiler options.
-    """
-    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", ALIGNMENT]]
-        for i, name in enumerate(function.arg_names)
-        if signature[name].startswith("*")
-    }
+    aligned = {(i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(function.arg_names) if name in pointers}
     built = triton.compile(
-        ASTSource(function, signature=signature, constexprs=dict(fixed), attrs=aligned),
+        ASTSource(function, signature=signature, constexprs=fixed, attrs=aligned),
         target=GPUTarget("cuda", capability, 32),
-        options=OPTIONS | {"num_warps": num_warps} | options,
+        options=OPTIONS | {"num_warps": launch.num_warps} | options,
     )
     asm, data = built.asm, built.metadata
-    return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=num_warps)
+    return Compiled(name=data.name, ptx=asm["ptx"], cubin=asm["cubin"], shared=data.shared, num_warps=launch.num_warps)
 
 
 def run(launch: Launch, tensors: Mapping[str, Any], *, refusal: Exception | None = None) -> None:

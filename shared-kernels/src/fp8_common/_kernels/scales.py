@@ -7,15 +7,7 @@ import triton
 import triton.language as tl
 
 from fp8_common._kernels.device import INF_KEY, KEY_MASK, NAN_BITS, as_bits, as_float, reciprocal, scale_of_key
-from fp8_common._kernels.launch import (
-    Launch,
-    Out,
-    next_power_of_2,
-    plan,
-    scale_constants,
-    scale_rule,
-    tile_count,
-)
+from fp8_common._kernels.launch import Launch, Out, next_power_of_2, plan, scale_constants, scale_rule, tile_count
 from fp8_common.formats import E4M3, Format
 from fp8_common.policy import ScalePolicy
 

@@ -18,16 +18,7 @@ from fp8_common._kernels.device import (
     to_fp8_rows,
     widen_key,
 )
-from fp8_common._kernels.launch import (
-    Launch,
-    Out,
-    codes,
-    input_dtype,
-    matrix_sizes,
-    plan,
-    scale_constants,
-    tile_count,
-)
+from fp8_common._kernels.launch import Launch, Out, codes, input_dtype, matrix_sizes, plan, scale_constants, tile_count
 from fp8_common.formats import Format
 from fp8_common.policy import ScalePolicy
 

@@ -11,32 +11,31 @@ from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_format
 from fp8_common.policy import POWER_OF_2, Record
 
+BLOCK = (1, 128)
+"""The elements with one scale."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GradientCompression(Record):
     """How gradients travel.
 
-    Each block of `block` consecutive elements gets one power-of-two scale, so that the only rounding of what is sent is
-    the cast to FP8. With amax the largest magnitude of a block and E4M3, an element x that is rounded to nearest
+    Each 128 consecutive elements get one power-of-two scale, so that the only rounding of what is sent is the cast to
+    FP8. With amax the largest magnitude of a block and E4M3, an element x that is rounded to nearest
     arrives with an error of at most max(2^-4 |x|, 2^-17 amax).
 
     Attributes:
         format: FP8 format of the codes; "e5m2" reaches further down within a block, with half the precision.
-        rounding: "nearest", or "stochastic", whose error has mean zero; JAX has the first alone.
-        block: Elements with one scale.
+        rounding: "nearest", or "stochastic", whose error has mean zero.
         seed: Key of stochastic rounding, 0 to 2^32 - 1; ranks draw different bits from the same seed.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    block: int = 128
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no exchange could honour."""
         self.check_choices()
-        if type(self.block) is not int or self.block < 1:
-            raise Fp8Error(f"block must be a positive number of elements, got {self.block!r}.")
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise Fp8Error(f"seed must be an integer from 0 to 2^32 - 1, got {self.seed!r}.")
 
@@ -55,17 +54,15 @@ class MessageRows:
     Attributes:
         compressed: Codes of a row.
         wide_bytes: Bytes of the elements that stay wide.
-        block: Codes with one float32 scale.
     """
 
     compressed: int
     wide_bytes: int
-    block: int
 
     @property
     def scales(self) -> int:
-        """Number of scales."""
-        return -(-self.compressed // self.block)
+        """Number of float32 scales: one for each block of codes."""
+        return -(-self.compressed // BLOCK[1])
 
     @property
     def scales_at(self) -> int:
@@ -95,45 +92,32 @@ def _rounded_up(nbytes: int) -> int:
 
 def round_gradients(
     rows: np.ndarray,
-    config: GradientCompression,
+    fmt: str | Format,
     *,
     random: tuple[int, int] | None = None,
 ) -> Quantized[np.ndarray]:
-    """Return what a rank sends for `rows` [n, m], one row to each rank: codes [n, m] and scales [n, ceil(m / block)].
+    """Return what a rank sends for `rows` [n, m], one row to each rank: codes [n, m] and scales [n, ceil(m / 128)].
 
     Args:
         rows: float16, bfloat16 or float32.
-        config: How they are rounded.
+        fmt: The FP8 format.
         random: Key and offset of the bits of stochastic rounding; each row begins with a new block of counters.
     """
     with np.errstate(all="ignore"):
         values = rows.astype(np.float32)
-        block, columns = (1, config.block), values.shape[1]
-        codes, scales = quantize_blockwise(values, config.format, block, POWER_OF_2)
+        codes, scales = quantize_blockwise(values, fmt, BLOCK, POWER_OF_2)
         if random is not None:
-            wide = np.repeat(scales, config.block, axis=1)
+            wide, columns = np.repeat(scales, BLOCK[1], axis=1), values.shape[1]
             bits = random_bits(random[0], wide.shape, random[1])[:, :columns]
-            codes = quantize_stochastic(values, wide[:, :columns], config.format, bits)
+            codes = quantize_stochastic(values, wide[:, :columns], fmt, bits)
     return Quantized(codes, scales)
 
 
-def sum_rounded(codes: np.ndarray, scales: np.ndarray, config: GradientCompression, divisor: float = 1.0) -> np.ndarray:
+def sum_rounded(codes: np.ndarray, scales: np.ndarray, fmt: str | Format, divisor: float = 1.0) -> np.ndarray:
     """Return the float32 sum [m] of codes [n, m] over ranks, first to last, divided by `divisor`."""
-    parts = dequantize_blockwise(codes, scales, config.format, (1, config.block))
+    parts = dequantize_blockwise(codes, scales, fmt, BLOCK)
     total = parts[0].copy()
     with np.errstate(all="ignore"):
         for part in parts[1:]:
             total += part
         return total / np.float32(divisor)
-
-
-def sum_of_compressed(rows: np.ndarray, config: GradientCompression) -> np.ndarray:
-    """Return the float32 sum [m] of what each of n ranks sends, `rows` [n, m], rounded to nearest; ranks in order.
-
-    Raises:
-        Fp8Error: The config asks for more than rounding to nearest.
-    """
-    if config.rounding != "nearest":
-        raise Fp8Error(f"sum_of_compressed defines rounding to nearest, got rounding={config.rounding!r}.")
-    codes, scales = round_gradients(rows, config)
-    return sum_rounded(codes, scales, config)

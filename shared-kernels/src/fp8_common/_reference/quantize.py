@@ -62,17 +62,26 @@ def block_amax(x: NDArray[np.float32], block: Block) -> NDArray[np.float32]:
     return amax(split, axis=(-3, -1))
 
 
+def check_grid(scale: tuple[int, ...], block: Block, shape: tuple[int, ...]) -> None:
+    """Refuse scales of another shape than `block_grid` gives for data of `shape`; shared by NumPy and torch.
+
+    Raises:
+        Fp8Error: They have another one.
+    """
+    if tuple(scale) != (grid := block_grid(tuple(shape), block)):
+        raise Fp8Error(
+            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape {grid}, "
+            f"got {tuple(scale)}."
+        )
+
+
 def expand_blocks(scale: NDArray[np.float32], block: Block, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Repeat each block's scale over the block, cut to `shape`.
 
     Raises:
         Fp8Error: `scale` does not have the shape that `block_grid` gives.
     """
-    if tuple(scale.shape) != block_grid(shape, block):
-        raise Fp8Error(
-            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
-            f"{block_grid(shape, block)}, got {tuple(scale.shape)}."
-        )
+    check_grid(scale.shape, block, shape)
     # Repeated past the edge and then cut: the last block may be partial.
     wide = np.repeat(scale, block[1], axis=-1)[..., : shape[-1]]
     return wide if len(shape) == 1 or block[0] == 1 else np.repeat(wide, block[0], axis=-2)[..., : shape[-2], :]
@@ -114,7 +123,20 @@ def quantize(x: ArrayLike, scale: ArrayLike, fmt: str | Format) -> NDArray[np.ui
 
 
 def quantize_stochastic(x: ArrayLike, scale: ArrayLike, fmt: str | Format, random_bits: ArrayLike) -> NDArray[np.uint8]:
-    """Like `quantize`, rounding up or down at random; `random_bits` is uint32 of the shape of `x`."""
+    """Like `quantize`, rounding up or down at random; see `encode_stochastic` for the rule.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: The FP8 format.
+        random_bits: uint32 of the shape of `x`, uniformly distributed.
+
+    Returns:
+        uint8 codes of the shape of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, or `random_bits` is not uint32 of this shape.
+    """
     return encode_stochastic(_scaled(x, scale), fmt, random_bits)
 
 
@@ -126,6 +148,12 @@ def dequantize(q: ArrayLike, scale: ArrayLike, fmt: str | Format, dtype: DTypeLi
         scale: float32 scale into FP8, broadcastable to `q`.
         fmt: The FP8 format of `q`.
         dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, of the shape of `q`.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format.
     """
     # A product with the rounded reciprocal, not a quotient: GPUs multiply, and the two differ in the last bit.
     return _unscaled(decode(q, get_data_format(fmt)), reciprocal(scale), dtype)
@@ -143,7 +171,10 @@ def quantize_rowwise(
         policy: The scale rule.
 
     Returns:
-        Codes of the shape of `x`; scales of that shape with `axis` of length 1, so that they broadcast.
+        uint8 codes of the shape of `x`; float32 scales of that shape with `axis` of length 1, so that they broadcast.
+
+    Raises:
+        Fp8Error: Unsupported dtype or format.
     """
     # No previous scale: slices of zeros, and those with an infinity or NaN, get 1.0 unless the policy says otherwise.
     scale = amax_to_scale(amax(x, axis=axis, keepdims=True), fmt, policy)
@@ -162,7 +193,10 @@ def quantize_blockwise(
         policy: The scale rule.
 
     Returns:
-        Codes [..., M, N]; scales [..., ceil(M / rows), ceil(N / columns)].
+        uint8 codes [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, or a block that cannot cut `x`.
     """
     array = as_float32(x)
     scale = amax_to_scale(block_amax(array, check_block(block, array.ndim)), fmt, policy)
@@ -172,7 +206,21 @@ def quantize_blockwise(
 def dequantize_blockwise(
     q: ArrayLike, scale: ArrayLike, fmt: str | Format, block: Block = (1, 128), dtype: DTypeLike = np.float32
 ) -> NDArray[np.generic]:
-    """Undo `quantize_blockwise`: codes [..., M, N] and scales [..., ceil(M / rows), ceil(N / columns)]."""
+    """Undo `quantize_blockwise`.
+
+    Args:
+        q: uint8 codes [..., M, N].
+        scale: float32 scales into FP8 [..., ceil(M / rows), ceil(N / columns)].
+        fmt: The FP8 format of `q`.
+        block: (rows, columns) of a block.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, [..., M, N].
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, a block that cannot cut `q`, or scales of another shape.
+    """
     codes = np.asarray(q)
     check_block(block, codes.ndim)
     return dequantize(codes, expand_blocks(as_float32(scale, "scale"), block, codes.shape), fmt, dtype)
@@ -188,7 +236,10 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
 
     Returns:
         Codes [..., N]; E8M0 codes [..., ceil(N / 32)] (2^(code-127) goes back from FP8; 255 marks a block with an
-        infinity or a NaN, all of whose data is NaN).
+        infinity or a NaN, all of whose data is NaN); both uint8.
+
+    Raises:
+        Fp8Error: Unsupported dtype, format or mode, or a scalar.
     """
     array = as_float32(x)
     codes = amax_to_e8m0(block_amax(array, check_block(MX_BLOCK, array.ndim)), fmt, mode)
@@ -199,7 +250,20 @@ def quantize_mx(x: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> Quan
 def dequantize_mx(
     q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTypeLike = np.float32
 ) -> NDArray[np.generic]:
-    """Undo `quantize_mx`: codes [..., N] and E8M0 codes [..., ceil(N / 32)]; exact in float32."""
+    """Undo `quantize_mx`; exact in float32.
+
+    Args:
+        q: uint8 codes [..., N].
+        codes: uint8 E8M0 codes [..., ceil(N / 32)].
+        fmt: The element format.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, [..., N].
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, a scalar, or E8M0 codes of another shape.
+    """
     data = np.asarray(q)
     check_block(MX_BLOCK, data.ndim)
     scale_inv = expand_blocks(e8m0_to_scale_inv(codes), MX_BLOCK, data.shape)

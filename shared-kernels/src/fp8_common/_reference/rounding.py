@@ -185,7 +185,7 @@ def random_bits(seed: int, shape: tuple[int, ...], offset: int = 0) -> NDArray[n
 
 
 def philox(counter: tuple[NDArray[np.uint64], ...], seed: int) -> tuple[NDArray[np.uint64], ...]:
-    """Return four 32-bit words (in uint64) for a counter of four words."""
+    """Return four 32-bit words for a counter of four words, all uint64 of one shape, under the 64-bit key `seed`."""
     c0, c1, c2, c3 = counter
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
     for _ in range(ROUNDS):

@@ -27,7 +27,7 @@ from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, HistoryAlgo, M
 KEY_MASK = 0x7FFFFFFF
 """Clears the sign of float32 bits."""
 INF_KEY = 0x7F800000
-"""Key of infinity; larger keys are NaN."""
+"""Key of infinity, and the exponent field of float32 bits; larger keys are NaN."""
 MIN_NORMAL_KEY = 0x00800000
 """Key of 2^-126, the smallest normal float32; smaller keys are subnormal or zero."""
 
@@ -80,10 +80,6 @@ def key_to_float(key: NDArray[np.int32]) -> NDArray[np.float32]:
     return np.asarray(key, np.int32).view(np.float32)
 
 
-EXPONENT_MASK = 0x7F800000
-"""Exponent field of float32 bits."""
-
-
 def amax_to_scale(
     amax: ArrayLike, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: ArrayLike | None = None
 ) -> NDArray[np.float32]:
@@ -126,7 +122,18 @@ def amax_to_scale_inv(
     """Return the scale that multiplies FP8 values back.
 
     This is RN32(1 / `amax_to_scale`), except for DeepGEMM's rule, which computes it from amax directly.
-    Arguments, shapes and errors are those of `amax_to_scale`; `prev` is a scale into FP8 here too.
+
+    Args:
+        amax: float32 of any shape, max |x| (its sign is ignored).
+        fmt: The format that the values have.
+        policy: The rule; see `fp8_common.policy`.
+        prev: float32, broadcastable to `amax`: the scale in use, into FP8 as in `amax_to_scale`.
+
+    Returns:
+        float32 of the shape of `amax`.
+
+    Raises:
+        Fp8Error: Unknown format, or `amax` is not float16, bfloat16 or float32.
     """
     fmt = get_data_format(fmt)
     if policy.formula != "descale":
@@ -137,7 +144,11 @@ def amax_to_scale_inv(
 
 
 def reciprocal(scale: ArrayLike) -> NDArray[np.float32]:
-    """Return RN32(1 / scale), IEEE division; float32 of the shape of `scale`."""
+    """Return RN32(1 / scale), IEEE division; float32 of the shape of `scale`.
+
+    Raises:
+        Fp8Error: `scale` is not float16, bfloat16 or float32.
+    """
     with np.errstate(all="ignore"):
         return np.float32(1) / as_float32(scale, "scale")
 
@@ -160,7 +171,7 @@ def _limit(scale: NDArray[np.float32], policy: ScalePolicy) -> NDArray[np.float3
     scale = np.clip(scale, np.float32(policy.lower), np.float32(policy.upper))
     if policy.power_of_2:
         # Clearing the mantissa is an exact floor; exp2(floor(log2(scale))) would round up just below powers of two.
-        scale = (scale.view(np.int32) & np.int32(EXPONENT_MASK)).view(np.float32)
+        scale = (scale.view(np.int32) & np.int32(INF_KEY)).view(np.float32)
     return scale
 
 
@@ -228,14 +239,24 @@ def check_mode(mode: str) -> None:
 
 
 def e8m0_to_scale(codes: ArrayLike) -> NDArray[np.float32]:
-    """Return the float32 multiplier into FP8, 2^(127-code); NaN for 255."""
+    """Return the float32 multiplier into FP8 of uint8 E8M0 codes, 2^(127-code), in their shape; NaN for 255.
+
+    Raises:
+        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+    """
     with np.errstate(all="ignore"):
         # Exact: 1/2^k is a power of two, and 2^-127 (code 254) is a float32 subnormal.
         return np.float32(1) / decode(codes, E8M0)
 
 
 def e8m0_to_scale_inv(codes: ArrayLike) -> NDArray[np.float32]:
-    """Return the float32 multiplier back from FP8, 2^(code-127); NaN for 255. Code 0 is subnormal."""
+    """Return the float32 multiplier back from FP8 of uint8 E8M0 codes, 2^(code-127), in their shape; NaN for 255.
+
+    That of code 0 is subnormal.
+
+    Raises:
+        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+    """
     return decode(codes, E8M0)
 
 

@@ -1,9 +1,11 @@
 """`assert_same_bits`: comparison of two results bit for bit, any NaN being equal to any NaN.
 
 Libraries disagree on the code of a NaN, so NaN is compared as a class and the rest bytewise: -0 is not 0, and a
-distance counts representable values (ULP), -0 and 0 being neighbours.
+distance counts representable values (ULP), -0 and 0 being neighbours. Tensors become arrays of the same bits without an
+import of their library.
 """
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,13 +16,15 @@ from numpy.typing import NDArray
 from fp8_common._reference.rounding import decode
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import FORMATS, Format, get_format
-from fp8_common.testing.arrays import as_numpy
 
 SHOWN = 8
 """How many differing values a failure lists."""
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 _NAN_DISTANCE = np.uint64(2**64 - 1)
+_SAME_BITS = {fmt.dtype_name: ("uint8", fmt.numpy_dtype) for fmt in FORMATS.values()} | {
+    "bfloat16": ("uint16", np.dtype(ml_dtypes.bfloat16))
+}
 
 
 def assert_same_bits(
@@ -67,6 +71,24 @@ def assert_same_bits(
     if seed is not None:
         lines.append(f"  seed: {seed!r}")
     raise AssertionError("\n".join(lines))
+
+
+def as_numpy(x: Any) -> NDArray[Any]:
+    """Return `x` as a NumPy array of the dtype it has.
+
+    Takes whatever `numpy.asarray` takes, and torch tensors of any device that may require gradients or have a
+    dtype NumPy does not know (float8, bfloat16): these become the ml_dtypes dtype of the same bits.
+    """
+    if not hasattr(x, "detach"):
+        return np.asarray(x)
+    tensor = x.detach().cpu()
+    # The library is found through the dtype's name ("torch.float8_e4m3fn"): whoever made the tensor has imported it.
+    library, _, name = str(tensor.dtype).rpartition(".")
+    if name not in _SAME_BITS:
+        return tensor.numpy()
+    # NumPy cannot take these dtypes from the tensor, so the bits travel as unsigned integers.
+    carrier, dtype = _SAME_BITS[name]
+    return tensor.contiguous().view(getattr(sys.modules[library], carrier)).numpy().view(dtype)
 
 
 def _comparable(
@@ -129,13 +151,9 @@ def _histogram(distance: NDArray[np.uint64]) -> str:
     for step in steps:
         power = (step - 1).bit_length()  # 1: 0, 2: 1, 3-4: 2, 5-8: 3 ...
         bins[power] = bins.get(power, 0) + 1
-    parts = [f"{_range(power)}: {bins[power]}" for power in sorted(bins)]
+    ranges = ((2**power // 2 + 1, 2**power, bins[power]) for power in sorted(bins))
+    parts = [f"{last if first >= last else f'{first}-{last}'}: {count}" for first, last, count in ranges]
     return ", ".join(parts + ([f"NaN on one side: {nan.sum()}"] if nan.any() else []))
-
-
-def _range(power: int) -> str:
-    first, last = 2**power // 2 + 1, 2**power
-    return str(last) if first >= last else f"{first}-{last}"
 
 
 def _checked_source(source: Any, shape: tuple[int, ...]) -> NDArray[Any] | None:

@@ -28,7 +28,7 @@ def all_codes(fmt: str | Format, *, finite: bool = False) -> NDArray[np.uint8]:
         finite: Leave out the codes of infinity and NaN.
 
     Returns:
-        All 256 codes, or the finite ones.
+        uint8 [256], or [n] of the finite ones.
 
     Raises:
         Fp8Error: `fmt` is unknown.
@@ -78,6 +78,9 @@ def special_values(dtype: DTypeLike = np.float32) -> NDArray[np.generic]:
     Args:
         dtype: float16, bfloat16 or float32.
 
+    Returns:
+        [32], in `dtype`.
+
     Raises:
         Fp8Error: Another dtype.
     """
@@ -107,6 +110,9 @@ def adversarial(fmt: str | Format, dtype: DTypeLike = np.float32, scale: float =
         dtype: float16, bfloat16 or float32.
         scale: The multiplier into FP8 that the inputs are made for.
 
+    Returns:
+        [n], in `dtype`.
+
     Raises:
         Fp8Error: Unknown format, another dtype, or a scale that is not positive and finite.
     """
@@ -124,7 +130,7 @@ def adversarial(fmt: str | Format, dtype: DTypeLike = np.float32, scale: float =
 
 
 def adversarial_amax() -> NDArray[np.float32]:
-    """Return amax values, float32, on which scale rules differ.
+    """Return amax values, float32 [n], on which scale rules differ.
 
     Zero, subnormals, infinity and NaN; the floors of all presets; where the scale of each format meets its
     limits or a power of two; amax equal to each format's maximum; all with their neighbours, and powers of

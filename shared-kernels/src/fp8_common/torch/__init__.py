@@ -16,26 +16,14 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from fp8_common._reference.quantize import Block, Quantized, check_block
+from fp8_common._reference.quantize import MX_BLOCK, Block, Quantized, check_block
 from fp8_common._reference.scaling import check_history, check_mode
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, Format, get_data_format, get_format
 from fp8_common.policy import CANONICAL, HistoryAlgo, MxMode, ScalePolicy
 from fp8_common.torch import casts, decoding, numerics, rounding
 from fp8_common.torch.linear.config import GemmConfig
-from fp8_common.torch.numerics import (
-    FLOAT8_DTYPES,
-    INPUT_DTYPES,
-    amax_over,
-    as_codes,
-    as_float32,
-    check_input_dtype,
-    e8m0_from_amax,
-    scale_inv_from_amax,
-    scale_inv_of_e8m0,
-    scale_of_e8m0,
-    torch_dtype,
-)
+from fp8_common.torch.numerics import FLOAT8_DTYPES, INPUT_DTYPES, torch_dtype
 
 __all__ = [
     "FLOAT8_DTYPES",
@@ -71,28 +59,43 @@ def encode(x: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32, or `fmt` is no data format.
     """
-    return rounding.cast(rounding.nan_where_infinite(as_float32(_input(x))), get_data_format(fmt)).view(torch.uint8)
+    finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
+    return rounding.cast(finite, get_data_format(fmt)).view(torch.uint8)
 
 
 def encode_stochastic(x: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round up or down at random; `random_bits` is int32 or uint32 of the shape of `x`. Returns uint8 codes."""
-    finite = rounding.nan_where_infinite(as_float32(_input(x)))
+    """Round every element up or down at random; see `fp8_common.encode_stochastic` for the rule.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        fmt: A data format or its name.
+        random_bits: int32 or uint32 of the shape of `x`, uniformly distributed.
+
+    Returns:
+        uint8 codes of the shape of `x`.
+
+    Raises:
+        Fp8Error: `fmt` is no data format, or a tensor has another dtype or shape.
+    """
+    finite = rounding.nan_where_infinite(numerics.as_float32(_input(x)))
     return rounding.cast_stochastic(finite, get_data_format(fmt), random_bits).view(torch.uint8)
 
 
 def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Return the float32 value of every code (uint8 or the format's own dtype); exact.
+    """Return the float32 value of every code (uint8 or the format's own dtype), of the shape of `codes`; exact.
 
     Raises:
         Fp8Error: `codes` has another dtype.
     """
     fmt = get_format(fmt)
-    raw = as_codes(codes, fmt)
-    return scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else decoding.values(raw, fmt)
+    raw = numerics.as_codes(codes, fmt)
+    return numerics.scale_inv_of_e8m0(raw) if fmt.name == "e8m0" else decoding.values(raw, fmt)
 
 
 def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> torch.Tensor:
     """Return max |x| over `axis` (None: all) as float32: 0 if empty, NaN if any element is NaN.
+
+    With `keepdims`, reduced dimensions have length 1.
 
     Raises:
         Fp8Error: `x` is not float16, bfloat16 or float32.
@@ -101,26 +104,56 @@ def amax(x: torch.Tensor, axis: int | Sequence[int] | None = None, keepdims: boo
     if axis is None:
         largest = casts.amax(x)
         return largest.reshape((1,) * x.ndim) if keepdims else largest
-    return amax_over(x, [axis] if isinstance(axis, int) else list(axis), keepdims)
+    return numerics.amax_over(x, [axis] if isinstance(axis, int) else list(axis), keepdims)
 
 
 def amax_to_scale(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the float32 scale into FP8, of the shape of `amax`; see `fp8_common.amax_to_scale`."""
+    """Return the scale that multiplies values into `fmt`; see `fp8_common.amax_to_scale` for the rule.
+
+    Args:
+        amax: float32 of any shape, max |x| (its sign is ignored).
+        fmt: The format the values go to.
+        policy: The rule; see `fp8_common.policy`.
+        prev: float32, broadcastable to `amax`: the scale in use, kept where amax is zero, infinite or NaN.
+
+    Returns:
+        float32 of the shape of `amax`.
+
+    Raises:
+        Fp8Error: `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+    """
     return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
 
 
 def amax_to_scale_inv(
     amax: torch.Tensor, fmt: str | Format, policy: ScalePolicy = CANONICAL, prev: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the float32 scale back from FP8, of the shape of `amax`; see `fp8_common.amax_to_scale_inv`."""
-    return scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
+    """Return the scale that multiplies FP8 values back; see `fp8_common.amax_to_scale_inv`.
+
+    Args:
+        amax: float32 of any shape, max |x| (its sign is ignored).
+        fmt: The format that the values have.
+        policy: The rule; see `fp8_common.policy`.
+        prev: float32, broadcastable to `amax`: the scale in use, into FP8.
+
+    Returns:
+        float32 of the shape of `amax`.
+
+    Raises:
+        Fp8Error: `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+    """
+    return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """Return RN32(1 / scale), IEEE division, float32 of the shape of `scale`."""
-    return casts.reciprocal(as_float32(_input(scale, "scale")))
+    """Return RN32(1 / scale), IEEE division, float32 of the shape of `scale`.
+
+    Raises:
+        Fp8Error: `scale` is not float16, bfloat16 or float32.
+    """
+    return casts.reciprocal(numerics.as_float32(_input(scale, "scale")))
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
@@ -131,6 +164,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
         scale: float32, broadcastable to `x`.
         fmt: The FP8 format.
 
+    Returns:
+        float8 codes of the shape of `x`; NaN where `x` is infinite or NaN.
+
     Raises:
         Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
     """
@@ -140,20 +176,58 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.T
 def quantize_stochastic(
     x: torch.Tensor, scale: torch.Tensor, fmt: str | Format, random_bits: torch.Tensor
 ) -> torch.Tensor:
-    """Like `quantize`, rounding at random; `random_bits` is int32 or uint32 of the shape of `x`."""
+    """Like `quantize`, rounding up or down at random; see `fp8_common.encode_stochastic` for the rule.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: The FP8 format.
+        random_bits: int32 or uint32 of the shape of `x`, uniformly distributed.
+
+    Returns:
+        float8 codes of the shape of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype, or a tensor of another shape.
+    """
     return rounding.quantize_stochastic(_input(x), _broadcastable(scale, x), get_data_format(fmt), random_bits)
 
 
 def dequantize(
     q: torch.Tensor, scale: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return q * RN32(1 / scale) in `dtype`; `q` is float8 or uint8 codes, `scale` broadcasts to it."""
+    """Return q * RN32(1 / scale), computed in float32 and rounded to `dtype`.
+
+    Args:
+        q: float8 or uint8 codes, any shape.
+        scale: float32 scale into FP8, broadcastable to `q`.
+        fmt: The FP8 format of `q`.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, of the shape of `q`.
+
+    Raises:
+        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `q`.
+    """
     return decoding.dequantize(q, _broadcastable(scale, q), get_data_format(fmt), dtype)
 
 
 def fake_quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """Quantize and go back in the dtype of `x`; the gradient passes straight through to `x`, none goes to `scale`."""
-    check_input_dtype(x)
+    """Quantize and go back in the dtype of `x`; the gradient passes straight through to `x`, none goes to `scale`.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: The FP8 format.
+
+    Returns:
+        The rounded values, of the dtype and shape of `x`.
+
+    Raises:
+        Fp8Error: Unsupported dtype, or `scale` does not broadcast to the shape of `x`.
+    """
+    numerics.check_input_dtype(x)
     return _StraightThrough.apply(x, _broadcastable(scale, x), get_data_format(fmt))
 
 
@@ -174,7 +248,20 @@ class _StraightThrough(torch.autograd.Function):
 def quantize_rowwise(
     x: torch.Tensor, fmt: str | Format, axis: int = -1, policy: ScalePolicy = CANONICAL
 ) -> Quantized[torch.Tensor]:
-    """Quantize with one scale for each slice along `axis`; scales keep that axis with length 1."""
+    """Quantize with one scale for each slice along `axis`.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape of at least one dimension.
+        fmt: The FP8 format.
+        axis: The axis that shares a scale: -1 gives a scale per row, 0 a scale per column of a matrix.
+        policy: The scale rule.
+
+    Returns:
+        float8 codes of the shape of `x`; float32 scales of that shape with `axis` of length 1, so that they broadcast.
+
+    Raises:
+        Fp8Error: `x` has another dtype, or `fmt` is no data format.
+    """
     rows = _input(x).movedim(axis, -1)
     made = casts.quantize_dynamic(rows, get_data_format(fmt), policy, (1, 0))
     return Quantized(made.codes.movedim(-1, axis), made.scale.movedim(-1, axis))
@@ -183,7 +270,20 @@ def quantize_rowwise(
 def quantize_blockwise(
     x: torch.Tensor, fmt: str | Format, block: Block = (1, 128), policy: ScalePolicy = CANONICAL
 ) -> Quantized[torch.Tensor]:
-    """Quantize [..., M, N] with one scale per block: scales [..., ceil(M / rows), ceil(N / columns)]."""
+    """Quantize with one scale for each (rows, columns) block of the last two dimensions.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., M, N]; blocks at the edges may be partial.
+        fmt: The FP8 format.
+        block: (1, 128) for activations and gradients, (128, 128) for weights.
+        policy: The scale rule.
+
+    Returns:
+        float8 codes [..., M, N]; float32 scales [..., ceil(M / rows), ceil(N / columns)].
+
+    Raises:
+        Fp8Error: `x` has another dtype, `fmt` is no data format, or the block cannot cut `x`.
+    """
     made = casts.quantize_dynamic(_input(x), get_data_format(fmt), policy, check_block(block, x.ndim))
     return Quantized(made.codes, made.scale)
 
@@ -195,28 +295,66 @@ def dequantize_blockwise(
     block: Block = (1, 128),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Undo `quantize_blockwise`."""
+    """Undo `quantize_blockwise`.
+
+    Args:
+        q: float8 or uint8 codes [..., M, N].
+        scale: float32 scales into FP8 [..., ceil(M / rows), ceil(N / columns)].
+        fmt: The FP8 format of `q`.
+        block: (rows, columns) of a block.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, [..., M, N].
+
+    Raises:
+        Fp8Error: Unsupported dtype or format, a block that cannot cut `q`, or scales of another shape.
+    """
     return decoding.dequantize(q, scale, get_data_format(fmt), dtype, check_block(block, q.ndim))
 
 
 def amax_to_e8m0(amax: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> torch.Tensor:
-    """Return uint8 E8M0 codes of the shape of float32 `amax`; see `fp8_common.amax_to_e8m0`."""
+    """Return uint8 E8M0 codes of the shape of float32 `amax`; see `fp8_common.amax_to_e8m0` for the modes.
+
+    Raises:
+        Fp8Error: Unknown `mode`, `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+    """
     check_mode(mode)
-    return e8m0_from_amax(as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
+    return numerics.e8m0_from_amax(numerics.as_float32(_input(amax, "amax")), get_data_format(fmt), mode)
 
 
 def e8m0_to_scale(codes: torch.Tensor) -> torch.Tensor:
-    """Return the float32 multiplier into FP8 of E8M0 codes, 2^(127-code); NaN for 255."""
-    return scale_of_e8m0(as_codes(codes, E8M0))
+    """Return the float32 multiplier into FP8 of E8M0 codes, 2^(127-code), in their shape; NaN for 255.
+
+    Raises:
+        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+    """
+    return numerics.scale_of_e8m0(numerics.as_codes(codes, E8M0))
 
 
 def e8m0_to_scale_inv(codes: torch.Tensor) -> torch.Tensor:
-    """Return the float32 multiplier back from FP8 of E8M0 codes, 2^(code-127); NaN for 255."""
-    return scale_inv_of_e8m0(as_codes(codes, E8M0))
+    """Return the float32 multiplier back from FP8 of E8M0 codes, 2^(code-127), in their shape; NaN for 255.
+
+    Raises:
+        Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
+    """
+    return numerics.scale_inv_of_e8m0(numerics.as_codes(codes, E8M0))
 
 
 def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Quantized[torch.Tensor]:
-    """Quantize [..., N] to OCP MX: data and torch.float8_e8m0fnu scales [..., ceil(N / 32)]."""
+    """Quantize to OCP MX: one E8M0 scale for 32 consecutive values of the last dimension.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., N]; the last block may be partial.
+        fmt: The element format.
+        mode: How the scale is rounded; see `fp8_common.amax_to_e8m0`.
+
+    Returns:
+        float8 codes [..., N]; torch.float8_e8m0fnu scales [..., ceil(N / 32)], which go back from FP8.
+
+    Raises:
+        Fp8Error: `x` has another dtype or is a scalar, `fmt` is no data format, or `mode` is unknown.
+    """
     check_mode(mode)
     return Quantized(*casts.quantize_mx(_input(x), get_data_format(fmt), mode))
 
@@ -224,21 +362,47 @@ def quantize_mx(x: torch.Tensor, fmt: str | Format, mode: MxMode = "rceil") -> Q
 def dequantize_mx(
     q: torch.Tensor, codes: torch.Tensor, fmt: str | Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Undo `quantize_mx`; exact in float32."""
+    """Undo `quantize_mx`; exact in float32.
+
+    Args:
+        q: float8 or uint8 codes [..., N].
+        codes: E8M0 codes [..., ceil(N / 32)], uint8 or torch.float8_e8m0fnu.
+        fmt: The element format.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Values in `dtype`, [..., N].
+
+    Raises:
+        Fp8Error: `q` has another dtype, `fmt` is no data format, or E8M0 codes have another shape.
+    """
+    check_block(MX_BLOCK, q.ndim)
     return decoding.dequantize_mx(q, codes, get_data_format(fmt), dtype)
 
 
 def update_history(
     history: torch.Tensor, amax: torch.Tensor, algo: HistoryAlgo = "max"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Record one observation: (new history [L, ...], amax for the next scale [...]); nothing is written in place."""
+    """Record one observation per tensor; nothing is written in place.
+
+    Args:
+        history: float32 [L, ...]; slot 0 is the newest.
+        amax: float32 [...], this step's amax; what is infinite or NaN is not recorded.
+        algo: "max" over the history, or "most_recent" (slot 0).
+
+    Returns:
+        (new history [L, ...], amax for the next scale [...]), both float32.
+
+    Raises:
+        Fp8Error: Shapes do not fit, the history is empty, or `algo` is unknown.
+    """
     check_history(tuple(history.shape), tuple(amax.shape), algo)
     return numerics.update_history(_input(history, "history"), _input(amax, "amax"), algo)
 
 
 def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     """Check the dtype and leave the autograd graph: a step function has no useful derivative."""
-    return check_input_dtype(x, what).detach()
+    return numerics.check_input_dtype(x, what).detach()
 
 
 def _broadcastable(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

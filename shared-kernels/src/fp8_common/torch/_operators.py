@@ -35,8 +35,8 @@ def operator(fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[
         made.register_fake(fake)
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            return made(*args) if torch.compiler.is_compiling() else function(*args)
+        def call(*args: Any, **named: Any) -> Any:
+            return made(*args, **named) if torch.compiler.is_compiling() else function(*args, **named)
 
         return call  # pyrefly: ignore[bad-return]
 

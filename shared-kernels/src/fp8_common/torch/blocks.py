@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common._reference.quantize import block_grid, check_block
-from fp8_common.errors import Fp8Error
+from fp8_common._reference.quantize import block_grid, check_block, check_grid
 from fp8_common.torch.numerics import amax_of, amax_over
 
 Block = tuple[int, int] | None
@@ -65,7 +64,7 @@ def split_blocks(x: torch.Tensor, scale: torch.Tensor, block: Block) -> tuple[to
     if block is None or broadcasts(block):
         return x, scale
     rows, columns = check_block(block, x.ndim)
-    _check_grid(scale, block, x.shape)
+    check_grid(scale.shape, block, x.shape)
     if rows > 1:
         x, scale = _split_along(x, scale, x.ndim - 2, rows)
     # -1 of `x` is a dimension of its own still, whatever became of the rows
@@ -84,16 +83,8 @@ def expand_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size
     Raises:
         Fp8Error: `scale` does not have the shape that `block_grid` gives.
     """
-    _check_grid(scale, block, shape)
+    check_grid(scale.shape, block, shape)
     wide = scale.repeat_interleave(block[1], -1).narrow(-1, 0, shape[-1])
     if len(shape) == 1 or block[0] == 1:
         return wide
     return wide.repeat_interleave(block[0], -2).narrow(-2, 0, shape[-2])
-
-
-def _check_grid(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> None:
-    if tuple(scale.shape) != block_grid(tuple(shape), block):
-        raise Fp8Error(
-            f"Scales for data of shape {tuple(shape)} in blocks of {tuple(block)} must have shape "
-            f"{block_grid(tuple(shape), block)}, got {tuple(scale.shape)}."
-        )

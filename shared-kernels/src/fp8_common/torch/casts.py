@@ -18,20 +18,6 @@ from fp8_common.torch._triton import dense, fuses, hides, launch, matrix_of, nam
 from fp8_common.torch.blocks import Block, amax_by, block_of, broadcasts, expand_blocks, scale_shape, split_blocks
 from fp8_common.torch.numerics import amax_of, as_float32, divide, torch_dtype
 
-__all__ = [
-    "Cast",
-    "amax",
-    "fuses",
-    "quantize",
-    "quantize_dynamic",
-    "quantize_mx",
-    "quantize_with_amax",
-    "reciprocal",
-    "scale_from_amax",
-    "takes",
-]
-
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -48,16 +48,6 @@ def roll_histories(
     return rolled, following
 
 
-def scales_from_bits(bits: torch.Tensor, casts: Sequence[CastRecipe]) -> torch.Tensor:
-    """Return the float32 scales [T] that dynamic scaling gives operands of these amax.
-
-    Args:
-        bits: int32 [T]; entries below 0 count as 0.
-        casts: T casts that share one policy.
-    """
-    return _scales_by_format(of_amax_bits(bits.clamp(min=0)), tuple(cast.format for cast in casts), casts[0].policy)
-
-
 def current(
     scale: torch.Tensor, late: torch.Tensor | None, own_bits: torch.Tensor | None, amax: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +109,7 @@ def update_by_kernel(
 
 
 def _scales_by_format(
-    amax: torch.Tensor, names: tuple[str, ...], policy: ScalePolicy, prev: torch.Tensor | None = None
+    amax: torch.Tensor, names: tuple[str, ...], policy: ScalePolicy, prev: torch.Tensor
 ) -> torch.Tensor:
     # The scale rule depends on the format, so every format computes all scales and keeps its own; there are two or so.
     first, *others = dict.fromkeys(names)

@@ -20,6 +20,7 @@ from fp8_common.torch.linear.operand import ScaleState
 from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group
 from fp8_common.torch.sharding.fsdp import region_of
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch.sharding.wrappers import local_of
 
 Layout = Literal["compressed-tensors", "deepseek"]
 
@@ -75,15 +76,14 @@ def serving_state_dict(
     _check_writable(state)
     bits, _ = max_by_group(
         [
-            (grid.amax_bits(_local(state[name]), region_of(state[name])), group_of_parts(state[name]))
+            (grid.amax_bits(local_of(state[name]), region_of(state[name])), group_of_parts(state[name]))
             for name, grid in grids.items()
         ]
     )
     for (name, grid), own in zip(grids.items(), bits, strict=True):
         weight = state[name]
         scale = _scale(name, grid, grid.amax(own, weight.shape), scaled.get(name))
-        codes = grid.quantize_part(_local(weight), scale, region_of(weight))
-        state[name] = _like(weight, codes)
+        state[name] = _like(weight, grid.quantize_part(local_of(weight), scale, region_of(weight)))
         shape = _BLOCKS.shape(weight.shape) if layout == "deepseek" else scale.shape or (1,)
         state[name + _SUFFIXES[layout]] = reciprocal(scale).expand(shape).clone(memory_format=torch.contiguous_format)
     return state
@@ -138,9 +138,7 @@ def _group(kind: str, targets: Sequence[str]) -> dict[str, Any]:
 def _names_of_weights(model: nn.Module, casts: Mapping[str, CastRecipe]) -> dict[str, str]:
     """Return the first name of each layer's weight."""
     modules, names = dict(model.named_modules(remove_duplicate=False)), {}
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+    parameters = list(model.named_parameters(remove_duplicate=False))
     layers = [modules.get(layer) for layer in casts]
     for name, layer in zip(casts, layers, strict=True):
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
@@ -149,7 +147,7 @@ def _names_of_weights(model: nn.Module, casts: Mapping[str, CastRecipe]) -> dict
             raise Fp8UnsupportedError(
                 f"The layer {name!r} is {found}: the layouts hold weights of nn.Linear layers. Leave it out of casts."
             )
-        tied = owners[id(weight)]
+        tied = [own for own, parameter in parameters if parameter is weight]
         if other := next((one for one in tied if modules[one.rpartition(".")[0]] not in layers), None):
             raise Fp8UnsupportedError(
                 f"The weight of {name!r} is tied to {other}, which stays in high precision. Leave the layer out of "
@@ -205,14 +203,9 @@ def _scale(name: str, grid: ScaleGrid, amax: torch.Tensor, state: ScaleState | N
     return state.current(amax, record=False)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _like(weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return the local part of a tensor that is distributed as `weight` is."""
     if not isinstance(weight, DTensor):
         return local
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())

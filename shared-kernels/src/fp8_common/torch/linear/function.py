@@ -276,7 +276,7 @@ def _grad_weight(
 def _options(config: LinearConfig, product: str, out_dtype: torch.dtype, device: torch.device) -> MatmulOptions:
     return MatmulOptions(
         out_dtype=out_dtype,
-        emulate=should_emulate(device, config),
+        emulate=should_emulate(device, config.emulate),
         use_fast_accum=getattr(config.gemms, f"fast_accum_{product}"),
         # the weight's gradient is contracted over tokens, whose number is nobody's choice
         pad_inner=config.pad_inner_dim or product == "grad_weight",

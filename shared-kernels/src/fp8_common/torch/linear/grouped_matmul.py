@@ -89,11 +89,6 @@ def matmul_over_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOpti
     return torch.where(groups.filled[:, None, None], y, 0).bfloat16()
 
 
-def matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return a.T @ b over the rows of each group, [groups, N, K], of [rows, N] and [rows, K] of one dtype."""
-    return grouped_matmul_wide_op(a, b, offsets)
-
-
 def path_of(a: Operand, b: Operand, options: MatmulOptions) -> Literal["fp8", "bfloat16", "looped"]:
     """Return how these groups are multiplied: their codes, the codes decoded to bfloat16, or group after group."""
     # Of two matrices in groups, rows are padded, whatever their number.
@@ -259,8 +254,8 @@ def grouped_matmul_op(
 
 
 @operator(fake=lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])))
-def grouped_matmul_wide_op(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return `matmul_wide`."""
+def grouped_matmul_wide(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return a.T @ b over the rows of each group, [groups, N, K], of [rows, N] and [rows, K] of one dtype."""
     y = a.new_zeros((offsets.shape[0], a.shape[1], b.shape[1]))
     for group, (start, end) in enumerate(_bounds(offsets, a)):
         if start < end:

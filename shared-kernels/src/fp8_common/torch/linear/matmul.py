@@ -9,7 +9,7 @@ matrices. The paths of GPUs were compiled and traced, and have not run on one ye
 
 import logging
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,6 @@ _FIRST_WITH_FP8 = (8, 9)
 _HOPPER = (9, 0)
 
 
-class EmulationChoice(Protocol):
-    """Any configuration with the field `emulate`."""
-
-    @property
-    def emulate(self) -> Literal["auto"] | bool:
-        """Whether to emulate: always (True), never (False), or where the device lacks FP8 matmuls ("auto")."""
-
-
 class MatmulOptions(NamedTuple):
     """How one matmul runs.
 
@@ -61,16 +53,16 @@ class MatmulOptions(NamedTuple):
     pad_outer: bool = False
 
 
-def should_emulate(device: torch.device, config: EmulationChoice) -> bool:
-    """Return whether matmuls on `device` are emulated.
+def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> bool:
+    """Return whether matmuls on `device` are emulated: always, never, or ("auto") where it has no FP8 matmuls.
 
     Raises:
-        Fp8UnsupportedError: `config.emulate` is False and the device has no FP8 matmuls.
+        Fp8UnsupportedError: `emulate` is False and the device has no FP8 matmuls.
     """
-    if config.emulate is True:
+    if emulate is True:
         return True
     supported = device_capability(device) >= _FIRST_WITH_FP8
-    if config.emulate is False and not supported:
+    if emulate is False and not supported:
         raise Fp8UnsupportedError(
             f"{device} has no FP8 matrix products: they need an NVIDIA GPU of compute capability 8.9 or higher. "
             'Use emulate="auto" or emulate=True to compute the same numbers in higher precision.'

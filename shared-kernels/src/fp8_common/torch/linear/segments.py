@@ -13,14 +13,7 @@ from fp8_common.formats import Format
 from fp8_common.torch import casts
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import fuses, launch, name_of, plans, takes
-from fp8_common.torch.numerics import (
-    amax_bits,
-    amax_over,
-    check_input_dtype,
-    narrow_bits,
-    of_amax_bits,
-    of_narrow_bits,
-)
+from fp8_common.torch.numerics import amax_bits, amax_over, check_input_dtype, narrow_bits, of_amax_bits, of_narrow_bits
 
 BLOCK = 128
 """The rows that share scales in a matmul contracted over rows, with scales of blocks."""
@@ -85,7 +78,12 @@ class Groups:
         return self._block_of_row, count
 
 
-def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, *, per_column: bool) -> torch.Tensor:
+@operator(
+    fake=lambda x, segments, count, per_column: x.new_empty(
+        (count, x.shape[1]) if per_column else (count,), dtype=torch.float32
+    )
+)
+def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
     """Return max |x| over the rows of each segment, NaN wins; 0 for a segment without rows.
 
     Args:
@@ -97,7 +95,26 @@ def segment_amax(x: torch.Tensor, segments: torch.Tensor, count: int, *, per_col
     Returns:
         float32 [count], or [count, columns].
     """
-    return segment_amax_op(x, segments, count, per_column)
+    if takes(x):
+        plan = plans().group_amax(*x.shape, count, name_of(x.dtype), columns=per_column)
+        bits = launch(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments)[0]
+        return of_amax_bits(bits)
+    if per_column and x.device.type == "cpu":
+        # one segment after the other: torch's reduction by index takes several times as long there
+        ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
+        narrow = narrow_bits(x)
+        found = narrow.new_zeros((count, x.shape[1]))
+        for segment, (start, end) in enumerate(itertools.pairwise(ends)):
+            if start < end:
+                torch.amax(narrow[start:end], 0, out=found[segment])
+        return of_narrow_bits(found, x.dtype)
+    # Bits, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
+    bits = amax_bits(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
+    # one more, for the rows that are in none
+    found = bits.new_zeros((count + 1, *bits.shape[1:]))
+    places = segments.long()[:, None].expand_as(bits) if per_column else segments.long()
+    found.scatter_reduce_(0, places, bits, "amax")
+    return of_amax_bits(found[:count])
 
 
 def segment_quantize(
@@ -170,35 +187,6 @@ def check_offsets(offsets: torch.Tensor, rows: int) -> None:
 def offsets_fit(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a bool scalar: offsets, at least one, begin at 0 or above, never fall and end at `rows` or before."""
     return (offsets.diff(prepend=offsets.new_zeros(1)) >= 0).all() & (offsets[-1] <= rows)
-
-
-@operator(
-    fake=lambda x, segments, count, per_column: x.new_empty(
-        (count, x.shape[1]) if per_column else (count,), dtype=torch.float32
-    )
-)
-def segment_amax_op(x: torch.Tensor, segments: torch.Tensor, count: int, per_column: bool) -> torch.Tensor:
-    """Return `segment_amax`."""
-    if takes(x):
-        plan = plans().group_amax(*x.shape, count, name_of(x.dtype), columns=per_column)
-        bits = launch(plan, x.device, x_ptr=x.contiguous(), group_ptr=segments)[0]
-        return of_amax_bits(bits)
-    if per_column and x.device.type == "cpu":
-        # one segment after the other: torch's reduction by index takes several times as long there
-        ends = torch.searchsorted(segments, torch.arange(count + 1, dtype=segments.dtype)).tolist()
-        narrow = narrow_bits(x)
-        found = narrow.new_zeros((count, x.shape[1]))
-        for segment, (start, end) in enumerate(itertools.pairwise(ends)):
-            if start < end:
-                torch.amax(narrow[start:end], 0, out=found[segment])
-        return of_narrow_bits(found, x.dtype)
-    # Bits, as in every MAX of this package: integers keep NaN, and their maximum does not depend on an order.
-    bits = amax_bits(check_input_dtype(x).float() if per_column else amax_over(x, (1,), keepdim=False))
-    # one more, for the rows that are in none
-    found = bits.new_zeros((count + 1, *bits.shape[1:]))
-    places = segments.long()[:, None].expand_as(bits) if per_column else segments.long()
-    found.scatter_reduce_(0, places, bits, "amax")
-    return of_amax_bits(found[:count])
 
 
 @operator(fake=lambda y, keep: None, mutates=("y",))

@@ -32,40 +32,6 @@ try:
 except ImportError as error:  # an upgrade moved something: say so on use, not at import
     _import_error = error
 
-PRIVATE_NAMES = {
-    "FSDPState": (
-        "_is_root",
-        "_modules",
-        "_state_ctx",
-        "_fsdp_param_group",
-        "_lazy_init",
-        "_device_handle",
-        "post_optim_event",
-    ),
-    "FSDPParam": (
-        "sharded_param",
-        "padded_sharded_param_size",
-        "_orig_size",
-        "_param_fqn",
-        "shard_mesh",
-        "_module_info",
-        "fsdp_placement",
-        "device",
-        "orig_dtype",
-        "offload_to_cpu",
-    ),
-    "FSDPParamGroup": (
-        "_reduce_scatter_comm",
-        "fsdp_params",
-        "is_unsharded",
-        "reshard",
-        "reshard_after_backward",
-        "post_forward_mesh_info",
-        "mesh_info",
-    ),
-}
-"""Attributes of private classes that this file reads; a test looks for each."""
-
 
 _state_of: "Callable[[nn.Module], FSDPState]" = operator.methodcaller("_get_fsdp_state")
 """Returns the state of a module that `fully_shard` was applied to."""
@@ -174,7 +140,14 @@ def shards(model: nn.Module | None = None, *, recurse: bool = True) -> Iterator[
     for state in states:
         for group in _groups_of(state):
             for param in group.fsdp_params:
-                yield _shard_of(param, group)
+                yield Shard(
+                    module=param._module_info.module,
+                    name=param._module_info.param_name,
+                    padded_shape=param.padded_sharded_param_size,
+                    device=param.device,
+                    fsdp_param=param,
+                    fsdp_group=group,
+                )
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, Shard]]:
@@ -334,17 +307,6 @@ def pad_rows(codes: torch.Tensor, padded_shape: torch.Size) -> torch.Tensor:
 def unpad(gathered: torch.Tensor, full_shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return the gathered uint8 buffer as `dtype` of `full_shape`, without a copy: padding is at the end."""
     return gathered.view(-1)[: math.prod(full_shape)].view(dtype).view(full_shape)
-
-
-def _shard_of(param: "FSDPParam", group: "FSDPParamGroup") -> Shard:
-    return Shard(
-        module=param._module_info.module,
-        name=param._module_info.param_name,
-        padded_shape=param.padded_sharded_param_size,
-        device=param.device,
-        fsdp_param=param,
-        fsdp_group=group,
-    )
 
 
 def _initialized_root(state: "FSDPState") -> "FSDPState":

@@ -6,7 +6,7 @@ On GPUs each direction is one kernel; elsewhere it is made of the references.
 
 import torch
 
-from fp8_common._reference.gradients import MessageRows
+from fp8_common._reference.gradients import BLOCK, MessageRows
 from fp8_common._reference.rounding import random_bits
 from fp8_common.formats import Format
 from fp8_common.policy import POWER_OF_2
@@ -15,9 +15,6 @@ from fp8_common.torch.blocks import block_amax, expand_blocks
 from fp8_common.torch.decoding import dequantize
 from fp8_common.torch.numerics import scale_from_amax, torch_dtype
 from fp8_common.torch.rounding import quantize, quantize_stochastic
-
-BLOCK = (1, 128)
-"""The elements with one scale."""
 
 
 def pack_gradients(
@@ -101,7 +98,7 @@ def _sum_in_order(parts: torch.Tensor, divisor: float) -> torch.Tensor:
 
 
 def _rows_of(compressed: int, wide: int, wide_dtype: torch.dtype) -> MessageRows:
-    return MessageRows(compressed=compressed, wide_bytes=wide * wide_dtype.itemsize, block=BLOCK[1])
+    return MessageRows(compressed=compressed, wide_bytes=wide * wide_dtype.itemsize)
 
 
 def _codes_part(message: torch.Tensor, rows: MessageRows, fmt: Format) -> torch.Tensor:
