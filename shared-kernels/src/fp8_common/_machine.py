@@ -77,7 +77,7 @@ class Machine:
         return product_path(self.accelerator, granularity)
 
     def own_path(self, name: str, status: Status, why: str) -> Path:
-        """Return a path that only a plugin knows of; see `fp8_common.hardware.Path` for the words."""
+        """Return a path that only a plugin knows of, with its status and the reason; see `fp8_common.hardware.Path`."""
         return Path(name=name, status=status, why=why)
 
 

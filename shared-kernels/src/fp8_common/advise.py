@@ -41,7 +41,7 @@ class Accelerator:
 
     @classmethod
     def of_data_sheet(cls, bf16: float, fp8: float, bandwidth: float) -> Self:
-        """Return the rates of a device whose data sheet gives FLOP/s (dense) and bytes per second."""
+        """Return the rates of a device whose data sheet gives dense FLOP/s in bf16 and FP8, and bytes per second."""
         return cls(0.70 * bf16, 0.65 * fp8, 0.45 * bf16, 0.90 * bandwidth)
 
 
@@ -148,7 +148,11 @@ class ModelShape:
 
     @classmethod
     def of_fields(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Return the shape that the fields of a configuration say; `where` names it in errors."""
+        """Return the shape that the fields of a configuration say; `where` names it in errors.
+
+        Raises:
+            Fp8Error: A field is missing, or the attention is of a kind that is not modelled.
+        """
         experts = next(
             (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
         )

@@ -10,7 +10,13 @@ from fp8_common.policy import FLOAT32_MAX, HistoryAlgo, MxMode, ScalePolicy
 
 
 def te_delayed(margin: int = 0, history: int = 1024, algo: HistoryAlgo = "max") -> ScalePolicy:
-    """TransformerEngine's delayed scaling: previous scale for zero, inf and NaN; overflow gives FLT_MAX."""
+    """TransformerEngine's delayed scaling: previous scale for zero, inf and NaN; overflow gives FLT_MAX.
+
+    Args:
+        margin: The scale aims at `max * 2^-margin`.
+        history: Steps in the window.
+        algo: "max" over the window, or "most_recent".
+    """
     return ScalePolicy(name="te_delayed", margin=margin, history=history, algo=algo, upper=FLOAT32_MAX)
 
 

@@ -127,12 +127,12 @@ class MasterOptimizer(Optimizer):
     # ------------------------------------------------------------ masters
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter has a master here."""
+        """Return whether a parameter, the object that the model holds, has a master here."""
         return parameter in self._masters
 
     @torch.no_grad()
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 master of a parameter, a DTensor for a distributed one; None if it has none.
+        """Return the float32 master of a parameter, of its shape, a DTensor for a distributed one; None if it has none.
 
         It is the master itself: after a change of it call `write_back`.
         """
@@ -143,13 +143,22 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def masters(self) -> list[torch.Tensor]:
-        """Return every master; see `master_of`."""
+        """Return every float32 master, in the order of the optimizer's parameters; see `master_of`."""
         self._follow_writes()
         return list(self._masters.values())
 
     @torch.no_grad()
     def set_master(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace the values of a master, [n, columns] of the rows held here, by those that the parameter has."""
+        """Replace the values of a master, and quantize them into its weight.
+
+        Args:
+            parameter: One that `owns` knows.
+            values: A floating-point dtype, [n, columns]: those of the rows that are held here.
+
+        Raises:
+            KeyError: The parameter has no master.
+            RuntimeError: The shape does not fit.
+        """
         local = local_of(self._masters[parameter])
         local.copy_(values.reshape(local.shape))
         self._agree(parameter)

@@ -102,16 +102,16 @@ class PrimaryFloat8Weight(torch.Tensor):
 
     @property
     def scale(self) -> torch.Tensor:
-        """float32 scales of the whole weight, into FP8."""
+        """float32 scales of the whole weight, into FP8: [] for one, [rows, 1] or one for each block."""
         return self._state.scale
 
     @property
     def codes(self) -> torch.Tensor:
-        """The codes of this view, in torch's float8 dtype; they share memory with the weight."""
+        """The codes of this view, of its shape, in torch's float8 dtype; they share memory with the weight."""
         return self._codes.view(self._state.float8_codes.dtype)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values that the codes stand for, a plain tensor in `dtype`, by default this one."""
+        """Return the values that the codes stand for: a plain tensor of this shape in `dtype` (this one's)."""
         if self.is_meta:
             return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
         return self.view_of(self._state.all_values(dtype or self.dtype).contiguous())
@@ -171,7 +171,7 @@ class PrimaryFloat8Weight(torch.Tensor):
         return self._codes.data_ptr() == own.data_ptr() and rows in (self._state.rows, own.shape[0])
 
     def view_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of a contiguous tensor of the storage's shape that this view shows."""
+        """Return the part of a contiguous tensor of the storage's shape, of any dtype, that this view shows."""
         offset = self._codes.storage_offset() - self._state.codes.storage_offset()
         return whole.as_strided(self._codes.shape, self._codes.stride(), whole.storage_offset() + offset)
 

@@ -231,7 +231,7 @@ class ShardedFloat8Weight(torch.Tensor):
         return result
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Slot]:
-        """Return what this rank contributes: one uint8 buffer of codes, whatever the recipe.
+        """Return what this rank contributes, one uint8 buffer of codes whatever the recipe, and the weight's slot.
 
         The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on where it
         happens and never on what this rank did to its weights: the others may not have done it, and would not answer.
@@ -239,6 +239,10 @@ class ShardedFloat8Weight(torch.Tensor):
 
         Args:
             mesh: The ranks. FSDP2 has forms with more arguments; with this one short ranks can pad their own buffers.
+
+        Raises:
+            Fp8StaleError: The weight was written to inside of the root's forward and has outgrown its scale.
+            Fp8Error: It was sharded in a way that FP8 cannot follow.
         """
         if self.info.slot is None:
             ScaleSync.at_first_gather(self.info)
@@ -256,7 +260,17 @@ class ShardedFloat8Weight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Make the gathered weight of the codes of all ranks, or bring an existing one up to date."""
+        """Make the gathered weight of the codes of all ranks, or bring an existing one up to date.
+
+        Args:
+            all_gather_outputs: One uint8 buffer, padded at its end.
+            slot: What `fsdp_pre_all_gather` returned.
+            param_dtype: The dtype that the weight stands for.
+            out: What an earlier gather returned.
+
+        Returns:
+            A `GatheredWeight` of the whole shape, and nothing more to free; None if `out` is brought up to date.
+        """
         cast, shape = slot.cast, slot.region.full_shape
         return finish_gather(
             all_gather_outputs[0], slot.scale, cast.grid, shape, param_dtype, out=out, decode=cast.decode

@@ -23,7 +23,10 @@ class DelayedState:
         self._model = model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state, by the names of the model's modules.
+        """Return the state, by the names of the model's modules: five tensors for each delayed scale.
+
+        `scale` and `history` are float32 [...] and [..., window], `ready` and `late` bool, `observed` int32 bits, where
+        [...] is [experts] for stacks, else [].
 
         Every rank calls it: the ranks first combine what they have observed, so that the state is exact after a step
         and between a backward and its step.
@@ -35,7 +38,11 @@ class DelayedState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned, on any number of ranks; scales that are not in it start anew."""
+        """Take over what `state_dict` returned, on any number of ranks; scales that are not in it start anew.
+
+        Raises:
+            RuntimeError: A tensor has another shape: that of another window or number of experts.
+        """
         for name, scale in self._scales():
             scale.reset_parameters()
             for buffer in BUFFERS:

@@ -68,7 +68,7 @@ class GatheredWeight(torch.Tensor):
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values in this tensor's dtype: codes times RN32(1 / scale)."""
+        """Return the values, of this shape and dtype: float32 codes times RN32(1 / scale), rounded to it."""
         return decoding.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
 
     def __dlpack__(self, **options: Any) -> Any:
