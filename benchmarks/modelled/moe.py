@@ -81,7 +81,7 @@ def _gated(
 
 def in_bfloat16(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return torch's grouped product."""
-    return torch._grouped_mm(x, weights.mT, offs=offsets)
+    return functional.grouped_mm(x, weights.mT, offs=offsets)
 
 
 def by_torchao(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ NO_KERNEL = re.compile(r"aten\.(_unsafe_view|empty|new_empty|detach|alias|lift_f
 """Operators that launch nothing, beside views."""
 WAITS = re.compile(r"aten\.(_local_scalar_dense|item|is_nonzero|nonzero|equal)\b")
 """Operators for which the host waits."""
-GROUPED = re.compile(r"aten\._(scaled_)?grouped_mm\b")
+GROUPED = re.compile(r"aten\._(scaled_)?grouped_mm(_v2)?\b")
 """Products of rows in groups: each row is multiplied once, whatever the groups."""
 SMALL = 1 << 20
 """Bytes below which a launch counts as small: its latency, not its bytes, is what it costs."""
@@ -80,8 +80,8 @@ class Step:
         """Add the launch of an ATen operator."""
         name, count = str(operator), flop_registry.get(operator.overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        if GROUPED.match(name):
-            flops = _flops_of_groups(*args[:2])
+        if GROUPED.match(name) or "_scaled_mm" in name:  # torch counts the older of them alone
+            flops = _flops_of_rows(*args[:2])
         kind = "other" if not flops else "fp8" if "_scaled_" in name and "mm" in name else "bf16"
         if "attention" in name:
             kind, flops = "attention", flops / 2  # causal: half of the products are masked
@@ -104,14 +104,15 @@ class Step:
         return sum(kernel.flops for kernel in self.kernels if kernel.kind == kind)
 
 
-def _flops_of_groups(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the FLOPs of rows [M, K] in groups by matrices [groups, K, N], or of [N, rows] by [rows, K] by groups."""
+def _flops_of_rows(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the FLOPs of [M, K] by [K, N], of groups of rows by [groups, K, N], or of [N, rows] by [rows, K]."""
     return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
 def _kind_of_product(args: tuple, kwargs: dict) -> str:
-    """Name the scales and the accumulation of an operator `_scaled_mm`."""
+    """Name the scales and the accumulation of a scaled matmul of torch, whose newer forms take lists of scales."""
     scale = args[2] if len(args) > 2 else kwargs["scale_a"]
+    scale = scale[0] if isinstance(scale, list) else scale
     if scale.ndim == 1 and scale.numel() > 1:  # of rows in groups
         granularity = "grouped"
     else:

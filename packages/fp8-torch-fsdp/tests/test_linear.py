@@ -63,9 +63,9 @@ def test_products_are_those_of_the_definition():
 
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_emulated_products_agree_with_the_scaled_product(rowwise):
-    """torch._scaled_mm on CPU multiplies the same operands."""
+    """`scaled_mm` of a CPU multiplies the same operands."""
     if rowwise and torch.__version__ < "2.13":
-        pytest.skip("torch._scaled_mm takes row scales on CPU from torch 2.13 on")
+        pytest.skip("torch takes row scales on CPU from torch 2.13 on")
     cast = f8.CastConfig(granularity="rowwise" if rowwise else "tensorwise")
     a, b = quantize_operand(torch.randn(48, 64), cast), quantize_operand(torch.randn(32, 64), cast)
     emulated = matmul(a, b, MatmulOptions(torch.float32, emulate=True))

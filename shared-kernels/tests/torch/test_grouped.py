@@ -1,9 +1,8 @@
 """Grouped products as the tensor cores are asked for them: layouts and sizes, on a double that checks both."""
 
-import types
-
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fp8_common import E4M3, Fp8Error
 from fp8_common.torch import _triton, casts
@@ -29,27 +28,27 @@ def without_memory(x):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Count the products that the double of `torch._scaled_grouped_mm` makes."""
-    made, real, grouped_mm_of_torch = [], torch._scaled_grouped_mm, torch._grouped_mm
+    """Count the products that the double of `scaled_grouped_mm` makes."""
+    made, real, grouped_mm_of_torch = [], grouped_matmul.scaled_grouped_mm, F.grouped_mm
 
-    def scaled_grouped_mm(a, b, a_inv, b_inv, *, offs, out_dtype, use_fast_accum):
+    def scaled_grouped_mm(a, b, a_inv, b_inv, *, offsets, **how):
         # torch's own checks of layouts, sizes and dtypes
-        shape = real(*map(without_memory, (a, b, a_inv, b_inv)), offs=without_memory(offs), out_dtype=out_dtype).shape
-        assert offs.dtype == torch.int32
+        shape = real(*map(without_memory, (a, b, a_inv, b_inv)), offsets=without_memory(offsets), **how).shape
+        assert offsets.dtype == torch.int32
         made.append((tuple(a.shape), tuple(b.shape)))
         # what is not computed stays as the memory was
-        y, ends = torch.full(shape, torch.nan, dtype=out_dtype), offs.tolist()
+        y, ends = torch.full(shape, torch.nan, dtype=how["out_dtype"]), offsets.tolist()
         for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start == end:
                 continue
             if b.ndim == 3:
                 product = a[start:end].float() @ b[group].float()
-                y[start:end] = (product * a_inv[start:end, None] * b_inv[group]).to(out_dtype)
+                y[start:end] = (product * a_inv[start:end, None] * b_inv[group]).to(y.dtype)
             else:
                 assert (end - start) % 16 == 0
                 product = a[:, start:end].float() @ b[start:end].float()
                 rows, columns = a_inv.view(len(ends), -1)[group], b_inv.view(len(ends), -1)[group]
-                y[group] = (product * rows[:, None] * columns).to(out_dtype)
+                y[group] = (product * rows[:, None] * columns).to(y.dtype)
         return y
 
     def grouped_mm(a, b, *, offs):
@@ -63,8 +62,8 @@ def products(monkeypatch):
         return y
 
     monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: "fp8")
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    monkeypatch.setattr(grouped_matmul, "scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm)
     return made
 
 
@@ -176,9 +175,6 @@ def test_which_devices_multiply_groups(monkeypatch, capability, hip, expected):
     look_up = grouped_matmul.device_multiplies
     assert look_up(torch.device("cuda", 0)) == expected
     assert look_up(torch.device("cpu")) == ""
-    # a torch without the operators
-    monkeypatch.setattr(grouped_matmul, "torch", types.SimpleNamespace(version=torch.version, cuda=torch.cuda))
-    assert look_up(torch.device("cuda", 0)) == ""
 
 
 def test_rows_find_their_groups():

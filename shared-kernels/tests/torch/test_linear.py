@@ -255,11 +255,12 @@ def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capabili
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
     scale_inv = torch.ones(16, 1) if rowwise else torch.ones(())
 
-    def scaled_mm(a, b, a_inv, b_inv, *, out_dtype, use_fast_accum):
+    def scaled_mm(a, b, a_inv, b_inv, scaling, *, out_dtype, use_fast_accum):
         asked.append(out_dtype)
+        assert scaling == (("RowWise" if rowwise else "TensorWise"),) * 2
         return (a.float() @ b.float()).to(out_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(matmul, "scaled_mm", scaled_mm)
     monkeypatch.setattr(matmul, "device_capability", lambda device: capability)
     monkeypatch.setattr(matmul, "_on_cuda", lambda tensor: True)
     operand = Operand(codes, scale_inv, f8.E4M3)

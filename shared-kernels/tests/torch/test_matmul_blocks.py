@@ -40,16 +40,18 @@ def decoded(codes, inverse):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Count the matmuls that the double of `torch._scaled_mm` makes."""
+    """Count the matmuls that the double of `scaled_mm` makes."""
     made = []
 
-    def scaled_mm(a, b, a_inverse, b_inverse, out_dtype):
+    def scaled_mm(a, b, a_inverse, b_inverse, scaling, *, out_dtype):
+        rows = a_inverse.shape[0] == a.shape[0], b_inverse.shape[1] == b.shape[1]
+        assert scaling == tuple("BlockWise1x128" if thin else "BlockWise128x128" for thin in rows)
         assert a.shape[0] % 16 == b.shape[1] % 16 == 0
         made.append((a.shape[0], a.shape[1], b.shape[1]))
         return (decoded(a, a_inverse) @ decoded(b.t(), b_inverse.t()).t()).to(out_dtype)
 
     monkeypatch.setattr(matmul, "multiplies_scaled_blocks", lambda device: True)
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(matmul, "scaled_mm", scaled_mm)
     return made
 
 
@@ -134,7 +136,7 @@ def test_with_scales_that_are_no_powers_of_two_operands_are_the_fp8_numbers(prod
         return lambda x, y, *rest, **named: (multiplied.extend((x, y)), function(x, y, *rest, **named))[1]
 
     monkeypatch.setattr(matmul, "_multiply", noted(matmul._multiply))
-    monkeypatch.setattr(torch, "_scaled_mm", noted(torch._scaled_mm))
+    monkeypatch.setattr(matmul, "scaled_mm", noted(matmul.scaled_mm))
     matmul.matmul(a, b, MatmulOptions(out_dtype, emulate))
     if not emulate:  # the codes themselves
         assert multiplied[0].data_ptr() == a.codes.data_ptr()

@@ -1,9 +1,9 @@
 """Matmuls of rows in groups with stacked matrices, and of the rows of each group with each other (grouped GEMM).
 
-On GPUs nothing waits for the device to know where groups end. `torch._scaled_grouped_mm` multiplies E4M3 codes with one
-scale per row; where it does not apply (E5M2 gradients, other GPUs), `torch._grouped_mm` multiplies the codes decoded
-to bfloat16, which is exact, and the scales follow. Both were traced and checked on doubles, and have not run on a GPU
-yet. Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `matmul`, so that the
+On GPUs nothing waits for the device to know where groups end. `scaled_grouped_mm` multiplies E4M3 codes with one scale
+per row; where it does not apply (E5M2 gradients, other GPUs), `grouped_mm` multiplies the codes decoded to bfloat16,
+which is exact, and the scales follow. Both were traced and checked on doubles, and have not run on a GPU yet.
+Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `matmul`, so that the
 numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
 """
 
@@ -11,9 +11,10 @@ import dataclasses
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from fp8_common.formats import FORMATS
-from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch._compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import block_of
 from fp8_common.torch.decoding import values
@@ -49,7 +50,8 @@ def matmul_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOptions) 
     if path == "fp8":
         b_inv = b_inv.expand(b_codes.shape[:2])
         # The second operand is wanted column-major. The kernel leaves rows of no group as the memory was.
-        return zero_rows(_scaled_grouped_mm(a_codes, b_codes.mT, a_inv.reshape(-1), b_inv, offsets, options), inside)
+        y = _matmul_scaled(a_codes, b_codes.mT, a_inv, b_inv, offsets, options)
+        return zero_rows(y, inside)
     sums = _grouped_mm(a_codes, a, b_codes.mT, b, offsets)
     if a.scale_inv.ndim == b.scale_inv.ndim == 1:  # in the order of `matmul.scaled`
         y = sums * groups.per_row(a.scale_inv * b.scale_inv)[:, None]
@@ -76,11 +78,9 @@ def matmul_over_rows(a: Operand, b: Operand, groups: Groups, options: MatmulOpti
     padded = _Padded(groups)
     a_codes, b_codes = padded.transposed(a.codes), padded.transposed(b.codes).t()
     if path == "fp8":
-        a_inv, b_inv = (
-            x.scale_inv.reshape(groups.count, -1).expand(groups.count, x.codes.shape[1]).reshape(-1) for x in (a, b)
-        )
+        a_inv, b_inv = (x.scale_inv.reshape(groups.count, -1).expand(groups.count, x.codes.shape[1]) for x in (a, b))
         # nothing is accumulated for an empty group, so nothing need have been written
-        y = _scaled_grouped_mm(a_codes, b_codes, a_inv, b_inv, padded.offsets, options)
+        y = _matmul_scaled(a_codes, b_codes, a_inv, b_inv, padded.offsets, options)
         return zero_rows(y, groups.filled)
     sums = _grouped_mm(a_codes, a, b_codes, b, padded.offsets)
     a_inv, b_inv = (x.scale_inv.reshape(groups.count, 1, -1) for x in (a, b))
@@ -104,19 +104,19 @@ def path_of(a: Operand, b: Operand, options: MatmulOptions) -> Literal["fp8", "b
 # a constant of compiled graphs; Dynamo would trace into the query otherwise
 @assume_constant_result
 def device_multiplies(device: torch.device) -> Literal["fp8", "bfloat16", ""]:
-    """Return in what `device` and this torch multiply groups: "fp8", which implies bfloat16, "bfloat16", or ""."""
+    """Return in what `device` multiplies groups: "fp8", which implies bfloat16, "bfloat16", or ""."""
     if device.type != "cuda":
         return ""
     capability = device_capability(device)
-    if capability == CAPABILITY and hasattr(torch, "_scaled_grouped_mm"):
+    if capability == CAPABILITY:
         return "fp8"
-    return "bfloat16" if capability >= CAPABILITY_OF_BFLOAT16 and hasattr(torch, "_grouped_mm") else ""
+    return "bfloat16" if capability >= CAPABILITY_OF_BFLOAT16 else ""
 
 
 # ---------------------------------------------------------------- by the device
 
 
-def _scaled_grouped_mm(
+def _matmul_scaled(
     a: torch.Tensor,
     b: torch.Tensor,
     a_inv: torch.Tensor,
@@ -124,23 +124,17 @@ def _scaled_grouped_mm(
     offsets: torch.Tensor,
     options: MatmulOptions,
 ) -> torch.Tensor:
-    return torch._scaled_grouped_mm(
-        a,
-        b,
-        a_inv.contiguous(),
-        b_inv.contiguous(),
-        offs=offsets,
-        out_dtype=options.out_dtype,
-        use_fast_accum=options.use_fast_accum,
-    )
+    a_inv, b_inv = (x.reshape(-1) if matrix.ndim == 2 else x.contiguous() for x, matrix in ((a_inv, a), (b_inv, b)))
+    out_dtype, fast = options.out_dtype, options.use_fast_accum
+    return scaled_grouped_mm(a, b, a_inv, b_inv, offsets=offsets, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 def _grouped_mm(
     a_codes: torch.Tensor, a: Operand, b_codes: torch.Tensor, b: Operand, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Return float32 sums of codes that are laid out as `torch._grouped_mm` takes them, in bfloat16."""
+    """Return float32 sums of codes that are laid out as `grouped_mm` takes them, in bfloat16."""
     decoded = (values(codes, x.fmt, torch.bfloat16) for codes, x in ((a_codes, a), (b_codes, b)))
-    return torch._grouped_mm(*decoded, offs=offsets).float()
+    return F.grouped_mm(*decoded, offs=offsets).float()
 
 
 class _Padded:

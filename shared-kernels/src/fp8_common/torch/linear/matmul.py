@@ -1,10 +1,10 @@
 """The matmul of two FP8 matrices on each kind of device, and which kind a device is.
 
-With FP8 tensor cores: `torch._scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS applies on Hopper.
-Without: every FP8 value is exact in bfloat16 and float32, so the codes are decoded and multiplied in the output's
-dtype, which on CPU is several times faster than the scaled matmul there. The operands are the same numbers; only the
-order of accumulation differs. Block-wise operands that cuBLAS does not take are multiplied as dequantized float32
-matrices. The paths of GPUs were compiled and traced, and have not run on one yet.
+With FP8 tensor cores: `torch.nn.functional.scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS
+applies on Hopper. Without: every FP8 value is exact in bfloat16 and float32, so the codes are decoded and multiplied in
+the output's dtype, which on CPU is several times faster than the scaled matmul there. The operands are the same
+numbers; only the order of accumulation differs. Block-wise operands that cuBLAS does not take are multiplied as
+dequantized float32 matrices. The paths of GPUs were compiled and traced, and have not run on one yet.
 """
 
 import logging
@@ -18,7 +18,7 @@ from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.hardware import multiplies_blocks
 from fp8_common.torch import casts, decoding
-from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch._compat import assume_constant_result, scaled_mm
 from fp8_common.torch.blocks import split_blocks
 from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
 from fp8_common.torch.linear.segments import transposed_rows
@@ -29,6 +29,7 @@ ALIGNMENT = 16
 """FP8 tensor cores need contracted and output dimensions that are multiples of this."""
 BLOCK_128X128 = (128, 128)
 _PAIRS_OF_BLOCKS = [(BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128), (BLOCK_1X128, BLOCK_1X128)]
+_SCALING = {BLOCK_1X128: "BlockWise1x128", BLOCK_128X128: "BlockWise128x128"}
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 _HOPPER = (9, 0)
@@ -164,7 +165,7 @@ def _dequantized(operand: Operand) -> torch.Tensor:
 def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
     a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
-    # `_scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
+    # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
         b_inv = b_inv.expand(1, b_codes.shape[0]).contiguous()
@@ -176,9 +177,9 @@ def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tens
     if a_inv.ndim and _on_cuda(a_codes) and made_in == torch.float32 and device_capability(a_codes.device) != _HOPPER:
         made_in = torch.bfloat16
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
-    y = torch._scaled_mm(
-        a_codes, b_codes.t(), a_inv, b_inv, out_dtype=made_in, use_fast_accum=options.use_fast_accum
-    ).to(options.out_dtype)
+    scaling = "RowWise" if a_inv.ndim else "TensorWise"
+    accumulation = {"out_dtype": made_in, "use_fast_accum": options.use_fast_accum}
+    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), **accumulation).to(options.out_dtype)
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
@@ -225,7 +226,7 @@ def _as_row(scale_inv: torch.Tensor) -> torch.Tensor:
 def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
     """Return whether the device multiplies `a` [M, K] and `b` [N, K] with their scales of blocks.
 
-    Sizes and layouts are those that every version of `torch._scaled_mm` with such scales takes.
+    Sizes and layouts are those that every version of `scaled_mm` with such scales takes.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     # Rows of 128x128 scales lie at multiples of their number in some versions of torch, of 4 in others: where 4 divides
@@ -239,7 +240,8 @@ def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
 def _matmul_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.T [M, N] in `out_dtype`, accumulated in float32 after each block."""
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
-    return torch._scaled_mm(a_codes, b_codes.t(), _laid_out(a), _laid_out(b).t(), out_dtype=out_dtype)
+    scaling = _SCALING[a.block], _SCALING[b.block]
+    return scaled_mm(a_codes, b_codes.t(), _laid_out(a), _laid_out(b).t(), scaling, out_dtype=out_dtype)
 
 
 def _laid_out(operand: Operand) -> torch.Tensor:
