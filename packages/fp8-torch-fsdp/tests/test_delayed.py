@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_common
@@ -336,3 +337,66 @@ def test_settled_scales_are_observed_in_one_pass(monkeypatch):
     train_step(model, torch.ones(8, 32))
     assert len(passes) == 2
     assert read == [(16, 32)], "the weight alone, whose scale has to fit it"
+
+
+class Interrupted(Exception):
+    """What a forward is left by."""
+
+
+class Fragile(nn.Module):
+    """Raises after what came before it has observed its operands, if told to."""
+
+    def forward(self, x):
+        if self.breaks:
+            raise Interrupted
+        return x
+
+
+def losses_without_and_with_an_aborted_forward(at, sharded, recipe="tensorwise_delayed", accumulate=2):
+    """Return the losses of a run, and of one in which a forward of a far larger batch was left by an exception."""
+    found = []
+    for aborted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), Fragile(), nn.Linear(32, 16))
+        f8.convert_to_float8_training(model, config=f8.Float8LinearConfig.from_recipe_name(recipe))
+        model[1].breaks = False
+        if sharded:
+            for part in (model[0], model[2], model):
+                fully_shard(part)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for batch in range(6 * accumulate):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(batch))
+            if aborted and batch == at:
+                model[1].breaks = True
+                with pytest.raises(Interrupted):
+                    model(x * 100)
+                model[1].breaks = False
+                if sharded:
+                    model.reset_iter_state()
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            if batch % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.stack(losses))
+    return found
+
+
+@pytest.mark.parametrize("at", [0, 4, 5])
+def test_what_an_aborted_forward_observed_is_dropped(at):
+    without, with_ = losses_without_and_with_an_aborted_forward(at, sharded=False)
+    assert torch.equal(without, with_)
+
+
+def aborted_under_fsdp(rank, world_size):
+    for recipe in ("tensorwise_delayed", "tensorwise", "rowwise"):
+        for at in (0, 4, 5):
+            without, with_ = losses_without_and_with_an_aborted_forward(at, sharded=True, recipe=recipe)
+            assert torch.equal(without, with_), (recipe, at)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
+def test_what_an_aborted_forward_observed_is_dropped_under_fsdp(run_ranks):
+    run_ranks(2, aborted_under_fsdp)

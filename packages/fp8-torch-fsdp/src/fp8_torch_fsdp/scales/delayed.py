@@ -231,7 +231,7 @@ def mark_late(scales: Sequence[DelayedScale]) -> None:
 
 
 @torch.no_grad()
-def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tensor) -> None:
+def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tensor) -> torch.Tensor:
     """Take over what the ranks observed; after an optimizer step, roll the histories and make the next scales.
 
     Operands that were not observed keep scale and history.
@@ -240,10 +240,16 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
         scales: The operands.
         observed: int32 [n] bits, combined over ranks. n counts scales: those of experts stand beside each other.
         due: bool scalar on the device, combined over ranks: whether a step ended.
+
+    Returns:
+        int32 [n], what `observed` of the scales is now.
     """
-    observed_by = dict(zip(scales, _parts(scales, observed), strict=True))
+    kept = observed.masked_fill(due, UNOBSERVED)
+    of = {
+        scale: parts for scale, *parts in zip(scales, _parts(scales, observed), _parts(scales, kept), strict=True)
+    }
     for group in foreach.alike(scales, lambda scale: scale.cast.policy):
-        bits = _joined(group, [observed_by[scale] for scale in group])
+        bits, after = (_joined(group, list(parts)) for parts in zip(*(of[scale] for scale in group), strict=True))
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
         moves = (bits >= 0) & due
         window, previous = stacked(group, "history").t().contiguous(), stacked(group, "scale")
@@ -254,10 +260,17 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
             "scale": torch.where(moves, following, previous),
             # from an amax of 0 (a branch that starts at zero) follows no scale: the next step takes its own
             "ready": stacked(group, "ready") | (moves & (bits > 0)),
-            "observed": bits.masked_fill(due, UNOBSERVED),
+            "observed": after,
             "late": stacked(group, "late").masked_fill(due, False),
         }
         _write(group, values)
+    return kept
+
+
+@torch.no_grad()
+def restore(scales: Sequence[DelayedScale], observed: torch.Tensor) -> None:
+    """Let scales have observed what they had when `roll` returned `observed`, int32 [n]."""
+    _write(scales, {"observed": observed})
 
 
 def stacked(scales: Sequence[DelayedScale], buffer: str) -> torch.Tensor:

@@ -60,6 +60,8 @@ class ScaleSync:
         self.groups, self.reductions, self.parameter_ids = list(groups), 0, set[int]()
         self.slots = [slot for group in self.groups for slot in group.slots]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
+        # whether a forward has begun and not returned, and what delayed scales had observed when it began
+        self._running, self._observed = False, list[tuple[list[DelayedScale], torch.Tensor]]()
         for slot in self.slots:
             slot.sync = self
         holder: Any = root
@@ -106,6 +108,7 @@ class ScaleSync:
             self = cls(root, sorted_by_ranks(slots, delayed_scales(root), held), held, sharded=True)
         with self._alone(root):
             self.synchronize()
+        self._running = fsdp.in_forward(root)
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return None: the copied model makes its own.
@@ -158,6 +161,10 @@ class ScaleSync:
 
     def before_forward(self, root: nn.Module) -> None:
         """Synchronize before a forward of the root."""
+        if self._running:  # the last forward was left by an exception: its batch is dropped, and what it observed
+            for scales, observed in self._observed:
+                delayed.restore(scales, observed)
+        self._running = True
         if not self.sharded:
             self._find_ranks(root)
         if self.scales:
@@ -172,6 +179,7 @@ class ScaleSync:
             self.before_forward(root)
 
     def _after_forward(self, root: nn.Module, args: object, output: object) -> None:
+        self._running = False
         # Weights are observed here and not before: the first forward begins without this object.
         if self.scales and root.training and torch.is_grad_enabled():
             _observe(self.slots)
@@ -211,6 +219,7 @@ class ScaleSync:
             roll: Make the next delayed scales even if no optimizer step was made since the last time.
         """
         self.look()
+        self._observed.clear()
         for own in self.groups:
             own.due = own.due or roll
         with torch.inference_mode(False):  # what is made here outlives this forward
@@ -241,7 +250,8 @@ class ScaleSync:
         reduced, sent = max_over_ranks(parts, ranks)
         self.reductions += sent
         if own.scales:
-            delayed.roll(own.scales, reduced[-2], reduced[-1][0] > 0)
+            kept = delayed.roll(own.scales, reduced[-2], reduced[-1][0] > 0)
+            self._observed.append((own.scales, kept))
             self._settle(own)
         fill_scales(slots, reduced[: len(slots)])
         quantize(slots)
@@ -307,9 +317,10 @@ def synchronize_before_forward(model: nn.Module) -> None:
     forget_sync(model)  # more of its layers may have been converted
     ScaleSync.of_module(model)
     # a function, and no method of a sync: a copy of the model has a sync of its own
-    hook = torch._dynamo.disable(_before_forward)
-    hook.of_fp8_sync = True
-    model.register_forward_pre_hook(hook, prepend=True)
+    before, after = torch._dynamo.disable(_before_forward), torch._dynamo.disable(_after_forward)
+    before.of_fp8_sync = after.of_fp8_sync = True
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
 
 
 def forget_sync(model: nn.Module) -> None:
@@ -319,9 +330,10 @@ def forget_sync(model: nn.Module) -> None:
         for scale in sync.scales:
             scale.sync = None
         del model.fp8_sync
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if getattr(hook, "of_fp8_sync", False):
-            del model._forward_pre_hooks[key]
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "of_fp8_sync", False):
+                del hooks[key]
 
 
 def _before_forward(model: nn.Module, args: object) -> None:
@@ -340,6 +352,12 @@ def _before_forward(model: nn.Module, args: object) -> None:
         ScaleSync.at_first_gather(first)
     else:
         sync.before_forward(model)
+
+
+def _after_forward(model: nn.Module, args: object, output: object) -> None:
+    sync = sync_of(model)
+    if sync is not None and not sync.sharded:
+        sync._running = False
 
 
 def _slot_of(shard: fsdp.Shard) -> Slot:
