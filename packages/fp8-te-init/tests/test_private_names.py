@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_te_init.compat import DISTRIBUTED, PRIVATE_NAMES, distributed_like
+from fp8_common.torch.compat import DISTRIBUTED, PRIVATE_NAMES, distributed_like
 
-ADAPT = f"torch {torch.__version__}: adapt fp8_te_init/compat.py"
+ADAPT = f"torch {torch.__version__}: adapt fp8_common/torch/compat.py"
 
 
 def test_private_names_exist_and_rewrapping_keeps_the_place():

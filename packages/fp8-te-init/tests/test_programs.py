@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
+from fp8_common.torch.compat import local_of
 from fp8_common.torch.linear.function import fp8_linear
-from fp8_common.torch.sharding.wrappers import local_of
 from tests.helpers.sharded_models import shard
 
 WIDTHS = (24, 40, 136, 16)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.wrappers import local_of
+from fp8_common.torch.compat import local_of
 from tests.helpers.sharded_models import WIDTHS, mlp, shard
 
 pytestmark = pytest.mark.distributed

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8_common as f8
 from fp8_common.testing import assert_same_bits
 from fp8_common.torch import casts, decoding, delayed
-from fp8_common.torch._compat import FakeTensor
 from fp8_common.torch._operators import policy_key
+from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.rounding import pairs_table, values_table
 
 ROWS, COLUMNS = 8, 128

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fp8_common import E4M3, Fp8Error
 from fp8_common.torch import _triton, casts
-from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch.compat import assume_constant_result
 from fp8_common.torch.linear import grouped_matmul, matmul
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear

@@ -1,12 +1,29 @@
-"""The private names of torch that this package uses still mean what it takes them to mean."""
+"""What the private names of torch that this package uses mean: a program for each, and what to look at if it changes."""
 
+import datetime
 import subprocess
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-from fp8_common.torch import _compat as compat
+from fp8_common.torch import compat
+
+aten = torch.ops.aten
+LOOK = f"torch {torch.__version__} means something else by it: look at {{}} in fp8_common/torch/compat.py."
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def ours() -> int:
@@ -17,33 +34,199 @@ def theirs() -> int:
     return 1
 
 
+# ---------------------------------------------------------------- compilers
+
+
 def test_a_constant_is_marked_as_torch_marks_it():
     torch.compiler.assume_constant_result(theirs)
     compat.assume_constant_result(ours)
-    assert vars(ours) == vars(theirs), "torch marks constants in another way now: change fp8_common/torch/_compat.py."
+    assert vars(ours) == vars(theirs), LOOK.format("assume_constant_result")
+
+
+def test_a_constant_is_asked_for_once():
+    answers = iter((2, 3))
+    asked = compat.assume_constant_result(lambda: next(answers))
+    compiled = torch.compile(lambda x: x * asked(), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(1)).item() for _ in range(2)] == [2, 2], LOOK.format("assume_constant_result")
 
 
 def test_fake_tensors_are_told_from_others():
     x = torch.nn.Parameter(torch.ones(2))
     with FakeTensorMode() as mode:
         fakes = [torch.ones(2), mode.from_tensor(x)]
-    message = "torch makes fake tensors of another class now: change fp8_common/torch/_compat.py."
-    assert [isinstance(each, compat.FakeTensor) for each in (x, x.data, *fakes)] == [False, False, True, True], message
+    found = [isinstance(each, compat.FakeTensor) for each in (x, x.data, *fakes)]
+    assert found == [False, False, True, True], LOOK.format("FakeTensor")
 
 
 def test_importing_does_not_import_the_compiler():
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
-    code += "; import fp8_common.torch, fp8_common.torch.sharding.replaced"
+    code += "; import fp8_common.torch, fp8_common.torch.compat, fp8_common.torch.sharding.replaced"
     code += ", fp8_common.torch.sharding.gradients, fp8_common.torch.linear.function"
     code += "; assert before or 'torch._dynamo' not in sys.modules, 'Something imports Dynamo: half a second lost'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_compiler_is_disabled_as_torch_disables_it():
-    message = "torch disables the compiler in another way now: change fp8_common/torch/_compat.py."
     torch._dynamo.reset()
-    assert torch.compile(lambda x: x + compat.disable_compiler(theirs)(), backend="eager")(torch.ones(1)) == 2, message
+    compiled = torch.compile(lambda x: x + compat.disable_compiler(theirs)(), backend="eager")
+    assert compiled(torch.ones(1)) == 2, LOOK.format("disable_compiler")
     seen = []
     hidden = compat.disable_compiler(lambda: seen.append(torch.compiler.is_compiling()))
     torch.compile(lambda x: (hidden(), x + 1)[1], backend="eager")(torch.ones(1))
-    assert seen == [False], message
+    assert seen == [False], LOOK.format("disable_compiler")
+
+
+def test_function_transforms_are_seen_and_compilers_are_none():
+    seen = []
+
+    def function(x):
+        seen.append(compat.in_function_transform())
+        return x.sum()
+
+    function(torch.ones(3))
+    torch.func.grad(function)(torch.ones(3))
+    torch.vmap(function)(torch.ones(2, 3))
+    assert seen == [False, True, True], LOOK.format("in_function_transform")
+    assert not torch.compile(lambda x: (compat.in_function_transform(), x)[0], backend="eager")(torch.ones(1))
+
+
+# ---------------------------------------------------------------- tensors and their operators
+
+
+class Seen(torch.Tensor):
+    """A wrapper that notes the operators that reach it, and what they write to."""
+
+    __torch_function__ = compat.disabled_torch_function
+    calls: list
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        written = [one is args[0] for one in compat.written_tensors(func, args, kwargs or {})]
+        cls.calls.append((str(func), written, compat.is_view(func), compat.is_in_place(func)))
+        plain_args = compat.pytree.tree_map_only(cls, lambda one: one.inner, args)
+        return func(*plain_args, **compat.pytree.tree_map_only(cls, lambda one: one.inner, kwargs or {}))
+
+
+def test_a_wrapper_has_the_metadata_of_what_it_wraps_and_sees_operators_below_functions():
+    inner = torch.arange(12.0).view(3, 4).t()
+    outer = compat.wrapper_of(Seen, inner, dtype=torch.bfloat16)
+    outer.inner, Seen.calls = inner, []
+    found = type(outer), outer.shape, outer.stride(), outer.dtype, outer.device
+    assert found == (Seen, inner.shape, inner.stride(), torch.bfloat16, inner.device), LOOK.format("wrapper_of")
+    with torch.no_grad():
+        outer.add_(1)
+        outer.t()
+        outer.clone()
+        torch._foreach_mul_([outer], 2.0)
+    assert Seen.calls == [
+        ("aten.add_.Tensor", [True], False, True),
+        ("aten.t.default", [], True, False),
+        ("aten.clone.default", [], False, False),
+        ("aten._foreach_mul_.Scalar", [False], False, True),
+    ], LOOK.format("disabled_torch_function, written_tensors, is_view and is_in_place")
+    assert inner.flatten()[0] == 2
+    assert inner.flatten()[-1] == 24, LOOK.format("pytree")
+
+
+def test_collectives_write_to_their_first_argument(world):
+    Seen.calls, inner = [], torch.ones(2)
+    outer = compat.wrapper_of(Seen, inner)
+    outer.inner = inner
+    dist.all_reduce(outer)
+    ((name, written, _, _),) = Seen.calls
+    assert name.startswith("c10d.allreduce_"), LOOK.format("written_tensors")
+    assert written == [False]
+    assert [*compat.written_tensors(torch.ops.c10d.allreduce_.default, ([inner],), {})] == [inner]
+    assert [*compat.written_tensors(torch.ops.c10d.send.default, ([inner],), {})] == []
+
+
+def test_an_assertion_raises_its_message():
+    compat.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="the reason"):
+        compat.assert_on_device(torch.tensor(False), "the reason")
+
+
+def test_copies_land_in_their_targets():
+    targets = [torch.zeros(2), torch.zeros(3)]
+    compat.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]], LOOK.format("copy_each")
+
+
+def test_writes_are_counted_unless_they_are_hidden():
+    x = torch.zeros(2)
+    before = compat.version_of(x)
+    x.add_(1)
+    x[0] = 3
+    assert compat.version_of(x) == before + 2, LOOK.format("version_of")
+    with torch.no_grad(), compat.unseen_write(x):
+        x.mul_(2)
+    assert compat.version_of(x) == before + 2, LOOK.format("unseen_write")
+    assert x.tolist() == [6, 2]
+    with torch.inference_mode():
+        assert compat.version_of(torch.ones(1)) == 0
+
+
+# ---------------------------------------------------------------- DTensor, groups, modules
+
+
+def test_local_parts_are_the_objects_themselves_and_go_back_with_another_dtype(world):
+    local = torch.ones(4, 3, dtype=torch.bfloat16)
+    tensor = distribute_tensor(local, init_device_mesh("cpu", (1,)), [Shard(0)])
+    inside = compat.local_of(tensor)
+    assert inside is compat.local_of(tensor), LOOK.format("local_of")
+    assert compat.local_of(inside) is inside
+    codes = compat.distributed_like(tensor, torch.ones(4, 3, dtype=torch.uint8))
+    assert (codes.dtype, codes.placements, codes.shape) == (torch.uint8, (Shard(0),), (4, 3)), LOOK.format(
+        "distributed_like"
+    )
+    assert (codes + codes).dtype == torch.uint8, LOOK.format("distributed_like")
+    assert compat.map_local(tensor, torch.Tensor.float).dtype == torch.float32
+
+
+def test_a_group_tells_its_time_out(world):
+    group = dist.new_group([0], timeout=datetime.timedelta(seconds=7))
+    assert compat.timeout_of(group) == datetime.timedelta(seconds=7), LOOK.format("timeout_of")
+
+
+def test_hooks_are_found_where_they_are_registered_and_go_when_they_are_deleted():
+    module, calls = nn.Linear(2, 2), []
+    module.register_state_dict_post_hook(lambda *_: calls.append("after saving"))
+    module.register_state_dict_pre_hook(lambda *_: calls.append("before saving"))
+    module.register_load_state_dict_pre_hook(lambda *_: calls.append("before loading"))
+    module.register_forward_pre_hook(lambda *_: calls.append("before forward"))
+    module.register_forward_hook(lambda *_: calls.append("after forward"))
+    found = [*compat.state_dict_hooks(module), *compat.forward_hooks(module)]
+    assert [len(hooks) for hooks in found] == [1] * 5, LOOK.format("state_dict_hooks and forward_hooks")
+    for hooks in found:
+        module.load_state_dict(module.state_dict())
+        module(torch.ones(2))
+        assert len(set(calls)) == sum(map(len, found)), LOOK.format("state_dict_hooks and forward_hooks")
+        hooks.clear()
+        calls.clear()
+
+
+def test_checkpoint_wrappers_put_their_prefix_into_names():
+    inside = dict(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))).named_modules())
+    assert f"0.{compat.CHECKPOINT_PREFIX.rstrip('.')}" in inside, LOOK.format("CHECKPOINT_PREFIX")
+
+
+def test_modules_are_asked_whether_they_are_distributed_before_anything_is_cut(world):
+    module = nn.Linear(2, 2)
+    setattr(module, compat.DISTRIBUTED, True)
+    with pytest.raises(RuntimeError, match="distribute_module"):
+        distribute_module(module, init_device_mesh("cpu", (1,)))
+    assert not isinstance(module.weight, torch.distributed.tensor.DTensor), LOOK.format("DISTRIBUTED")
+
+
+# ---------------------------------------------------------------- scaled matmuls
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_scales_go_back_from_fp8(rowwise):
+    if rowwise and torch.__version__ < "2.13":
+        pytest.skip("torch takes row scales on CPU from torch 2.13 on")
+    a, b = (torch.randn(16, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    a_inv, b_inv = (torch.rand(16, 1), torch.rand(1, 16)) if rowwise else (torch.tensor(0.5), torch.tensor(0.25))
+    scaling = ("RowWise" if rowwise else "TensorWise",) * 2
+    y = compat.scaled_mm(a, b.t(), a_inv, b_inv, scaling, out_dtype=torch.float32)
+    torch.testing.assert_close(y, a.float() @ b.float().t() * (a_inv * b_inv))

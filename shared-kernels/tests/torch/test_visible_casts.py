@@ -10,7 +10,7 @@ from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, to
 from fp8_common.testing import adversarial, adversarial_amax, assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import _triton, casts
-from fp8_common.torch._compat import assume_constant_result
+from fp8_common.torch.compat import assume_constant_result
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 POLICIES = {preset.__name__: preset() for preset in (te_delayed, te_current, torchao, flax, msamp, deepgemm)}

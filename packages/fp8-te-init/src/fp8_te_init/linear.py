@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import INPUT_DTYPES, casts
+from fp8_common.torch.compat import DISTRIBUTED, disable_compiler, distributed_like, local_of, state_dict_hooks
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.operand import Operand
@@ -21,8 +22,6 @@ from fp8_common.torch.sharding.fsdp import region_of
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_common.torch.sharding.replaced import mark_replaced
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
-from fp8_common.torch.sharding.wrappers import local_of
-from fp8_te_init.compat import DISTRIBUTED, disable_compiler, distributed_like
 from fp8_te_init.weight.checkpoint import show_scales
 from fp8_te_init.weight.state import WeightState
 from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
@@ -69,7 +68,7 @@ class PrimaryFloat8Linear(nn.Linear):
         """Become the `nn.Linear` again that it was, without a weight."""
         for name in [name for name in self._buffers if name.startswith("weight_")]:
             del self._buffers[name]
-        for registered in (self._state_dict_hooks, self._state_dict_pre_hooks, self._load_state_dict_pre_hooks):
+        for registered in state_dict_hooks(self):
             for key, hook in list(registered.items()):
                 if "weight" in getattr(getattr(hook, "hook", hook), "args", ()):
                     del registered[key]

@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fp8_common.torch.sharding.wrappers import local_of
-from fp8_te_init.compat import CHECKPOINT_PREFIX, distributed_like
+from fp8_common.torch.compat import CHECKPOINT_PREFIX, distributed_like, local_of
 from fp8_te_init.masters.optimizer import MASTER, MasterOptimizer
 from fp8_te_init.masters.seed import fp8_weights
 from fp8_te_init.weight.checkpoint import is_scale

@@ -15,9 +15,9 @@ import torch
 from fp8_common import CastRecipe, Format, Fp8UnsupportedError, Recipe, get_format
 from fp8_common.presets import te_current
 from fp8_common.torch import casts, decoding, torch_dtype
+from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding.agreement import group_of_parts
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
-from fp8_common.torch.sharding.wrappers import local_of
 from fp8_te_init.errors import StaleInitError
 from fp8_te_init.weight.state import Record, WeightState
 from fp8_te_init.weight.tensor import primary_of
@@ -52,7 +52,7 @@ def fp8_of(parameter: object) -> "WeightState | TeWeight | None":
     primary = primary_of(parameter)
     if primary is not None:
         return primary.state
-    local: Any = getattr(parameter, "_local_tensor", parameter)
+    local: Any = local_of(parameter)
     # along the MRO: subclasses count as well
     kind = next((cls.__name__ for cls in type(local).__mro__ if cls.__name__ in NEEDED), None)
     return None if kind is None else TeWeight(parameter, kind)
@@ -97,7 +97,7 @@ class TeWeight:
     @property
     def version(self) -> int:
         """What changes with every write that torch sees."""
-        return self._tensor._version
+        return version_of(self._tensor)
 
     @property
     def device(self) -> torch.device:

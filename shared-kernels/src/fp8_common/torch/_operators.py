@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch._compat import constant_of_record
+from fp8_common.torch.compat import constant_of_record
 
 NAMESPACE = "fp8_common"
 

@@ -19,7 +19,7 @@ from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.formats import Format
 from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common.policy import ScalePolicy
-from fp8_common.torch._compat import FakeTensor, assume_constant_result
+from fp8_common.torch.compat import FakeTensor, assume_constant_result
 
 
 def takes(x: torch.Tensor, fmt: Format | None = None, policy: ScalePolicy | None = None) -> bool:

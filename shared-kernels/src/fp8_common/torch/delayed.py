@@ -14,9 +14,9 @@ from fp8_common.policy import ScalePolicy
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import _triton as triton
 from fp8_common.torch import numerics
-from fp8_common.torch._compat import FakeTensor
 from fp8_common.torch._operators import operator, policy_key, policy_of_key
 from fp8_common.torch.casts import scale_from_amax
+from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.numerics import amax_bits, of_amax_bits
 
 UNOBSERVED = -1

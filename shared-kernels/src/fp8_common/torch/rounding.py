@@ -14,7 +14,7 @@ from fp8_common._reference.rounding import decode
 from fp8_common._reference.scaling import INF_KEY
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format
-from fp8_common.torch._compat import FakeTensor
+from fp8_common.torch.compat import FakeTensor
 from fp8_common.torch.numerics import amax_bits, as_codes, as_float32, torch_dtype
 
 PIECE = 2**18

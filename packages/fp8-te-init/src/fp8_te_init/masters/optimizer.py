@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8_common import Fp8Error
+from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import group_of_parts
-from fp8_common.torch.sharding.wrappers import local_of
-from fp8_te_init.masters.values import gradient_of, new_master, tell_of_master, version_of
+from fp8_te_init.masters.values import gradient_of, new_master, tell_of_master, writes_to
 from fp8_te_init.te import fp8_of
 from fp8_te_init.weight.all_gather import quantize_together
 from fp8_te_init.weight.state import Record, WeightState
@@ -93,7 +93,7 @@ class MasterOptimizer(Optimizer):
             tell_of_master(parameter, master)
             self._agree(parameter)
             if fp8_of(parameter) is not None:  # a comparison finds whether it was written to before the copy
-                self._agreed[parameter] = ((), local_of(master)._version)
+                self._agreed[parameter] = ((), version_of(local_of(master)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, as any optimizer does."""
@@ -190,18 +190,18 @@ class MasterOptimizer(Optimizer):
 
     def _agree(self, parameter: torch.Tensor) -> None:
         """Take a parameter and its master as they are now for equal up to rounding."""
-        self._agreed[parameter] = (version_of(parameter), local_of(self._masters[parameter])._version)
+        self._agreed[parameter] = (writes_to(parameter), version_of(local_of(self._masters[parameter])))
 
     def _follow_writes(self, parameters: Iterable[torch.Tensor] | None = None, *, stepping: bool = False) -> None:
         """Start the masters of parameters anew that something else wrote to; they would undo it otherwise."""
         restarted = 0
         for parameter in self._masters if parameters is None else parameters:
             weight, local = fp8_of(parameter), local_of(self._masters[parameter])
-            known, edited = self._agreed[parameter][0], self._agreed[parameter][1] != local._version
+            known, edited = self._agreed[parameter][0], self._agreed[parameter][1] != version_of(local)
             if weight is None:
                 # Compared each time, since torch counts no writes through `.data`. A master that was changed alone
                 # waits for `write_back`.
-                if not edited or known != version_of(parameter):
+                if not edited or known != writes_to(parameter):
                     own = local_of(parameter).detach()
                     local.copy_(torch.where(local.to(own.dtype) == own, local, own))
                     self._agree(parameter)
@@ -263,7 +263,7 @@ class MasterOptimizer(Optimizer):
 
     def _moved(self) -> bool:
         """Return whether any master was changed since it last agreed with its parameter."""
-        return any(local_of(master)._version != self._agreed[p][1] for p, master in self._masters.items())
+        return any(version_of(local_of(master)) != self._agreed[p][1] for p, master in self._masters.items())
 
     def _release(self) -> None:
         """Drop the values before rounding of the weights that a step has changed."""
@@ -366,7 +366,7 @@ class MasterOptimizer(Optimizer):
             if master is not None:
                 master.copy_(state.pop(MASTER))
                 # -1: the master counts as changed alone until the parameter changes or the next step is made
-                version = None if fp8_of(parameter) is not None else version_of(parameter)
+                version = None if fp8_of(parameter) is not None else writes_to(parameter)
                 self._agreed[parameter] = (version, -1)
             if state:
                 device = local_of(parameter).device

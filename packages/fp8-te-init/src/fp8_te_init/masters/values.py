@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from fp8_common.torch.sharding.wrappers import local_of
-from fp8_te_init.compat import distributed_like
+from fp8_common.torch.compat import distributed_like, local_of, version_of
 from fp8_te_init.te import fp8_of
 from fp8_te_init.weight.state import WeightState
 
@@ -27,10 +26,10 @@ def tell_of_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
         weight.master = weakref.ref(master)
 
 
-def version_of(parameter: torch.Tensor) -> Any:
+def writes_to(parameter: torch.Tensor) -> Any:
     """Return what changes with every write to a parameter that can be seen."""
     weight = fp8_of(parameter)
-    return local_of(parameter)._version if weight is None else weight.version
+    return version_of(local_of(parameter)) if weight is None else weight.version
 
 
 def gradient_of(parameter: Any) -> torch.Tensor | None:

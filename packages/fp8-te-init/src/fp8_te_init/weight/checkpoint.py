@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_common.torch.sharding.wrappers import local_of
-from fp8_te_init.compat import distributed_like
+from fp8_common.torch.compat import distributed_like, local_of, state_dict_hooks
 from fp8_te_init.weight.all_gather import agree_on_written
 from fp8_te_init.weight.state import SCALES_ALONE, WeightState
 from fp8_te_init.weight.tensor import PrimaryFloat8Weight, primary_of
@@ -41,10 +40,10 @@ def show_scales(module: nn.Module, name: str = "weight") -> None:
     for buffer, tensor in zip(buffer_names(name, primary.state), (primary.scale, primary.state.history), strict=True):
         if tensor is not None and module._buffers.get(buffer) is not tensor:
             module.register_buffer(buffer, tensor)
-    if not any(getattr(hook, "args", None) == (name,) for hook in module._state_dict_hooks.values()):
+    if not any(getattr(hook, "args", None) == (name,) for hook in state_dict_hooks(module)[0].values()):
         # partials of functions of this module and no closures, so that modules that have them can be pickled
         module.register_state_dict_pre_hook(partial(_before_saving, name))
-        module._register_state_dict_hook(partial(_codes_out, name))
+        module.register_state_dict_post_hook(partial(_codes_out, name))
         module.register_load_state_dict_pre_hook(partial(_codes_in, name))
 
 

@@ -12,8 +12,8 @@ import torch
 
 from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch import casts, decoding, numerics, torch_dtype, update_history
+from fp8_common.torch.compat import local_of, version_of
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
-from fp8_common.torch.sharding.wrappers import local_of
 from fp8_te_init.errors import StaleInitError
 
 Release = Literal["seed", "forward", "manual"]
@@ -268,7 +268,7 @@ class WeightState:
     @property
     def problem(self) -> str | None:
         """Why codes and scales do not belong together; None if they do, as far as is known."""
-        codes_came = self.loading or self.known is None or _version_of(self.codes) != self.known[0]
+        codes_came = self.loading or self.known is None or version_of(self.codes) != self.known[0]
         if self.scale.is_meta or not (codes_came or self.scales_came):
             return None
         if not self.scales_came:
@@ -281,12 +281,12 @@ class WeightState:
     @property
     def scales_came(self) -> bool:
         """Whether the scales were written to since codes and scales were last known to belong together."""
-        return self.known is None or _version_of(self.scale) != self.known[1]
+        return self.known is None or version_of(self.scale) != self.known[1]
 
     def settle(self) -> None:
         """Take the scales that are there for those of the codes."""
         self.loading = False
-        self.known = _version_of(self.codes), _version_of(self.scale), self.scale.clone()
+        self.known = version_of(self.codes), version_of(self.scale), self.scale.clone()
 
     @property
     def live_master(self) -> torch.Tensor | None:
@@ -305,12 +305,7 @@ class WeightState:
     @property
     def version(self) -> tuple[int, int, int]:
         """What changes with every write, also with loads into the tensors of a state dict."""
-        return self.writes, _version_of(self.codes), _version_of(self.scale)
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to; tensors that were made in inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+        return self.writes, version_of(self.codes), version_of(self.scale)
 
 
 def _copied(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common.torch import FLOAT8_DTYPES
-from fp8_common.torch.sharding.wrappers import is_view, wrapper_of, written_tensors
+from fp8_common.torch.compat import (
+    OpOverload,
+    disabled_torch_function,
+    is_view,
+    local_of,
+    pytree,
+    wrapper_of,
+    written_tensors,
+)
 from fp8_te_init.weight import all_gather
 from fp8_te_init.weight.state import WeightState
 
@@ -219,12 +226,10 @@ class PrimaryFloat8Weight(torch.Tensor):
     # ------------------------------------------------------------ operators
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Views and copies stay FP8, writes quantize again, everything else sees dequantized values."""
         kwargs, first = kwargs or {}, args[0] if args else None
         # before the check for writes: codes are taken over as they are, every other `copy_` brings values
@@ -258,7 +263,7 @@ class PrimaryFloat8Weight(torch.Tensor):
 
 def primary_of(tensor: object) -> PrimaryFloat8Weight | None:
     """Return the primary weight behind a parameter, the local one of a DTensor; None if there is none."""
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = local_of(tensor)
     return local if isinstance(local, PrimaryFloat8Weight) else None
 
 

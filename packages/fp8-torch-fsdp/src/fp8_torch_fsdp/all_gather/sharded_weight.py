@@ -12,12 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from fp8_common import Fp8Error
+from fp8_common.torch.compat import (
+    OpOverload,
+    disabled_torch_function,
+    is_in_place,
+    is_view,
+    pytree,
+    stable_hash,
+    wrapper_of,
+    written_tensors,
+)
 from fp8_common.torch.sharding.fsdp import in_backward
 from fp8_common.torch.sharding.gathered import finish_gather
-from fp8_common.torch.sharding.wrappers import is_view, stable_hash, wrapper_of, written_tensors
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
 from fp8_torch_fsdp.scales.weight_cast import WeightCast
@@ -206,12 +214,10 @@ class ShardedFloat8Weight(torch.Tensor):
         return stable_hash(self, repr(self.info.cast.grid), self.info.cast.decode)
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run `func` on the plain tensors, count writes, and keep weights weights."""
         kwargs = kwargs or {}
         for written in written_tensors(func, args, kwargs):
@@ -222,7 +228,7 @@ class ShardedFloat8Weight(torch.Tensor):
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda weight: weight.plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         # An in-place operator returns the very tensor that it was called on, not the plain one under it.
-        if func._schema.is_mutable:
+        if is_in_place(func):
             return args[0] if isinstance(result, torch.Tensor) and isinstance(args[0], cls) else result
         if is_view(func) or (func in _MOVES_WEIGHT and result.dtype == source.dtype):
             return _wrapped(result, source.info)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8_common.torch.sharding.wrappers import map_local
+from fp8_common.torch.compat import local_of, map_local, state_dict_hooks
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.scales.delayed import DelayedScale
 
@@ -13,14 +13,14 @@ from fp8_torch_fsdp.scales.delayed import DelayedScale
 def keep_state_dicts_plain(module: nn.Module) -> None:
     """Make `module.state_dict()` hold plain tensors, and an assigning load keep FP8 weights what they are."""
     # Once for each module: it may be converted again, or own several parameters that are gathered in FP8.
-    if not any(hook is _unwrap for hook in module._state_dict_hooks.values()):
-        module._register_state_dict_hook(_unwrap)
+    if not any(hook is _unwrap for hook in state_dict_hooks(module)[0].values()):
+        module.register_state_dict_post_hook(_unwrap)
         module.register_load_state_dict_pre_hook(_wrap_assigned)
 
 
 def forget_state_dict_hooks(module: nn.Module) -> None:
     """Undo `keep_state_dicts_plain`."""
-    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+    for hooks in state_dict_hooks(module):
         for key, hook in list(hooks.items()):
             # torch wraps hooks that want the module in an object that has the function as `hook`.
             if getattr(hook, "hook", hook) in (_unwrap, _wrap_assigned):
@@ -47,7 +47,7 @@ def _wrap_assigned(
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        own = getattr(parameter, "_local_tensor", parameter)
+        own = local_of(parameter)
         key = f"{prefix}{name}"
         if key in state_dict and isinstance(own, ShardedFloat8Weight):
             # Bound as a default argument: a lambda would look `info` up when it is called, after the loop has gone on.

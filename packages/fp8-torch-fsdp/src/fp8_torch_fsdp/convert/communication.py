@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fp8_common import CastRecipe, Fp8Error, select_modules
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
@@ -64,7 +65,7 @@ def enable_float8_all_gather(
 
 
 def _wrap(parameter: nn.Parameter, cast: WeightCast, name: str) -> nn.Parameter:
-    if hasattr(parameter, "_local_tensor") or isinstance(parameter, ShardedFloat8Weight):
+    if isinstance(parameter, (DTensor, ShardedFloat8Weight)):
         raise Fp8Error(f"{name} is already sharded or gathered in FP8. Call enable_float8_all_gather once, first.")
     refuse_replaced(parameter, name)
     data = ShardedFloat8Weight(parameter.detach(), WeightInfo(cast))

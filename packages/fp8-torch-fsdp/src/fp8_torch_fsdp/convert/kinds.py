@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout, layout_of
 from fp8_torch_fsdp.layers.experts import Float8Experts
 
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _LEVELS = 2
 """How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
 
@@ -84,7 +85,7 @@ def _experts_in(name: str, module: nn.Module, own: Mapping[type, ExpertLayout]) 
 
 def stacked_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Return a module's own parameters that look like stacks of matrices: three dimensions, and no convolution."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         return
     for parameter in module._parameters.values():
         if parameter is None or is_lazy(parameter) or parameter.ndim != 3 or not parameter.is_floating_point():

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error, Recipe
+from fp8_common.torch.compat import map_local
 from fp8_common.torch.sharding.fsdp import shards
-from fp8_common.torch.sharding.wrappers import map_local
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
 from fp8_torch_fsdp.config import Float8LinearConfig
 from fp8_torch_fsdp.convert import fast_path, kinds
@@ -117,7 +117,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         Fp8Error: The model is sharded; save a state dict and load it into a new model instead.
     """
     converted = [module for module in model.modules() if isinstance(module, Float8Module)]
-    if any(hasattr(module._parameters.get(name), "_local_tensor") for module in converted for name in module.fp8):
+    if any(isinstance(module._parameters.get(name), DTensor) for module in converted for name in module.fp8):
         raise Fp8Error("Cannot unconvert a sharded model. Load its state dict into an unconverted one instead.")
     for module in converted:
         for name in module.fp8:

@@ -8,11 +8,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
+from fp8_common.torch.compat import local_of
 from fp8_common.torch.sharding.fsdp import reduce_scatter_of, shards
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
-from fp8_torch_fsdp.convert.kinds import adapters, routers, stacked_parameters, users_of_parameters
+from fp8_torch_fsdp.convert.kinds import CONVOLUTIONS, adapters, routers, stacked_parameters, users_of_parameters
 from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -154,7 +155,7 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
         if is_lazy(parameter):
             continue
         own = users[id(parameter)]
-        module, local = own[0][0], getattr(parameter, "_local_tensor", parameter)
+        module, local = own[0][0], local_of(parameter)
         fp8 = next((user for user, weight in own if isinstance(user, Float8Module) and weight in user.fp8), None)
         cast, size = _cast_of(local, fp8), parameter.numel() * reference_dtype.itemsize
         wire = str(reference_dtype).removeprefix("torch.") if cast is None else cast.grid.cast.fp8_format.dtype_name
@@ -238,7 +239,7 @@ def _why_wide(
         return kind
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         return "convolution"
     if any(parameter is one for one in stacked_parameters(module)):
         return "experts, not converted" if layout_of(module, {}) else UNKNOWN_EXPERTS

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from fp8_common.torch.compat import local_of
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import Float8LinearConfig
@@ -47,7 +48,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def extra_repr(self) -> str:
         """Show what differs from `nn.Linear`."""
-        local = getattr(self.weight, "_local_tensor", self.weight)
+        local = local_of(self.weight)
         # under `fully_shard_traceable` the weight is plain and the codes are the distribution's
         codes = isinstance(local, ShardedFloat8Weight | GatheredWeight) or getattr(self.distribution, "in_fp8", False)
         gathered = "fp8" if codes and self.config.all_gather else "high precision"

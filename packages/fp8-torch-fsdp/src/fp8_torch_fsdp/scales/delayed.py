@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8_common import CastRecipe, Format, Fp8Error
 from fp8_common.torch import casts, delayed, foreach
+from fp8_common.torch.compat import copy_each
 from fp8_common.torch.sharding.fsdp import in_backward
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 
@@ -245,9 +246,7 @@ def roll(scales: Sequence[DelayedScale], observed: torch.Tensor, due: torch.Tens
         int32 [n], what `observed` of the scales is now.
     """
     kept = observed.masked_fill(due, UNOBSERVED)
-    of = {
-        scale: parts for scale, *parts in zip(scales, _parts(scales, observed), _parts(scales, kept), strict=True)
-    }
+    of = {scale: parts for scale, *parts in zip(scales, _parts(scales, observed), _parts(scales, kept), strict=True)}
     for group in foreach.alike(scales, lambda scale: scale.cast.policy):
         bits, after = (_joined(group, list(parts)) for parts in zip(*(of[scale] for scale in group), strict=True))
         # All decisions are `torch.where`: `due` is on the device, and every rank and step runs the same operators.
@@ -299,4 +298,4 @@ def _write(scales: Sequence[DelayedScale], values: dict[str, torch.Tensor]) -> N
     for dtype in {rows.dtype: None for rows in values.values()}:
         alike = {name: rows for name, rows in values.items() if rows.dtype is dtype}
         buffers = [getattr(scale, name) for name in alike for scale in scales]
-        torch._foreach_copy_(buffers, [part for rows in alike.values() for part in _parts(scales, rows)])
+        copy_each(buffers, [part for rows in alike.values() for part in _parts(scales, rows)])

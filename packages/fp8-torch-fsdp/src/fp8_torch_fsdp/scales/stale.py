@@ -3,6 +3,7 @@
 import torch
 
 from fp8_common import Format
+from fp8_common.torch.compat import assert_on_device
 
 
 def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torch.Tensor:
@@ -21,7 +22,7 @@ def nan_if_stale(scale: torch.Tensor, stale: torch.Tensor, message: str) -> torc
     """
     if scale.device.type != "cpu":
         return scale.masked_fill(stale, torch.nan)
-    torch._assert_async(~stale, message)
+    assert_on_device(~stale, message)
     return scale
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
+from fp8_common.torch.compat import disable_compiler, forward_hooks
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.replaced import watch_optimizers
@@ -75,8 +76,8 @@ class ScaleSync:
             steps.watch(self)
         if sharded:
             # prepend: before the hook of FSDP2, which starts the first gather, and those of others that use the layers
-            root.register_forward_pre_hook(torch._dynamo.disable(self._before_forward), prepend=True)
-            root.register_forward_hook(torch._dynamo.disable(self._after_forward))
+            root.register_forward_pre_hook(disable_compiler(self._before_forward), prepend=True)
+            root.register_forward_hook(disable_compiler(self._after_forward))
 
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
@@ -317,7 +318,8 @@ def synchronize_before_forward(model: nn.Module) -> None:
     forget_sync(model)  # more of its layers may have been converted
     ScaleSync.of_module(model)
     # a function, and no method of a sync: a copy of the model has a sync of its own
-    before, after = torch._dynamo.disable(_before_forward), torch._dynamo.disable(_after_forward)
+    before: Any = disable_compiler(_before_forward)
+    after: Any = disable_compiler(_after_forward)
     before.of_fp8_sync = after.of_fp8_sync = True
     model.register_forward_pre_hook(before, prepend=True)
     model.register_forward_hook(after)
@@ -330,7 +332,7 @@ def forget_sync(model: nn.Module) -> None:
         for scale in sync.scales:
             scale.sync = None
         del model.fp8_sync
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+    for hooks in forward_hooks(model):
         for key, hook in list(hooks.items()):
             if getattr(hook, "of_fp8_sync", False):
                 del hooks[key]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
 from fp8_common import Fp8Error
-from fp8_common.torch.sharding.wrappers import map_local
+from fp8_common.torch.compat import map_local
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.tensor_parallel.layers import Colwise, Rowwise, TensorParallel, gather_input

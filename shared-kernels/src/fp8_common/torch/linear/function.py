@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.torch._compat import in_function_transform
+from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate

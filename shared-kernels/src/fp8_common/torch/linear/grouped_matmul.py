@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8_common.formats import FORMATS
-from fp8_common.torch._compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import block_of
+from fp8_common.torch.compat import assume_constant_result, scaled_grouped_mm
 from fp8_common.torch.decoding import values
 from fp8_common.torch.linear.matmul import ALIGNMENT, MatmulOptions, device_capability, matmul
 from fp8_common.torch.linear.operand import Operand

@@ -18,8 +18,8 @@ from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.hardware import multiplies_blocks
 from fp8_common.torch import casts, decoding
-from fp8_common.torch._compat import assume_constant_result, scaled_mm
 from fp8_common.torch.blocks import split_blocks
+from fp8_common.torch.compat import Scaling, assume_constant_result, scaled_mm
 from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
 from fp8_common.torch.linear.segments import transposed_rows
 
@@ -29,7 +29,6 @@ ALIGNMENT = 16
 """FP8 tensor cores need contracted and output dimensions that are multiples of this."""
 BLOCK_128X128 = (128, 128)
 _PAIRS_OF_BLOCKS = [(BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128), (BLOCK_1X128, BLOCK_1X128)]
-_SCALING = {BLOCK_1X128: "BlockWise1x128", BLOCK_128X128: "BlockWise128x128"}
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 _HOPPER = (9, 0)
@@ -177,9 +176,11 @@ def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tens
     if a_inv.ndim and _on_cuda(a_codes) and made_in == torch.float32 and device_capability(a_codes.device) != _HOPPER:
         made_in = torch.bfloat16
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
-    scaling = "RowWise" if a_inv.ndim else "TensorWise"
-    accumulation = {"out_dtype": made_in, "use_fast_accum": options.use_fast_accum}
-    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), **accumulation).to(options.out_dtype)
+    scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"
+    fast = options.use_fast_accum
+    y = scaled_mm(a_codes, b_codes.t(), a_inv, b_inv, (scaling, scaling), out_dtype=made_in, use_fast_accum=fast).to(
+        options.out_dtype
+    )
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
@@ -240,8 +241,13 @@ def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
 def _matmul_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.T [M, N] in `out_dtype`, accumulated in float32 after each block."""
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
-    scaling = _SCALING[a.block], _SCALING[b.block]
-    return scaled_mm(a_codes, b_codes.t(), _laid_out(a), _laid_out(b).t(), scaling, out_dtype=out_dtype)
+    return scaled_mm(
+        a_codes, b_codes.t(), _laid_out(a), _laid_out(b).t(), (_scaling(a), _scaling(b)), out_dtype=out_dtype
+    )
+
+
+def _scaling(operand: Operand) -> Scaling:
+    return "BlockWise128x128" if operand.block == BLOCK_128X128 else "BlockWise1x128"
 
 
 def _laid_out(operand: Operand) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_common.errors import Fp8UnsupportedError
+from fp8_common.torch.compat import timeout_of
 
 
 def max_over_ranks(parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], int]:
@@ -117,8 +118,6 @@ def group_of_ranks(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.Proc
 
 
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    options = getattr(like._get_backend(like._device_types[0]), "options", None)
-    timeout = getattr(options, "_timeout", None)
     # Local synchronization: by default all ranks of the world have to call `new_group`, not only its members.
-    group: Any = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    group: Any = dist.new_group(list(ranks), timeout=timeout_of(like), use_local_synchronization=True)
     return group

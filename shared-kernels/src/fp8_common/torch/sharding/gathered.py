@@ -7,14 +7,22 @@ import warnings
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8_common.formats import get_format
 from fp8_common.torch import decoding
+from fp8_common.torch.compat import (
+    OpOverload,
+    disabled_torch_function,
+    local_of,
+    pytree,
+    stable_hash,
+    unseen_write,
+    wrapper_of,
+    written_tensors,
+)
 from fp8_common.torch.numerics import torch_dtype
 from fp8_common.torch.sharding.fsdp import unpad
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
-from fp8_common.torch.sharding.wrappers import stable_hash, wrapper_of, written_tensors
 
 aten = torch.ops.aten
 
@@ -103,12 +111,10 @@ class GatheredWeight(torch.Tensor):
         return stable_hash(self, self.scale, self.fmt, self.block)
 
     # Python functions of torch run as for any tensor; only the operators that they end in come to `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Keep codes under views that FSDP2 takes; run everything else on dequantized values."""
         kwargs = kwargs or {}
         if func in _KEEPS_CODES:
@@ -162,7 +168,7 @@ def finish_gather(
         The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is brought up to
         date instead.
     """
-    target: Any = getattr(out, "_local_tensor", out)
+    target: Any = local_of(out)
     if target is not None and not decode:
         target.scale = scale  # the codes alias the buffer
         return None
@@ -175,6 +181,6 @@ def finish_gather(
         # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
         return plain, (plain,)
     # autograd may have saved it; the same weight comes again, which is no change
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+    with torch.no_grad(), unseen_write(target):
         target.copy_(plain)
     return None

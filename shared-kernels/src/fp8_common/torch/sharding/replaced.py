@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fp8_common.errors import Fp8Error
-from fp8_common.torch._compat import disable_compiler
+from fp8_common.torch.compat import disable_compiler
 
 MARK = "_fp8_replaced_by"
 """The attribute of a replaced parameter: the call that replaced it. Tensor subclasses may compute it; None is none."""

@@ -1,0 +1,251 @@
+"""The private names of torch that these packages use, but for those of FSDP2 (`sharding.fsdp`).
+
+Compilers, tensor subclasses and their operators, DTensor, hooks of modules; scaled matmuls under their older names. A
+test of each says what to look at where an upgrade moved the name or changed what it means.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "CHECKPOINT_PREFIX",
+    "DISTRIBUTED",
+    "FakeTensor",
+    "OpOverload",
+    "Scaling",
+    "assert_on_device",
+    "assume_constant_result",
+    "constant_of_record",
+    "copy_each",
+    "disable_compiler",
+    "disabled_torch_function",
+    "distributed_like",
+    "forward_hooks",
+    "in_function_transform",
+    "is_in_place",
+    "is_view",
+    "local_of",
+    "map_local",
+    "pytree",
+    "scaled_grouped_mm",
+    "scaled_mm",
+    "stable_hash",
+    "state_dict_hooks",
+    "timeout_of",
+    "unseen_write",
+    "version_of",
+    "wrapper_of",
+    "written_tensors",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Scaling = Literal["TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128"]
+"""A name of `torch.nn.functional.ScalingType`."""
+SCALING_BY_NAME = TorchVersion(torch.__version__) >= "2.15"
+"""Whether compilers and CPUs know `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`.
+
+Before, the operators that they supersede take the same layouts.
+"""
+
+CHECKPOINT_PREFIX: str = _CHECKPOINT_PREFIX
+"""What torch's `checkpoint_wrapper` puts into the names of parameters, and takes out of those of state dicts."""
+DISTRIBUTED = "_distribute_module_applied"
+"""What `torch.distributed.tensor.distribute_module` asks a module for before it cuts its parameters."""
+
+disable_compiler = _disable_dynamo
+"""Does what `torch.compiler.disable` does, but imports the compiler with the first call.
+
+As a decorator that adds half a second to every import of these packages.
+"""
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of subclasses that see operators in `__torch_dispatch__` alone."""
+assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
+"""Raises, without a wait, if a bool scalar is False."""
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies each of the second tensors into one of the first, in one launch."""
+
+
+def assume_constant_result(function: Function) -> Function:
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler.
+
+    That decorator imports Dynamo, which would add half a second to every import of these packages.
+
+    Args:
+        function: Its result depends on nothing but its arguments.
+    """
+    # The attribute by which Dynamo knows such functions.
+    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+    return function
+
+
+def constant_of_record(function: Function) -> Function:
+    """Do the same for a function of a frozen dataclass, where this torch can; a compiler traces it elsewhere.
+
+    torch 2.11 gives no dataclass to such a function. Traced, numbers of the dataclass may be symbols.
+    """
+    return assume_constant_result(function) if TorchVersion(torch.__version__) >= "2.13" else function
+
+
+def in_function_transform() -> bool:
+    """Return whether `torch.func` (vmap, grad, jvp, ...) transforms what runs now; False under a compiler."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inv: torch.Tensor,
+    b_inv: torch.Tensor,
+    scaling: tuple[Scaling, Scaling],
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Return float8 codes a [M, K] @ b [K, N], b column-major, with float32 scales back from FP8, in `out_dtype`."""
+    if not SCALING_BY_NAME:
+        return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    of_a, of_b = (getattr(F.ScalingType, name) for name in scaling)
+    return F.scaled_mm(a, b, a_inv, of_a, b_inv, of_b, output_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inv: torch.Tensor,
+    b_inv: torch.Tensor,
+    *,
+    offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Return the matmuls of groups of rows, or over groups of rows, with scales of rows; `offsets` int32 [groups]."""
+    options: Any = {"offs": offsets, "use_fast_accum": use_fast_accum}
+    if not SCALING_BY_NAME:
+        return torch._scaled_grouped_mm(a, b, a_inv, b_inv, out_dtype=out_dtype, **options)
+    rows = F.ScalingType.RowWise
+    return F.scaled_grouped_mm(  # pyrefly: ignore[missing-attribute]
+        a, b, a_inv, rows, b_inv, rows, output_dtype=out_dtype, **options
+    )
+
+
+def wrapper_of(cls: type, inner: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor of the subclass `cls` with the metadata of `inner`, without memory of its own.
+
+    Args:
+        cls: A subclass with a `__torch_dispatch__`.
+        inner: What it wraps; `cls` has to keep it.
+        dtype: The dtype that autograd and FSDP2 see; that of `inner` by default.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        inner.size(),
+        strides=inner.stride(),
+        storage_offset=inner.storage_offset(),
+        dtype=dtype or inner.dtype,
+        device=inner.device,
+        requires_grad=inner.requires_grad,
+    )
+
+
+def written_tensors(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+    """Yield every tensor among the arguments that `func` writes to.
+
+    By the operator's schema, so that an in-place operator that nobody thought of is seen as well. Collectives of
+    torch.distributed have no such marks: all but `send` write to their first argument and to nothing else.
+    """
+    if func.namespace == "c10d":
+        outputs = () if func is torch.ops.c10d.send.default else args[:1]
+        yield from (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        return
+    if not is_in_place(func):
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def is_in_place(func: OpOverload) -> bool:
+    """Return whether the operator writes to an argument."""
+    return func._schema.is_mutable
+
+
+def is_view(func: OpOverload) -> bool:
+    """Return whether the operator's results alias an argument without writing to it."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def stable_hash(tensor: torch.Tensor, *described: object) -> str:
+    """Return a hash of a tensor's metadata and of `described`, tensors or plain values, for the caches of compilers."""
+    text = repr([_metadata(one) if isinstance(one, torch.Tensor) else one for one in (tensor, *described)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def local_of(tensor: Any) -> Any:
+    """Return the local part of a DTensor as the object that it holds, or whatever else was given itself."""
+    # Not `to_local`, which goes through autograd and may return another object.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply `change` to a tensor, or to the local part of a DTensor, which stays distributed as it was."""
+    return distributed_like(tensor, change(local_of(tensor)), requires_grad=tensor.requires_grad)
+
+
+def distributed_like(tensor: torch.Tensor, local: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
+    """Return `local`, as a DTensor with the mesh, placements and shape of `tensor` if that is one; without a copy."""
+    if not isinstance(tensor, DTensor):
+        return local
+    spec = tensor._spec
+    # operators of DTensor read the dtype from the spec
+    meta = None if spec.tensor_meta is None else spec.tensor_meta._replace(dtype=local.dtype)
+    # the constructor and not `from_local`, an autograd function that takes a view of its argument
+    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=requires_grad)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; tensors that were made in inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def unseen_write(tensor: torch.Tensor) -> Any:
+    """Return a context in which writes to a tensor that autograd may have saved are no change of it."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def timeout_of(group: dist.ProcessGroup) -> Any:
+    """Return the time-out of a process group; None where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the hooks of a module after its state dict was made, before that, and before a load, by their ids.
+
+    Deleting from one of these removes the hook.
+    """
+    return module._state_dict_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks of a module before and after its forward, by their ids; deleting from one removes the hook."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad)
