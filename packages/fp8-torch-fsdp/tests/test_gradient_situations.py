@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard
 import fp8_torch_fsdp as f8
 
 pytestmark = pytest.mark.distributed
-STOCHASTIC = f8.GradientCompression(rounding="stochastic")
 
 
 class Block(nn.Module):
@@ -111,7 +110,7 @@ def both(rank, ranks, situation):
     for compressed in (False, True):
         model = sharded(mesh, **options)
         if compressed:
-            f8.compress_gradients(model, STOCHASTIC)
+            f8.compress_communication(model, weights=False)
         run(model, rank)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         found.append({n: p.grad.full_tensor().to("cpu", torch.float32) for n, p in model.named_parameters()})
@@ -135,7 +134,7 @@ def scaled(rank, ranks):
     for compressed in (False, True):
         model = sharded(mesh)
         if compressed:
-            f8.compress_gradients(model, STOCHASTIC)
+            f8.compress_communication(model, weights=False)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=2.0**16)
         for i in range(4):
             loss = model(batch(rank, i)).square().mean()
