@@ -37,18 +37,11 @@ def test_ties_survive_conversion():
     assert len(list(model.parameters())) == 3
 
 
-def test_ties_survive_a_gather_for_layers_as_they_are():
+def test_ties_across_calls_are_refused():
     model = tied()
-    f8.enable_float8_all_gather(model)
-    assert model[0].weight is model[1].weight
-
-
-@pytest.mark.parametrize("call", [f8.convert_to_float8_training, f8.enable_float8_all_gather])
-def test_ties_across_calls_are_refused(call):
-    model = tied()
-    call(model[0])
+    f8.convert_to_float8_training(model[0])
     with pytest.raises(Fp8Error, match="in one call"):
-        call(model[1])
+        f8.convert_to_float8_training(model[1])
 
 
 def test_a_tie_to_a_layer_of_another_cast_is_refused():

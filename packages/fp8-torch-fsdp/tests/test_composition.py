@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from fp8_common import torch as f8t
 from tests.helpers.whole_states import unlike, whole
 
 pytestmark = pytest.mark.distributed
@@ -290,50 +289,6 @@ def inference_mode(rank, world_size):
     return checks
 
 
-class Experts(nn.Module):
-    """All experts of a layer stacked in two parameters, each token through all of them."""
-
-    def __init__(self, experts=3):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, DIM, 16) / 5)
-        self.down = nn.Parameter(torch.randn(experts, 16, DIM) / 4)
-
-    def forward(self, x):
-        hidden = torch.relu(x.expand(self.up.shape[0], *x.shape) @ self.up)
-        return (hidden @ self.down).mean(0)
-
-
-def experts(rank, world_size):
-    checks = {}
-    casts = {"tensorwise": None, "rowwise": f8.CastConfig(granularity="rowwise")}
-    for name, cast in casts.items():
-        for dim in (0, 1, 2):
-            torch.manual_seed(0)
-            model = nn.Sequential(Experts(2 * world_size))
-            f8.enable_float8_all_gather(model, cast=cast)
-            shard(model, flat(world_size), shard_placement_fn=lambda p, dim=dim: Shard(dim))
-            losses = train(model, rank)
-            checks[f"{name} {dim}: one cast for each weight and step"] = f8.float8_report(model).casts == 2 * STEPS
-            rounded = nn.Sequential(Experts(2 * world_size))
-            state = whole(model)
-            rounded.load_state_dict({key: through_fp8(value, name) for key, value in state.items()})
-            x = torch.randn(8, DIM)
-            checks[f"{name} {dim}: output is that of rounded weights"] = torch.equal(model(x), rounded(x))
-            checks[f"{name} {dim}: it trains"] = losses[-1] < losses[0]
-            report = f8.float8_report(model)
-            checks[f"{name} {dim}: in FP8"] = {w.wire for w in report.weights} == {"float8_e4m3fn"}
-    return checks
-
-
-def through_fp8(weight, granularity):
-    if granularity == "rowwise":
-        codes, scale = f8t.quantize_rowwise(weight, "e4m3", -1)
-    else:
-        scale = f8t.amax_to_scale(f8t.amax(weight), "e4m3")
-        codes = f8t.quantize(weight, scale, "e4m3")
-    return f8t.dequantize(codes, scale, "e4m3")
-
-
 def deepcopies(rank, world_size):
     """A copy before sharding is a model of its own."""
     original = blocks(True, "tensorwise_delayed")
@@ -365,7 +320,6 @@ ROWS = {
     "gradient clipping": (2, gradient_clipping),
     "frozen base and LoRA": (2, lora),
     "inference_mode": (2, inference_mode),
-    "stacked experts": (2, experts),
     "deepcopy": (2, deepcopies),
 }
 

@@ -69,7 +69,7 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     more = {"scales": f8.DelayedState(model)}
     if compressed:
-        more["gradients"] = f8.compress_gradients(model, f8.GradientCompression(rounding="stochastic"))
+        more["gradients"] = f8.compress_communication(model, weights=False)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | more
     done = max((int(path.name) for path in Path(folder).glob("?")), default=0)
     if done:

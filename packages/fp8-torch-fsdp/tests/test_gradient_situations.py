@@ -1,4 +1,4 @@
-"""Gradients as FP8 codes in what training loops do: each stays near that of FSDP2's own reduction."""
+"""FP8 communication in what training loops do: decoded weights, and gradients near those of FSDP2's own reduction."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 import fp8_torch_fsdp as f8
+from fp8_common.torch import dequantize_mx, quantize_mx
 
 pytestmark = pytest.mark.distributed
-STOCHASTIC = f8.GradientCompression(rounding="stochastic")
 
 
 class Block(nn.Module):
@@ -45,9 +45,7 @@ class Narrow(nn.Module):
         return x + self.down(self.up(x))
 
 
-def sharded(mesh, kind=Block, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(kind() for _ in range(2)))
+def sharded(model, mesh, **options):
     for block in model:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -105,13 +103,29 @@ SITUATIONS = {
 }
 
 
+def decode(model, options, ranks):
+    """Give a model the weights that a gather in FP8 would give its layers."""
+    half = options.get("mp_policy") is HALF
+    for own in model.parameters():
+        if own.ndim == 2:
+            parts = own.data.chunk(ranks, dim=1) if "shard_placement_fn" in options else [own.data]
+            codes = [quantize_mx((part.bfloat16() if half else part).contiguous(), "e4m3") for part in parts]
+            own.data = torch.cat([dequantize_mx(*one, "e4m3") for one in codes], dim=1)
+
+
 def both(rank, ranks, situation):
+    """Return gradients with decoded weights, with weights gathered in FP8, and with gradients that travel so too."""
     run, options = SITUATIONS[situation]
+    weights = "reshard_after_forward" not in options  # with an integer, weights cannot
     mesh, found = init_device_mesh("cpu", (ranks,)), []
-    for compressed in (False, True):
-        model = sharded(mesh, **options)
-        if compressed:
-            f8.compress_gradients(model, STOCHASTIC)
+    for kind in ("decoded", "weights", "everything"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(options.get("kind", Block)() for _ in range(2)))
+        if kind == "decoded" and weights:
+            decode(model, options, ranks)
+        model = sharded(model, mesh, **{name: value for name, value in options.items() if name != "kind"})
+        if kind == "everything" or (kind == "weights" and weights):
+            f8.compress_communication(model, weights=weights, gradients=kind == "everything")
         run(model, rank)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         found.append({n: p.grad.full_tensor().to("cpu", torch.float32) for n, p in model.named_parameters()})
@@ -119,12 +133,13 @@ def both(rank, ranks, situation):
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_gradients_are_near_whatever_the_loop_does(run_ranks, situation):
+def test_weights_change_nothing_else_and_gradients_are_near_whatever_the_loop_does(run_ranks, situation):
     if SITUATIONS[situation][0] is use_less_on_one_rank and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip(f"torch {torch.__version__} cannot be told that a rank may lack gradients")
     ranks = 4 if "integer" in situation or "columns" in situation else 3
-    for plain, ours in run_ranks(ranks, both, situation):
+    for plain, weights, ours in run_ranks(ranks, both, situation):
         for name, gradient in plain.items():
+            assert torch.equal(gradient, weights[name]), f"{name}: gathered weights are the decoded ones"
             error = ((gradient - ours[name]).norm() / gradient.norm()).item()
             # what travels wide differs by the norm that all gradients were clipped by, and by the order of a sum
             assert (0.002 < error < 0.06) if gradient.ndim == 2 else error < 0.003, f"{name}: {error}"
@@ -133,9 +148,10 @@ def test_gradients_are_near_whatever_the_loop_does(run_ranks, situation):
 def scaled(rank, ranks):
     mesh, found = init_device_mesh("cpu", (ranks,)), []
     for compressed in (False, True):
-        model = sharded(mesh)
+        torch.manual_seed(0)
+        model = sharded(nn.Sequential(Block(), Block()), mesh)
         if compressed:
-            f8.compress_gradients(model, STOCHASTIC)
+            f8.compress_communication(model, weights=False)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=2.0**16)
         for i in range(4):
             loss = model(batch(rank, i)).square().mean()

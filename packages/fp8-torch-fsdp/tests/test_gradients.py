@@ -14,11 +14,11 @@ import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_common._reference.rounding import random_bits
-from fp8_torch_fsdp.reduce_scatter import CompressedGradients, join, reduce_rows, split
+from fp8_torch_fsdp.reduce_scatter import RandomState, join, reduce_rows, split
 from tests.helpers.collectives import CollectiveCounter
 
 pytestmark = pytest.mark.distributed
-BLOCK = 128
+BLOCK, NEAREST = 128, {"rounding": "nearest"}
 
 
 # ---------------------------------------------------------------- the numbers
@@ -34,7 +34,7 @@ def rows_of(rank, ranks, length, kind):
 
 
 def reduce_on_ranks(rank, ranks, length, kind, settings):
-    handle = CompressedGradients(f8.GradientCompression(**settings))
+    handle = RandomState(f8.GradientCompression(**settings))
     rows = rows_of(rank, ranks, length, kind)
     values = torch.from_numpy(rows.astype(np.float32)).to(torch.bfloat16 if kind != np.float32 else torch.float32)
     wide = values[:, :5].clone()
@@ -48,17 +48,17 @@ def expected(ranks, length, kind, settings):
     for rank in range(ranks):
         rows = rows_of(rank, ranks, length, kind).astype(np.float32)
         codes, scales = fp8_common.quantize_blockwise(rows, fmt, (1, BLOCK), fp8_common.POWER_OF_2)
-        if settings.get("rounding") == "stochastic":
+        if settings.get("rounding") != "nearest":
             scaled = rows * np.repeat(scales, BLOCK, 1)[:, :length]
             # a row begins with a new block of counters
-            bits = random_bits(settings["seed"] | rank << 32, (ranks, BLOCK * scales.shape[1]))[:, :length]
+            bits = random_bits(settings.get("seed", 0) | rank << 32, (ranks, BLOCK * scales.shape[1]))[:, :length]
             codes = fp8_common.encode_stochastic(scaled, fmt, bits)
         total = total + fp8_common.dequantize_blockwise(codes, scales, fmt, (1, BLOCK))
         whole = whole + rows[:, :5]
     return total, whole
 
 
-@pytest.mark.parametrize("settings", [{}, {"format": "e5m2"}, {"rounding": "stochastic", "seed": 7}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"format": "e5m2", "seed": 7}, NEAREST], ids=str)
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_equal_the_definition_bit_for_bit(run_ranks, ranks, kind, settings):
@@ -110,6 +110,10 @@ def sharded(mesh, *, recipe=None, reduce_dtype=torch.float32):
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def compress(model, settings, **options):
+    return f8.compress_communication(model, weights=False, gradients=f8.GradientCompression(**settings), **options)
+
+
 def losses(model, steps, *, first=0, spoil=None, micro_batches=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     seen = []
@@ -137,7 +141,7 @@ def gradients_both_ways(rank, ranks, reduce_dtype):
     mesh = init_device_mesh("cpu", (ranks,))
     plain, ours = (sharded(mesh, reduce_dtype=reduce_dtype) for _ in range(2))
     ours[0].norm.weight.requires_grad_(False)
-    f8.compress_gradients(ours, f8.GradientCompression(format="e4m3"), parameters=["!1.up.weight"])
+    compress(ours, NEAREST, parameters=["!1.up.weight"])
     reports = [{w.name: w.gradient for w in f8.float8_report(model).weights} for model in (plain, ours)]
     ours[0].norm.weight.requires_grad_(True)
     return gradients_of(plain, rank), gradients_of(ours, rank), *reports
@@ -161,17 +165,17 @@ def test_gradients_are_near_and_what_is_left_out_is_exact(run_ranks, reduce_dtyp
 def trains(rank, ranks, recipe, settings, micro_batches):
     mesh = init_device_mesh("cpu", (ranks,))
     plain, ours, undone = (sharded(mesh, recipe=recipe) for _ in range(3))
-    f8.compress_gradients(ours, f8.GradientCompression(**settings))
-    f8.compress_gradients(undone, f8.GradientCompression(**settings)).remove()
+    compress(ours, settings)
+    compress(undone, settings).remove()
     return [losses(model, 12, micro_batches=micro_batches) for model in (plain, ours, undone)]
 
 
 @pytest.mark.parametrize(
     ("recipe", "settings", "micro_batches"),
     [
-        (None, {}, 1),
-        ("tensorwise", {"rounding": "stochastic"}, 1),
-        ("tensorwise_delayed", {}, 2),
+        (None, NEAREST, 1),
+        ("tensorwise", {}, 1),
+        ("tensorwise_delayed", NEAREST, 2),
         ("rowwise", {"format": "e5m2"}, 1),
     ],
 )
@@ -184,7 +188,7 @@ def test_training_goes_as_without_and_exactly_so_when_removed(run_ranks, recipe,
 
 def count_bytes(rank, ranks, kind):
     model = sharded(init_device_mesh("cpu", (ranks,)))
-    handle = f8.compress_gradients(model, f8.GradientCompression(format=kind))
+    handle = compress(model, {"format": kind})
     losses(model, 1)
     with CollectiveCounter() as counter:
         losses(model, 1, first=1)
@@ -204,7 +208,7 @@ def test_a_gradient_sends_one_byte_and_its_share_of_a_scale(run_ranks, ranks):
 
 def spoiled(rank, ranks, settings):
     model = sharded(init_device_mesh("cpu", (ranks,)))
-    f8.compress_gradients(model, f8.GradientCompression(**settings))
+    compress(model, settings)
     x = torch.randn(6, 40)
     loss = model(x).square().mean()
     (loss * float("inf") if rank == 1 else loss).backward()
@@ -216,7 +220,7 @@ def spoiled(rank, ranks, settings):
     return norm.full_tensor().item(), after.full_tensor().item()
 
 
-@pytest.mark.parametrize("settings", [{}, {"rounding": "stochastic"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, NEAREST], ids=str)
 def test_a_gradient_that_is_not_finite_is_seen_and_forgotten(run_ranks, settings):
     for norm, after in run_ranks(2, spoiled, settings):
         assert not np.isfinite(norm)
@@ -226,7 +230,7 @@ def test_a_gradient_that_is_not_finite_is_seen_and_forgotten(run_ranks, settings
 def frozen_and_unused(rank, ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     models = [sharded(mesh) for _ in range(2)]
-    f8.compress_gradients(models[1])
+    compress(models[1], {})
     found = []
     for model in models:
         model[0].up.weight.requires_grad_(False)
@@ -250,26 +254,26 @@ def test_frozen_and_unused_parameters_do_not_shift_the_others(run_ranks):
 
 
 def resumed(rank, ranks, settings, folder):
-    mesh, config = init_device_mesh("cpu", (ranks,)), f8.GradientCompression(**settings)
+    mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
-    handle = f8.compress_gradients(model, config)
+    handle = compress(model, settings)
     losses(model, 3)
     dcp.save({"model": model.state_dict(), "gradients": handle}, checkpoint_id=folder)
     whole = losses(model, 3, first=3)
     other = sharded(mesh)
-    handle = f8.compress_gradients(other, config)
+    handle = compress(other, settings)
     losses(other, 1)  # its random state and residuals are others than those of the checkpoint
     state = {"model": other.state_dict(), "gradients": handle}
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state["model"])
     again = losses(other, 3, first=3)
     fresh = sharded(mesh)
-    f8.compress_gradients(fresh, config)
+    compress(fresh, settings)
     fresh.load_state_dict(state["model"])
     return whole, again, losses(fresh, 3, first=3)
 
 
-@pytest.mark.parametrize("settings", [{"rounding": "stochastic", "seed": 3}], ids=str)
+@pytest.mark.parametrize("settings", [{"seed": 3}], ids=str)
 def test_a_resumed_run_continues_bit_for_bit(run_ranks, settings, tmp_path):
     for whole, again, without in run_ranks(2, resumed, settings, tmp_path / "checkpoint"):
         assert again == whole
@@ -278,7 +282,7 @@ def test_a_resumed_run_continues_bit_for_bit(run_ranks, settings, tmp_path):
 
 def states_of_others(rank, ranks):
     model = sharded(init_device_mesh("cpu", (ranks,)))
-    handle = f8.compress_gradients(model, f8.GradientCompression(rounding="stochastic"))
+    handle = compress(model, {})
     told = []
     for state in ({}, None, 3, {f"rank {rank} of {ranks}": {"residuals": {}}}):
         with pytest.raises(Fp8Error) as raised:
@@ -294,7 +298,7 @@ def test_a_state_of_other_ranks_or_another_model_is_refused(run_ranks):
 
 def repeated(rank, ranks, settings):
     """The relative error of the sum of 40 reductions of one gradient."""
-    handle = CompressedGradients(f8.GradientCompression(**settings))
+    handle = RandomState(f8.GradientCompression(**settings))
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(ranks, 4096, generator=generator)
     total = torch.zeros(4096)
@@ -306,7 +310,7 @@ def repeated(rank, ranks, settings):
 
 
 def test_random_rounding_makes_errors_of_many_steps_cancel(run_ranks):
-    nearest, stochastic = (max(run_ranks(2, repeated, settings)) for settings in ({}, {"rounding": "stochastic"}))
+    nearest, stochastic = (max(run_ranks(2, repeated, settings)) for settings in (NEAREST, {}))
     assert nearest > 0.02, "one and the same error in each step"
     assert stochastic < nearest / 2
 
@@ -323,12 +327,11 @@ def refusals(rank, ranks):
             function()
         told.append(str(raised.value))
 
-    refused(lambda: f8.compress_gradients(nn.Linear(4, 4)))
-    refused(lambda: f8.compress_gradients(sharded(mesh), {"rounding": "nearest"}))
+    refused(lambda: f8.compress_communication(sharded(mesh), gradients=NEAREST))
     model = sharded(mesh)
-    f8.compress_gradients(model)
-    refused(lambda: f8.compress_gradients(model))
-    refused(lambda: f8.compress_gradients(sharded(mesh), parameters=["*", "!*.weight", "*.weight"]))
+    compress(model, {})
+    refused(lambda: compress(model, {}))
+    refused(lambda: compress(sharded(mesh), {}, parameters=["*", "!*.weight", "*.weight"]))
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(7.0)
@@ -342,8 +345,7 @@ def test_what_cannot_be_done_is_one_sentence_on_all_ranks(run_ranks):
     first, second = run_ranks(2, refusals)
     assert first == second
     parts = [
-        "Call fully_shard",
-        "must be a GradientCompression",
+        "or a GradientCompression",
         "compressed already",
         "contradict",
         "set_force_sum_reduction_for_comms",

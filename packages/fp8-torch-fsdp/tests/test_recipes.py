@@ -12,7 +12,6 @@ import fp8_torch_fsdp as f8
 from fp8_common import CANONICAL, Fp8Error
 from fp8_common import E4M3 as F4
 from fp8_common import POWER_OF_2 as POLICY
-from fp8_common import torch as f8t
 from fp8_common.torch import quantize_rowwise
 from fp8_common.torch.decoding import dequantize
 from tests.helpers.collectives import CollectiveCounter
@@ -154,44 +153,3 @@ def test_configurations_without_a_product_are_refused(changes, message):
 def test_a_recipe_of_another_package_is_refused_by_its_name():
     with pytest.raises(Fp8Error, match=r"Recipe 'mx': input cannot be cast with dynamic mx scaling"):
         f8.convert_to_float8_training(nn.Linear(32, 32), recipe="mx")
-
-
-def test_communication_only_keeps_layers_and_rounds_weights():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 16), nn.Bilinear(16, 16, 4))
-    names = f8.enable_float8_all_gather(nn.ModuleList(model))
-    assert names == ["1.weight", "2.weight"]
-    assert type(model[1]) is nn.Linear
-    assert {type(v) for v in model.state_dict().values()} == {torch.Tensor}
-
-
-def communicate_only(rank, world_size):
-    torch.manual_seed(0)
-    conv = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8))
-    weights = [layer.weight.detach().clone() for layer in (conv[0], conv[2])]
-    f8.enable_float8_all_gather(conv)
-    for layer in (conv[0], conv[2]):
-        fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
-    fully_shard(conv, mesh=init_device_mesh("cpu", (world_size,)))
-    x = torch.randn(4, 16)
-    optimizer = torch.optim.SGD(conv.parameters(), lr=0.0)
-    for _ in range(3):
-        y = conv(x)
-        y.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    rounded = []
-    for weight in weights:
-        scale = f8t.amax_to_scale(f8t.amax(weight), "e4m3")
-        rounded.append(f8t.dequantize(f8t.quantize(weight, scale, "e4m3"), scale, "e4m3"))
-    hidden = nn.functional.gelu(nn.functional.linear(x, rounded[0], conv.state_dict()["0.bias"].full_tensor()))
-    expected = nn.functional.linear(hidden, rounded[1], conv.state_dict()["2.bias"].full_tensor())
-    return torch.equal(y, expected), f8.float8_report(conv).casts
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_communication_only_gives_plain_layers_rounded_weights(run_ranks, world_size):
-    for equal, casts in run_ranks(world_size, communicate_only):
-        assert equal
-        assert casts == 2 * 3

@@ -361,12 +361,6 @@ def test_routers_beside_a_list_of_experts_stay_wide():
     assert kept == ["mlp.gate", "mlp.shared_gate"]
 
 
-def test_communication_alone_leaves_routers_wide():
-    model = Mixture(Experts(3))
-    names = f8.enable_float8_all_gather(model)
-    assert names == ["dense.weight", "experts.up", "experts.down"]
-
-
 def test_experts_that_nobody_described_are_reported(caplog):
     model = Mixture(Experts(3))
     with caplog.at_level("WARNING"):

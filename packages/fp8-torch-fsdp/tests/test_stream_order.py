@@ -70,7 +70,7 @@ def build(
         model[0].set_modules_to_forward_prefetch([model[1], model[2]])
         model[2].set_modules_to_backward_prefetch([model[1], model[0]])
     if gradients is not None:
-        f8.compress_gradients(model, gradients)
+        f8.compress_communication(model, gradients=gradients)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
 
@@ -141,8 +141,8 @@ SCENARIOS = {
     "the same, prefetched": {"build_options": {"late": True, "prefetch": True}},
     "prefetch": {"build_options": {"prefetch": True}},
     "a part called alone": {"part": True},
-    "compressed gradients": {"build_options": {"gradients": f8.GradientCompression()}},
-    "stochastic gradients": {"build_options": {"gradients": f8.GradientCompression(rounding="stochastic")}},
+    "compressed, to nearest": {"build_options": {"gradients": f8.GradientCompression(rounding="nearest")}},
+    "compressed communication": {"build_options": {"gradients": True}},
 }
 
 

@@ -10,9 +10,10 @@ from fp8_common import GradientCompression, Recipe
 from fp8_common.plugin import check_version
 from fp8_common.torch import GemmConfig
 from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_torch_fsdp.all_gather.collective import GatheredMatrix
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.config import CastConfig, DelayedScalingConfig, Float8LinearConfig
-from fp8_torch_fsdp.convert.communication import enable_float8_all_gather
+from fp8_torch_fsdp.convert.communication import CompressedCommunication, compress_communication
 from fp8_torch_fsdp.convert.expert_layouts import ExpertLayout
 from fp8_torch_fsdp.convert.model import convert_to_float8_training, unconvert
 from fp8_torch_fsdp.convert.report import float8_report
@@ -20,7 +21,6 @@ from fp8_torch_fsdp.convert.select import auto_filter_for_recipe
 from fp8_torch_fsdp.layers.experts import Float8Experts
 from fp8_torch_fsdp.layers.linear import Float8Linear
 from fp8_torch_fsdp.monitor import Float8Monitor
-from fp8_torch_fsdp.reduce_scatter import compress_gradients
 from fp8_torch_fsdp.scales.state import DelayedState
 from fp8_torch_fsdp.scales.sync import synchronize_scales
 from fp8_torch_fsdp.tensor_parallel.styles import (
@@ -35,6 +35,7 @@ check_version("fp8-torch-fsdp", __version__)
 
 __all__ = [
     "CastConfig",
+    "CompressedCommunication",
     "DelayedScalingConfig",
     "DelayedState",
     "ExpertLayout",
@@ -44,6 +45,7 @@ __all__ = [
     "Float8LinearConfig",
     "Float8Monitor",
     "Float8RowwiseParallel",
+    "GatheredMatrix",
     "GatheredWeight",
     "GemmConfig",
     "GradientCompression",
@@ -51,9 +53,8 @@ __all__ = [
     "Recipe",
     "ShardedFloat8Weight",
     "auto_filter_for_recipe",
-    "compress_gradients",
+    "compress_communication",
     "convert_to_float8_training",
-    "enable_float8_all_gather",
     "float8_report",
     "fully_shard_traceable",
     "synchronize_scales",

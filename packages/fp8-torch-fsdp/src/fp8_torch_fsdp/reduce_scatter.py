@@ -1,75 +1,25 @@
-"""`compress_gradients`: FSDP2 reduce-scatters gradients as FP8 codes, in an all-to-all and a float32 sum.
+"""`Float8ReduceScatter`: FSDP2's reduce-scatter of gradients as FP8 codes, in an all-to-all and a float32 sum.
 
 Sums are made in float32 and in the order of ranks, so that a reduction gives the same bits in every run. Elements that
 stay in the dtype of the reduction travel in the same message.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
-from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
-from fp8_common.torch.sharding.fsdp import Shard, named_shards, reduce_scatter_of, shards
+from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression
+from fp8_common.torch.sharding.fsdp import Shard
 from fp8_common.torch.sharding.gradients import BLOCK, pack_gradients, sum_gradients
 
-ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
-"""Whose gradients travel as FP8: a filter of (parameter, name), or rules by name; None is all that may."""
 
+class RandomState:
+    """How gradients are rounded, and which random bits are next; a `Stateful` for torch.distributed.checkpoint.
 
-def compress_gradients(
-    model: nn.Module, config: GradientCompression | None = None, *, parameters: ParameterSelection = None
-) -> "CompressedGradients":
-    """Let the ranks of `model` reduce-scatter its gradients as FP8 codes with one scale for each block of 128.
-
-    Call it on all ranks, after `fully_shard`. It is independent of FP8 weights and matmuls. Gradients of parameters of
-    fewer than two dimensions, and of those left out, travel in the dtype of the reduction, in the same message. A
-    gradient element that is infinite or NaN arrives as NaN. Under HSDP the all-reduce between copies stays FSDP2's.
-
-    Args:
-        model: The outermost FSDP module, whose groups all take part.
-        config: How gradients are rounded; a `GradientCompression()` by default.
-        parameters: Whose gradients travel as FP8; by default those of all parameters of two dimensions and more.
-
-    Returns:
-        What undoes it, and holds the state to be saved with `rounding="stochastic"`.
-
-    Raises:
-        Fp8Error: Nothing of `model` is sharded by FSDP2, gradients are compressed already, or a rule decides nothing.
-    """
-    if config is not None and not isinstance(config, GradientCompression):
-        raise Fp8Error(f"config must be a GradientCompression, got {config!r}.")
-    config = config or GradientCompression()
-    modules: list[tuple[str, Any]] = [
-        (n, module) for n, module in model.named_modules() if isinstance(module, FSDPModule)
-    ]
-    groups = [(name, module) for name, module in modules if list(shards(module, recurse=False))]
-    if not groups:
-        raise Fp8Error(
-            f"compress_gradients needs a model that FSDP2 shards, got {type(model).__name__}. Call fully_shard(model) "
-            "first; DistributedDataParallel and fully_shard_traceable reduce in high precision."
-        )
-    # all checks before the first change, so that a refusal leaves the model as it was
-    for name, module in groups:
-        if isinstance(reduce_scatter_of(module), Float8ReduceScatter):
-            raise Fp8Error(f"The gradients of {name or 'the model'} are compressed already. Remove that first.")
-    able = {name: shard.local for name, shard in named_shards(model) if shard.local.ndim >= 2}
-    chosen = {id(able[name]) for name, one in select_modules(able, parameters).items() if one.include}
-    handle = CompressedGradients(config)
-    for _, module in groups:
-        params = list(shards(module, recurse=False))
-        handle.install(module, Float8ReduceScatter(handle, params, [id(param.local) in chosen for param in params]))
-    return handle
-
-
-class CompressedGradients:
-    """The handle of `compress_gradients`; a `Stateful` for torch.distributed.checkpoint.
-
-    Save and load it with the model where rounding is stochastic: a run then goes on with the same bits. The state is
-    this rank's own, under a name that holds the rank.
+    The state is this rank's own, under a name that holds the rank.
 
     Args:
         config: How gradients are rounded.
@@ -82,18 +32,6 @@ class CompressedGradients:
     def __init__(self, config: GradientCompression) -> None:
         self.config = config
         self.drawn = torch.zeros((), dtype=torch.int64)
-        self._installed: list[tuple[Any, Any]] = []
-
-    def install(self, module: Any, scatter: "Float8ReduceScatter") -> None:
-        """Let the FSDP module reduce its gradients by `scatter` until `remove`."""
-        self._installed.append((module, reduce_scatter_of(module)))
-        module.set_custom_reduce_scatter(scatter)
-
-    def remove(self) -> None:
-        """Let gradients be reduced as before."""
-        for module, before in self._installed:
-            module.set_custom_reduce_scatter(before)
-        self._installed.clear()
 
     def draw(self, rows: int, columns: int) -> tuple[int, int] | None:
         """Return key and offset of the random bits of a message [rows, columns]; None rounds to nearest.
@@ -122,8 +60,8 @@ class CompressedGradients:
         if not isinstance(own, dict) or set(own) != {"drawn"}:
             found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
             raise Fp8Error(
-                f"The state of compressed gradients holds {found}, and this rank needs {self._name()!r} with 'drawn'. "
-                "Load it on as many ranks as saved it, or begin without it."
+                f"The state of compressed communication holds {found}, and this rank needs {self._name()!r} with "
+                "'drawn'. Load it on as many ranks as saved it, or begin without it."
             )
         self.drawn.copy_(own["drawn"])
 
@@ -135,19 +73,19 @@ class Float8ReduceScatter:
     """FSDP2's reduce-scatter of one group of parameters, as an all-to-all of FP8 codes and a float32 sum.
 
     Args:
-        handle: The model's configuration and random bits.
+        state: The model's configuration and random bits.
         params: The group's parameters in the order of FSDP2.
         compressed: For each of them, whether its gradient travels as FP8.
     """
 
-    def __init__(self, handle: CompressedGradients, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
-        self._handle = handle
+    def __init__(self, state: RandomState, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
+        self._state = state
         self._params = list(zip(params, compressed, strict=True))
 
     @property
     def codes(self) -> dict[int, str]:
         """By the identity of its shard, the dtype of codes of each parameter whose gradient travels as FP8."""
-        name = self._handle.config.fp8_format.dtype_name
+        name = self._state.config.fp8_format.dtype_name
         return {id(param.local): name for param, chosen in self._params if chosen and param.parameter.requires_grad}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -178,7 +116,7 @@ class Float8ReduceScatter:
         sizes, coded = self._parts(rows.shape[1])
         codes, wide = split(rows, sizes, coded)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
-        sums = reduce_rows(self._handle, codes, wide, group, divisor)
+        sums = reduce_rows(self._state, codes, wide, group, divisor)
         output_tensor.copy_(join(*sums, sizes, coded).view_as(output_tensor))
 
     def _parts(self, length: int) -> tuple[list[int], list[bool]]:
@@ -190,19 +128,19 @@ class Float8ReduceScatter:
 
 
 def reduce_rows(
-    handle: CompressedGradients, compressed: Tensor, wide: Tensor, group: dist.ProcessGroup, divisor: float = 1.0
+    state: RandomState, compressed: Tensor, wide: Tensor, group: dist.ProcessGroup, divisor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the float32 sums [c] and [w] over ranks of this rank's row, divided by `divisor`.
 
     Args:
-        handle: Configuration and random bits.
+        state: Configuration and random bits.
         compressed: Values [n, c] for each of the n ranks of `group` that travel as codes.
         wide: Values [n, w] that travel in their dtype.
         group: The ranks, which all call this with equal shapes.
         divisor: The sums are divided by it.
     """
-    config = handle.config
-    random = handle.draw(*compressed.shape)
+    config = state.config
+    random = state.draw(*compressed.shape)
     message = pack_gradients(compressed, wide, config.fp8_format, random)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message, group=group)

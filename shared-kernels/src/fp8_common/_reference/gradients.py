@@ -25,12 +25,12 @@ class GradientCompression(Record):
 
     Attributes:
         format: FP8 format of the codes; "e5m2" reaches further down within a block, with half the precision.
-        rounding: "nearest", or "stochastic", whose error has mean zero.
+        rounding: "stochastic", whose error has mean zero, or "nearest".
         seed: Key of stochastic rounding, 0 to 2^32 - 1; ranks draw different bits from the same seed.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
     seed: int = 0
 
     def __post_init__(self) -> None:

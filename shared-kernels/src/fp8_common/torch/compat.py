@@ -45,7 +45,6 @@ __all__ = [
     "stable_hash",
     "state_dict_hooks",
     "timeout_of",
-    "unseen_write",
     "version_of",
     "wrapper_of",
     "written_tensors",
@@ -221,11 +220,6 @@ def distributed_like(tensor: torch.Tensor, local: torch.Tensor, *, requires_grad
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; tensors that were made in inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def unseen_write(tensor: torch.Tensor) -> Any:
-    """Return a context in which writes to a tensor that autograd may have saved are no change of it."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def timeout_of(group: dist.ProcessGroup) -> Any:

@@ -71,7 +71,7 @@ class WeightInfo:
         """Copy how the weight is scaled: the copied model agrees on its own."""
         # with the memo: a `DelayedScale` is a submodule of the layer, and the copied layer has the same twin
         delayed = copy.deepcopy(self.cast.delayed, memo)
-        return WeightInfo(WeightCast(grid=self.cast.grid, delayed=delayed, decode=self.cast.decode))
+        return WeightInfo(WeightCast(grid=self.cast.grid, delayed=delayed))
 
 
 class ShardedFloat8Weight(torch.Tensor):
@@ -211,7 +211,7 @@ class ShardedFloat8Weight(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Name what a compiled graph depends on besides the values: the same in every process."""
-        return stable_hash(self, repr(self.info.cast.grid), self.info.cast.decode)
+        return stable_hash(self, repr(self.info.cast.grid))
 
     # Everything is decided in `__torch_dispatch__`; the default would wrap the result of every operator in this class.
     __torch_function__ = disabled_torch_function
@@ -277,10 +277,8 @@ class ShardedFloat8Weight(torch.Tensor):
         Returns:
             A `GatheredWeight` of the whole shape, and nothing more to free; None if `out` is brought up to date.
         """
-        cast, shape = slot.cast, slot.region.full_shape
-        return finish_gather(
-            all_gather_outputs[0], slot.scale, cast.grid, shape, param_dtype, out=out, decode=cast.decode
-        )
+        grid, shape = slot.cast.grid, slot.region.full_shape
+        return finish_gather(all_gather_outputs[0], slot.scale, grid, shape, param_dtype, out=out)
 
 
 def _wrapped(result: Any, info: WeightInfo) -> Any:

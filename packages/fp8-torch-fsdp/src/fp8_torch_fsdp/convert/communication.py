@@ -1,72 +1,160 @@
-"""`enable_float8_all_gather`: FP8 communication without FP8 compute, for layers of any kind."""
+"""`compress_communication`: FP8 communication of a model that FSDP2 shards, whatever its layers compute in."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
-from fp8_common import CastRecipe, Fp8Error, select_modules
-from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight, WeightInfo
-from fp8_torch_fsdp.all_gather.state_dict import keep_state_dicts_plain
-from fp8_torch_fsdp.config import CastConfig
-from fp8_torch_fsdp.convert.kinds import adapters, routers
-from fp8_torch_fsdp.convert.new_parameter import refuse_replaced, replaced_by
-from fp8_torch_fsdp.reduce_scatter import ParameterSelection
-from fp8_torch_fsdp.scales.weight_cast import WeightCast
+from fp8_common import Fp8Error, Fp8UnsupportedError, GradientCompression, Rule, Rules, select_modules
+from fp8_common.torch.sharding.fsdp import Shard, check_gathers, named_shards, shards
+from fp8_torch_fsdp.all_gather.collective import Float8AllGather, GatheredMatrix
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+from fp8_torch_fsdp.convert.kinds import adapters, output_heads, routers
+from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter, RandomState
+
+ParameterSelection = Callable[[Tensor, str], bool] | Rules | Iterable[str | Rule] | None
+"""What travels as FP8: a filter of (parameter, name), or rules by name; None is the default of a call."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def enable_float8_all_gather(
-    model: nn.Module, *, parameters: ParameterSelection = None, cast: CastRecipe | None = None
-) -> list[str]:
-    """Let FSDP2 gather weights in FP8 and hand them to unchanged layers in high precision.
+def compress_communication(
+    model: nn.Module,
+    *,
+    weights: bool = True,
+    gradients: bool | GradientCompression = True,
+    parameters: ParameterSelection = None,
+) -> "CompressedCommunication":
+    """Let FSDP2 gather the matrices of `model` and reduce their gradients in FP8, for layers of any kind.
 
-    Call it before `fully_shard`.
-
-    The layers compute with weights that were rounded to FP8: the same numbers as FP8 weights, none of the speed of FP8
-    matmuls, half the bytes of a gather. Works for every layer that uses its parameters as tensors.
+    Call it on all ranks, after `fully_shard`. Layers get weights in the dtype that FSDP2 gathers, rounded to E4M3 with
+    one power-of-two scale for 32 consecutive values of a row (`quantize_mx`, mode "rceil"). Gradients travel with one
+    scale for 128 elements and are added in float32, in the order of ranks. Parameters of fewer than two dimensions stay
+    as they are, in the same messages. Weights of this package's FP8 layers keep the gather that they have. One rank
+    alone sends nothing and rounds nothing. Under HSDP the all-reduce between copies stays FSDP2's.
 
     Args:
-        model: The model.
-        parameters: Which of its floating point parameters of two or more dimensions; by default all of them but those
-            of embeddings, routers and adapters. What is converted is gathered in FP8 already.
-        cast: How weights are cast; dynamic tensorwise E4M3 by default.
+        model: The outermost FSDP module, or several below one module.
+        weights: Gather weights in FP8.
+        gradients: Reduce gradients in FP8, with stochastic rounding; or how they are rounded.
+        parameters: Which of the floating-point parameters of two dimensions and more; by default all of them but those
+            of embeddings, output heads, routers and adapters.
 
     Returns:
-        The names of the parameters that are gathered in FP8 from now on.
+        What undoes it, reports, and holds the state to be saved with stochastic rounding.
 
     Raises:
-        Fp8Error: No such parameter, a rule that decides nothing, a cast that weights cannot have, or a parameter that
-            is sharded already or was replaced by an earlier call.
+        Fp8Error: Nothing is sharded by FSDP2, or nothing left to compress; it is compressed already; a weight has a
+            gather of its own or is resharded to a part of its mesh; a rule decides nothing. All ranks raise alike.
+        Fp8UnsupportedError: One `fully_shard` call spreads its parameters over several meshes.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    left = (*embeddings, *routers(model, {}), *adapters(model)) if parameters is None else ()
-    wide = {id(own) for module in left for own in module.parameters(recurse=False)}
+    if not isinstance(gradients, bool | GradientCompression):
+        raise Fp8Error(f"gradients must be True, False or a GradientCompression, got {gradients!r}.")
+    groups = _groups(model)
+    if not groups:
+        raise Fp8Error(
+            f"compress_communication needs a model that FSDP2 shards, got {type(model).__name__}. Call "
+            "fully_shard(model) first; DistributedDataParallel and fully_shard_traceable move their own bytes."
+        )
+    chosen = _choose(model, parameters)
+    coded = {n: own for n, own in chosen.items() if weights and not isinstance(own.local, ShardedFloat8Weight)}
+    # all checks before the first change, so that a refusal leaves the model as it was
+    for name, shard in coded.items():
+        if hasattr(shard.local, "fsdp_pre_all_gather"):
+            raise Fp8Error(
+                f"{name} is a {type(shard.local).__name__}, which brings a gather of its own. Switch that off "
+                "where the layer is made, or pass weights=False."
+            )
+    check_gathers(coded.values())
+    if not coded and not (gradients and chosen):
+        raise Fp8Error("No matrix to compress: none is chosen, or weights and gradients are both off.")
+    for _, own in groups:
+        gathers = weights and isinstance(own[0].all_gather, Float8AllGather)
+        if gathers or (gradients and isinstance(own[0].reduce_scatter, Float8ReduceScatter)):
+            raise Fp8Error(f"What is sent for {own[0].full_name} is compressed already. Remove that first.")
+    config = gradients if isinstance(gradients, GradientCompression) else GradientCompression()
+    handle = CompressedCommunication(config, coded)
+    gathered, reduced = ({id(shard.fsdp_param) for shard in some.values()} for some in (coded, chosen))
+    for module, own in groups:
+        before, which = own[0].all_gather, [id(shard.fsdp_param) in gathered for shard in own]
+        if any(which):
+            handle.install(module.set_custom_all_gather, before, Float8AllGather(before, own, which))
+        before, which = own[0].reduce_scatter, [id(shard.fsdp_param) in reduced for shard in own]
+        if gradients and any(which):
+            handle.install(module.set_custom_reduce_scatter, before, Float8ReduceScatter(handle, own, which))
+    return handle
+
+
+def _choose(model: nn.Module, parameters: ParameterSelection) -> dict[str, Shard]:
+    """Return the shards of the parameters to compress, by their names in the model."""
+    wide = set[nn.Module]()
+    if parameters is None:
+        wide |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
+        wide |= {*output_heads(model), *routers(model, {}), *adapters(model)}
     able = {
-        name: own
-        for name, own in model.named_parameters()
-        if own.ndim >= 2 and own.dtype in _DTYPES and id(own) not in wide and not isinstance(own, ShardedFloat8Weight)
+        name: shard
+        for name, shard in named_shards(model)
+        if shard.local.ndim >= 2
+        and shard.local.dtype in _DTYPES
+        and shard.parameter.numel()
+        and shard.module not in wide
     }
-    names = [name for name, decision in select_modules(able, parameters).items() if decision.include]
-    if not names:
-        raise Fp8Error("No parameter to gather in FP8: the model has no floating point weights of two dimensions.")
-    cast = cast or CastConfig()
-    if cast.scaling not in ("dynamic", "static"):
-        raise Fp8Error(f"Weights of unchanged layers are cast with dynamic or static scaling, got {cast.scaling!r}.")
-    weight_cast = WeightCast.of(cast, decode=True)
-    wrapped = {id(able[name]): _wrap(able[name], weight_cast, name) for name in names}
-    for module in model.modules():
-        # `_parameters`: each module that shares a parameter has to get the new one
-        for name, parameter in module._parameters.items():
-            if id(parameter) in wrapped:
-                module._parameters[name] = wrapped[id(parameter)]
-                keep_state_dicts_plain(module)
-    return names
+    decisions = select_modules({name: shard.local for name, shard in able.items()}, parameters)
+    return {name: able[name] for name, decision in decisions.items() if decision.include}
 
 
-def _wrap(parameter: nn.Parameter, cast: WeightCast, name: str) -> nn.Parameter:
-    if isinstance(parameter, (DTensor, ShardedFloat8Weight)):
-        raise Fp8Error(f"{name} is already sharded or gathered in FP8. Call enable_float8_all_gather once, first.")
-    refuse_replaced(parameter, name)
-    data = ShardedFloat8Weight(parameter.detach(), WeightInfo(cast))
-    return replaced_by(parameter, data, "enable_float8_all_gather")
+def _groups(model: nn.Module) -> list[tuple[Any, list[Shard]]]:
+    """Return FSDP2's groups of parameters under `model`, each with a module that it belongs to.
+
+    Raises:
+        Fp8UnsupportedError: One call of `fully_shard` spreads its parameters over several meshes.
+    """
+    found = dict[int, tuple[Any, list[Shard]]]()
+    for name, module in model.named_modules():
+        own = list(shards(module, recurse=False))
+        groups = {id(shard.fsdp_group) for shard in own}
+        if len(groups) > 1:
+            raise Fp8UnsupportedError(
+                f"The parameters of {name or 'the model'} lie on several meshes, for which FSDP2 takes no collectives "
+                "of others. Call fully_shard on each of its parts, with one mesh each."
+            )
+        if own:  # the modules of one list have one group
+            found.setdefault(groups.pop(), (module, own))
+    return list(found.values())
+
+
+class CompressedCommunication(RandomState):
+    """The handle of `compress_communication`; a `Stateful` for torch.distributed.checkpoint.
+
+    Save and load it with the model where rounding is stochastic: a run then goes on with the same bits. The state is
+    this rank's own, under a name that holds the rank.
+
+    Args:
+        config: How gradients are rounded.
+        matrices: The parameters that are gathered in FP8, by their names in the model.
+
+    Attributes:
+        config: As given.
+        drawn: int64 scalar on the CPU: how many counters of random bits this rank has used.
+    """
+
+    def __init__(self, config: GradientCompression, matrices: Mapping[str, Shard]) -> None:
+        super().__init__(config)
+        self._matrices, self._undo = matrices, list[Callable[[], None]]()
+
+    def install(self, set_custom: Callable[[Any], None], before: Any, now: Any) -> None:
+        """Give FSDP2 the collective `now` in place of `before`, until `remove`."""
+        set_custom(now)
+        self._undo.append(partial(set_custom, before))
+
+    def remove(self) -> None:
+        """Let FSDP2 communicate as before."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def report(self) -> list[GatheredMatrix]:
+        """Return what a gather does to each matrix as it is now. All ranks call it; one small all-reduce for each."""
+        return [GatheredMatrix.of(name, shard) for name, shard in self._matrices.items()]

@@ -17,6 +17,9 @@ CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTrans
 _LEVELS = 2
 """How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
 
+_HEADS = ("lm_head", "embed_out", "output")
+"""What linear layers are called that give logits: in Transformers and torchtitan."""
+
 
 def users_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Return the modules that have each parameter, with its name there, by its id: valid while the model keeps it."""
@@ -42,6 +45,24 @@ def tied_heads(model: nn.Module) -> set[nn.Module]:
     embedded = {id(module._parameters["weight"]) for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     return {module for module in linear if id(module._parameters.get("weight")) in embedded}
+
+
+def output_heads(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the output heads of a model, each with the name of the embedding that shares its weight, or "".
+
+    They are linear layers that share the weight, give as many values as the largest embedding has rows (those of
+    positions and types have fewer), or are called like heads, as in parts of a pipeline that have no embedding.
+    """
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
+    vocabulary = max((module.num_embeddings for module in embeddings.values()), default=None)
+    found = dict[nn.Module, str]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            shared = owners.get(id(module._parameters.get("weight")))
+            if shared is not None or module.out_features == vocabulary or name.rpartition(".")[2] in _HEADS:
+                found[module] = shared or ""
+    return found
 
 
 def routers(model: nn.Module, own: Mapping[type, ExpertLayout]) -> set[nn.Module]:

@@ -81,7 +81,7 @@ def convert_to_float8_training(
         raise Fp8Error(
             f"No nn.Linear layer to convert.{why} {float8_report(model).headline} Check module_filter_fn. "
             "Make nn.Linear of what multiplies by other weights, describe stacked experts by "
-            "experts={TheirClass: ExpertLayout(...)}, or let enable_float8_all_gather(model) gather them in FP8."
+            "experts={TheirClass: ExpertLayout(...)}, or let compress_communication(model) move them in FP8."
         )
     if any(shard.module in chosen for shard in shards(model)):
         raise Fp8Error(

@@ -5,15 +5,23 @@ from collections import Counter
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
+from fp8_common import E4M3
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.sharding.fsdp import reduce_scatter_of, shards
+from fp8_common.torch.sharding.fsdp import shards
 from fp8_common.torch.sharding.gathered import GatheredWeight
+from fp8_torch_fsdp.all_gather.collective import Float8AllGather
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
-from fp8_torch_fsdp.convert.kinds import CONVOLUTIONS, adapters, routers, stacked_parameters, users_of_parameters
+from fp8_torch_fsdp.convert.kinds import (
+    CONVOLUTIONS,
+    adapters,
+    output_heads,
+    routers,
+    stacked_parameters,
+    users_of_parameters,
+)
 from fp8_torch_fsdp.layers.module import Float8Module, original_class
 from fp8_torch_fsdp.reduce_scatter import Float8ReduceScatter
 from fp8_torch_fsdp.scales.sync import syncs_of
@@ -35,8 +43,8 @@ class WeightReport:
         wire: What FSDP2 gathers: "float8_e4m3fn" or the name of a high-precision dtype.
         wire_bytes: Bytes of one gather of the whole parameter.
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
-        gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes of `compress_gradients`; ""
-            where FSDP2 reduces it as its policy says.
+        gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes; "" where FSDP2 reduces it as
+            its policy says.
         why: How the weight is scaled, or why it does not travel in FP8.
         head: A sentence about the output head whose weight it is, or "".
     """
@@ -144,12 +152,18 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
     Returns:
         One entry per parameter, in the order of `model.named_parameters()`; lazy ones without a shape are left out. A
         parameter that several modules share is of the class that is found first, and computes in FP8 if one of them
-        does. An output head is a linear layer that shares an embedding's weight or gives as many values as the largest
-        embedding has rows.
+        does. What an output head is, `kinds.output_heads` says.
     """
     users = users_of_parameters(model)
     kinds = dict.fromkeys(adapters(model), "adapter") | dict.fromkeys(routers(model, {}), "router")
-    gradients, heads = _gradients(model), _heads(model)
+    heads = {id(head._parameters.get("weight")): (head, owner) for head, owner in output_heads(model).items()}
+    names = {module: name for name, module in model.named_modules()}
+    coded, gradients = dict[int, int](), dict[int, str]()
+    for collective in dict.fromkeys(one for shard in shards(model) for one in (shard.all_gather, shard.reduce_scatter)):
+        if isinstance(collective, Float8AllGather):
+            coded |= collective.codes
+        elif isinstance(collective, Float8ReduceScatter):
+            gradients |= collective.codes
     rows = []
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -158,8 +172,11 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
         module, local = own[0][0], local_of(parameter)
         fp8 = next((user for user, weight in own if isinstance(user, Float8Module) and weight in user.fp8), None)
         cast, size = _cast_of(local, fp8), parameter.numel() * reference_dtype.itemsize
-        wire = str(reference_dtype).removeprefix("torch.") if cast is None else cast.grid.cast.fp8_format.dtype_name
-        wire_bytes = size if cast is None else parameter.numel()
+        wire, wire_bytes = str(reference_dtype).removeprefix("torch."), size
+        if cast is not None:
+            wire, wire_bytes = cast.grid.cast.fp8_format.dtype_name, parameter.numel()
+        elif id(local) in coded:
+            wire, wire_bytes = E4M3.dtype_name, coded[id(local)]
         kind, head = type(module), heads.get(id(parameter))
         row = WeightReport(
             name=name,
@@ -170,40 +187,13 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
             wire_bytes=wire_bytes,
             saved_bytes=size - wire_bytes,
             gradient=gradients.get(id(local), ""),
-            why=_why_in_fp8(cast) if cast else _why_wide(parameter, local, module, fp8, kinds.get(module, "")),
-            head=_head(*head, fp8=fp8 is not None, gathered=cast is not None) if head else "",
+            why=_why(cast, parameter, local, module, fp8, kinds.get(module, ""), compressed=id(local) in coded),
+            head=_head(names[head[0]], head[1], fp8=fp8 is not None, gathered=wire_bytes < size) if head else "",
         )
         rows.append(row)
     syncs = syncs_of(model)
     casts = sum(slot.casts for sync in syncs for slot in sync.slots)
     return Float8Report(weights=tuple(rows), casts=casts, reductions=sum(sync.reductions for sync in syncs))
-
-
-def _gradients(model: nn.Module) -> dict[int, str]:
-    """Return, by the identity of its shard, the dtype of codes in which the gradient of each parameter is reduced."""
-    found = {}
-    for module in model.modules():
-        reduces = isinstance(module, FSDPModule) and any(shards(module, recurse=False))
-        reduction = reduce_scatter_of(module) if reduces else None
-        if isinstance(reduction, Float8ReduceScatter):
-            found |= reduction.codes
-    return found
-
-
-def _heads(model: nn.Module) -> dict[int, tuple[str, str]]:
-    """Return by the id of its weight the name of each output head, and of the embedding that shares the weight or "".
-
-    The vocabulary is the rows of the largest embedding; those of positions and types have fewer.
-    """
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
-    vocabulary = max((module.num_embeddings for module in embeddings.values()), default=None)
-    found = {}
-    for name, module in model.named_modules():
-        weight = id(module._parameters.get("weight"))
-        if isinstance(module, nn.Linear) and (weight in owners or module.out_features == vocabulary):
-            found[weight] = name, owners.get(weight, "")
-    return found
 
 
 def _head(name: str, embedding: str, *, fp8: bool, gathered: bool) -> str:
@@ -220,15 +210,21 @@ def _cast_of(local: torch.Tensor, user: nn.Module | None) -> WeightCast | None:
     return distribution.slot.cast if isinstance(distribution, TraceableShards) and distribution.in_fp8 else None
 
 
-def _why_in_fp8(cast: WeightCast) -> str:
-    recipe = cast.grid.cast
-    return f"{recipe.scaling} {recipe.granularity}" + ", for high-precision layers" * cast.decode
-
-
-def _why_wide(
-    parameter: nn.Parameter, local: torch.Tensor, module: nn.Module, fp8: Float8Module | None, kind: str
+def _why(
+    cast: WeightCast | None,
+    parameter: nn.Parameter,
+    local: torch.Tensor,
+    module: nn.Module,
+    fp8: Float8Module | None,
+    kind: str,
+    *,
+    compressed: bool,
 ) -> str:
-    """Return why a parameter of `module` travels in high precision; `kind` is that of layers that stay so."""
+    """Return how a parameter of `module` travels in FP8, or why not; `kind` is that of layers that stay wide."""
+    if cast is not None:
+        return f"{cast.grid.cast.scaling} {cast.grid.cast.granularity}"
+    if compressed:
+        return "mx, for high-precision layers"
     if isinstance(local, GatheredWeight):
         return "gathered at the moment: call model.reshard() first"
     if fp8 is not None:

@@ -20,12 +20,10 @@ class WeightCast:
     Attributes:
         grid: Where its scales lie, and the recipe of the cast.
         delayed: The state of delayed scaling that they come from; None for other scaling.
-        decode: Gathered weights become plain high-precision tensors again: FP8 communication alone.
     """
 
     grid: ScaleGrid
     delayed: DelayedScale | None = None
-    decode: bool = False
 
     @classmethod
     def of(
@@ -35,7 +33,6 @@ class WeightCast:
         stacked: bool = False,
         transposed: bool = False,
         delayed: DelayedScale | None = None,
-        decode: bool = False,
     ) -> "WeightCast":
         """Return how weights are scaled that are cast so.
 
@@ -44,14 +41,13 @@ class WeightCast:
             stacked: The weight is [experts, ...], and each expert is cast alone.
             transposed: It is [..., in_features, out_features].
             delayed: The state of delayed scaling, where `cast.scaling` is "delayed", of each expert of a stack.
-            decode: See the attribute.
 
         Raises:
             Fp8Error: No weight is cast with this granularity.
         """
         # a constant is the scale of all experts
         grid = ScaleGrid(cast, stacked=stacked and cast.scaling != "static", transposed=transposed)
-        return cls(grid=grid, delayed=delayed, decode=decode)
+        return cls(grid=grid, delayed=delayed)
 
     def whole(
         self, weight: torch.Tensor, *, record: bool, group: dist.ProcessGroup | None = None, splits_rows: bool = False

@@ -37,9 +37,8 @@ def fully_shard_traceable(model: nn.Module, *, mesh: DeviceMesh | None = None) -
         `model`, changed in place.
 
     Raises:
-        Fp8Error: A parameter that is distributed already, has no dimensions, or belongs to
-            `enable_float8_all_gather`; an `nn.MultiheadAttention`, whose layers are not called; or a mesh of three
-            dimensions. All ranks see the same model and raise alike.
+        Fp8Error: A parameter that is distributed already or has no dimensions; an `nn.MultiheadAttention`, whose layers
+            are not called; or a mesh of three dimensions. All ranks see the same model and raise alike.
     """
     if mesh is None:
         device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
@@ -100,9 +99,4 @@ def _refuse_unsuitable(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             raise Fp8Error(
                 f"{name} is distributed already. Call fully_shard_traceable once, on the root, instead of fully_shard."
-            )
-        if isinstance(parameter, ShardedFloat8Weight) and parameter.info.cast.decode:
-            raise Fp8Error(
-                f"{name} was given to enable_float8_all_gather, which works under fully_shard only. Convert its layer "
-                "with convert_to_float8_training, or use fully_shard."
             )

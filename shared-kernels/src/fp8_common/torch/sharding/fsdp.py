@@ -90,6 +90,21 @@ class Shard:
         return self.fsdp_param._param_fqn or self.name
 
     @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 gathers it: that of its mixed precision, from the first forward on."""
+        return getattr(self.fsdp_param, "param_dtype", None) or self.parameter.dtype
+
+    @property
+    def all_gather(self) -> Any:
+        """The all-gather of its group, as `set_custom_all_gather` takes it."""
+        return self.fsdp_group._all_gather_comm
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """The reduce-scatter of its group, as `set_custom_reduce_scatter` takes it."""
+        return self.fsdp_group._reduce_scatter_comm
+
+    @property
     def is_gathered(self) -> bool:
         """Whether FSDP2 holds the gathered parameter now."""
         return self.fsdp_group.is_unsharded
@@ -231,12 +246,6 @@ def check() -> None:
             f"FP8 all-gather needs FSDP2 internals that torch {torch.__version__} does not have "
             f"({_import_error}). Use torch 2.11 to 2.15, or a newer release of this package."
         )
-
-
-def reduce_scatter_of(module: nn.Module) -> Any:
-    """Return the reduce-scatter of one sharded module, as `set_custom_reduce_scatter` takes it."""
-    (group,) = _groups_of(_state_of(module))
-    return group._reduce_scatter_comm
 
 
 def in_forward(root: nn.Module) -> bool:

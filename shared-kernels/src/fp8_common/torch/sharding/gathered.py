@@ -16,7 +16,6 @@ from fp8_common.torch.compat import (
     local_of,
     pytree,
     stable_hash,
-    unseen_write,
     wrapper_of,
     written_tensors,
 )
@@ -151,7 +150,6 @@ def finish_gather(
     dtype: torch.dtype,
     *,
     out: torch.Tensor | None = None,
-    decode: bool = False,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """Do what FSDP2's `fsdp_post_all_gather` does, with what arrived of an FP8 weight.
 
@@ -162,25 +160,14 @@ def finish_gather(
         full_shape: Shape of the weight.
         dtype: The dtype that it stands for.
         out: What an earlier gather of this weight returned, or a DTensor of it; None the first time.
-        decode: Gather the values in `dtype` instead, for layers that multiply in high precision.
 
     Returns:
         The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is brought up to
         date instead.
     """
     target: Any = local_of(out)
-    if target is not None and not decode:
+    if target is not None:
         target.scale = scale  # the codes alias the buffer
         return None
     fmt = grid.cast.fp8_format
-    codes = unpad(buffer, full_shape, torch_dtype(fmt))
-    if not decode:
-        return GatheredWeight(codes, scale, fmt.name, dtype, grid.tile), ()
-    plain = decoding.dequantize(codes, scale, fmt, dtype, grid.tile)
-    if target is None:
-        # memory of its own, which FSDP2 frees on reshard and allocates again before the next gather
-        return plain, (plain,)
-    # autograd may have saved it; the same weight comes again, which is no change
-    with torch.no_grad(), unseen_write(target):
-        target.copy_(plain)
-    return None
+    return GatheredWeight(unpad(buffer, full_shape, torch_dtype(fmt)), scale, fmt.name, dtype, grid.tile), ()

@@ -1,0 +1,177 @@
+"""`Float8AllGather`: FSDP2's all-gather of one group of parameters, in which matrices travel as MX codes.
+
+A matrix is sent as E4M3 codes with one E8M0 byte for 32 consecutive values of a row, where a row is everything after
+the first dimension, and arrives as values in the dtype that FSDP2 gathers. Scales are made of what a rank holds and
+travel with it: ranks agree on nothing, and nobody remembers what was written when.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_common import E4M3, Fp8Error
+from fp8_common._reference.quantize import MX_BLOCK
+from fp8_common.torch.casts import quantize_mx
+from fp8_common.torch.decoding import dequantize_mx
+from fp8_common.torch.sharding.fsdp import Shard
+from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
+
+MODE = "rceil"
+"""How scales are rounded: up, so that nothing saturates."""
+_FIRST_NORMAL = 1 << E4M3.mantissa_bits
+"""The smallest code of a normal number."""
+
+
+class Float8AllGather:
+    """FSDP2's all-gather of one group of parameters, some of which travel as MX codes.
+
+    Args:
+        before: The group's all-gather until now, which moves the bytes.
+        params: The group's parameters in the order of FSDP2.
+        compressed: For each of them, whether it travels as codes.
+
+    Attributes:
+        before: As given.
+        matrices: The parameters that travel as codes.
+    """
+
+    def __init__(self, before: Any, params: Sequence[Shard], compressed: Sequence[bool]) -> None:
+        self.before, self._params = before, list(zip(params, compressed, strict=True))
+        self.matrices = [param for param, chosen in self._params if chosen]
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """By the identity of its shard, the bytes of one gather of each parameter that travels as codes."""
+        return {id(param.local): coded_bytes(param.parameter.shape) for param in self.matrices}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer, which FSDP2 fills."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor` with what all ranks send, ordered on the current stream; the same on all of them.
+
+        Args:
+            output_tensor: [n * m], of the dtype of the input.
+            input_tensor: [m], a part of it: this rank's shards, padded, in the dtype that FSDP2 gathers; uint8 where
+                they differ in dtype, as beside weights that are gathered as codes.
+            group: The n ranks.
+            async_op: Makes no difference: nothing is left to wait for.
+
+        Raises:
+            Fp8Error: The buffer does not hold the parameters that the group has.
+        """
+        mine, ranks = input_tensor.view(torch.uint8), group.size()
+        parts = [_Part.of(param, chosen) for param, chosen in self._params]
+        sizes = [part.nbytes for part in parts]
+        if sum(sizes) != mine.numel():
+            named = ", ".join(f"{param.full_name} {tuple(param.padded_shape)}" for param, _ in self._params)
+            raise Fp8Error(
+                f"FSDP2 gathers {mine.numel()} bytes of each rank where {sum(sizes)} were expected, of {named}. Call "
+                "remove() before parameters change, and compress_communication afterwards."
+            )
+        message = torch.cat([part.pack(own) for part, own in zip(parts, mine.split(sizes), strict=True)])
+        received = self.before.allocate((ranks * message.numel(),), dtype=torch.uint8, device=message.device)
+        work = self.before(output_tensor=received, input_tensor=message, group=group, async_op=async_op)
+        if isinstance(work, dist.Work):
+            work.wait()
+        arrived = received.view(ranks, -1).split([part.sent for part in parts], dim=1)
+        targets = output_tensor.view(torch.uint8).view(ranks, -1).split(sizes, dim=1)
+        for part, own, target in zip(parts, arrived, targets, strict=True):
+            target.copy_(part.unpack(own))
+
+
+def coded_bytes(shape: torch.Size) -> int:
+    """Return the bytes of the codes and scales of a matrix."""
+    columns = math.prod(shape[1:])
+    return shape[0] * (columns + -(-columns // MX_BLOCK[1]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """One parameter's part of what a rank sends.
+
+    Attributes:
+        dtype: That of its values in FSDP2's buffer.
+        nbytes: Bytes that they have there.
+        sent: Bytes that travel.
+        columns: Length of a row of a matrix that travels as codes; 0 of what travels as it is.
+    """
+
+    dtype: torch.dtype
+    nbytes: int
+    sent: int
+    columns: int
+
+    @classmethod
+    def of(cls, param: Shard, chosen: bool) -> "_Part":
+        rows, columns = param.padded_shape[0], math.prod(param.padded_shape[1:])
+        dtype = torch.uint8 if isinstance(param.local, ShardedFloat8Weight) else param.wire_dtype
+        nbytes = rows * columns * dtype.itemsize
+        return cls(dtype, nbytes, coded_bytes(param.padded_shape) if chosen else nbytes, columns if chosen else 0)
+
+    def pack(self, own: Tensor) -> Tensor:
+        """Return uint8 [sent] of uint8 [nbytes]."""
+        if not self.columns:
+            return own
+        # copied where bytes of others have put it at an odd address
+        own = own if own.storage_offset() % self.dtype.itemsize == 0 else own.clone()
+        cast = quantize_mx(own.view(self.dtype).view(-1, self.columns), E4M3, MODE)
+        return torch.cat([one.view(torch.uint8).view(-1) for one in cast])
+
+    def unpack(self, arrived: Tensor) -> Tensor:
+        """Return uint8 [ranks, nbytes] of uint8 [ranks, sent]."""
+        if not self.columns:
+            return arrived
+        size, ranks = self.nbytes // self.dtype.itemsize, len(arrived)
+        codes = arrived[:, :size].reshape(-1, self.columns)
+        scales = arrived[:, size:].reshape(len(codes), -1)
+        return dequantize_mx(codes, scales, E4M3, self.dtype).view(ranks, -1).view(torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredMatrix:
+    """What a gather does to one matrix.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its whole shape.
+        bytes: Bytes of one gather of it, from all ranks, padding included.
+        below_normal: Which share of its values that are not 0 have codes below E4M3's normal range: they have fewer
+            than three bits behind the point.
+        error: The norm of what rounding changes by the norm of the matrix.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    below_normal: float
+    error: float
+
+    @classmethod
+    def of(cls, name: str, param: Shard) -> "GatheredMatrix":
+        """Look at the weight as it is now; all ranks call this, for one all-reduce of four numbers."""
+        values = param.local.detach().to(param.device, param.wire_dtype).flatten(1)
+        found = torch.zeros(4, dtype=torch.float64, device=param.device)
+        if values.numel():
+            codes, scales = quantize_mx(values, E4M3, MODE)
+            low = ((codes.view(torch.uint8) & 127) < _FIRST_NORMAL) & (values != 0)
+            change = dequantize_mx(codes, scales, E4M3, torch.float32) - values
+            sums = low.sum(), (values != 0).sum(), change.double().square().sum(), values.double().square().sum()
+            found.copy_(torch.stack([one.double() for one in sums]))
+        dist.all_reduce(found, group=param.group())
+        low, count, change, size = found.tolist()
+        return cls(
+            name=name,
+            shape=tuple(param.parameter.shape),
+            bytes=coded_bytes(param.padded_shape) * param.process_group.size(),
+            below_normal=low / max(count, 1),
+            error=(change / size) ** 0.5 if size else 0.0,
+        )

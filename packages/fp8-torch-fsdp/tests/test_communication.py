@@ -1,0 +1,416 @@
+"""FP8 communication alone: whose layers get which weights, the bytes on the wire, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fp8_common
+import fp8_torch_fsdp as f8
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from tests.helpers.collectives import CollectiveCounter
+
+pytestmark = pytest.mark.distributed
+WIDTH = 96
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def decoded(weight):
+    """Return what a layer gets in the place of `weight`, by the definition in NumPy: bfloat16, codes, bfloat16."""
+    if weight.ndim < 2:
+        return weight.detach().bfloat16()
+    rows = weight.detach().bfloat16().float().reshape(len(weight), -1).numpy()
+    values = fp8_common.dequantize_mx(*fp8_common.quantize_mx(rows, "e4m3", "rceil"), "e4m3")
+    return torch.from_numpy(values.astype(np.float32)).view(weight.shape).bfloat16()
+
+
+class Experts(nn.Module):
+    """Stacked weights [experts, out, in]; tokens go round-robin."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, WIDTH, WIDTH) * WIDTH**-0.5)
+
+    def forward(self, x):
+        return torch.cat([F.linear(part, own) for part, own in zip(x.chunk(6), self.weight, strict=True)])
+
+
+class Images(nn.Module):
+    """Tokens as images of 4 x 6 pixels; a row of the convolution has 36 values, no multiple of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x.view(-1, 4, 4, 6)).view(x.shape)
+
+
+def block():
+    # 101 and 352 rows are no multiple of 2 or 3
+    layers = nn.Linear(WIDTH, 352), nn.GELU(), nn.Linear(352, 101), nn.Linear(101, WIDTH)
+    return nn.Sequential(nn.LayerNorm(WIDTH), *layers)
+
+
+def torchao_float8(model):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def linear(layer, name):
+        return isinstance(layer, nn.Linear) and layer.weight.shape == (352, WIDTH)
+
+    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=linear)
+
+
+def torchao_mx(model):
+    """Make MX layers of those whose sizes allow it. torchao's emulated mode calls a CUDA kernel, its parts do not."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, mx_mm
+    from torchao.prototype.mx_formats import config
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    class OnACPU(MXFP8Linear):
+        def forward(self, x):
+            casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
+            formats, mode = [torch.float8_e4m3fn] * 3, config.ScaleCalculationMode.RCEIL
+            y = mx_mm.apply(x, self.weight, *formats, 32, KernelPreference.EMULATED, *casts, mode, False)
+            return y + self.bias.to(y.dtype)
+
+    for layer in model.modules():
+        if type(layer) is nn.Linear and layer.weight.shape == (352, WIDTH):
+            layer.__class__ = OnACPU
+    return model
+
+
+KINDS = {
+    "plain": lambda: nn.Sequential(block(), block()),
+    "embedding and head": lambda: nn.Sequential(nn.Embedding(67, WIDTH), block(), nn.Linear(WIDTH, 67)),
+    "convolution": lambda: nn.Sequential(Images(), block()),
+    "experts": lambda: nn.Sequential(block(), Experts()),
+    "torchao float8": lambda: torchao_float8(nn.Sequential(block(), block())),
+    "torchao mx": lambda: torchao_mx(nn.Sequential(block(), block())),
+}
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return KINDS[kind]()
+
+
+def shard(model, **options):
+    for part in model:
+        fully_shard(part, mp_policy=POLICY, **options)
+    return fully_shard(model, mp_policy=POLICY, **options)
+
+
+def batch(kind, rank):
+    generator = torch.Generator().manual_seed(rank)
+    if kind == "embedding and head":
+        return torch.randint(67, (96,), generator=generator)
+    return torch.randn(96, WIDTH, generator=generator).bfloat16()
+
+
+def backward(model, x):
+    """Run a step that gives every gradient its own size; return the output."""
+    y = model(x)
+    (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return y.detach()
+
+
+def layers_of_others(rank, ranks, kind):
+    everything = {"parameters": ["*"]}  # embeddings and heads too
+    reference = build(kind).bfloat16()
+    for own, weight in zip(reference.parameters(), build(kind).parameters(), strict=True):
+        own.data = decoded(weight)
+    outputs, gradients = [], []
+    for options in (everything, everything, {**everything, "gradients": False}):
+        model = shard(build(kind))
+        f8.compress_communication(model, **options)
+        outputs.append(backward(model, batch(kind, rank)))
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    return outputs[0], reference(batch(kind, rank)), *gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_of_any_kind_compute_with_decoded_weights(run_ranks, ranks, kind):
+    for y, expected, first, again, wide in run_ranks(ranks, layers_of_others, kind):
+        assert torch.equal(y, expected)
+        for name, gradient in first.items():
+            assert torch.equal(gradient, again[name]), f"{name}: the bits of a gradient repeat"
+            error = ((gradient - wide[name]).norm() / wide[name].norm()).item()
+            assert (0.005 < error < 0.08) if gradient.ndim > 1 else error < 1e-6, f"{name}: {error}"
+
+
+# ---------------------------------------------------------------- bytes
+
+
+class Wide(nn.Module):
+    """A feed-forward block: 0.2 % of its parameters are in vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 1376), nn.Linear(1376, 512)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def bytes_of_a_step(rank, ranks):
+    found = []
+    for compressed in (False, True):
+        model = nn.Sequential(*(Wide() for _ in range(2)))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for part in (*model, model):
+            fully_shard(part, mp_policy=policy)
+        if compressed:
+            f8.compress_communication(model)
+        with CollectiveCounter() as counter:
+            model(torch.randn(8, 512)).square().mean().backward()
+        assert {one.dtype for one in counter.seen} == {torch.uint8 if compressed else torch.bfloat16}
+        gathers = [one.nbytes * ranks for one in counter.of("all_gather")]
+        reduced = counter.nbytes("alltoall_base" if compressed else "reduce_scatter")
+        size = sum(p.numel() for p in model.parameters())
+        assert len(gathers) == 4, "both blocks, in the forward and in the backward"
+        found.append([sum(gathers[:2]) / size, sum(gathers[2:]) / size, reduced / size])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_parameter_costs_one_byte_and_its_share_of_a_scale_each_way(run_ranks, ranks):
+    for wide, ours in run_ranks(ranks, bytes_of_a_step):
+        # shards are padded to whole rows
+        np.testing.assert_allclose(wide, 2, rtol=0.005)
+        assert ours[0] <= 1.04
+        assert ours[1] <= 1.04
+        assert ours[2] <= 1.06
+        assert min(ours) > 1.03, "one scale for 32 values, or of four bytes for 128"
+
+
+# ---------------------------------------------------------------- beside other things
+
+
+def beside_fp8_layers(rank, ranks):
+    """Two models with FP8 layers and others in one group of FSDP2, the second with decoded weights in the others."""
+    found = []
+    for compressed in (True, False):
+        model = build("plain")
+        f8.convert_to_float8_training(model, recipe="rowwise", module_filter_fn=["*.1"])
+        if not compressed:
+            for name, own in model.named_parameters():
+                if name.endswith(("3.weight", "4.weight")):
+                    own.data = decoded(own).float()
+        shard(model)
+        if compressed:
+            f8.compress_communication(model, gradients=False)
+        backward(model, batch("plain", rank))
+        with CollectiveCounter() as counter:
+            y = backward(model, batch("plain", rank))
+        report = {w.name: (w.wire, w.wire_bytes, w.why) for w in f8.float8_report(model).weights}
+        found.append((y, [p.grad.full_tensor() for p in model.parameters()], counter.nbytes("all_gather"), report))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_works_beside_fp8_layers_which_keep_their_gather(run_ranks, ranks):
+    for (y, gradients, sent, report), (expected, wanted, wide, before) in run_ranks(ranks, beside_fp8_layers):
+        assert torch.equal(y, expected)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+        assert sent < 0.75 * wide
+        assert report["0.1.weight"] == before["0.1.weight"] == ("float8_e4m3fn", 352 * 96, "dynamic rowwise")
+        # 352 = 11 * 32 and 101 = 3 * 32 + 5 values of a row
+        assert report["0.3.weight"] == ("float8_e4m3fn", 101 * (352 + 11), "mx, for high-precision layers")
+        assert report["0.4.weight"] == ("float8_e4m3fn", 96 * (101 + 4), "mx, for high-precision layers")
+        assert report["0.3.bias"][0] == before["0.3.weight"][0] == "bfloat16"
+
+
+def lists_and_replicas(rank, ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build("plain")
+    reference = build("plain").bfloat16()
+    for own, weight in zip(reference.parameters(), build("plain").parameters(), strict=True):
+        own.data = decoded(weight)
+    fully_shard([model[0], model[1]], mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    plain = model[0].get_parameter("1.weight")
+    handle = f8.compress_communication(model)
+    y, expected = backward(model, batch("plain", rank)), reference(batch("plain", rank))
+    replicas = [torch.empty_like(plain.grad.to_local()) for _ in range(2)]
+    dist.all_gather(replicas, plain.grad.to_local(), group=mesh.get_group("replicate"))
+    handle.remove()
+    with CollectiveCounter() as counter:
+        backward(model, batch("plain", rank))
+    dtypes = {one.dtype for one in counter.seen}
+    return torch.equal(y, expected), torch.equal(*replicas), dtypes == {torch.bfloat16, torch.float32}
+
+
+def test_lists_of_modules_and_replicas_work_and_remove_brings_back_what_was_before(run_ranks):
+    assert run_ranks(4, lists_and_replicas) == [(True, True, True)] * 4
+
+
+def undone(rank, ranks):
+    results = []
+    for compress in (False, True):
+        model = shard(build("plain"))
+        if compress:
+            f8.compress_communication(model).remove()
+        y = backward(model, batch("plain", rank))
+        results.append((y, [p.grad.to_local() for p in model.parameters()]))
+    return results
+
+
+def test_without_it_everything_is_as_before(run_ranks):
+    for (y, gradients), (again, others) in run_ranks(2, undone):
+        assert torch.equal(y, again)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+
+
+# ---------------------------------------------------------------- what is chosen, and what it does
+
+
+class Decoder(nn.Module):
+    def __init__(self, *, tied=False):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(64, 32), nn.Embedding(8, 32)
+        self.hidden, self.experts = nn.Linear(32, 32), nn.Parameter(torch.randn(4, 32, 32))
+        self.lora_A, self.head = nn.Linear(32, 4), nn.Linear(32, 64, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+class Stage(nn.Module):
+    """The last stage of a pipeline: a head, and no embedding that tells so."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.output = nn.Linear(32, 32), nn.Linear(32, 64)
+
+
+def chosen(rank, ranks):
+    found = []
+    for model, options in (
+        (Decoder(), {}),
+        (Decoder(tied=True), {}),
+        (Stage(), {}),
+        (Decoder(), {"parameters": ["*", "!experts"]}),
+        (Decoder(), {"parameters": lambda parameter, name: name == "head.weight"}),
+    ):
+        handle = f8.compress_communication(fully_shard(model), **options)
+        found.append([one.name for one in handle.report()])
+        gradients = [w.name for w in f8.float8_report(model).weights if w.gradient]
+        assert sorted(gradients) == sorted(found[-1]), "both directions choose alike"
+    return found
+
+
+def test_vectors_embeddings_heads_and_adapters_stay_wide_unless_they_are_asked_for(run_ranks):
+    inner = ["experts", "hidden.weight"]
+    for plain, tied, stage, rules, function in run_ranks(2, chosen):
+        assert sorted(plain) == sorted(tied) == inner
+        assert stage == ["hidden.weight"]
+        ends = ["embedding.weight", "head.weight", "hidden.weight", "lora_A.weight", "positions.weight"]
+        assert sorted(rules) == ends
+        assert function == ["head.weight"]
+
+
+def reported(rank, ranks):
+    model = nn.Sequential(nn.Linear(64, 33, bias=False), nn.Linear(33, 64, bias=False), nn.Linear(64, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.ones(33, 64))
+        model[1].weight.copy_(torch.ones(64, 33))
+        model[1].weight[:, 1::2] = 1.4 * 2.0**-16  # where 1 is 256 as a code, these are subnormal
+        model[2].weight.zero_()
+    handle = f8.compress_communication(fully_shard(model))
+    return [(one.name, one.shape, one.bytes, one.below_normal, one.error) for one in handle.report()]
+
+
+def test_the_report_says_what_a_gather_does_to_each_matrix(run_ranks):
+    first, *others = run_ranks(3, reported)
+    assert others == [first] * 2, "the same on all ranks, one of which has no row of the last matrix"
+    ones, small, zeros = first
+    assert ones == ("0.weight", (33, 64), 33 * (64 + 2), 0.0, 0.0)
+    # 64 rows are 22 on each of three ranks; the 33rd value of a row has a block of its own
+    assert small[:3] == ("1.weight", (64, 33), 3 * 22 * (33 + 2))
+    assert small[3] == pytest.approx(16 / 33)
+    assert 0 < small[4] < 1e-5
+    assert zeros == ("2.weight", (2, 64), 3 * 1 * (64 + 2), 0.0, 0.0)
+
+
+def orders(rank, ranks):
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+    for own, value in zip(model.parameters(), (1.0, 3.0), strict=True):
+        own.data.fill_(value)
+    fully_shard(model)
+    f8.compress_communication(model)
+    # equal lengths: an order by length alone would not tell
+    return [(p.shape, p.unique().tolist()) for p in unsharded(model)]
+
+
+def unsharded(model):
+    model.unshard()
+    return list(model.parameters())
+
+
+def test_parameters_of_equal_length_are_not_exchanged(run_ranks):
+    for found in run_ranks(2, orders):
+        assert found == [((64, 32), [1.0]), ((32, 64), [3.0])]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class OwnGather(torch.Tensor):
+    def fsdp_pre_all_gather(self, mesh):
+        raise AssertionError("never gathered here")
+
+    def fsdp_post_all_gather(self, *args, **options):
+        raise AssertionError("never gathered here")
+
+
+def refusals(rank, ranks):
+    told = []
+
+    def refused(function):
+        with pytest.raises((Fp8Error, Fp8UnsupportedError)) as raised:
+            function()
+        told.append(str(raised.value))
+
+    model = shard(build("plain"))
+    refused(lambda: f8.compress_communication(build("plain")))
+    refused(lambda: f8.compress_communication(model, gradients="FP8"))
+    refused(lambda: f8.compress_communication(model, weights=False, gradients=False))
+    refused(lambda: f8.compress_communication(model, parameters=["!*"]))
+    refused(lambda: f8.compress_communication(model, parameters=["*", "!*.weight", "*.weight"]))
+    own = nn.Sequential(nn.Linear(32, 32, bias=False))
+    fully_shard(own)
+    own[0].weight._local_tensor = own[0].weight._local_tensor.as_subclass(OwnGather)
+    refused(lambda: f8.compress_communication(own))
+    partly = fully_shard(nn.Sequential(nn.Linear(32, 32)), reshard_after_forward=2)
+    refused(lambda: f8.compress_communication(partly))
+    assert not any(w.gradient for each in (model, partly) for w in f8.float8_report(each).weights), "nothing changed"
+    f8.compress_communication(model)
+    refused(lambda: f8.compress_communication(model))
+    refused(lambda: f8.compress_communication(model, weights=False))
+    for part in (*model, model):
+        part.set_gradient_divide_factor(7.0)
+    refused(lambda: backward(model, batch("plain", rank)))
+    return told
+
+
+def test_what_cannot_be_done_is_one_sentence_on_all_ranks(run_ranks):
+    first, *others = run_ranks(4, refusals)
+    assert others == [first] * 3
+    parts = (
+        "Call fully_shard(model) first",
+        "or a GradientCompression, got 'FP8'",
+        "weights and gradients are both off",
+        "No matrix to compress",
+        "contradict",
+        "0.weight is a OwnGather, which brings a gather of its own",
+        "reshard_after_forward with an integer does not work",
+        "compressed already",
+        "compressed already",
+        "set_force_sum_reduction_for_comms",
+    )
+    assert [part in text for part, text in zip(parts, first, strict=True)] == [True] * len(parts), first
