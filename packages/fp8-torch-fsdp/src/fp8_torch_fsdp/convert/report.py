@@ -43,8 +43,8 @@ class WeightReport:
         wire: What FSDP2 gathers: "float8_e4m3fn" or the name of a high-precision dtype.
         wire_bytes: Bytes of one gather of the whole parameter.
         saved_bytes: What that saves against gathering the parameter in `reference_dtype`.
-        gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes; "" where FSDP2 reduces it as
-            its policy says.
+        gradient: "float8_e4m3fn" or "float8_e5m2" where its gradient is reduced as codes, else the name of the dtype
+            in which FSDP2 reduces it; "" before the first forward, and where FSDP2 does not shard it.
         why: How the weight is scaled, or why it does not travel in FP8.
         head: A sentence about the output head whose weight it is, or "".
     """
@@ -159,6 +159,9 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
     heads = {id(head._parameters.get("weight")): (head, owner) for head, owner in output_heads(model).items()}
     names = {module: name for name, module in model.named_modules()}
     coded, gradients = dict[int, int](), dict[int, str]()
+    for shard in shards(model):
+        if shard.reduce_dtype is not None:
+            gradients[id(shard.local)] = str(shard.reduce_dtype).removeprefix("torch.")
     for collective in dict.fromkeys(one for shard in shards(model) for one in (shard.all_gather, shard.reduce_scatter)):
         if isinstance(collective, Float8AllGather):
             coded |= collective.codes

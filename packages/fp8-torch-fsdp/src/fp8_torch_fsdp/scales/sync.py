@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8_common import Fp8Error
-from fp8_common.torch.compat import disable_compiler, forward_hooks
+from fp8_common.torch.compat import forward_hooks
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.replaced import watch_optimizers
@@ -76,8 +76,8 @@ class ScaleSync:
             steps.watch(self)
         if sharded:
             # prepend: before the hook of FSDP2, which starts the first gather, and those of others that use the layers
-            root.register_forward_pre_hook(disable_compiler(self._before_forward), prepend=True)
-            root.register_forward_hook(disable_compiler(self._after_forward))
+            root.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+            root.register_forward_hook(torch.compiler.disable(self._after_forward))
 
     @classmethod
     def of_module(cls, root: nn.Module) -> "ScaleSync":
@@ -162,10 +162,12 @@ class ScaleSync:
 
     def before_forward(self, root: nn.Module) -> None:
         """Synchronize before a forward of the root."""
-        if self._running:  # the last forward was left by an exception: its batch is dropped, and what it observed
-            for scales, observed in self._observed:
-                delayed.restore(scales, observed)
-        self._running = True
+        # Checkpoints end the forwards that they repeat in a backward by an exception of their own.
+        if not fsdp.in_backward():
+            if self._running:  # the last forward was left by an exception: its batch is dropped, and what it observed
+                for scales, observed in self._observed:
+                    delayed.restore(scales, observed)
+            self._running = True
         if not self.sharded:
             self._find_ranks(root)
         if self.scales:
@@ -318,8 +320,8 @@ def synchronize_before_forward(model: nn.Module) -> None:
     forget_sync(model)  # more of its layers may have been converted
     ScaleSync.of_module(model)
     # a function, and no method of a sync: a copy of the model has a sync of its own
-    before: Any = disable_compiler(_before_forward)
-    after: Any = disable_compiler(_after_forward)
+    before: Any = torch.compiler.disable(_before_forward)
+    after: Any = torch.compiler.disable(_after_forward)
     before.of_fp8_sync = after.of_fp8_sync = True
     model.register_forward_pre_hook(before, prepend=True)
     model.register_forward_hook(after)

@@ -6,6 +6,7 @@ upgrade breaks one of these names; a test calls it.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,6 +94,22 @@ class Shard:
     def wire_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 gathers it: that of its mixed precision, from the first forward on."""
         return getattr(self.fsdp_param, "param_dtype", None) or self.parameter.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype in which FSDP2 reduces its gradient, as FSDP2 says; None before the first forward.
+
+        A policy without `reduce_dtype` means that of the parameters from torch 2.15 on, before it the gathered one.
+        """
+        if not hasattr(self.fsdp_param, "param_dtype"):
+            return None
+        if (dtype := self.fsdp_group._reduce_dtype) is not None:
+            return dtype
+        params = self.fsdp_group.fsdp_params
+        dtypes = (
+            getattr(param, "unsharded_grad_dtype", None) or param.param_dtype or param.orig_dtype for param in params
+        )
+        return functools.reduce(torch.promote_types, dtypes)
 
     @property
     def all_gather(self) -> Any:
