@@ -1,10 +1,7 @@
-#!/usr/bin/env -S uv run --script
-# /// script
-# dependencies = ["nox[uv]>=2025.11.12"]
-# ///
 """Every task: `nox` checks all, `nox -l` lists the rest, `nox -s "test(torch)" -- FILE -k NAME` runs a part."""
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -24,6 +21,7 @@ nox.options.reuse_venv = "yes"
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "test", "docs"]
+
 
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
 TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax]"
@@ -51,22 +49,34 @@ DOCUMENTS = ("README.md", "shared-kernels/README.md", *(f"{package}/README.md" f
 PARALLEL = ("-n", "auto", "--dist", "loadgroup")
 
 
-def package_sources() -> dict[str, str]:
-    """Return the settings that make uv and pip install the same builds from the same places.
+def find_python(version: str) -> str:
+    """Return a Python that runs and has this version, of the path or of pyenv; the bare version if there is none.
 
-    uv reads no pip configuration, so it is told. On Linux without a GPU and without any such configuration torch comes
-    from PyTorch's index of CPU builds, which saves gigabytes of CUDA libraries.
+    The commands that pyenv puts on the path fail for versions that are not switched on.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for place in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))):
+        if shutil.which(place) and not subprocess.run([place, "-c", ""], capture_output=True, check=False).returncode:
+            return place
+    return version
+
+
+# Today's JAX needs Python 3.12; without one, sessions run on the Python of nox, with the last JAX for that.
+PYTHON = found if (found := find_python("3.12")) != "3.12" else None
+session = functools.partial(nox.session, python=PYTHON)
+
+
+def package_sources() -> dict[str, str]:
+    """Return the settings that make uv install from where pip does, whose configuration it does not read.
+
+    On Linux without a GPU and without a configuration, torch is PyTorch's build for CPUs, gigabytes smaller.
     """
     command = [sys.executable, "-m", "pip", "config", "list"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    # the environment wins over files
-    lines = sorted(listing.splitlines(), key=lambda line: line.startswith(":env:"))
-    pip = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in (one.partition("=") for one in lines)}
-    told = {
-        "UV_DEFAULT_INDEX": pip.get("index-url"),
-        "UV_INDEX": " ".join(pip.get("extra-index-url", "").split()),
-        "UV_FIND_LINKS": ",".join(pip.get("find-links", "").split()),
-    }
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    pairs = (line.partition("=") for line in sorted(lines, key=lambda line: line.startswith(":env:")))  # these win
+    pip = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in pairs}
+    places = {"UV_DEFAULT_INDEX": "index-url", "UV_INDEX": "extra-index-url", "UV_FIND_LINKS": "find-links"}
+    told = {name: ("," if "LINKS" in name else " ").join(pip.get(key, "").split()) for name, key in places.items()}
     if not any(told.values()) and sys.platform == "linux" and not shutil.which("nvidia-smi"):
         told |= {"UV_TORCH_BACKEND": "cpu", "PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cpu"}
     # pip takes the best version of all indexes
@@ -96,7 +106,7 @@ def pytest(session: nox.Session, *options: str, paths: tuple[str, ...], document
         session.run("pytest", *options, "-n", "auto", "--dist", "loadfile", *DOCUMENTS)
 
 
-@nox.session
+@session
 def lint(session: nox.Session) -> None:
     """Check style, spelling, types and who imports whom."""
     install(session, *PACKAGES, groups=("lint", "types"))
@@ -104,7 +114,7 @@ def lint(session: nox.Session) -> None:
         session.run(*command.split())
 
 
-@nox.session
+@session
 @nox.parametrize("stack", list(STACKS), ids=list(STACKS))
 def test(session: nox.Session, stack: str) -> None:
     """Run the tests of one stack of packages where nothing else is installed."""
@@ -116,7 +126,7 @@ def test(session: nox.Session, stack: str) -> None:
     pytest(session, paths=tests, documents=stack == "all")
 
 
-@nox.session
+@session
 def docs(session: nox.Session) -> None:
     """Build the site into site/; warnings, broken links and broken references are errors."""
     install(session, groups=("docs",))
@@ -125,7 +135,7 @@ def docs(session: nox.Session) -> None:
         session.error(f"The generator of the reference warns:\n{said}")
 
 
-@nox.session
+@session
 def full(session: nox.Session) -> None:
     """Run every case of every test, then session `kernels` on both supported Tritons."""
     install(session, *PACKAGES, groups=("test", "demo", "peers"))
@@ -135,15 +145,21 @@ def full(session: nox.Session) -> None:
         session.notify("kernels", posargs=everything)
 
 
+OTHERS = [(find_python("3.11"), "constraints-oldest.txt"), (find_python("3.13"), None), (find_python("3.13"), "")]
+
+
 @nox.session
-@nox.parametrize("python,constraints", [("3.11", "constraints-oldest.txt"), ("3.13", None)], ids=["oldest", "newest"])
+@nox.parametrize("python,constraints", OTHERS, ids=["oldest", "newest", "nightly"])
 def versions(session: nox.Session, constraints: str | None) -> None:
-    """Run every test on the oldest supported versions, or on the newest that the index has."""
+    """Run all tests on the oldest supported versions or the newest, or those of private names on tonight's builds."""
+    if nightly := constraints == "":
+        session.env |= {"UV_PRERELEASE": "allow", "UV_INDEX": "https://download.pytorch.org/whl/nightly/cpu"}
     install(session, *PACKAGES, groups=("test", "demo", "examples"), constraints=constraints)
-    pytest(session, paths=(TESTS, "packages", "tests"), documents=True)
+    private = (f"{TESTS}/torch/test_torch_compat.py", f"{TESTS}/torch/test_sharding.py", f"{TESTS}/jax/test_compat.py")
+    pytest(session, paths=private if nightly else (TESTS, "packages", "tests"), documents=not nightly)
 
 
-@nox.session
+@session
 @nox.parametrize("constraints", ["constraints.txt", "constraints-oldest.txt"], ids=["newest", "oldest"])
 def kernels(session: nox.Session, constraints: str) -> None:
     """Run kernels in Triton's interpreter; compile them, and JAX programs, for NVIDIA GPUs and judge the code."""
@@ -157,7 +173,7 @@ def kernels(session: nox.Session, constraints: str) -> None:
     session.run("pytest", *PARALLEL, f"{TESTS}/aot", f"{OWG}/tests/aot", "tests/modelled", *session.posargs)
 
 
-@nox.session
+@session
 def demo(session: nox.Session) -> None:
     """Train small language models with bf16 and with FP8, side by side (`-- --quick`: a minute); see demo-report/."""
     install(session, *PACKAGES, groups=("demo",))
@@ -165,7 +181,7 @@ def demo(session: nox.Session) -> None:
         session.run("python", "-m", f"examples.{name}", *session.posargs)
 
 
-@nox.session
+@session
 def bench(session: nox.Session) -> None:
     """Run the benchmark that is named first after `--`, with the options behind it; see benchmarks/results/."""
     install(session, *PACKAGES, groups=("demo", "peers"))
@@ -182,14 +198,14 @@ def gpu(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "benchmarks.gpu_proof", *session.posargs)
 
 
-@nox.session
+@session
 def ecosystem(session: nox.Session) -> None:
     """Test with the real torchtitan, Transformers, PEFT and Lightning, and run every example."""
     install(session, *PACKAGES, groups=("test", "ecosystem"))
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
 
 
-@nox.session
+@session
 def release(session: nox.Session) -> None:
     """Build every sdist and wheel twice into dist/, compare, check, and import each wheel where nothing else is."""
     install(session, groups=("build",))
@@ -207,14 +223,10 @@ def release(session: nox.Session) -> None:
         session.run(*alone, "python", "-c", f"import {wheel.name.partition('-')[0]} as m; print(m)")
 
 
-@nox.session
+@session
 def dev(session: nox.Session) -> None:
     """Make .venv with every package editable and every tool, for an editor or a shell."""
     session.install("uv")
-    session.run("uv", "venv", "--clear", f"--python={sys.executable}", ".venv")
+    session.run("uv", "venv", "--clear", f"--python={PYTHON or sys.executable}", ".venv")
     session.env["UV_PYTHON"] = str(ROOT / ".venv")  # else uv installs into the environment of this session
     install(session, *PACKAGES, groups=("test", "demo", "peers", "lint", "types"))
-
-
-if __name__ == "__main__":
-    nox.main()
