@@ -19,7 +19,7 @@ from fp8_common._reference.gradients import round_gradients, sum_rounded
 
 ELEMENTS, RANKS, TRAINED = 4096, (2, 8, 64), 60
 KINDS = ("gaussian", "heavy-tailed", "sparse")
-FORMATS = {"bf16": None, "E4M3": "e4m3", "E5M2": "e5m2"}
+FORMATS = {"bf16": None, "E4M3": "e4m3", "E4M3, stochastic": "e4m3", "E5M2": "e5m2"}
 
 
 def drawn(kind: str, ranks: int) -> np.ndarray:
@@ -57,13 +57,13 @@ def trained(ranks: int, steps: int) -> np.ndarray:
     return np.stack(found)
 
 
-def error(values: np.ndarray, fmt: str | None) -> float:
-    """Return the norm of the error of a sum over ranks by the norm of the sum."""
+def error(values: np.ndarray, fmt: str | None, random: tuple[int, int] | None = None) -> float:
+    """Return the norm of the error of a sum over ranks by the norm of the sum; `random` as of `round_gradients`."""
     exact = values.astype(np.float64).sum(0)
     if fmt is None:
         arrived = torch.from_numpy(values).bfloat16().float().numpy().sum(0)
     else:
-        arrived = sum_rounded(*round_gradients(values, fmt), fmt)
+        arrived = sum_rounded(*round_gradients(values, fmt, random=random), fmt)
     return float(np.linalg.norm(arrived - exact) / np.linalg.norm(exact))
 
 
@@ -75,7 +75,8 @@ def main() -> None:
     for ranks in (count for count in RANKS if count <= len(most)):
         values = {**{kind: drawn(kind, ranks) for kind in KINDS}, "byte model": most[:ranks]}
         for name, fmt in FORMATS.items():
-            rows.append({"format": name, "ranks": ranks, **{kind: error(x, fmt) for kind, x in values.items()}})
+            random = (0, 0) if "stochastic" in name else None
+            rows.append({"format": name, "ranks": ranks, **{kind: error(x, fmt, random) for kind, x in values.items()}})
     kinds = (*KINDS, "byte model")
     lines = [("relative error of the sum", "ranks", *kinds)]
     lines += [(row["format"], str(row["ranks"]), *(f"{row[kind]:.2%}" for kind in kinds)) for row in rows]

@@ -22,10 +22,11 @@ from tests.helpers.collectives import CollectiveCounter
 
 LAYERS, SIZE, RANKS = 4, 512, (2, 4, 8)
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
+COMPRESSED = "bf16, gathers FP8"
 
 
 class Setup(NamedTuple):
-    """What travels: weights in FP8 by a recipe, or in bfloat16; gradients as codes, or in a dtype."""
+    """What travels: weights by a recipe, in bfloat16, or those of bf16 layers in FP8; gradients as codes, or wide."""
 
     recipe: str | None
     gradients: str
@@ -35,25 +36,31 @@ class Setup(NamedTuple):
         """What the table calls it."""
         return f"{self.recipe or 'bf16'}; gradients {self.gradients}"
 
+    @property
+    def converts(self) -> bool:
+        """Whether layers compute in FP8."""
+        return self.recipe in RECIPES
+
 
 SETUPS = (
     *(Setup(None, gradients) for gradients in ("float32", "bfloat16")),
-    *(Setup(recipe, gradients) for gradients in ("float32", "FP8") for recipe in RECIPES),
+    *(Setup(recipe, gradients) for gradients in ("float32", "FP8") for recipe in (COMPRESSED, *RECIPES)),
 )
 
 
 def build(setup: Setup) -> nn.Module:
     """Return the sharded model."""
     model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
-    if setup.recipe:
+    if setup.converts:
         fp8_torch_fsdp.convert_to_float8_training(model, recipe=setup.recipe)
     reduce_dtype = torch.bfloat16 if setup.gradients == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for layer in model:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    if setup.gradients == "FP8":
-        fp8_torch_fsdp.compress_gradients(model)
+    weights, gradients = setup.recipe == COMPRESSED, setup.gradients == "FP8"
+    if weights or gradients:
+        fp8_torch_fsdp.compress_communication(model, weights=weights, gradients=gradients)
     return model
 
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from examples._report import Corpus, leave, load_corpus, options, parsed, save, spread, table
-from fp8_torch_fsdp import compress_gradients, convert_to_float8_training
+from fp8_torch_fsdp import GradientCompression, compress_communication, convert_to_float8_training
 from tests.helpers.collectives import CollectiveCounter
 
 VOCABULARY, DIM, LAYERS, HEAD_DIM = 256, 256, 3, 32
@@ -139,7 +139,8 @@ def build(chosen: argparse.Namespace, fp8: bool, seed: int, mesh: DeviceMesh) ->
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if fp8 and chosen.gradients == "fp8":
-        compress_gradients(model)
+        nearest = GradientCompression(rounding="nearest")
+        compress_communication(model, weights=False, gradients=nearest, parameters=["*"])  # embedding and head, too
     return model
 
 

@@ -7,7 +7,7 @@ from fp8_common.formats import Format, get_format
 from fp8_common.torch import numerics, rounding
 from fp8_common.torch._operators import operator
 from fp8_common.torch._triton import hides, launch, matrix_of, name_of, plans, takes
-from fp8_common.torch.blocks import Block, block_of, expand_blocks, scale_shape, split_blocks
+from fp8_common.torch.blocks import Block, block_of, scale_shape, split_blocks
 from fp8_common.torch.numerics import as_float32, divide, torch_dtype
 
 
@@ -64,8 +64,11 @@ def dequantize_mx(q: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: tor
     if takes(q, fmt) and q.is_contiguous() and q.ndim and tuple(scales.shape) == scale_shape(q.shape, MX_BLOCK):
         plan = plans().dequantize_mx(*matrix_of(q), fmt, name_of(dtype))
         return launch(plan, q.device, q_ptr=q.view(torch_dtype(fmt)), code_ptr=scales.contiguous())[0].view(q.shape)
-    scale_inv = numerics.scale_inv_of_e8m0(scales)
-    return (rounding.values(q, fmt) * expand_blocks(scale_inv, MX_BLOCK, q.shape)).to(dtype)
+    # bfloat16 has the exponents of float32, so that the product is rounded once in either
+    exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    scale_inv = numerics.scale_inv_of_e8m0(scales).to(exact)
+    values_of_blocks, own = split_blocks(rounding.values(q, fmt, exact), scale_inv, MX_BLOCK)
+    return values_of_blocks.mul(own).view(q.shape).to(dtype)
 
 
 @operator(fake=lambda q, scale, fmt, dtype, block: q.new_empty(q.shape, dtype=dtype))

@@ -4,6 +4,8 @@ Each block of 128 elements has a power-of-two scale of its own. The definition i
 On GPUs each direction is one kernel; elsewhere it is made of the references.
 """
 
+import itertools
+
 import torch
 
 from fp8_common._reference.gradients import BLOCK, MessageRows
@@ -15,6 +17,9 @@ from fp8_common.torch.blocks import block_amax, expand_blocks
 from fp8_common.torch.decoding import dequantize
 from fp8_common.torch.numerics import scale_from_amax, torch_dtype
 from fp8_common.torch.rounding import quantize, quantize_stochastic
+
+PIECE = 2**15
+"""Elements that are rounded at random at a time, a multiple of a block."""
 
 
 def pack_gradients(
@@ -83,10 +88,15 @@ def _round(values: torch.Tensor, fmt: Format, random: tuple[int, int] | None) ->
     if random is None:
         return quantize(values, expanded, fmt, amax), scales
     # Drawn by NumPy whatever the device: any element's bits follow from its place alone, so all agree.
-    key, offset = random
-    bits = torch.from_numpy(random_bits(key, (values.shape[0], scales.shape[1] * BLOCK[1]), offset))
-    own = bits[:, : values.shape[1]].contiguous().to(values.device)
-    return quantize_stochastic(values, expanded, fmt, own), scales
+    (key, offset), columns = random, values.shape[1]
+    codes = torch.empty_like(values, dtype=torch_dtype(fmt))
+    # in pieces, which stay in the cache of a CPU
+    for row, first in itertools.product(range(len(values)), range(0, columns, PIECE)):
+        part = slice(first, min(first + PIECE, columns))
+        counter = offset + (row * scales.shape[1] * BLOCK[1] + first) // 4
+        bits = torch.from_numpy(random_bits(key, (part.stop - first,), counter)).to(values.device)
+        codes[row, part] = quantize_stochastic(values[row, part], expanded[row, part], fmt, bits)
+    return codes, scales
 
 
 def _sum_in_order(parts: torch.Tensor, divisor: float) -> torch.Tensor:
