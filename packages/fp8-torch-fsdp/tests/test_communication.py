@@ -1,11 +1,13 @@
 """FP8 communication alone: whose layers get which weights, the bytes on the wire, and what is refused."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -414,3 +416,27 @@ def test_what_cannot_be_done_is_one_sentence_on_all_ranks(run_ranks):
         "set_force_sum_reduction_for_comms",
     )
     assert [part in text for part, text in zip(parts, first, strict=True)] == [True] * len(parts), first
+
+
+def held_by_tensors():
+    gc.collect()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def growth_of_a_gather(rank, world_size, compressed):
+    model = nn.Linear(512, 512, bias=False)
+    fully_shard(model, mp_policy=POLICY)
+    if compressed:
+        f8.compress_communication(model)
+    model.unshard()
+    model.reshard()
+    before = held_by_tensors()
+    model.unshard()
+    return held_by_tensors() - before
+
+
+def test_codes_are_gone_once_they_are_decoded(run_ranks):
+    """Between gather and reshard a weight takes what it takes in bf16; with the codes beside it, half as much more."""
+    for compressed in (False, True):
+        assert run_ranks(2, growth_of_a_gather, compressed) == [512 * 512 * 2] * 2
