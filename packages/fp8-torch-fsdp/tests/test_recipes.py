@@ -148,8 +148,3 @@ def test_one_byte_per_element_on_the_wire(run_ranks, recipe):
 def test_configurations_without_a_product_are_refused(changes, message):
     with pytest.raises(Fp8Error, match=message):
         f8.Float8LinearConfig(recipe=f8.Recipe(name="changed", **changes))
-
-
-def test_a_recipe_of_another_package_is_refused_by_its_name():
-    with pytest.raises(Fp8Error, match=r"Recipe 'mx': input cannot be cast with dynamic mx scaling"):
-        f8.convert_to_float8_training(nn.Linear(32, 32), recipe="mx")

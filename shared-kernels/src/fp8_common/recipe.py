@@ -223,7 +223,7 @@ RECIPES: Mapping[str, Recipe] = {
             weight=CastRecipe(granularity="blockwise_128x128"),
             grad_output=_BLOCK_1X128,
         ),
-        Recipe(name="mx", input=_MX, weight=_MX, grad_output=_MX),
+        Recipe(name="mxfp8", input=_MX, weight=_MX, grad_output=_MX),
     )
 }
 """Recipes by name. The row-wise ones use power-of-two scales, as torchao's do; "gw_hp" keeps "grad_weight" in

@@ -48,7 +48,7 @@ CASTS = {
     "tensorwise": ("e4m3", "dynamic", "tensorwise"),
     "rowwise": ("e4m3", "dynamic", "rowwise"),
     "blockwise": ("e4m3", "dynamic", "blockwise_1x128"),
-    "mx": ("e4m3", "dynamic", "mx"),
+    "mxfp8": ("e4m3", "dynamic", "mx"),
     "tensorwise_delayed": ("e4m3", "delayed", "tensorwise"),
     "rowwise_with_gw_hp": ("e4m3", "dynamic", "rowwise"),
 }
@@ -67,7 +67,7 @@ def test_what_the_named_recipes_are(name):
 def test_policies_of_the_named_recipes():
     assert RECIPES["tensorwise_delayed"].weight.policy.history == 16
     assert RECIPES["rowwise"].input.policy == POWER_OF_2
-    assert RECIPES["mx"].input.policy == mx("rceil")
+    assert RECIPES["mxfp8"].input.policy == mx("rceil")
     assert RECIPES["tensorwise"].grad_output.policy == CANONICAL
 
 
@@ -123,7 +123,7 @@ def test_static_scaling_takes_a_number():
     assert through_json(cast) == cast
 
 
-OFF, ROWS, MX = CastRecipe(scaling="disabled"), CastRecipe(granularity="rowwise"), RECIPES["mx"].input
+OFF, ROWS, MX = CastRecipe(scaling="disabled"), CastRecipe(granularity="rowwise"), RECIPES["mxfp8"].input
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,6 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones():
 
 def test_records_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RECIPES["mx"].name = "other"
+        RECIPES["mxfp8"].name = "other"
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
         deepgemm().colour = 1

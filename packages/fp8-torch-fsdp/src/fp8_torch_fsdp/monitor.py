@@ -78,7 +78,7 @@ class Float8Monitor(contextlib.AbstractContextManager):
 
 def _of_weight(prefix: str, slot: Slot) -> dict[str, torch.Tensor]:
     """Return what is known of a weight as it travels, scalar tensors."""
-    collected = {f"{prefix}/scale": slot.scale.min()}
+    collected = {f"{prefix}/scale": slot.scale.min()} if slot.scale.numel() else {}
     if slot.bits.numel():
         # The bits of floats that are not negative sort like the floats.
         collected[f"{prefix}/amax"] = slot.bits.max().view(torch.float32)

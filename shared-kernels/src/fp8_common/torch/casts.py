@@ -191,6 +191,10 @@ def quantize_dynamic(
     if block == (0, 0):  # each matrix is one row
         rows = quantize_dynamic(x.flatten(-2), fmt, policy, (1, 0))
         return Cast(rows.codes.view(x.shape), rows.scale[..., None], rows.scale_inv[..., None])
+    if policy.formula == "e8m0" and block == MX_BLOCK:
+        codes, scales = quantize_mx(x, fmt, policy.mx_mode)
+        scales = scales.view(torch.uint8)
+        return Cast(codes, numerics.scale_of_e8m0(scales), numerics.scale_inv_of_e8m0(scales))
     compiling = torch.compiler.is_compiling()
     if compiling and (not broadcasts(block) or hides(x)):
         return Cast(*quantize_dynamic_op(x, fold, groups, fmt.name, policy_key(policy), list(block or ())))

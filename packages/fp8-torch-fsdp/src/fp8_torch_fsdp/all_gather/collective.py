@@ -112,8 +112,10 @@ class _Part:
     @classmethod
     def of(cls, param: Shard, chosen: bool) -> "_Part":
         rows, columns = param.padded_shape[0], math.prod(param.padded_shape[1:])
-        dtype = torch.uint8 if isinstance(param.local, ShardedFloat8Weight) else param.wire_dtype
-        nbytes = rows * columns * dtype.itemsize
+        local, size = param.local, rows * columns
+        dtype = torch.uint8 if isinstance(local, ShardedFloat8Weight) else param.wire_dtype
+        is_mx = dtype == torch.uint8 and local.info.cast.grid.is_mx
+        nbytes = coded_bytes(param.padded_shape) if is_mx else size * dtype.itemsize
         return cls(dtype, nbytes, coded_bytes(param.padded_shape) if chosen else nbytes, columns if chosen else 0)
 
     def pack(self, own: Tensor) -> Tensor:

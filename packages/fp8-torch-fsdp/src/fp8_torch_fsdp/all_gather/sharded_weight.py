@@ -24,7 +24,7 @@ from fp8_common.torch.compat import (
     wrapper_of,
     written_tensors,
 )
-from fp8_common.torch.sharding.fsdp import in_backward
+from fp8_common.torch.sharding.fsdp import in_backward, unpad
 from fp8_common.torch.sharding.gathered import finish_gather
 from fp8_torch_fsdp.scales.slot import Slot
 from fp8_torch_fsdp.scales.sync import ScaleSync
@@ -237,7 +237,7 @@ class ShardedFloat8Weight(torch.Tensor):
         return result
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Slot]:
-        """Return what this rank contributes, one uint8 buffer of codes whatever the recipe, and the weight's slot.
+        """Return what this rank contributes, uint8 codes and of MX their scales, and the weight's slot.
 
         The first gather of an FSDP root makes its `ScaleSync`. Whether a gather synchronizes depends on where it
         happens and never on what this rank did to its weights: the others may not have done it, and would not answer.
@@ -256,7 +256,7 @@ class ShardedFloat8Weight(torch.Tensor):
         slot.sync.before_gather(slot)
         if slot.writes != self.info.writes and not in_backward():
             slot.cast_again(self.info.writes)
-        return (slot.quantized(self.plain) if slot.codes is None else slot.codes,), slot
+        return slot.quantized(self.plain) if slot.codes is None else slot.codes, slot
 
     def fsdp_post_all_gather(
         self,
@@ -269,7 +269,7 @@ class ShardedFloat8Weight(torch.Tensor):
         """Make the gathered weight of the codes of all ranks, or bring an existing one up to date.
 
         Args:
-            all_gather_outputs: One uint8 buffer, padded at its end.
+            all_gather_outputs: uint8 buffers, padded at their ends.
             slot: What `fsdp_pre_all_gather` returned.
             param_dtype: The dtype that the weight stands for.
             out: What an earlier gather returned.
@@ -278,7 +278,9 @@ class ShardedFloat8Weight(torch.Tensor):
             A `GatheredWeight` of the whole shape, and nothing more to free; None if `out` is brought up to date.
         """
         grid, shape = slot.cast.grid, slot.region.full_shape
-        return finish_gather(all_gather_outputs[0], slot.scale, grid, shape, param_dtype, out=out)
+        codes, *own = all_gather_outputs
+        scale = unpad(own[0], grid.shape(shape), torch.uint8) if own else slot.scale
+        return finish_gather(codes, scale, grid, shape, param_dtype, out=out)
 
 
 def _wrapped(result: Any, info: WeightInfo) -> Any:

@@ -11,7 +11,7 @@ from fp8_common import E4M3
 from fp8_common.torch.compat import local_of
 from fp8_common.torch.sharding.fsdp import shards
 from fp8_common.torch.sharding.gathered import GatheredWeight
-from fp8_torch_fsdp.all_gather.collective import Float8AllGather
+from fp8_torch_fsdp.all_gather.collective import Float8AllGather, coded_bytes
 from fp8_torch_fsdp.all_gather.sharded_weight import ShardedFloat8Weight
 from fp8_torch_fsdp.convert.expert_layouts import is_conv1d, layout_of
 from fp8_torch_fsdp.convert.kinds import (
@@ -177,7 +177,8 @@ def float8_report(model: nn.Module, *, reference_dtype: torch.dtype = torch.bflo
         cast, size = _cast_of(local, fp8), parameter.numel() * reference_dtype.itemsize
         wire, wire_bytes = str(reference_dtype).removeprefix("torch."), size
         if cast is not None:
-            wire, wire_bytes = cast.grid.cast.fp8_format.dtype_name, parameter.numel()
+            wire_bytes = coded_bytes(parameter.shape) if cast.grid.is_mx else parameter.numel()
+            wire = cast.grid.cast.fp8_format.dtype_name
         elif id(local) in coded:
             wire, wire_bytes = E4M3.dtype_name, coded[id(local)]
         kind, head = type(module), heads.get(id(parameter))

@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 # Below these sizes the casts cost more than the products gain. Estimates from the work that each side does, not
 # measurements: a cast touches M K + K N values, the product saves time in proportion to M K N.
-SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128": (1024, 1024)}
+SMALL = {"tensorwise": (256, 256), "rowwise": (1024, 1024), "blockwise_128x128": (1024, 1024), "mx": (1024, 1024)}
 """For each granularity of the weight, the smallest (out_features, in_features) that are worth it."""
 
 

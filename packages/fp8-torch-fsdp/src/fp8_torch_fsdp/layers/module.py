@@ -217,7 +217,7 @@ def to_fp8(module: Any, cls: type[Float8Module], layout: WeightLayout, config: F
     Raises:
         Fp8Error: A weight is missing or has another number of dimensions or experts, or the class cannot be changed.
     """
-    _check(module, layout)
+    _check(module, layout, config)
     before = type(module)
     try:
         module.__class__ = _fp8_class(cls, before)
@@ -295,8 +295,13 @@ def _delayed(
     )
 
 
-def _check(module: nn.Module, layout: WeightLayout) -> None:
+def _check(module: nn.Module, layout: WeightLayout, config: LinearConfig) -> None:
     name = type(module).__name__
+    if config.weight.granularity == "mx" and (layout.stacked or layout.transposed):
+        raise Fp8Error(
+            f"{name} cannot compute in MX: its weights are no [out_features, in_features]. Give it another recipe, or "
+            "leave it out with module_filter_fn."
+        )
     if isinstance(module, nn.Linear):
         return
     shapes = {name: getattr(module._parameters.get(name), "shape", None) for name in layout.weights}

@@ -32,11 +32,12 @@ class Slot:
 
     Attributes:
         part: What `read` returned at the last look.
-        is_static: Whether its scale is a constant, so that there is nothing to agree on.
-        scale: float32 scales of the whole weight that the ranks agreed on last.
+        is_static: Whether its scale is a constant, or travels with the codes, so that there is nothing to agree on.
+        scale: float32 scales of the whole weight that the ranks agreed on last; empty of MX.
         own_bits: int32 [k], the amax bits of this rank's part at that time.
         bits: int32 [k], those of the whole weight.
-        codes: uint8 of `padded_shape`, what this rank sends; None where that is cast when it is gathered.
+        codes: What this rank sends, uint8: codes of `padded_shape`, and of MX their scales; None where that is cast
+            when it is gathered.
         writes: How many writes to the part had been seen when it was cast.
         casts: How often the part was cast.
         sync: The `ScaleSync` that it belongs to.
@@ -54,10 +55,10 @@ class Slot:
     ) -> None:
         self.name, self.cast, self.region, self.padded_shape, self.device = name, cast, region, padded_shape, device
         self.shard, self._read, self.part = shard, read, read()
-        self.is_static = cast.grid.cast.static_scale is not None
+        self.is_static = cast.grid.cast.static_scale is not None or cast.grid.is_mx
         self.scale = self._first_scale()
         self.own_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
-        self.codes: torch.Tensor | None = None
+        self.codes: tuple[torch.Tensor, ...] | None = None
         self.writes = self.casts = 0
         self.sync: Any = None
 
@@ -77,6 +78,8 @@ class Slot:
 
     def _first_scale(self) -> torch.Tensor:
         """Return the constant scale of the recipe, or 1 until the ranks have agreed."""
+        if self.cast.grid.is_mx:
+            return torch.zeros(0, device=self.device)
         constant = self.cast.grid.cast.static_scale
         shape = self.cast.grid.shape(self.region.full_shape)
         return torch.full(shape, 1.0 if constant is None else constant, dtype=torch.float32, device=self.device)
@@ -89,10 +92,15 @@ class Slot:
         """Return the int32 amax bits [k] of the part, where the ranks agree."""
         return self.cast.grid.amax_bits(self.part, self.region).to(self.device, non_blocking=True)
 
-    def quantized(self, part: torch.Tensor) -> torch.Tensor:
-        """Return what this rank sends of `part`, the part on any device: uint8 codes of `padded_shape`."""
+    def quantized(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what this rank sends of `part`, the part on any device; see `codes`."""
         self.casts += 1
-        return pad_rows(self.cast.grid.quantize_part(part, self.scale, self.region), self.padded_shape)
+        grid = self.cast.grid
+        if grid.is_mx:
+            made = casts.quantize_mx(part, grid.cast.fp8_format, grid.cast.policy.mx_mode)
+            shapes = self.padded_shape, grid.shape(self.padded_shape)
+            return tuple(pad_rows(one, shape) for one, shape in zip(made, shapes, strict=True))
+        return (pad_rows(grid.quantize_part(part, self.scale, self.region), self.padded_shape),)
 
     def cast_again(self, writes: int) -> None:
         """Cast a part that was written to since the forward of its root began, with the scales of before.
@@ -102,7 +110,7 @@ class Slot:
         """
         # Bits of floats that are not negative compare like the floats. A smaller amax is no error: the scale holds it.
         self.look()
-        if (self.amax_bits() > self.bits).any():
+        if not self.is_static and (self.amax_bits() > self.bits).any():
             raise Fp8StaleError(
                 f"{self.name} was changed inside of the forward of its FSDP root and has outgrown the scale that the "
                 "ranks agreed on before. Change weights before the forward of the root."
@@ -155,7 +163,7 @@ def quantize(slots: Sequence[Slot]) -> None:
         scales = torch.stack([slot.scale for slot in own])
         fmt: Format = own[0].cast.grid.cast.fp8_format
         for slot, codes in zip(own, foreach.quantize([slot.part for slot in own], scales, fmt), strict=True):
-            slot.codes = pad_rows(codes, slot.padded_shape)
+            slot.codes = (pad_rows(codes, slot.padded_shape),)
             slot.casts += 1
     for slot in here:
         if slot.codes is None:

@@ -367,6 +367,8 @@ def _after_forward(model: nn.Module, args: object, output: object) -> None:
 def _slot_of(shard: fsdp.Shard) -> Slot:
     """Return the slot of a weight that FSDP2 shards."""
     info = shard.local.info
+    if info.cast.grid.is_mx and shard.fsdp_param.fsdp_placement.dim != 0:
+        raise Fp8Error(f"{shard.full_name} is in MX, with blocks along its rows. Shard it along dimension 0.")
     return Slot(
         shard.full_name, info.cast, lambda: shard.local.plain, shard.region, shard.padded_shape, shard.device, shard
     )

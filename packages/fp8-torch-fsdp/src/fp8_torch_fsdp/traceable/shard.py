@@ -89,6 +89,8 @@ def _slot_of(layer: Float8Linear, name: str, place: Placement) -> Slot:
 
 def _refuse_unsuitable(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, Float8Linear) and module.fp8_config.weight.granularity == "mx":
+            raise Fp8Error(f"{name or 'The model'} computes in MX, for which there are gathers of fully_shard alone.")
         if isinstance(module, nn.MultiheadAttention):
             raise Fp8Error(
                 f"{name or 'The model'} is an nn.MultiheadAttention, which reads the weight of its output projection "

@@ -10,9 +10,9 @@ OPERANDS = ("input", "weight", "grad_output", "input_for_grad_weight", "grad_out
 """The casts of a recipe that the layers honour."""
 
 GRANULARITIES = {
-    "input": ("tensorwise", "rowwise", "blockwise_1x128"),
-    "weight": ("tensorwise", "rowwise", "blockwise_128x128"),
-    "grad_output": ("tensorwise", "rowwise", "blockwise_1x128"),
+    "input": ("tensorwise", "rowwise", "blockwise_1x128", "mx"),
+    "weight": ("tensorwise", "rowwise", "blockwise_128x128", "mx"),
+    "grad_output": ("tensorwise", "rowwise", "blockwise_1x128", "mx"),
 }
 """What each operand can be cast with."""
 

@@ -13,11 +13,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
+from fp8_common.torch.casts import MX_BLOCK
 from fp8_common.torch.compat import in_function_transform
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.matmul import MatmulOptions, should_emulate
-from fp8_common.torch.linear.operand import Operand, ScaleState, transpose
+from fp8_common.torch.linear.operand import Operand, ScaleState, quantize_operand, transpose
 from fp8_common.torch.linear.rows import ROWS, Rows
 from fp8_common.torch.sharding.gathered import GatheredWeight
 
@@ -98,8 +99,8 @@ def fp8_linear(
         [..., out_features] in the dtype of `x`; gradients have the dtypes of `x` and `weight`.
 
     Raises:
-        Fp8Error: `x` is no tensor or a scalar, its last dimension is not that of the weight, or the offsets do not
-            fit.
+        Fp8Error: `x` is no tensor or a scalar, its last dimension is not that of the weight, the offsets do not fit,
+            or MX blocks do not divide the sizes.
         Fp8UnsupportedError: `torch.func` transforms the layer, or `emulate` is False and the device has no FP8.
     """
     _check(x, weight, spec, offsets)
@@ -120,8 +121,23 @@ def _check(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec, offsets: tor
     columns = weight.shape[-2 if spec.transposed else -1]
     if x.ndim == 0 or x.shape[-1] != columns:
         raise Fp8Error(f"{spec.name} expects [..., {columns}] as input, got {tuple(x.shape)}.")
+    if spec.config.weight.granularity == "mx":
+        _check_blocks(x, weight, spec)
     if offsets is not None:
         RowGroups.check(offsets, x, weight.shape[0])
+
+
+def _check_blocks(x: torch.Tensor, weight: torch.Tensor, spec: LinearSpec) -> None:
+    """Refuse sizes that MX blocks do not divide; each of the three is contracted in one of the matmuls."""
+    sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    if torch.is_grad_enabled() and weight.requires_grad and spec.config.grad_weight_casts[0].enabled:
+        sizes["tokens"] = x.numel() // max(weight.shape[1], 1)
+    if any(size % MX_BLOCK[1] for size in sizes.values()):
+        raise Fp8Error(
+            f"{spec.name} computes in MX, in blocks of {MX_BLOCK[1]} along what is contracted, and got "
+            f"{', '.join(f'{size} {name}' for name, size in sizes.items())}. Pad the batch, or leave the layer out "
+            "with module_filter_fn."
+        )
 
 
 class _Linear(torch.autograd.Function):
@@ -247,7 +263,10 @@ def _grad_input(
         weight = Operand(transpose(weight.codes), torch.ones_like(weight.scale_inv[..., 0, 0]), weight.fmt)
     else:
         grad_operand = shared or _quantize(rows, "grad_output", grad, spec, record=False, both=False)
-        weight = weight.transposed()
+        if config.weight.granularity == "mx":  # blocks lie along what is contracted, and only one plane was gathered
+            weight = quantize_operand(transpose(weight.dequantize()), config.weight)
+        else:
+            weight = weight.transposed()
     return rows.matmul(grad_operand, weight, _options(config, "grad_input", grad.dtype, grad.device))
 
 

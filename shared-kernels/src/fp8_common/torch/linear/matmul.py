@@ -139,8 +139,9 @@ def scaled(sums: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor) -> torc
 
 
 def _matmul_dequantized(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    # Not in bfloat16: unless scales are powers of two, values times scales would be rounded once more.
-    return _multiply(_dequantized(a), _dequantized(b)).to(out_dtype)
+    # MX values are exact in bfloat16. Others are not: unless scales are powers of two, they would be rounded once more.
+    exact = out_dtype if out_dtype == torch.bfloat16 and a.block == b.block == casts.MX_BLOCK else torch.float32
+    return _multiply(_dequantized(a).to(exact), _dequantized(b).to(exact)).to(out_dtype)
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

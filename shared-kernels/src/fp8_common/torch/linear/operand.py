@@ -14,7 +14,7 @@ from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts, decoding
 from fp8_common.torch.blocks import expand_blocks
 from fp8_common.torch.casts import Cast
-from fp8_common.torch.numerics import amax_bits, of_amax_bits
+from fp8_common.torch.numerics import amax_bits, of_amax_bits, scale_inv_of_e8m0
 from fp8_common.torch.sharding.agreement import max_over_ranks
 from fp8_common.torch.sharding.gathered import GatheredWeight
 
@@ -46,7 +46,9 @@ class Operand:
     @classmethod
     def of_gathered(cls, gathered: GatheredWeight) -> "Operand":
         """Return what was quantized before it was gathered."""
-        return cls(gathered.codes, casts.reciprocal(gathered.scale), FORMATS[gathered.fmt], gathered.block)
+        scale, is_mx = gathered.scale, gathered.scale.dtype == torch.uint8
+        scale_inv = scale_inv_of_e8m0(scale) if is_mx else casts.reciprocal(scale)
+        return cls(gathered.codes, scale_inv, FORMATS[gathered.fmt], gathered.block)
 
     @classmethod
     def of_cast(cls, made: Cast, fmt: Format, block: tuple[int, int] | None = None) -> "Operand":
@@ -113,9 +115,9 @@ def quantize_operand(
         # compiled, columns are read as they lie
         rows = x if casts.fuses(x) else _readable_by_rows(x)
         return Operand.of_cast(casts.quantize_dynamic(rows, fmt, cast.policy, (1, 0), both=both), fmt)
-    if cast.granularity == "blockwise_1x128":
-        made = casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, BLOCK_1X128)
-        return Operand.of_cast(made, fmt, BLOCK_1X128)
+    if cast.granularity in ("blockwise_1x128", "mx"):
+        block = casts.MX_BLOCK if cast.granularity == "mx" else BLOCK_1X128
+        return Operand.of_cast(casts.quantize_dynamic(_readable_by_rows(x), fmt, cast.policy, block), fmt, block)
     return Operand.of_cast(quantize_tensorwise(x, cast, delayed, record=record, both=both), fmt)
 
 

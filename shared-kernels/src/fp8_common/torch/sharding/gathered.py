@@ -48,8 +48,9 @@ class GatheredWeight(torch.Tensor):
 
     Args:
         codes: float8 [rows, columns], contiguous.
-        scale: float32 that multiplied the weight into FP8: a scalar, [rows, 1], or one for each block. It is not
-            copied: who fills it anew after each agreement of the ranks fills this one.
+        scale: float32 that multiplied the weight into FP8: a scalar, [rows, 1], or one for each block; or uint8, the
+            E8M0 codes of MX blocks. It is not copied: who fills it anew after each agreement of the ranks, or by a
+            gather, fills this one.
         fmt: Short name of the format.
         dtype: The dtype that the weight stands for (the compute dtype of FSDP2's mixed precision).
         block: The block of each scale, where scales do not broadcast.
@@ -76,6 +77,8 @@ class GatheredWeight(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         """Return the values, of this shape and dtype: float32 codes times RN32(1 / scale), rounded to it."""
+        if self.scale.dtype == torch.uint8:
+            return decoding.dequantize_mx(self.codes, self.scale, get_format(self.fmt), self.dtype)
         return decoding.dequantize(self.codes, self.scale, get_format(self.fmt), self.dtype, self.block)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -155,7 +158,7 @@ def finish_gather(
 
     Args:
         buffer: uint8, the codes of all ranks, which may be padded at the end; FSDP2 refills it in place.
-        scale: float32 scales of the whole weight, shared with the gathered one.
+        scale: Scales of the whole weight as of `GatheredWeight`, shared with the gathered one.
         grid: Where the scales lie.
         full_shape: Shape of the weight.
         dtype: The dtype that it stands for.

@@ -13,10 +13,15 @@ import torch.nn.functional as F
 from fp8_common.errors import Fp8Error
 from fp8_common.recipe import CastRecipe
 from fp8_common.torch import casts
-from fp8_common.torch.blocks import Block, block_amax, scale_shape
+from fp8_common.torch.blocks import Block, block_amax, broadcasts, scale_shape
 from fp8_common.torch.numerics import amax_bits, of_amax_bits
 
-BLOCKS: dict[str, Block] = {"tensorwise": None, "rowwise": (1, 0), "blockwise_128x128": (128, 128)}
+BLOCKS: dict[str, Block] = {
+    "tensorwise": None,
+    "rowwise": (1, 0),
+    "blockwise_128x128": (128, 128),
+    "mx": casts.MX_BLOCK,
+}
 """The granularities that weights are quantized with, for weights [..., out_features, in_features]."""
 
 
@@ -82,17 +87,22 @@ class ScaleGrid:
         object.__setattr__(self, "block", block)  # the dataclass is frozen
 
     @property
+    def is_mx(self) -> bool:
+        """Whether scales are E8M0 codes, which travel with the part that they belong to: nothing is agreed on."""
+        return self.cast.granularity == "mx"
+
+    @property
     def tile(self) -> tuple[int, int] | None:
         """The block, where scales do not broadcast to the weight and are to be repeated over it; else None."""
-        return self.block if self.block is not None and min(self.block) > 1 else None
+        return None if broadcasts(self.block) else self.block
 
     def divides(self, dim: int, ndim: int) -> bool:
         """Return whether parts of a weight of `ndim` dimensions that are cut along `dim` have scales of their own."""
         return self.block is not None and self._sides(ndim)[dim] > 0
 
-    def shape(self, full_shape: torch.Size) -> tuple[int, ...]:
+    def shape(self, full_shape: torch.Size) -> torch.Size:
         """Return the shape of the scales of a whole weight: () or that of the weight, divided by the blocks."""
-        return scale_shape(full_shape, self.block)
+        return torch.Size(scale_shape(full_shape, self.block))
 
     def amax_bits(self, part: torch.Tensor, region: Region) -> torch.Tensor:
         """Return the bits of the absolute maxima of a part, int32 [k], in the places that they have in the weight.
