@@ -168,7 +168,7 @@ def finish_gather(
         The weight, and the tensors that FSDP2 frees when it reshards, besides `buffer`; None if `out` is brought up to
         date instead.
     """
-    target: Any = local_of(out)
+    target: Any = out if isinstance(out, GatheredWeight) else local_of(out)
     if target is not None:
         target.scale = scale  # the codes alias the buffer
         return None
