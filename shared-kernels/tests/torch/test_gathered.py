@@ -44,21 +44,6 @@ def test_a_gather_is_wrapped_once_and_refilled_in_place(granularity):
     torch.testing.assert_close(parameter.dequantize(), whole.dequantize() / 2, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_values_are_gathered_for_layers_that_multiply_them(granularity):
-    grid, made, buffer = gathered_buffer(granularity)
-    values, freed = finish_gather(buffer, made.scale, grid, made.codes.shape, torch.float32, decode=True)
-    wrapped, _ = finish_gather(buffer, made.scale, grid, made.codes.shape, torch.float32)
-    assert torch.equal(values, wrapped.dequantize())
-    assert freed[0] is values, "FSDP2 frees and allocates it between gathers"
-    values.zero_()
-    version = values._version
-    again = finish_gather(buffer, made.scale, grid, made.codes.shape, torch.float32, out=values, decode=True)
-    assert again is None
-    assert torch.equal(values, wrapped.dequantize())
-    assert values._version == version, "the same weight comes again, which autograd must not take for a change"
-
-
 def gathered_weight():
     codes = torch.tensor([[1.0, 2.0], [-4.0, 0.5]]).to(torch.float8_e4m3fn)
     return GatheredWeight(codes, torch.tensor(2.0), "e4m3", torch.float32)
