@@ -75,8 +75,8 @@ def test_rules_choose_layers_and_recipes(model):
 def test_conversions_that_cannot_be_meant_are_refused(model):
     with pytest.raises(Fp8Error, match="No layer to convert among 9"):
         fp8_nnx.convert_to_fp8(model, ["!*"])
-    with pytest.raises(Fp8Error, match=r"cannot honour recipe 'mx'.*granularity='mx'"):
-        fp8_nnx.convert_to_fp8(model, ["inp = mx"])
+    with pytest.raises(Fp8Error, match=r"cannot honour recipe 'mxfp8'.*granularity='mx'"):
+        fp8_nnx.convert_to_fp8(model, ["inp = mxfp8"])
     fp8_nnx.convert_to_fp8(model, ["inp"])
     with pytest.raises(Fp8Error, match="'inp' is in FP8 already"):
         fp8_nnx.convert_to_fp8(model)

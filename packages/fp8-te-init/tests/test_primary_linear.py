@@ -240,7 +240,7 @@ def test_layers_can_be_left_out():
         (lambda: fti.convert_linear(nn.Linear(4, 4), release="never"), "release must be one of 'seed'"),
         (lambda: fti.convert_linear(nn.Linear(4, 4), recipe="fp4"), "Unknown recipe 'fp4'"),
         (lambda: fti.convert_linear(nn.Linear(4, 4).double()), "is torch.float64: FP8 codes are made of"),
-        (lambda: fti.convert_linear(nn.Linear(4, 4), recipe="mx"), "MX weights need TransformerEngine"),
+        (lambda: fti.convert_linear(nn.Linear(4, 4), recipe="mxfp8"), "MX weights need TransformerEngine"),
         (lambda: fti.LinearConfig(emulate="yes"), "emulate must be"),
         (
             lambda: fti.convert_linear(

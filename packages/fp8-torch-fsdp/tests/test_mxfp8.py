@@ -114,7 +114,6 @@ def both(rank, ranks, situation):
 def test_the_gather_changes_no_number(run_ranks, ranks, situation):
     for (losses, weights), (expected, others) in run_ranks(ranks, both, situation):
         assert losses == expected
-        assert losses[-1] < losses[0]
         assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
@@ -122,17 +121,12 @@ def beside(rank, ranks):
     """Count bytes; then let everything else be compressed, too, in the same groups."""
     model = build(True, init_device_mesh("cpu", (ranks,)))
     with CollectiveCounter() as counter:
-        train(model, rank, 1)
+        model(torch.ones(32, 64).bfloat16()).float().square().mean().backward()
     report = {w.name: (w.wire, w.wire_bytes, w.why) for w in f8.float8_report(model).weights}
     handle = f8.compress_communication(model)
     train(model, rank, 1)
-    return (
-        counter.nbytes("all_gather"),
-        counter.count("all_reduce"),
-        report,
-        handle.report(),
-        f8.float8_report(model).casts,
-    )
+    casts = f8.float8_report(model).casts
+    return counter.nbytes("all_gather"), counter.count("all_reduce"), report, handle.report(), casts
 
 
 @pytest.mark.distributed
@@ -147,7 +141,7 @@ def test_one_plane_travels_with_its_scales_and_nothing_is_agreed_on(run_ranks):
         assert casts == 2 * 4, "once for each weight and step"
 
 
-def offloaded_and_mixed(rank, ranks):
+def mixed(rank, ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
     model = nn.Sequential(Block(dtype=torch.float32))
@@ -169,7 +163,7 @@ def offloaded_and_mixed(rank, ranks):
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_arrives_are_codes_of_the_weight_before_mixed_precision(run_ranks, ranks):
-    assert run_ranks(ranks, offloaded_and_mixed) == [(torch.bfloat16, True, True, True)] * ranks
+    assert run_ranks(ranks, mixed) == [(torch.bfloat16, True, True, True)] * ranks
 
 
 # ---------------------------------------------------------------- refusals

@@ -73,7 +73,7 @@ def test_decisions_name_their_rule():
     assert Rules.parse(["!x"]).match("other") == Decision(fqn="other", include=True)
 
 
-@pytest.mark.parametrize("text", ["*", "!lm_head", "re:a.*b", "!re:x", "model.* = rowwise", "re:(?=a)a = mx"])
+@pytest.mark.parametrize("text", ["*", "!lm_head", "re:a.*b", "!re:x", "model.* = rowwise", "re:(?=a)a = mxfp8"])
 def test_rules_are_written_as_they_are_read(text):
     assert str(Rule.parse(text)) == text
     assert Rule.parse(str(Rule.parse(text))) == Rule.parse(text)
@@ -103,7 +103,7 @@ def test_a_rule_that_matched_nothing_is_a_warning_that_quotes_it():
     ("rules", "message"),
     [
         (["a", "!a"], "Module rules 'a' and '!a' contradict each other"),
-        (["a = mx", "b", "a = rowwise"], "Module rules 'a = mx' and 'a = rowwise' contradict"),
+        (["a = mxfp8", "b", "a = rowwise"], "Module rules 'a = mxfp8' and 'a = rowwise' contradict"),
         (["a", "a = rowwise"], "Module rules 'a' and 'a = rowwise' contradict"),
     ],
 )
@@ -119,7 +119,7 @@ def test_one_pattern_with_two_settings_is_an_error(rules, message):
             ["!lm_head", "*"],
             r"Module rule '!lm_head' decides nothing: it matches 1 module\(s\), and later rules \('\*'\)",
         ),
-        (["*.mlp.* = rowwise", "model.* = mx"], r"'\*\.mlp\.\* = rowwise' decides nothing: it matches 2"),
+        (["*.mlp.* = rowwise", "model.* = mxfp8"], r"'\*\.mlp\.\* = rowwise' decides nothing: it matches 2"),
         (["model.*", "!*.attn.*", "!*.mlp.*", "!*.embed"], "'model.*' decides nothing: it matches 5"),
     ],
 )
@@ -142,7 +142,7 @@ def test_agreeing_rules_may_overlap_and_repeat():
         (["!"], "needs a pattern, got an empty one"),
         (["re:("], r"'re:\(' is not a regular expression: missing \)"),
         (["* = fast"], "Unknown recipe 'fast'. Use one of tensorwise"),
-        (["!* = mx"], r"'!\* = mx' excludes, so it cannot name a recipe"),
+        (["!* = mxfp8"], r"'!\* = mxfp8' excludes, so it cannot name a recipe"),
     ],
 )
 def test_unreadable_rules_are_refused(rules, message):

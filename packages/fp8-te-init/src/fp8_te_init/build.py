@@ -192,13 +192,9 @@ def _config(recipe: AnyRecipe, config: LinearConfig | None) -> LinearConfig:
                     "TransformerEngine's (backend='te')."
                 )
             recipe = name
-        try:
-            config = LinearConfig(recipe=get_recipe(recipe or "tensorwise"))
-        except Fp8Error as error:
-            hint = ' MX weights need TransformerEngine on a GPU that has them (backend="te").'
-            raise Fp8Error(f"{error}{hint if 'mx' in str(recipe).lower() else ''}") from error
+        config = LinearConfig(recipe=get_recipe(recipe or "tensorwise"))
     if config.weight.granularity == "mx":
-        raise Fp8Error("FP8 primary weights are tensorwise, row-wise or block-wise. MX is for fp8-torch-fsdp.")
+        raise Fp8Error('MX weights need TransformerEngine on a GPU that has them (backend="te").')
     if config.weight.scaling == "static":
         raise Fp8Error("The scaling of an FP8 primary weight is dynamic or delayed, not static.")
     casts = {name: getattr(config.recipe, name).from_itself for name in ("input", "grad_output")}

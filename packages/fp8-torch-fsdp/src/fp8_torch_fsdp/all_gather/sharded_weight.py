@@ -256,7 +256,7 @@ class ShardedFloat8Weight(torch.Tensor):
         slot.sync.before_gather(slot)
         if slot.writes != self.info.writes and not in_backward():
             slot.cast_again(self.info.writes)
-        return slot.quantized(self.plain) if slot.codes is None else slot.codes, slot
+        return slot.sends(self.plain), slot
 
     def fsdp_post_all_gather(
         self,
@@ -279,7 +279,11 @@ class ShardedFloat8Weight(torch.Tensor):
         """
         grid, shape = slot.cast.grid, slot.region.full_shape
         codes, *own = all_gather_outputs
-        scale = unpad(own[0], grid.shape(shape), torch.uint8) if own else slot.scale
+        scale = slot.scale
+        if grid.is_mx:
+            # of one rank alone FSDP2 hands over the first buffer
+            scales = own[0] if own else slot.sends(self.plain)[1].to(codes.device)
+            scale = unpad(scales, grid.shape(shape), torch.uint8)
         return finish_gather(codes, scale, grid, shape, param_dtype, out=out)
 
 

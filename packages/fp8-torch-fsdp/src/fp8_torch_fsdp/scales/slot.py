@@ -92,6 +92,10 @@ class Slot:
         """Return the int32 amax bits [k] of the part, where the ranks agree."""
         return self.cast.grid.amax_bits(self.part, self.region).to(self.device, non_blocking=True)
 
+    def sends(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return `codes`, or those of `part`, which is cast now."""
+        return self.quantized(part) if self.codes is None else self.codes
+
     def quantized(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what this rank sends of `part`, the part on any device; see `codes`."""
         self.casts += 1
