@@ -111,16 +111,16 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _certify(options: argparse.Namespace) -> int:
-    logging.disable(logging.WARNING)  # of models that are made and thrown away
     properties = options.properties or PROPERTIES
-    if options.target:
-        found = {options.target: from_file(options.target, properties)}
-    else:
-        check(properties)
-        found = {name: make() for name, make in rows(properties)}
+    check(properties)
+    logging.disable(logging.WARNING)  # of models that are made and thrown away
+    try:
+        target = options.target
+        found = {target: from_file(target, properties)} if target else {name: make() for name, make in rows(properties)}
+    finally:
+        logging.disable(logging.NOTSET)
     facts = {name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in found.items()}
-    text = "\n".join([table(found, properties), "", *explanations(found)])
-    _write(facts if options.json else text)
+    _write(facts if options.json else "\n".join([table(found, properties), "", *explanations(found)]))
     return 0
 
 

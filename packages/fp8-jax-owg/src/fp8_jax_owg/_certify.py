@@ -47,7 +47,7 @@ def _weights(dtype: Any) -> dict[str, Any]:
 def _bf16() -> Subject:
     def function(weights: Any, x: Any) -> Any:
         up = x @ weights["up"]
-        return (up * (up > 0)) @ weights["down"], {"up": up}
+        return (jax.nn.relu(up)) @ weights["down"], {"up": up}
 
     return subject((function, _weights(jnp.bfloat16)), jnp.asarray(INPUTS, jnp.bfloat16))
 
@@ -60,7 +60,7 @@ def _own(name: str) -> Subject:
         meta = variables[OWG] if delayed else dict.fromkeys(WEIGHTS)
         dot = lambda layer, y: fp8_dot_general(y, variables[layer], LAST, meta=meta[layer], scaling=scaling)  # noqa: E731
         up = dot("up", x)
-        return dot("down", up * (up > 0)), {"up": up}
+        return dot("down", jax.nn.relu(up)), {"up": up}
 
     def update(variables: Any, gradients: Any) -> Any:
         parameters = {layer: -RATE * gradients[layer] for layer in WEIGHTS}
@@ -88,7 +88,7 @@ def _flax() -> Subject:
         def __call__(self, x: Any) -> Any:
             layer = functools.partial(nn.Dense, 16, use_bias=False, dot_general_cls=nn.fp8_ops.Fp8DotGeneralOp)
             up = layer(name="up")(x)
-            return layer(name="down")(up * (up > 0)), {"up": up}
+            return layer(name="down")(jax.nn.relu(up)), {"up": up}
 
     def update(variables: Any, gradients: Any) -> Any:
         return {"params": descend(variables["params"], gradients["params"]), OWG: gradients[OWG]}

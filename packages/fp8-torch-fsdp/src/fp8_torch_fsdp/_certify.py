@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,10 +35,13 @@ TORCHAO = {"tensorwise": torchao(), "rowwise": torchao(power_of_2=True), "rowwis
 
 def model() -> nn.Sequential:
     """Return the two layers of the example."""
-    layers = {name: nn.Linear(*weight.T.shape, bias=False) for name, weight in WEIGHTS.items()}
-    for name, layer in layers.items():
-        layer.weight.data.copy_(torch.from_numpy(WEIGHTS[name]))
-    return nn.Sequential(OrderedDict(up=layers["up"], relu=nn.ReLU(), down=layers["down"]))
+    found = nn.Sequential()
+    for name, weight in WEIGHTS.items():
+        found.add_module(name, layer := nn.Linear(*weight.T.shape, bias=False))
+        layer.weight.data.copy_(torch.from_numpy(weight))
+        if name == "up":
+            found.add_module("relu", nn.ReLU())
+    return found
 
 
 def built(name: str) -> nn.Module:

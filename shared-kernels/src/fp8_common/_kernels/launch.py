@@ -226,8 +226,8 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
         zero, nonfinite = "eps", "propagate"
     # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
     keys = (key_of(policy.eps), key_of(policy.lower), key_of(policy.upper))
-    stable = (form.mantissa_bits, stable_zero_key(form)) if policy.stable else (0, 0)
-    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor, *stable)
+    bits, small = (form.mantissa_bits, stable_zero_key(form)) if policy.stable else (0, 0)
+    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor, bits, small)
 
 
 def scale_constants(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:

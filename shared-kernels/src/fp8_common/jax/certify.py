@@ -17,7 +17,9 @@ RATE = 2.0**-6
 
 def descend(variables: Any, gradients: Any) -> Any:
     """Return variables after a step of gradient descent."""
-    return jax.tree.map(lambda value, gradient: (value - RATE * gradient).astype(value.dtype), variables, gradients)
+    return jax.tree.map(
+        lambda value, gradient: (value - gradient.dtype.type(RATE) * gradient).astype(value.dtype), variables, gradients
+    )
 
 
 def subject(
@@ -52,8 +54,8 @@ def subject(
         output, layers = found if isinstance(found, tuple) else (found, {})
         names[:] = [*layers, "output"]  # while tracing: what jit returns is sorted by name
         # small whole numbers, not all alike: sums of them are exact where the model's are
-        weights = jnp.arange(output[0].size).reshape(output.shape[1:]) * 7 % 5 - 2
-        mask = counted.reshape(*counted.shape, *(1,) * (output.ndim - 2))
+        weights = (np.arange(output[0].size).reshape(output.shape[1:]) * 7 % 5 - 2).astype(np.float32)
+        mask = counted.reshape(*counted.shape, *(1,) * (output.ndim - 2)).astype(jnp.float32)
         return (output.astype(jnp.float32) * weights * mask).sum(), {**layers, "output": output}
 
     step = jax.jit(value_and_grad(loss, has_aux=True))

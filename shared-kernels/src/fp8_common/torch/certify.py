@@ -232,6 +232,6 @@ def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[An
             found = trace(module, x, counted)
             optimizer.step()
             optimizer.zero_grad()
-            return found | _numbered(2, trace(module, x, counted))
+            return {**found, **_numbered(2, trace(module, x, counted))}
     finally:
         dist.destroy_process_group()
