@@ -67,6 +67,7 @@ POLICIES: dict[str, ScalePolicy] = {
     "msamp_margin_1": msamp(margin=1),
     "deepgemm": deepgemm(),
     "deepgemm_ue8m0": deepgemm(ue8m0=True),
+    "power_of_2_stable": dataclasses.replace(POWER_OF_2, stable=True),
     **{f"mx_{mode}": mx(mode) for mode in MX_MODES},
 }
 """The scale rules that are pinned, by name."""

@@ -253,7 +253,7 @@ def _mx_cases(dtype: str, fmt: str) -> list[Case]:
             written=1,
             narrow=1,
         )
-        for mode in ("floor", "ceil", "even", "rceil")
+        for mode in ("floor", "ceil", "even", "rceil", "stable")
     ]
 
 

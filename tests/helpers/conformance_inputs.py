@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fp8_common import CANONICAL, DATA_FORMATS, POWER_OF_2, PRESETS, Format, ScalePolicy, get_format
-from fp8_common.policy import SCALE_MAX, SCALE_MIN
+from fp8_common.policy import MX_MODES, SCALE_MAX, SCALE_MIN
 from fp8_common.testing import adversarial, all_bfloat16, all_float16, special_values
 from tests.helpers.conformance_implementations import INTERPRETS
 
@@ -149,5 +149,6 @@ def policies(full: bool, fmt: Format) -> tuple[ScalePolicy, ...]:
         *(PRESETS["torchao"](power_of_2=flag) for flag in (False, True)),
         *(peer(margin=margin) for peer in peers for margin in margins),
         *(PRESETS["deepgemm"](ue8m0=flag) for flag in (False, True)),
-        *(PRESETS["mx"](mode) for mode in ("floor", "ceil", "even", "rceil")),
+        *(PRESETS["mx"](mode) for mode in MX_MODES),
+        *(ScalePolicy(name="stable", power_of_2=True, margin=margin, stable=True) for margin in (0, 1, 13)),
     )

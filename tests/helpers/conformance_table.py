@@ -128,6 +128,7 @@ def _scales(name: str, full: bool) -> Iterator[Call]:
     for fmt in DATA_FORMATS:
         for policy in policies(full, fmt):
             margin = f"margin {policy.margin}, power_of_2 {policy.power_of_2}, eps {policy.eps:g}, {policy.mx_mode}"
+            margin += ", stable" * policy.stable
             yield Call(
                 label=f"{fmt} {policy.name} ({margin})",
                 run=lambda lib, a, p, f=fmt, rule=policy: getattr(lib.f8, name)(a, f, rule, p),
@@ -283,7 +284,7 @@ def mx(full: bool) -> Iterator[Call]:
         for number, shape in enumerate(shapes(full, name)):
             # E4M3 and E5M2 get every mode in a short run too, the FNUZ formats one in turn.
             every = full or (number == 0 and name == "float32" and not fmt.fnuz)
-            for mode in MX_MODES if every else MX_MODES[number % 4 :][:1]:
+            for mode in MX_MODES if every else MX_MODES[number % len(MX_MODES) :][:1]:
                 yield Call(
                     label=f"{fmt} {name} {shape} {mode}",
                     run=lambda lib, x, f=fmt, m=mode, d=name: run(lib, x, f, m, d),

@@ -1,4 +1,7 @@
-"""The `fp8` command: `fp8 doctor` says what this machine will do with FP8, `fp8 advise` whether FP8 is worth it.
+"""The `fp8` command.
+
+`fp8 doctor` says what this machine will do with FP8, `fp8 advise` whether FP8 is worth it, `fp8 certify` what the
+numbers of recipes, or of a model, depend on.
 
 Exit codes: 0 done; 1 `fp8 doctor` found a broken plugin, or something is not installed; 2 bad input, or an output that
 cannot be written, explained in one sentence.
@@ -8,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,6 +25,7 @@ from fp8_common.errors import Fp8Error
 from fp8_common.hardware import GATHER, Device, Path, cast_path, native_formats, product_path
 from fp8_common.plugin import PluginReport, discover
 from fp8_common.recipe import GRANULARITIES
+from fp8_common.testing.certify import PROPERTIES, check, explanations, from_file, rows, table
 
 READER_GONE = 128 + 13
 """What a shell reports of a program that SIGPIPE ended."""
@@ -70,7 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     advisor = commands.add_parser("advise", help="which configuration to take for a model, by a model of its step")
     advisor.set_defaults(run=_advise)
-    for command in (doctor, advisor):
+    certifier = commands.add_parser("certify", help="what numbers depend on: of all recipes installed, or of a model")
+    certifier.add_argument(
+        "target", nargs="?", metavar="FILE.py:factory", help="a function that returns (model, inputs)"
+    )
+    certifier.add_argument("--properties", nargs="+", metavar="PROPERTY", help=f"of {', '.join(PROPERTIES)}")
+    certifier.set_defaults(run=_certify)
+    for command in (doctor, advisor, certifier):
         command.add_argument("--json", action="store_true", help="write JSON")
     add, job = advisor.add_argument, advise.Job(shape=advise.SHAPES["llama3-8b"])
     add("--model", default="llama3-8b", help=f"{', '.join(advise.SHAPES)}, or the config.json of a decoder")
@@ -96,6 +107,20 @@ def _advise(options: argparse.Namespace) -> int:
         measured=options.measured,
     )
     _write(advise.facts(job) if options.json else advise.report(job))
+    return 0
+
+
+def _certify(options: argparse.Namespace) -> int:
+    properties = options.properties or PROPERTIES
+    check(properties)
+    logging.disable(logging.WARNING)  # of models that are made and thrown away
+    try:
+        target = options.target
+        found = {target: from_file(target, properties)} if target else {name: make() for name, make in rows(properties)}
+    finally:
+        logging.disable(logging.NOTSET)
+    facts = {name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in found.items()}
+    _write(facts if options.json else "\n".join([table(found, properties), "", *explanations(found)]))
     return 0
 
 

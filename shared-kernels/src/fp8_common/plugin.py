@@ -43,12 +43,15 @@ class PluginInfo:
         version: Its version.
         summary: One sentence: what it is for.
         paths: What it will do here and why.
+        certify: "module:function" of its rows of `fp8 certify`: called with properties, it yields names and functions
+            that return a certificate.
     """
 
     name: str
     version: str
     summary: str
     paths: tuple[Path, ...] = ()
+    certify: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

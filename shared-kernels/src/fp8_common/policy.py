@@ -85,12 +85,15 @@ def _load(annotation: Any, value: Any, where: str) -> Any:
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 # Within these limits a scale and its reciprocal are both normal, so hardware that flushes subnormals agrees.
 SCALE_MIN = 2.0**-126
-SCALE_MAX = 2.0**100
+MAX_EXPONENT = 100
+SCALE_MAX = 2.0**MAX_EXPONENT
 # Within it max * 2^-margin is exact in float32, for every format.
 MAX_MARGIN = 16
+# Within it max * 2^-margin and half of it are normal numbers of every format, which round like all mantissas.
+MAX_STABLE_MARGIN = 13
 
-MxMode = Literal["floor", "ceil", "even", "rceil"]
-MX_MODES: tuple[MxMode, ...] = ("floor", "ceil", "even", "rceil")
+MxMode = Literal["floor", "ceil", "even", "rceil", "stable"]
+MX_MODES: tuple[MxMode, ...] = ("floor", "ceil", "even", "rceil", "stable")
 HistoryAlgo = Literal["max", "most_recent"]
 HISTORY_ALGOS: tuple[HistoryAlgo, ...] = ("max", "most_recent")
 
@@ -114,6 +117,8 @@ class ScalePolicy(Record):
         mx_mode: Rounding mode of "e8m0".
         history: Length of the amax history of delayed scaling; 0 is current scaling.
         algo: How delayed scaling reduces its history.
+        stable: Take the scale from the amax of the rounded values once more, so that a cast of values that come back
+            from FP8 gives the same codes and scale; for current scaling by powers of two with formula "divide".
     """
 
     name: str = "canonical"
@@ -128,6 +133,7 @@ class ScalePolicy(Record):
     mx_mode: MxMode = "rceil"
     history: int = 0
     algo: HistoryAlgo = "max"
+    stable: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that no implementation could honour."""
@@ -144,6 +150,15 @@ class ScalePolicy(Record):
             raise Fp8Error(f"lower must be positive and below upper, got lower={self.lower!r}, upper={self.upper!r}.")
         if type(self.history) is not int or self.history < 0:
             raise Fp8Error(f"history must be 0 (current scaling) or a length, got {self.history!r}.")
+        current = self.power_of_2 and self.formula == "divide" and self.upper == SCALE_MAX
+        current = current and self.eps == 0 and self.history == 0
+        if self.stable and not (current and 0 <= self.margin <= MAX_STABLE_MARGIN):
+            raise Fp8Error(
+                'stable=True needs power_of_2=True, formula="divide", upper=2^100, eps=0, history=0 and a '
+                f"margin from 0 to {MAX_STABLE_MARGIN}; got power_of_2={self.power_of_2}, formula={self.formula!r}, "
+                f"upper={self.upper!r}, eps={self.eps!r}, history={self.history!r}, margin={self.margin!r}. "
+                'For MX use mx("stable").'
+            )
 
 
 CANONICAL = ScalePolicy()

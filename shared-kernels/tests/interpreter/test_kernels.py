@@ -146,7 +146,7 @@ def test_blocks_and_the_way_back(dtype, fmt, shape, rows):
         assert_same_bits(back, f8.dequantize_blockwise(*want, fmt, block, DTYPES[dtype]))
 
 
-@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=["floor", "ceil", "even", "rceil"])
+@pytest.mark.matrix(dtype=list(DTYPES), fmt=FORMATS, shape=SHAPES, mode=["floor", "ceil", "even", "rceil", "stable"])
 def test_mx_and_the_way_back(dtype, fmt, shape, mode):
     for x in (planted(shape, dtype, fmt), calm(shape, dtype)):
         data, codes = casts.quantize_mx(tensor(x), f8.get_format(fmt), mode)
@@ -157,7 +157,7 @@ def test_mx_and_the_way_back(dtype, fmt, shape, mode):
         assert_same_bits(back, f8.dequantize_mx(*want, fmt, DTYPES[dtype]))
 
 
-@pytest.mark.parametrize("mode", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("mode", ["floor", "ceil", "even", "rceil", "stable"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_mx_codes_of_every_kind_of_amax(fmt, mode):
     x = np.repeat(adversarial_amax(), 32).reshape(-1, 32)

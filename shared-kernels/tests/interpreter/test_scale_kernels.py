@@ -32,6 +32,8 @@ MIXED_ANSWERS = [
 @pytest.mark.parametrize("policy", [
     *MIXED_ANSWERS, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
     torchao(), torchao(True), flax(), flax(margin=3), msamp(), msamp(margin=1), deepgemm(), deepgemm(True),
+    f8.ScalePolicy(name="stable", power_of_2=True, stable=True),
+    f8.ScalePolicy(name="stable", power_of_2=True, margin=3, stable=True),
 ], ids=lambda p: f"{p.name}-{p.margin}-{p.power_of_2}-{p.zero}-{p.nonfinite}")  # fmt: skip
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_policy_on_every_kind_of_amax(fmt, policy):

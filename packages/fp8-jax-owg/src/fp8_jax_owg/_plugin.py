@@ -11,4 +11,5 @@ def describe(machine: Machine) -> PluginInfo:
         version="0.1.0",
         summary="FP8 for JAX and Flax: delayed scaling whose state accumulates by MAX in scans and pipelines.",
         paths=(machine.product_path("tensorwise"), machine.product_path("rowwise"), blocks),
+        certify="fp8_jax_owg._certify:certificates",
     )

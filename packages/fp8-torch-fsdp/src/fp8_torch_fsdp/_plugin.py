@@ -14,4 +14,5 @@ def describe(machine: Machine) -> PluginInfo:
         version="0.1.0",
         summary="FP8 linear layers for PyTorch; FSDP2 all-gathers their weights as one byte per element.",
         paths=(*(product_path(machine.accelerator, granularity) for granularity in GRANULARITIES), GATHER),
+        certify="fp8_torch_fsdp._certify:certificates",
     )

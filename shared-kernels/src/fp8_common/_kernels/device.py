@@ -181,12 +181,24 @@ def product(a, b):
 
 
 @triton.jit
+def rounded_key(key, MANTISSA_BITS: tl.constexpr, ZERO: tl.constexpr):
+    """Float32 key rounded to this many mantissa bits, 0 up to ZERO; see `rounded_key` in the definition."""
+    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
+    finite = tl.minimum(key, INF_KEY - 1)
+    up = ((1 << (DROPPED - 1)) - 1) + ((finite >> DROPPED) & 1)
+    rounded = tl.minimum((finite + up) >> DROPPED << DROPPED, INF_KEY - 1)
+    return tl.where(key >= INF_KEY, key, tl.where(key <= ZERO, 0, rounded))
+
+
+@triton.jit
 def e8m0_of_key(key, MODE: tl.constexpr, MAX_KEY: tl.constexpr, MANTISSA_BITS: tl.constexpr):
     """Biased E8M0 exponent (int32) from a float32 key; see `fp8_common.amax_to_e8m0`."""
     # int32 is enough here, unlike in NumPy: a NaN key that "even" overflows is replaced by 255 below.
     EMAX: tl.constexpr = (MAX_KEY >> 23) - 127
+    if MODE == "stable":
+        key = rounded_key(key, MANTISSA_BITS, 0)
     exponent = key >> 23
-    if MODE == "rceil":
+    if MODE == "rceil" or MODE == "stable":
         above = ((key & MANTISSA) > (MAX_KEY & 0x7FFFFF)).to(tl.int32)
         code = tl.where(exponent == 0, 0, exponent - EMAX + above)
     elif MODE == "even":
@@ -218,8 +230,11 @@ def scale_of_key(key, prev, fmax, RULE: tl.constexpr):
     """Scale into FP8 from the float32 key of amax; see `fp8_common.amax_to_scale`.
 
     `fmax` is a float32 of the shape of `key`: the numerator, margin included. RULE is that of `scale_rule`:
-    (formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division).
+    (formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division, mantissa bits of
+    a stable scale or 0, largest key that it takes for 0).
     """
+    if RULE[8] != 0:
+        key = rounded_key(key, RULE[8], RULE[9])
     # As integers, because a float maximum on a GPU drops NaN; NaN's key is above every eps.
     raised = tl.maximum(key, RULE[1])
     # Infinity and NaN are replaced by 1.0 for the division; their scales are chosen below, by the key.

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fp8_common._reference.scaling import stable_zero_key
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import Format, get_data_format
 from fp8_common.hardware import KERNEL_FORMATS
@@ -41,9 +42,10 @@ ALIGNMENT = 16
 OPTIONS = {"enable_fp_fusion": True}
 """What every compilation is told: Triton's own default of it warns in 3.9 and is another one from 3.10 on."""
 
-ScaleRule = tuple[str, int, int, int, bool, str, str, float]
-"""(formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division): a `ScalePolicy`
-as plain values, which Triton can hash and compile into a kernel."""
+ScaleRule = tuple[str, int, int, int, bool, str, str, float, int, int]
+"""(formula, eps key, lowest key, highest key, power_of_2, zero, nonfinite, factor after the division, mantissa bits of
+a stable scale or 0, largest key that it takes for 0): a `ScalePolicy` as plain values, which Triton can hash and
+compile into a kernel."""
 
 _Plan = TypeVar("_Plan", bound=Callable[..., "Launch"])
 
@@ -201,14 +203,17 @@ def plan(make: _Plan) -> _Plan:
 
 
 def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[float, ScaleRule]:
-    """Return (numerator, RULE): what kernels need to know about a policy. RULE is the same for all formats.
+    """Return (numerator, RULE): what kernels need to know about a policy.
+
+    RULE is the same for all formats, unless the policy is stable.
 
     Raises:
         Fp8Error: The policy makes E8M0 scales, which only `mx` does.
     """
     if policy.formula == "e8m0":
         raise Fp8Error(f"Policy {policy.name!r} makes E8M0 scales: use the kernel mx, or the reference.")
-    fmax = get_data_format(fmt).max
+    form = get_data_format(fmt)
+    fmax = form.max
     zero, nonfinite = policy.zero, policy.nonfinite
     factor = 1.0
     if policy.formula == "divide":
@@ -221,7 +226,8 @@ def scale_rule(fmt: str | Format, policy: ScalePolicy = CANONICAL) -> tuple[floa
         zero, nonfinite = "eps", "propagate"
     # Limits as int32 keys: the kernels compare bits, because a floating point minimum on a GPU drops NaN.
     keys = (key_of(policy.eps), key_of(policy.lower), key_of(policy.upper))
-    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor)
+    bits, small = (form.mantissa_bits, stable_zero_key(form)) if policy.stable else (0, 0)
+    return fmax, (policy.formula, *keys, policy.power_of_2, zero, nonfinite, factor, bits, small)
 
 
 def scale_constants(fmt: str | Format, policy: ScalePolicy | None) -> dict[str, object]:

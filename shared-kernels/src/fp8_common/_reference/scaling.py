@@ -14,6 +14,7 @@ slot the second newest, because TransformerEngine and flax roll in this directio
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from fp8_common._reference.rounding import decode
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, Format, get_data_format
-from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, HistoryAlgo, MxMode, ScalePolicy
+from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MAX_EXPONENT, MX_MODES, HistoryAlgo, MxMode, ScalePolicy
 
 KEY_MASK = 0x7FFFFFFF
 """Clears the sign of float32 bits."""
@@ -104,6 +105,8 @@ def amax_to_scale(
     """
     fmt = get_data_format(fmt)
     value = np.abs(as_float32(amax, "amax"))
+    if policy.stable:
+        value = key_to_float(rounded_key(float_key(value), fmt, stable_zero_key(fmt)))
     if policy.formula == "e8m0":
         return e8m0_to_scale(amax_to_e8m0(value, fmt, policy.mx_mode))
     if policy.formula == "descale":
@@ -210,7 +213,8 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
         fmt: The element format of the block.
         mode: "floor": exponent of amax, minus the format's own (values may saturate). "ceil": the same, rounded up.
             "even": amax first rounded to the format's mantissa. "rceil": the smallest power of two that is at least
-            amax / fmt.max, so that nothing saturates.
+            amax / fmt.max, so that nothing saturates. "stable": "rceil" of the amax that comes back from FP8, so that
+            a cast of what came back gives the same codes and scale.
 
     Returns:
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
@@ -223,7 +227,10 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     # 64 bits: "even" adds to the key, which may be that of a NaN already.
     key = float_key(as_float32(amax, "amax")).astype(np.int64)
     # float32 and E8M0 share the bias 127, so an exponent field of float32 is a code.
-    code = _rceil(key, fmt) if mode == "rceil" else _round_exponent(key, fmt, mode) - fmt.max_exponent
+    if mode in ("rceil", "stable"):
+        code = _rceil(rounded_key(key, fmt) if mode == "stable" else key, fmt)
+    else:
+        code = _round_exponent(key, fmt, mode) - fmt.max_exponent
     # Small amax, zero included, take code 0: the specification has no scale below 2^-127, and no zero.
     return np.where(key >= INF_KEY, E8M0.nan_code, np.maximum(code, 0)).astype(np.uint8)
 
@@ -258,6 +265,23 @@ def e8m0_to_scale_inv(codes: ArrayLike) -> NDArray[np.float32]:
         Fp8Error: `codes` is neither uint8 nor float8_e8m0fnu.
     """
     return decode(codes, E8M0)
+
+
+def rounded_key(key: NDArray[Any], fmt: Format, zero: int = 0) -> NDArray[Any]:
+    """Return keys rounded to the mantissa of `fmt`, ties to even: an amax that goes there and back by a power of two.
+
+    Keys up to `zero` become 0. What would round to infinity becomes the largest finite key; others stay as they are.
+    """
+    dropped = 23 - fmt.mantissa_bits
+    finite = np.minimum(key, INF_KEY - 1)
+    up = ((1 << (dropped - 1)) - 1) + ((finite >> dropped) & 1)
+    rounded = np.minimum((finite + up) >> dropped << dropped, INF_KEY - 1)
+    return np.where(key >= INF_KEY, key, np.where(key <= zero, 0, rounded)).astype(key.dtype)
+
+
+def stable_zero_key(fmt: Format) -> int:
+    """Return the key of the largest amax that the largest stable scale rounds to zero; shared by all frameworks."""
+    return (fmt.min_exponent - fmt.mantissa_bits - 1 - MAX_EXPONENT + 127) << 23
 
 
 def _round_exponent(key: NDArray[np.int64], fmt: Format, mode: MxMode) -> NDArray[np.int64]:

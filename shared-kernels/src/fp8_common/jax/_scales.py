@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fp8_common._reference.scaling import INF_KEY, MIN_NORMAL_KEY, check_history, check_mode
+from fp8_common._reference.scaling import INF_KEY, MIN_NORMAL_KEY, check_history, check_mode, stable_zero_key
 from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._rounding import decode
 from fp8_common.jax.arithmetic import divide, divide_nearest
@@ -85,6 +85,8 @@ def reciprocal(scale: ArrayLike) -> jax.Array:
 @partial(jax.jit, static_argnames=("fmt", "policy"), inline=True)
 def _amax_to_scale(amax: jax.Array, prev: jax.Array, *, fmt: Format, policy: ScalePolicy) -> jax.Array:
     key, prev = float_key(lax.stop_gradient(amax)), lax.stop_gradient(prev)
+    if policy.stable:
+        key = _rounded_key(key, fmt, stable_zero_key(fmt))
     if policy.formula == "e8m0":
         return e8m0_to_scale(amax_to_e8m0(from_bits(key), fmt, policy.mx_mode))
     if policy.formula == "descale":
@@ -193,7 +195,7 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     Args:
         amax: float16, bfloat16 or float32, any shape: max |x| of each block.
         fmt: The element format of the block; static under jit.
-        mode: "floor", "ceil", "even" or "rceil", as in `fp8_common.amax_to_e8m0`; static under jit.
+        mode: "floor", "ceil", "even", "rceil" or "stable", as in `fp8_common.amax_to_e8m0`; static under jit.
 
     Returns:
         uint8 codes of the shape of `amax`; 255 (NaN) where amax is infinite or NaN.
@@ -205,7 +207,10 @@ def amax_to_e8m0(amax: ArrayLike, fmt: str | Format, mode: MxMode = "rceil") -> 
     check_mode(mode)
     key = float_key(lax.stop_gradient(as_float32(amax, "amax")))
     # Both are negative for subnormals, as for all that is too small: the smallest scale holds them.
-    code = _rceil(key, fmt) if mode == "rceil" else _round_exponent(key, fmt, mode) - fmt.max_exponent
+    if mode in ("rceil", "stable"):
+        code = _rceil(_rounded_key(key, fmt) if mode == "stable" else key, fmt)
+    else:
+        code = _round_exponent(key, fmt, mode) - fmt.max_exponent
     return jnp.where(key >= INF_KEY, E8M0.nan_code, jnp.maximum(code, 0)).astype(jnp.uint8)
 
 
@@ -229,6 +234,15 @@ def e8m0_to_scale_inv(codes: ArrayLike) -> jax.Array:
         codes: uint8 or float8_e8m0fnu, any shape.
     """
     return decode(codes, E8M0)
+
+
+def _rounded_key(key: jax.Array, fmt: Format, zero: int = 0) -> jax.Array:
+    """Return keys rounded to the mantissa of `fmt`; see `rounded_key` in NumPy's definition."""
+    dropped = 23 - fmt.mantissa_bits
+    finite = jnp.minimum(key, INF_KEY - 1)
+    up = ((1 << (dropped - 1)) - 1) + ((finite >> dropped) & 1)
+    rounded = jnp.minimum((finite + up) >> dropped << dropped, INF_KEY - 1)
+    return jnp.where(key >= INF_KEY, key, jnp.where(key <= zero, 0, rounded))
 
 
 def _round_exponent(key: jax.Array, fmt: Format, mode: MxMode) -> jax.Array:

@@ -1,5 +1,6 @@
 """Test tools for FP8 code: exact comparison with useful failures, and the inputs that break casts."""
 
+from fp8_common.testing.certify import certify
 from fp8_common.testing.compare import assert_same_bits
 from fp8_common.testing.inputs import (
     adversarial,
@@ -18,6 +19,7 @@ __all__ = [
     "all_codes",
     "all_float16",
     "assert_same_bits",
+    "certify",
     "midpoints",
     "special_values",
 ]

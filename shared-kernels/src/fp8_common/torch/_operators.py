@@ -52,7 +52,7 @@ def policy_key(policy: ScalePolicy) -> str:
     margin, eps, upper, lower, history = numbers
     return (
         f"{policy.name}|{margin}|{policy.power_of_2}|{eps}|{policy.zero}|{policy.nonfinite}|"
-        f"{upper}|{lower}|{policy.formula}|{policy.mx_mode}|{history}|{policy.algo}"
+        f"{upper}|{lower}|{policy.formula}|{policy.mx_mode}|{history}|{policy.algo}|{policy.stable}"
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_common._reference.scaling import INF_KEY, KEY_MASK, check_history
+from fp8_common._reference.scaling import INF_KEY, KEY_MASK, check_history, stable_zero_key
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, FORMATS, Format, get_format
 from fp8_common.policy import ScalePolicy
@@ -163,6 +163,8 @@ def scale_from_amax(
     """
     # By its bits: compiled for a GPU, an absolute value flushes subnormals to zero.
     bits = amax_bits(as_float32(amax, "amax"))
+    if policy.stable:
+        bits = _rounded_bits(bits, fmt, stable_zero_key(fmt))
     value = of_amax_bits(bits)
     if policy.formula == "e8m0":
         return scale_of_e8m0(e8m0_from_amax(value, fmt, policy.mx_mode))
@@ -215,6 +217,8 @@ def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def e8m0_from_amax(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     """Return uint8 E8M0 codes for float32 `amax`; see `fp8_common.amax_to_e8m0`."""
     bits = amax_bits(amax)
+    if mode == "stable":
+        bits, mode = _rounded_bits(bits, fmt), "rceil"
     exponent, mantissa = bits >> 23, bits & _MANTISSA
     if mode == "rceil":
         # amax / max exceeds 2^(difference of the exponents) exactly if amax's mantissa exceeds max's.
@@ -240,6 +244,15 @@ def scale_inv_of_e8m0(codes: torch.Tensor) -> torch.Tensor:
     # A code is the exponent field of its value, except that 2^-127 is subnormal in float32.
     bits = torch.where(code == 0, 0x00400000, code << 23)
     return torch.where(code == E8M0.nan_code, 0x7FC00000, bits).view(torch.float32)
+
+
+def _rounded_bits(bits: torch.Tensor, fmt: Format, zero: int = 0) -> torch.Tensor:
+    """Return amax bits rounded to the mantissa of `fmt`; see `rounded_key` in NumPy's definition."""
+    dropped = 23 - fmt.mantissa_bits
+    finite = bits.clamp(max=INF_KEY - 1)
+    up = ((1 << (dropped - 1)) - 1) + ((finite >> dropped) & 1)
+    rounded = ((finite + up) >> dropped << dropped).clamp(max=INF_KEY - 1)
+    return torch.where(bits >= INF_KEY, bits, torch.where(bits <= zero, 0, rounded))
 
 
 def _at_least_eps(amax: torch.Tensor, policy: ScalePolicy) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""The rows of `fp8 certify` for torch: the recipes of this package, bfloat16, and torchao's where it is installed."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_common import RECIPES, CastRecipe, Recipe, ScalePolicy
+from fp8_common.presets import torchao
+from fp8_common.testing.certify import Certificate, Property, ask, casts_of, example
+from fp8_common.torch.certify import RATE, ranks, subject, train
+from fp8_torch_fsdp.convert.model import convert_to_float8_training
+from fp8_torch_fsdp.scales.state import DelayedState
+from fp8_torch_fsdp.scales.sync import synchronize_scales
+
+INPUTS, WEIGHTS = example()
+_ROW = CastRecipe(granularity="rowwise", policy=ScalePolicy(name="stable", power_of_2=True, stable=True))
+_STATIC = CastRecipe(scaling="static", static_scale=16.0)
+OWN = {
+    **{name: recipe for name, recipe in RECIPES.items() if name != "mx"},
+    "rowwise, stable scales": Recipe(name="stable", input=_ROW, weight=_ROW, grad_output=_ROW),
+    "static": Recipe(
+        name="static",
+        input=_STATIC,
+        weight=_STATIC,
+        grad_output=dataclasses.replace(_STATIC, format="e5m2"),
+    ),
+}
+TORCHAO = {"tensorwise": torchao(), "rowwise": torchao(power_of_2=True), "rowwise_with_gw_hp": torchao(power_of_2=True)}
+
+
+def model() -> nn.Sequential:
+    """Return the two layers of the example."""
+    found = nn.Sequential()
+    for name, weight in WEIGHTS.items():
+        found.add_module(name, layer := nn.Linear(*weight.T.shape, bias=False))
+        layer.weight.data.copy_(torch.from_numpy(weight))
+        if name == "up":
+            found.add_module("relu", nn.ReLU())
+    return found
+
+
+def built(name: str) -> nn.Module:
+    """Return the model of one row; with delayed scaling after two steps, which fill its histories."""
+    if name == "bf16":
+        return model().bfloat16()
+    if name.startswith("torchao "):
+        # torchao is no dependency of this package
+        float8: Any = importlib.import_module("torchao.float8")
+        config = float8.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
+        return float8.convert_to_float8_training(model(), config=dataclasses.replace(config, emulate=True))
+    found = convert_to_float8_training(model(), recipe=OWN[name])
+    if OWN[name].input.scaling == "delayed":
+        optimizer = torch.optim.SGD(found.parameters(), lr=RATE)
+        for _ in range(2):
+            train(found, torch.from_numpy(INPUTS), optimizer)
+        synchronize_scales(found)
+    return found
+
+
+def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable[[], Certificate]]]:
+    """Yield each row's name, and what makes its certificate."""
+    peers = [f"torchao {name}" for name in TORCHAO] if importlib.util.find_spec("torchao") else []
+    with ranks() as pool:
+        for name in ["bf16", *OWN, *peers]:
+            yield name, functools.partial(_certificate, name, properties, pool)
+
+
+def _certificate(name: str, properties: Sequence[Property], pool: Any) -> Certificate:
+    casts = None
+    if name.startswith("torchao "):
+        rule = TORCHAO[name.removeprefix("torchao ")]
+        rows = CastRecipe(granularity="rowwise" if "rowwise" in name else "tensorwise", policy=rule)
+        casts = casts_of(Recipe(name=name, input=rows, weight=rows, grad_output=rows))
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    found = subject(
+        built(name),
+        torch.from_numpy(INPUTS).to(dtype),
+        build=functools.partial(built, name),
+        casts=casts,
+        state=lambda each: {"model": each, "scales": DelayedState(each)},
+        pool=pool,
+    )
+    return ask(found, properties)

@@ -1,0 +1,103 @@
+"""What `fp8_common.testing.certify` asks a JAX function: traces of its outputs and gradients, and a replay."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from numpy.typing import NDArray
+
+from fp8_common.testing.certify import GRADIENT, Cast, Subject, Trace
+
+RATE = 2.0**-6
+"""Of the update: exact in every dtype."""
+
+
+def descend(variables: Any, gradients: Any) -> Any:
+    """Return variables after a step of gradient descent."""
+    return jax.tree.map(
+        lambda value, gradient: (value - gradient.dtype.type(RATE) * gradient).astype(value.dtype), variables, gradients
+    )
+
+
+def subject(
+    model: tuple[Callable[..., Any], Any],
+    inputs: ArrayLike,
+    *,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    add: Callable[[Any, Any], Any] = lambda one, other: jax.tree.map(jnp.add, one, other),
+    update: Callable[[Any, Any], Any] = descend,
+    compared: Callable[[Any], Any] = lambda gradients: gradients,
+    casts: Mapping[str, Cast] | None = None,
+    warmup: int = 0,
+) -> Subject:
+    """Return a function as `fp8_common.testing.certify` sees it. No mesh is asked about.
+
+    Args:
+        model: (function, variables). The function is called with variables and inputs; it returns its output, or a
+            pair of its output and what layers gave, by name in the order of computation.
+        inputs: [examples, tokens, ...].
+        value_and_grad: What differentiates by the variables, as `jax.value_and_grad` does.
+        add: Combines the gradients of two micro-batches.
+        update: Called with variables and gradients; returns the next variables.
+        compared: Returns the gradients that are compared; for variables that a step overwrites, those of others.
+        casts: Casts into FP8 by name.
+        warmup: Steps before the questions, which fill the histories of delayed scaling.
+    """
+    function, start = model
+    names: list[str] = []
+
+    def loss(variables: Any, x: jax.Array, counted: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        found = function(variables, x)
+        output, layers = found if isinstance(found, tuple) else (found, {})
+        names[:] = [*layers, "output"]  # while tracing: what jit returns is sorted by name
+        # small whole numbers, not all alike: sums of them are exact where the model's are
+        weights = (np.arange(output[0].size).reshape(output.shape[1:]) * 7 % 5 - 2).astype(np.float32)
+        mask = counted.reshape(*counted.shape, *(1,) * (output.ndim - 2)).astype(jnp.float32)
+        return (output.astype(jnp.float32) * weights * mask).sum(), {**layers, "output": output}
+
+    step = jax.jit(value_and_grad(loss, has_aux=True))
+
+    def run(variables: Any, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> tuple[dict[str, Any], Any]:
+        parts = zip(np.split(x, chunks), np.split(counted, chunks), strict=True)
+        found = [step(variables, part, mask) for part, mask in parts]
+        gradients = found[0][1]
+        for _, more in found[1:]:
+            gradients = add(gradients, more)
+        layers = [aux for (_, aux), _ in found]
+        return {name: np.concatenate([np.asarray(each[name]) for each in layers]) for name in names}, gradients
+
+    everything = np.ones(np.shape(inputs)[:2], bool)
+    for _ in range(warmup):
+        start = update(start, run(start, np.asarray(inputs), everything, 1)[1])
+
+    def trace(x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> Trace:
+        outputs, gradients = run(start, x, counted, chunks)
+        return outputs | _gradients(compared(gradients))
+
+    def replay() -> tuple[Trace, Trace]:
+        def steps(variables: Any) -> tuple[Any, dict[str, Any]]:
+            found: dict[str, Any] = {}
+            for number in range(2):
+                outputs, gradients = run(variables, np.asarray(inputs), everything, 1)
+                variables = update(variables, gradients)
+                found |= {
+                    f"step {number}: {name}": value
+                    for name, value in (outputs | _gradients(compared(gradients))).items()
+                }
+            return variables, found
+
+        middle = steps(start)[0]
+        saved = [(leaf.dtype, leaf.tobytes(), leaf.shape) for leaf in map(np.asarray, jax.tree.leaves(middle))]
+        uninterrupted = steps(middle)[1]
+        loaded = [jnp.asarray(np.frombuffer(data, dtype).reshape(shape)) for dtype, data, shape in saved]
+        return uninterrupted, steps(jax.tree.unflatten(jax.tree.structure(middle), loaded))[1]
+
+    return Subject(inputs=np.asarray(inputs), run=trace, replay=replay, casts=casts or {})
+
+
+def _gradients(gradients: Any) -> dict[str, NDArray[Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    return {jax.tree_util.keystr(path) + GRADIENT: np.asarray(leaf) for path, leaf in reversed(leaves)}

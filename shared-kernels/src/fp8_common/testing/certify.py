@@ -1,0 +1,387 @@
+"""`certify`: what a model's numbers depend on, asked by perturbation and compared bit for bit.
+
+Frameworks make a `Subject` of a model; everything here is NumPy. A trace is what one run computed, in its order: the
+outputs of layers by name, then gradients as "NAME gradient". An answer "no" has a counterexample that was made small.
+"yes" means that no perturbation that was tried showed a dependence.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8_common._machine import detect
+from fp8_common._reference.quantize import block_amax, dequantize, expand_blocks, quantize
+from fp8_common._reference.scaling import amax, amax_to_scale
+from fp8_common.errors import Fp8Error
+from fp8_common.plugin import discover
+from fp8_common.presets import mx, te_current, te_delayed
+from fp8_common.recipe import CastRecipe, Recipe
+
+Property = Literal[
+    "causal",
+    "batch-invariant",
+    "padding-invariant",
+    "mesh-invariant",
+    "chunk-invariant",
+    "idempotent",
+    "replayable",
+]
+PROPERTIES: tuple[Property, ...] = Property.__args__  # pyrefly: ignore[missing-attribute]
+Trace = Mapping[str, NDArray[Any]]
+Cast = Callable[[NDArray[Any]], Sequence[NDArray[Any]]]
+"""Values -> (the values that come back, and what else a cast gives: codes, scales)."""
+
+GRADIENT = " gradient"
+STRENGTHS = (1.0, 64.0, 2.0**14)
+"""How far values are moved: within the range of the others, out of it, and (not in float16) out of that of FP8."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What was found for one property.
+
+    Attributes:
+        says: "yes", "no", or "not asked".
+        why: The counterexample, or why it was not asked; one sentence, empty for "yes".
+        layer: The first layer that differs, as the model names it; "NAME gradient" for a parameter's gradient.
+        input: Index of the changed element of the inputs, where one was changed.
+        output: Index of the first element of the layer's output, or of the gradient, that differs.
+    """
+
+    says: Literal["yes", "no", "not asked"]
+    why: str = ""
+    layer: str | None = None
+    input: tuple[int, ...] | None = None
+    output: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        """Return what a table shows."""
+        shown = "-" if self.says == "not asked" else self.says
+        return shown + " (gradient)" * (self.layer or "").endswith(GRADIENT)
+
+
+Certificate = Mapping[Property, Answer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model as this module sees it.
+
+    Attributes:
+        inputs: [examples, tokens, ...], floats or whole numbers.
+        run: Called with inputs, a bool [examples, tokens] that says which outputs the loss counts, and a number of
+            micro-batches; returns the trace of one step from the model's first state.
+        meshes: Returns by "N ranks, rank R" the trace of the same step, and of the forward after it, on meshes of
+            several sizes; the first is what the others are compared with.
+        replay: Returns the traces of a run and of one that was saved, loaded and gone on with.
+        casts: The casts into FP8, by name.
+    """
+
+    inputs: NDArray[Any]
+    run: Callable[[NDArray[Any], NDArray[np.bool_], int], Trace]
+    meshes: Callable[[], Mapping[str, Trace]] | None = None
+    replay: Callable[[], tuple[Trace, Trace]] | None = None
+    casts: Mapping[str, Cast] = dataclasses.field(default_factory=dict)
+
+
+def certify(model: Any, inputs: Any, *, properties: Sequence[Property] = PROPERTIES, **options: Any) -> Certificate:
+    """Return what the numbers of a model depend on.
+
+    Args:
+        model: A torch module or a function of tensors; or for JAX a pair (function, variables).
+        inputs: [examples, tokens, ...], a tensor or array: at least 2 examples of 2 tokens. The first output of the
+            model is [examples, tokens, ...] too.
+        properties: What to ask; "causal", "batch-invariant", "padding-invariant", "mesh-invariant", "chunk-invariant",
+            "idempotent", "replayable".
+        **options: Those of `fp8_common.torch.certify.subject` or `fp8_common.jax.certify.subject`.
+
+    Raises:
+        Fp8Error: An unknown property, or inputs of another form.
+    """
+    framework = "jax" if isinstance(model, tuple) else "torch"
+    return ask(importlib.import_module(f"fp8_common.{framework}.certify").subject(model, inputs, **options), properties)
+
+
+def ask(subject: Subject, properties: Sequence[Property] = PROPERTIES) -> Certificate:
+    """Return an answer for each of `properties`; see `certify`."""
+    check(properties)
+    if subject.inputs.ndim < 2 or min(subject.inputs.shape[:2]) < 2:
+        raise Fp8Error(f"inputs must be [examples, tokens, ...], at least 2 of each, got {subject.inputs.shape}.")
+    return {name: _QUESTIONS[name](subject) for name in properties}
+
+
+def check(properties: Sequence[str]) -> None:
+    """Refuse unknown properties.
+
+    Raises:
+        Fp8Error: Naming them.
+    """
+    if unknown := [name for name in properties if name not in PROPERTIES]:
+        raise Fp8Error(f"Properties are {', '.join(PROPERTIES)}, got {', '.join(map(repr, unknown))}.")
+
+
+def casts_of(recipe: Recipe) -> dict[str, Cast]:
+    """Return the casts of a recipe by operand; its delayed ones with the scale that the values themselves give."""
+    names = ("input", "weight", "grad_output")
+    return {name: cast_of(getattr(recipe, name)) for name in names if getattr(recipe, name).enabled}
+
+
+def cast_of(recipe: CastRecipe) -> Cast:
+    """Return a cast of matrices [rows, columns] there and back, by NumPy's definition: (values, scales, codes)."""
+    block = {"mx": (1, 32), "blockwise_1x128": (1, 128), "blockwise_128x128": (128, 128)}.get(recipe.granularity)
+
+    def cast(x: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        wide = x.astype(np.float32)
+        axis = -1 if recipe.granularity == "rowwise" else None
+        top = amax(wide, axis, keepdims=True) if block is None else block_amax(wide, block)
+        scale = amax_to_scale(top, recipe.fp8_format, recipe.policy)
+        if recipe.static_scale is not None:
+            scale = np.full_like(scale, recipe.static_scale)
+        each = scale if block is None else expand_blocks(scale, block, x.shape)
+        codes = quantize(x, each, recipe.fp8_format)
+        return dequantize(codes, each, recipe.fp8_format, x.dtype), scale, codes
+
+    return cast
+
+
+RULES = {
+    "TE current scaling": CastRecipe(policy=te_current()),
+    "TE current scaling, powers of two": CastRecipe(policy=te_current(pow2=True)),
+    "TE delayed scaling": CastRecipe(policy=te_delayed(history=0)),
+    "TE MX": CastRecipe(granularity="mx", policy=mx("rceil")),
+    "MX, stable scales": CastRecipe(granularity="mx", policy=mx("stable")),
+}
+"""Rules whose layers do not run here: rows that only idempotence is asked of."""
+
+
+def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Callable[[], Certificate]]]:
+    """Yield the name of each row of the installed packages' table, and what makes its certificate."""
+    for report in discover(detect()):
+        if report.info is not None and report.info.certify is not None:
+            module, _, name = report.info.certify.partition(":")
+            yield from getattr(importlib.import_module(module), name)(properties)
+    if "idempotent" in properties:
+        for name, rule in RULES.items():
+            found = Subject(inputs=np.zeros((2, 2)), run=lambda *_: {}, casts={"cast": cast_of(rule)})
+            yield name, functools.partial(ask, found, ["idempotent"])
+
+
+def from_file(target: str, properties: Sequence[Property] = PROPERTIES) -> Certificate:
+    """Return the certificate of what "FILE.py:factory" names: a function that returns (model, inputs).
+
+    For JAX it returns (function, variables, inputs).
+
+    Raises:
+        Fp8Error: There is no such file or function.
+    """
+    *model, inputs = _factory(target)()
+    if len(model) == 2:
+        return certify(tuple(model), inputs, properties=properties)
+    build = functools.partial(_model, target) if hasattr(model[0], "state_dict") else None
+    return certify(model[0], inputs, properties=properties, build=build)
+
+
+def _model(target: str) -> Any:
+    return _factory(target)()[0]
+
+
+def _factory(target: str) -> Callable[[], Any]:
+    path, _, name = target.rpartition(":")
+    if not Path(path).is_file():
+        raise Fp8Error(f"Name a factory as FILE.py:function; there is no file {path or target!r}.")
+    spec: Any = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    # under its name, so that what it defines can be pickled
+    sys.modules.setdefault(module.__name__, module)
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, name, None)):
+        raise Fp8Error(f"{path} has no function {name!r}.")
+    return found
+
+
+def example() -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
+    """Return inputs [4, 4, 16] and the weights [16, 16] of two layers, for the rows of the table.
+
+    Whole numbers, of the last examples far larger ones, and weights with one power of two in each row and column: FP8
+    has not their range, float32 adds all products exactly.
+    """
+    drawn = np.random.default_rng(1)
+    x = drawn.integers(-3, 4, (4, 4, 16)).astype(np.float32)
+    x[2:] *= 2.0**17
+    powers = [np.diag(drawn.choice([-2.0, -1.0, 1.0, 2.0], 16))[drawn.permutation(16)] for _ in range(2)]
+    return x, {name: weight.astype(np.float32) for name, weight in zip(("up", "down"), powers, strict=True)}
+
+
+def difference(
+    one: Trace, other: Trace, kept: NDArray[np.bool_] | None = None, gradients: bool = True
+) -> Answer | None:
+    """Return where two traces first differ, as the answer "no"; None if nowhere. NaN equals NaN.
+
+    Args:
+        one: A trace.
+        other: One with the same layers.
+        kept: bool [examples, tokens]: outputs elsewhere, and those that are not by tokens, may differ.
+        gradients: Whether gradients are compared.
+    """
+    for layer, a in one.items():
+        b, chosen = other[layer], None
+        if layer.endswith(GRADIENT):
+            if not gradients:
+                continue
+        elif kept is not None:
+            if a.shape[:1] == (kept.size,):  # tokens of all examples in one dimension
+                a, b = a.reshape(*kept.shape, *a.shape[1:]), b.reshape(*kept.shape, *a.shape[1:])
+            if a.shape[:2] != kept.shape:
+                continue
+            chosen = kept.reshape(*kept.shape, *(1,) * (a.ndim - 2))
+        if a.shape != b.shape:
+            return Answer(says="no", why=f"{layer} is {a.shape}, and then {b.shape}", layer=layer)
+        bits = f"u{a.dtype.itemsize}"
+        differs = (a.view(bits) != b.view(bits)) & ~(np.isnan(a) & np.isnan(b))
+        differs = differs if chosen is None else differs & chosen
+        if differs.any():
+            at = tuple(int(i) for i in np.argwhere(differs)[0])
+            return Answer(says="no", why=f"{layer}{list(at)} is {a[at]}, and then {b[at]}", layer=layer, output=at)
+    return None
+
+
+def table(rows: Mapping[str, Certificate], properties: Sequence[Property] = PROPERTIES) -> str:
+    """Return certificates by name as a markdown table."""
+    lines = [("", *properties), ("---",) * (1 + len(properties))]
+    lines += [(name, *(str(found.get(each, "-")) for each in properties)) for name, found in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def explanations(rows: Mapping[str, Certificate]) -> Iterator[str]:
+    """Yield a sentence for each answer that is not yes."""
+    for name, found in rows.items():
+        yield from (f"{name}, {each}: {answer.says}: {answer.why}." for each, answer in found.items() if answer.why)
+
+
+def _changed(x: NDArray[Any], strength: float) -> NDArray[Any]:
+    if x.dtype.kind in "iu":
+        top = x.max()
+        return np.asarray((x + 1) % (top + 1) if strength == 1 else top - x, x.dtype)
+    return (x.astype(np.float32) + np.float32(strength) * (1 + abs(x.astype(np.float32)))).astype(x.dtype)
+
+
+def _depends(subject: Subject, free: NDArray[np.bool_], kept: NDArray[np.bool_], gradients: bool) -> Answer | None:
+    """Return the smallest change found of `free` tokens that changes what is computed of `kept` ones; None if none."""
+    x = subject.inputs
+    base = subject.run(x, kept, 1)
+
+    def with_change(elements: NDArray[np.int64], strength: float) -> tuple[Answer | None, NDArray[Any]]:
+        changed = x.copy().reshape(-1)
+        changed[elements] = _changed(x, strength).reshape(-1)[elements]
+        trace = subject.run(changed.reshape(x.shape), kept, 1)
+        return difference(base, trace, kept, gradients), changed
+
+    elements = np.flatnonzero(np.broadcast_to(free.reshape(*free.shape, *(1,) * (x.ndim - 2)), x.shape))
+    for strength in STRENGTHS[: 2 if x.dtype == np.float16 else None]:
+        found, changed = with_change(elements, strength)
+        if found is None:
+            continue
+        # bisection: half of the elements that still shows it, then half of the distance
+        while len(elements) > 1:
+            halves = [(half, *with_change(half, strength)) for half in np.array_split(elements, 2)]
+            if (smaller := next((half for half in halves if half[1] is not None), None)) is None:
+                break
+            elements, found, changed = smaller
+        while x.dtype.kind not in "iu" and strength > 2.0**-10:
+            weaker, moved = with_change(elements, strength / 2)
+            if weaker is None:
+                break
+            strength, found, changed = strength / 2, weaker, moved
+        at = tuple(int(i) for i in np.unravel_index(elements[0], x.shape))
+        more = f" and {len(elements) - 1} more" if len(elements) > 1 else ""
+        why = f"with input{list(at)}{more} {x[at]} -> {changed[elements[0]]}, {found.why}"
+        return dataclasses.replace(found, why=why, input=at)
+    return None
+
+
+def _causal(subject: Subject) -> Answer:
+    token = np.broadcast_to(np.arange(subject.inputs.shape[1]), subject.inputs.shape[:2])
+    for last in range(subject.inputs.shape[1] - 1):
+        if found := _depends(subject, token > last, token <= last, gradients=False):
+            return found
+    return Answer(says="yes")
+
+
+def _batch(subject: Subject) -> Answer:
+    other = np.zeros(subject.inputs.shape[:2], bool)
+    other[1:] = True
+    return _depends(subject, other, ~other, gradients=True) or Answer(says="yes")
+
+
+def _padding(subject: Subject) -> Answer:
+    padding = np.zeros(subject.inputs.shape[:2], bool)
+    padding[:, -max(1, padding.shape[1] // 4) :] = True
+    return _depends(subject, padding, ~padding, gradients=True) or Answer(says="yes")
+
+
+def _chunks(subject: Subject) -> Answer:
+    examples = len(subject.inputs)
+    everything = np.ones(subject.inputs.shape[:2], bool)
+    whole = subject.run(subject.inputs, everything, 1)
+    for chunks in (n for n in range(2, examples + 1) if examples % n == 0):
+        if found := difference(whole, subject.run(subject.inputs, everything, chunks)):
+            return dataclasses.replace(found, why=f"in {chunks} micro-batches {found.why}")
+    return Answer(says="yes")
+
+
+def _mesh(subject: Subject) -> Answer:
+    if subject.meshes is None:
+        return Answer(says="not asked", why="no mesh of processes for this framework")
+    try:
+        traces = dict(subject.meshes())
+    except Fp8Error as error:
+        return Answer(says="not asked", why=str(error).rstrip("."))
+    first = traces.pop(next(iter(traces)))
+    for mesh, trace in traces.items():
+        if found := difference(first, trace):
+            return dataclasses.replace(found, why=f"on {mesh} {found.why}")
+    return Answer(says="yes")
+
+
+def _replay(subject: Subject) -> Answer:
+    if subject.replay is None:
+        return Answer(says="not asked", why="nothing says how its state is saved")
+    found = difference(*subject.replay())
+    return Answer(says="yes") if found is None else dataclasses.replace(found, why=f"after a load {found.why}")
+
+
+def _idempotent(subject: Subject) -> Answer:
+    if not subject.casts:
+        return Answer(says="not asked", why="no casts are known; pass casts={name: function}")
+    drawn = np.random.default_rng(0)
+    # few mantissas in the first ones, so that a counterexample is a short number
+    tops = np.concatenate([np.arange(128, 512) / 16, np.exp2(drawn.uniform(0, 6, 200))]).astype(np.float32)
+    for layer, cast in subject.casts.items():
+        for top in tops:
+            x = np.zeros((2, 32), np.float32)
+            x[0] = top / 2.0 ** np.arange(32)
+            first = cast(x)
+            for number, (a, b) in enumerate(zip(first, cast(np.asarray(first[0], x.dtype)), strict=True)):
+                if found := difference({layer: np.asarray(a)}, {layer: np.asarray(b)}):
+                    what = ("value", "scale", "code")[min(number, 2)]
+                    why = f"with the largest value {top}, the {what} {found.why}"
+                    return dataclasses.replace(found, why=why, input=(0, 0))
+    return Answer(says="yes")
+
+
+_QUESTIONS: dict[str, Callable[[Subject], Answer]] = {
+    "causal": _causal,
+    "batch-invariant": _batch,
+    "padding-invariant": _padding,
+    "mesh-invariant": _mesh,
+    "chunk-invariant": _chunks,
+    "idempotent": _idempotent,
+    "replayable": _replay,
+}

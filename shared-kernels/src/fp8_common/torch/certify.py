@@ -1,0 +1,237 @@
+"""What `fp8_common.testing.certify` asks a torch model: traces by hooks, ranks in a pool of processes, a replay."""
+
+import copy
+import functools
+import io
+import logging
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fp8_common.errors import Fp8Error
+from fp8_common.recipe import Recipe
+from fp8_common.testing.certify import GRADIENT, Cast, Subject, Trace, casts_of
+from fp8_common.testing.compare import as_numpy
+
+WORLDS = (1, 2, 3)
+SECONDS = 300
+RATE = 2.0**-6
+"""Of the optimizer: exact in every dtype."""
+
+
+class Function(nn.Module):
+    """A function of a tensor as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the function returns."""
+        return self.function(x)
+
+
+def subject(
+    model: nn.Module | Callable[[torch.Tensor], torch.Tensor],
+    inputs: torch.Tensor,
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    casts: Mapping[str, Cast] | None = None,
+    state: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {"model": model},
+    pool: Executor | None = None,
+) -> Subject:
+    """Return a model as `fp8_common.testing.certify` sees it; the model itself stays as it is.
+
+    Args:
+        model: A module, or a function of a tensor.
+        inputs: [examples, tokens, ...].
+        build: Makes the model again in another process, which unpickles it; without it the model is pickled.
+        casts: Casts into FP8 by name; None takes those of FP8 layers, from their recipes. For a function with a result
+            of the shape of its input, None takes the function.
+        state: Returns what is saved, objects with `state_dict` and `load_state_dict` by name; the optimizer is added.
+        pool: From `ranks()`, to use one for several models.
+    """
+    module = model if isinstance(model, nn.Module) else Function(model)
+    if casts is None and module is model:
+        casts = {
+            f"{name or 'model'}: {operand}": cast
+            for name, layer in module.named_modules()
+            if isinstance(recipe := getattr(getattr(layer, "config", None), "recipe", None), Recipe)
+            for operand, cast in casts_of(recipe).items()
+        }
+    elif casts is None:
+        casts = {getattr(model, "__name__", "function"): lambda x: (as_numpy(module(torch.from_numpy(x))),)}
+    like = inputs.detach()
+    meshes = functools.partial(_meshes, module, like, build, pool)
+    return Subject(
+        inputs=as_numpy(like),
+        run=lambda x, counted, chunks: trace(
+            copy.deepcopy(module), _tensor(x, like), torch.from_numpy(counted), chunks
+        ),
+        meshes=meshes,
+        replay=functools.partial(_replay, module, like, state),
+        casts=casts,
+    )
+
+
+def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None, chunks: int = 1) -> Trace:
+    """Return the outputs of all modules and the gradients of all parameters, of one forward and backward.
+
+    Args:
+        model: Its gradients are left.
+        x: [examples, tokens, ...].
+        counted: bool [examples, tokens]: outputs that the loss counts; None counts all.
+        chunks: Micro-batches, of equal numbers of examples.
+    """
+    torch.manual_seed(0)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor):
+            seen.setdefault(name or "output", []).append(first.detach())
+
+    hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in model.named_modules()]
+    counted = torch.ones(x.shape[:2], dtype=torch.bool) if counted is None else counted
+    for part, mask in zip(x.chunk(chunks), counted.chunk(chunks), strict=True):
+        output = model(part)
+        output = output[0] if isinstance(output, tuple) else output
+        if output.requires_grad:
+            # small whole numbers, not all alike: sums of them are exact where the model's are
+            weights = (torch.arange(output[0].numel()).reshape(output[0].shape) * 7 % 5 - 2).float()
+            (output.float() * weights * mask.reshape(*mask.shape, *(1,) * (output.ndim - 2))).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    found = {name: as_numpy(torch.cat([_whole(part) for part in parts])) for name, parts in seen.items()}
+    # a copy: the next backward adds to a gradient in its place
+    gradients = reversed([(name, each.grad) for name, each in model.named_parameters() if each.grad is not None])
+    return found | {name + GRADIENT: as_numpy(_whole(gradient)).copy() for name, gradient in gradients}
+
+
+def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> Trace:
+    """Return the trace of one step that the optimizer made."""
+    found = trace(model, x)
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+@contextmanager
+def ranks() -> Iterator[Executor]:
+    """Yield processes, as many as the largest mesh has."""
+    with ProcessPoolExecutor(max(WORLDS), mp_context=get_context("spawn"), initializer=_begin) as pool:
+        yield pool
+
+
+def _begin() -> None:
+    logging.disable(logging.WARNING)  # the model was made here before, and has said what it has to say
+    torch.set_num_threads(1)
+
+
+def _tensor(x: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    exact = x if x.dtype.kind in "iu" else x.astype(np.float32)
+    return torch.from_numpy(np.ascontiguousarray(exact)).to(like.dtype)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole: Any = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # an optimizer refuses to have no parameter
+    used = [each for each in model.parameters() if each.requires_grad] or [nn.Parameter(torch.zeros(()))]
+    return torch.optim.SGD(used, lr=RATE, momentum=0.5)
+
+
+def _numbered(step: int, found: Trace) -> dict[str, NDArray[Any]]:
+    # the kind of a layer stays at the end of its name
+    return {f"step {step}: {layer}": value for layer, value in found.items()}
+
+
+def _replay(module: nn.Module, x: torch.Tensor, state: Callable[[nn.Module], Mapping[str, Any]]) -> tuple[Trace, Trace]:
+    def start() -> tuple[nn.Module, Any, Mapping[str, Any]]:
+        model = copy.deepcopy(module)
+        optimizer = _optimizer(model)
+        return model, optimizer, {**state(model), "optimizer": optimizer}
+
+    model, optimizer, saved = start()
+    for _ in range(2):
+        train(model, x, optimizer)
+    file = io.BytesIO()
+    torch.save({name: each.state_dict() for name, each in saved.items()}, file)
+    file.seek(0)
+    again, its_optimizer, target = start()
+    for name, saved_state in torch.load(file, weights_only=True).items():  # noqa: TID251 tensors alone
+        target[name].load_state_dict(saved_state)
+    runs = ((model, optimizer), (again, its_optimizer))
+    one, other = ([_numbered(step, train(m, x, o)) for step in (3, 4)] for m, o in runs)
+    return one[0] | one[1], other[0] | other[1]
+
+
+def _meshes(
+    module: nn.Module, x: torch.Tensor, build: Callable[[], nn.Module] | None, pool: Executor | None
+) -> dict[str, Trace]:
+    if pool is None:
+        with ranks() as pool:
+            return _meshes(module, x, build, pool)
+    try:
+        model = pickle.dumps(build or module)
+    except Exception as error:  # pickling may raise anything
+        raise Fp8Error(f"other processes cannot get the model ({error}); pass build=.") from error
+    found: dict[str, Trace] = {}
+    for world in WORLDS:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (
+                world,
+                f"{folder}/store",
+                model,
+                as_numpy(x.float() if x.is_floating_point() else x),
+            )
+            waiting = [pool.submit(_on_rank, rank, *arguments, str(x.dtype)[6:]) for rank in range(world)]
+            for rank, each in enumerate(waiting):
+                found[f"{world} ranks, rank {rank}"] = each.result(SECONDS)
+    return found
+
+
+def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[Any], dtype: str) -> Trace:
+    x = torch.from_numpy(inputs).to(getattr(torch, dtype))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+    )
+    try:
+        made = pickle.loads(model)  # noqa: S301 from the process that started this one
+        module: Any = made if isinstance(made, nn.Module) else made()
+        if any(True for _ in module.parameters()):
+            for child in module.children():
+                if any(True for _ in child.parameters()):
+                    fully_shard(child)
+            fully_shard(module)
+            # The loss of rank 0 alone counts, and gradients are added up: a sum with zeros rounds nothing.
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_gradient_divide_factor(1.0)
+                    part.set_force_sum_reduction_for_comms(True)  # gloo has no other one with a factor
+        optimizer = _optimizer(module)
+        counted = torch.full(x.shape[:2], rank == 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the model warns of, its owner has seen
+            found = trace(module, x, counted)
+            optimizer.step()
+            optimizer.zero_grad()
+            return {**found, **_numbered(2, trace(module, x, counted))}
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,171 @@
+"""`certify`: planted violations are found and named, honest models pass, the page's table is what runs say."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fp8_common import Fp8Error, Recipe, _command
+from fp8_common.presets import mx
+from fp8_common.recipe import CastRecipe
+from fp8_common.testing import certify
+from fp8_common.testing.certify import PROPERTIES, cast_of, casts_of, explanations, rows, table
+from fp8_common.torch.certify import ranks
+from tests.helpers import planted
+from tests.helpers.repository import ROOT
+
+LOCAL = tuple(name for name in PROPERTIES if name not in ("mesh-invariant", "idempotent"))
+INPUTS = torch.randint(-8, 9, (4, 4, 6), generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ranks() as found:
+        yield found
+
+
+VIOLATIONS = {
+    "causal": (planted.Peek, ("batch-invariant", "replayable")),
+    "batch-invariant": (planted.BatchScale, ("causal", "replayable")),
+    "padding-invariant": (planted.ReadPadding, ("batch-invariant", "replayable")),
+    "chunk-invariant": (planted.ReadSize, ("causal", "batch-invariant", "replayable")),
+    "replayable": (planted.Forgets, ("causal", "batch-invariant", "padding-invariant")),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_planted_violation_is_named_with_its_layer(name):
+    layer, kept = VIOLATIONS[name]
+    found = certify(planted.Planted(layer()), INPUTS, properties=(name, *kept))
+    assert found[name].says == "no"
+    assert found[name].layer == ("step 3: middle" if name == "replayable" else "middle")
+    assert found[name].output is not None
+    assert [found[each].says for each in kept] == ["yes"] * len(kept)
+
+
+def test_a_counterexample_is_one_element_and_small():
+    found = certify(planted.Planted(planted.Peek()), INPUTS, properties=["causal"])["causal"]
+    example, token, _ = found.input
+    assert found.output[:2] == (example, token - 1)
+    before, after = map(float, re.findall(r"input\[.*?\] (\S+) -> (\S+),", found.why)[0])
+    assert 0 < abs(after - before) <= 2.0**-9 * (1 + abs(before))
+
+
+def test_an_honest_model_has_no_violation():
+    found = certify(
+        planted.Planted(planted.Keep()), INPUTS, properties=("causal", "batch-invariant", "padding-invariant")
+    )
+    assert {each.says for each in found.values()} == {"yes"}
+
+
+@pytest.mark.distributed
+def test_a_constant_of_the_rank_is_named(pool):
+    broken, honest = planted.Planted(planted.WorldConstant()), planted.Planted(planted.Keep())
+    found = certify(broken, INPUTS, properties=["mesh-invariant"], pool=pool)["mesh-invariant"]
+    assert (found.says, found.layer) == ("no", "middle")
+    assert "on 2 ranks, rank 1" in found.why
+    assert certify(honest, INPUTS, properties=["mesh-invariant"], pool=pool)["mesh-invariant"].says == "yes"
+
+
+def test_a_model_that_cannot_travel_is_not_asked():
+    found = certify(lambda x: 2 * x, INPUTS, properties=["mesh-invariant"])["mesh-invariant"]
+    assert found.says == "not asked"
+    assert "build=" in found.why
+
+
+def test_a_cast_that_is_not_idempotent_is_named():
+    up, down = (CastRecipe(granularity="mx", policy=mx(mode)) for mode in ("stable", "rceil"))
+    casts = {"up": cast_of(up), "down": cast_of(down)}
+    found = certify(planted.Planted(planted.Keep()), INPUTS, properties=["idempotent"], casts=casts)["idempotent"]
+    assert (found.says, found.layer) == ("no", "down")
+    assert "scale" in found.why
+    recipe = Recipe(name="stable", input=up, weight=up, grad_output=up)
+    found = certify(planted.Planted(planted.Keep()), INPUTS, properties=["idempotent"], casts=casts_of(recipe))
+    assert found["idempotent"].says == "yes"
+
+
+def test_a_function_that_rounds_is_asked_whether_it_is_idempotent():
+    def truncated(x):
+        return torch.floor(x * 4) / 4 - 2.0**-3
+
+    assert certify(truncated, INPUTS, properties=["idempotent"])["idempotent"].layer == "truncated"
+    assert certify(torch.round, INPUTS, properties=["idempotent"])["idempotent"].says == "yes"
+
+
+def test_tokens_are_numbers_too():
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), planted.Peek())
+    tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(0))
+    found = certify(model, tokens, properties=["causal", "batch-invariant"])
+    assert (found["causal"].says, found["causal"].layer, found["batch-invariant"].says) == ("no", "1", "yes")
+
+
+def test_a_jax_function_that_peeks_is_named():
+    jnp = pytest.importorskip("jax.numpy")
+
+    def function(weight, x):
+        up = x @ weight
+        middle = up + jnp.concatenate([up[:, 1:], jnp.zeros_like(up[:, :1])], 1)
+        return middle @ weight, {"up": up, "middle": middle}
+
+    model = function, jnp.asarray(np.eye(6, dtype=np.float32))
+    found = certify(model, INPUTS.numpy(), properties=("causal", "batch-invariant", "mesh-invariant", "replayable"))
+    assert (found["causal"].says, found["causal"].layer) == ("no", "middle")
+    assert [each.says for each in list(found.values())[1:]] == ["yes", "not asked", "yes"]
+
+
+def test_bad_questions_are_refused():
+    with pytest.raises(Fp8Error, match=r"Properties are causal, .*, got 'casual'"):
+        certify(torch.round, INPUTS, properties=["casual"])
+    with pytest.raises(Fp8Error, match=r"inputs must be \[examples, tokens, ...\], at least 2 of each, got \(4, 1\)"):
+        certify(torch.round, torch.ones(4, 1))
+
+
+# ---------------------------------------------------------------- the table and the command
+
+RESULTS = ROOT / "benchmarks/results"
+CHEAP = ("tensorwise", "rowwise_with_gw_hp", "rowwise, stable scales", "torchao tensorwise", "JAX rowwise", "TE MX")
+ASKED = ("causal", "batch-invariant", "chunk-invariant", "idempotent")
+
+
+def cells(text):
+    head, _, *lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.strip().splitlines()]
+    return {line[0]: dict(zip(head[1:] if head[0] == "" else head, line[1:], strict=False)) for line in lines}
+
+
+def test_the_table_in_the_page_is_what_runs_say():
+    """Some rows and properties; `python -m benchmarks.certificates` writes all of them."""
+    found = {name: make() for name, make in rows(ASKED) if name in CHEAP}
+    assert set(found) == set(CHEAP)
+    committed = json.loads((RESULTS / "certificates.json").read_text())["certificates"]
+    page = cells((RESULTS / "certificates.md").read_text())
+    for name, row in found.items():
+        for each, answer in row.items():
+            assert str(answer) == page[name][each], (name, each)
+            assert answer.layer == committed[name][each]["layer"]
+    assert set(page) == set(committed)
+    peer = found["torchao tensorwise"]["causal"]
+    assert (peer.says, len(peer.input), len(peer.output)) == ("no", 3, 3)
+    assert peer.layer in ("up", "down")
+
+
+def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom tests.helpers.planted import Peek, Planted\n\n\n"
+        "def factory():\n    return Planted(Peek()), torch.ones(2, 3, 6)\n"
+    )
+    assert _command.main(["certify", f"{file}:factory", "--properties", "causal", "batch-invariant"]) == 0
+    said = capsys.readouterr().out
+    assert "| no | yes |" in said
+    assert "causal: no: with input[" in said
+    for target, message in ((f"{file}:other", "has no function 'other'"), ("no.py:f", "there is no file 'no.py'")):
+        assert _command.main(["certify", target]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_explanations_are_sentences():
+    found = {"mine": certify(torch.round, INPUTS, properties=["idempotent", "mesh-invariant"])}
+    assert table(found, ["idempotent"]) == "|  | idempotent |\n| --- | --- |\n| mine | yes |"
+    assert all(line.endswith(".") for line in explanations(found))
