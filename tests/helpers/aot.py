@@ -242,7 +242,7 @@ def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
 
 
 def _mx_cases(dtype: str, fmt: str) -> list[Case]:
-    """The four modes of MX."""
+    """The modes of MX."""
     b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
     return [
         Case(
