@@ -211,7 +211,7 @@ def test_an_axis_that_is_called_sharded_and_is_not_is_nan(devices):
 
 @pytest.mark.parametrize("how", ["barrier", "cast"])
 def test_a_state_that_becomes_each_devices_own_is_nan(devices, how):
-    """JAX adds up over devices what leaves such a cast, which a barrier around state and batch makes, too."""
+    """JAX adds up over devices what leaves such a cast; before 0.12, a barrier around state and batch makes one, too."""
     mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
 
     def local(amax, meta):
@@ -222,7 +222,9 @@ def test_a_state_that_becomes_each_devices_own_is_nan(devices, how):
         return use(amax[0], meta)[None]
 
     inside = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
-    expect_nan(after(lambda meta: inside(SEEN[1:3], owg.read(meta)).sum()))
+    found = after(lambda meta: inside(SEEN[1:3], owg.read(meta)).sum())
+    varies = how == "cast" or jax.__version_info__ < (0, 12)
+    (expect_nan if varies else expect_greatest)(found)
 
 
 @pytest.mark.parametrize("how", ["dynamic index", "dynamic index in a loop", "index", "dynamic update"])

@@ -359,8 +359,9 @@ def record(name: str) -> dict[str, np.ndarray]:
     found = {"losses": np.stack(losses)}
     for kind, tree in (("gradient", gradients), ("state", owg.split(variables)[1])):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            # as bytes, because NumPy writes no bfloat16
-            found[kind + jax.tree_util.keystr(path)] = np.asarray(leaf).reshape(-1).view(np.uint8)
+            # as bytes, because NumPy writes no bfloat16; the sign of a NaN is XLA's business
+            leaf = np.where(np.isnan(leaf), np.asarray(np.nan, leaf.dtype), np.asarray(leaf))
+            found[kind + jax.tree_util.keystr(path)] = leaf.reshape(-1).view(np.uint8)
     return found
 
 
