@@ -341,6 +341,11 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 
 
+def positive_nan(x: Any) -> np.ndarray:
+    """Return an array with one kind of NaN: its sign is XLA's business."""
+    return np.where(np.isnan(x), np.asarray(np.nan, x.dtype), np.asarray(x))
+
+
 def record(name: str) -> dict[str, np.ndarray]:
     """Return the losses of three steps, the gradients of the last one's parameters, and the state after it."""
     program = PROGRAMS[name]()
@@ -356,12 +361,11 @@ def record(name: str) -> dict[str, np.ndarray]:
     for i in range(STEPS):
         loss, gradients, variables = step(variables, jnp.asarray(program.x * np.asarray(4.0**i, program.x.dtype)))
         losses.append(np.asarray(loss))
-    found = {"losses": np.stack(losses)}
+    found = {"losses": positive_nan(np.stack(losses))}
     for kind, tree in (("gradient", gradients), ("state", owg.split(variables)[1])):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            # as bytes, because NumPy writes no bfloat16; the sign of a NaN is XLA's business
-            leaf = np.where(np.isnan(leaf), np.asarray(np.nan, leaf.dtype), np.asarray(leaf))
-            found[kind + jax.tree_util.keystr(path)] = leaf.reshape(-1).view(np.uint8)
+            # as bytes, because NumPy writes no bfloat16
+            found[kind + jax.tree_util.keystr(path)] = positive_nan(leaf).reshape(-1).view(np.uint8)
     return found
 
 
