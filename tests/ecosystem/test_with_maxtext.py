@@ -1,15 +1,18 @@
-"""The quantization hook for MaxText, in MaxText's own dense layers and pipelines.
+"""`examples/maxtext_fp8.py` in MaxText's own training loop, and its hook in MaxText's own dense layers and pipelines.
 
-It needs Python 3.12. The wheel names hundreds of packages, so it is installed without them, and what its layers import
-is added:
+It needs Python 3.12. The wheel names hundreds of packages, so it is installed without them, and what its training loop
+imports is added:
 
     pip install --no-deps maxtext==0.2.5 pathwaysutils cloud-accelerator-diagnostics google-cloud-mldiagnostics
-    pip install absl-py aqtp drjax etils fastapi google-cloud-logging google-cloud-monitoring jinja2 jsonlines
-        ml_collections omegaconf optax portpicker psutil pydantic qwix tensorboardX tokamax transformers uvicorn
+    pip install "jax>=0.11.1" "flax>=0.12.12" absl-py aqtp drjax etils fastapi google-cloud-logging
+        google-cloud-monitoring grain jinja2 jsonlines ml_collections omegaconf optax orbax-checkpoint pillow portpicker
+        psutil pydantic qwix sentencepiece sympy tensorboardX tiktoken tokamax transformers uvicorn
 """
 
 import functools
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,7 @@ from flax import linen as nn
 from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.layers import linears, pipeline, quantizations
+from maxtext.trainers.pre_train import train
 
 import fp8_jax_owg as owg
 from fp8_jax_owg.linen import Fp8DirectDotGeneralOp, Fp8Einsum
@@ -144,3 +148,58 @@ def test_a_circular_pipeline_keeps_scales_where_flax_sums_them():
     ours = leaf(after_six_steps(OurQuantization(), owg.grad, 2), "kernel_scale")
     assert (flax > 1).any()  # no step of one use makes a scale of 1 greater here
     assert (ours < 0.02).all()
+
+
+# ---------------------------------------------------------------- the training loop
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "maxtext_fp8.py"
+MODEL = {"base_emb_dim": 32, "base_mlp_dim": 64, "base_num_query_heads": 2, "base_num_kv_heads": 2, "head_dim": 16}
+MODEL |= {"base_num_decoder_layers": 2, "vocab_size": 256, "max_target_length": 16, "per_device_batch_size": 4}
+RUN = {"run_name": "test", "quantization": "fp8", "steps": 3, "dataset_type": "synthetic", "attention": "dot_product"}
+RUN |= {"enable_checkpointing": False, "log_config": False, "skip_jax_distributed_system": True}
+RUN |= {"enable_goodput_recording": False}
+KINDS = {
+    "scanned": {"scan_layers": True},
+    "plain": {"scan_layers": False},
+    "pipelined": {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 4, "num_layers_per_pipeline_stage": 1},
+}
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example, whose changes of MaxText are taken back."""
+    spec = importlib.util.spec_from_file_location("maxtext_fp8", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("dot_general_cls", "einsum"):
+        monkeypatch.setattr(quantizations.Fp8Quantization, name, getattr(quantizations.Fp8Quantization, name))
+    monkeypatch.setattr(train, "jax", train.jax)
+    return module
+
+
+def trained(kind, tmp_path):
+    """The scales of the inputs after three steps of MaxText's loop, and those that their histories call for."""
+    settings = {**MODEL, **RUN, **KINDS[kind], "base_output_directory": tmp_path}
+    arguments = [f"{name}={value}" for name, value in settings.items()]
+    with jax.numpy_dtype_promotion("standard"):
+        config, recorder = train.initialize(["", f"{maxtext.__path__[0]}/configs/base.yml", *arguments])
+        state = nnx.state(train.train_loop(config, recorder).model)
+    flat = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state) if str(path[-1]).startswith("input_")}
+    scales = {path: leaf for path, leaf in flat.items() if path[-1] == "input_scale"}
+    # that of the last step comes from what the steps before it have seen
+    wanted = [flat[*path[:-1], "input_amax_history"][..., 1:].max(-1, keepdims=True) / 448 for path in scales]
+    return np.concatenate([one.ravel() for one in scales.values()]), np.concatenate([one.ravel() for one in wanted])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_trains_with_the_scales_that_its_histories_call_for(kind, example, tmp_path):
+    example.install(owg.DelayedScaling(amax_history_length=16))
+    scales, wanted = trained(kind, tmp_path)
+    print(f"{kind}: {scales.min():.3g} to {scales.max():.3g}")
+    np.testing.assert_allclose(scales, wanted, rtol=1e-6)
+
+
+def test_the_scales_of_maxtext_itself_grow_in_its_pipeline(tmp_path):
+    scales, _ = trained("pipelined", tmp_path)
+    print(f"MaxText alone, pipelined: {scales.min():.3g} to {scales.max():.3g}")
+    assert (scales > 0.5).all()  # where an amax of 4 calls for 0.009

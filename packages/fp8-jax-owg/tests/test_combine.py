@@ -8,7 +8,7 @@ import pytest
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg.state.cotangents import decode
-from fp8_jax_owg.state.marks import COLLECTION
+from fp8_jax_owg.state.pairs import COLLECTION
 
 NOTHING = -np.inf
 

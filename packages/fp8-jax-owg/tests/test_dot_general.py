@@ -11,7 +11,7 @@ import pytest
 import fp8_common
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg import CurrentScaling, DelayedScaling, assert_fp8_dots, fp8_dot_general, init_meta, next_state
-from fp8_jax_owg.dots.contraction import Contraction
+from fp8_jax_owg.dots.dot import Contraction
 
 SHAPES = {
     "mk,kn->mn": ((4, 8), (8, 5), (((1,), (0,)), ((), ()))),

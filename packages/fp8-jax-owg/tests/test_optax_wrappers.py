@@ -10,7 +10,7 @@ import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg.optax import MultiSteps, bypass_owg
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.marks import COLLECTION
+from fp8_jax_owg.state.pairs import COLLECTION
 
 NEXT = np.float32([1e-11, 1e30, 1e-40, 0])
 

@@ -15,7 +15,7 @@ from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.marks import map_leaves
+from fp8_jax_owg.state.pairs import map_leaves
 from tests.helpers import jax_layers
 
 SCALING = DelayedScaling(amax_history_length=3)

@@ -10,7 +10,7 @@ import fp8_jax_owg as owg
 from fp8_common import Fp8Error
 from fp8_jax_owg import fp32_max_grad
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.leaves import like
+from fp8_jax_owg.state.cotangents import like
 
 SEEN = np.float32([1, 5, 3, 2])
 NOT_OBSERVED = float("-inf")

@@ -10,15 +10,24 @@ from fp8_jax_owg.checks import assert_fp8_collectives, assert_fp8_dots, find_col
 from fp8_jax_owg.dots.casts import in_q, in_qdq, out_dq, out_qdq
 from fp8_jax_owg.dots.conv import fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
-from fp8_jax_owg.dots.operand import Fp8Param
+from fp8_jax_owg.dots.product import Fp8Param
 from fp8_jax_owg.dots.ragged import fp8_ragged_dot
 from fp8_jax_owg.gradients import grad, value_and_grad
 from fp8_jax_owg.reports import report
 from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling
 from fp8_jax_owg.state.live import UnsharedStateWarning
-from fp8_jax_owg.state.marks import Overwrite, is_owg, mark, mask_from_hparams, merge, owg_mask, split, unmark
 from fp8_jax_owg.state.max_grad import fm32, fp32_max_grad
-from fp8_jax_owg.state.pairs import init_meta
+from fp8_jax_owg.state.pairs import (
+    Overwrite,
+    init_meta,
+    is_owg,
+    mark,
+    mask_from_hparams,
+    merge,
+    owg_mask,
+    split,
+    unmark,
+)
 from fp8_jax_owg.state.share import gate, read, replicated, scan, share
 from fp8_jax_owg.step import (
     accumulate,

@@ -18,12 +18,11 @@ from fp8_common import Fp8Error
 from fp8_common.jax import amax, amax_to_scale, reciprocal
 from fp8_common.jax.arrays import float_key, from_bits
 from fp8_common.jax.casts import cast
-from fp8_jax_owg.dots.operand import Fp8Param, as_codes, as_operand, as_values
-from fp8_jax_owg.scaling import CurrentScaling, DelayedScaling, Scaling, ScalingChoice, as_scaling, by_row, format_of
+from fp8_jax_owg.dots.product import Fp8Param, as_codes, as_operand, as_values, match_state
+from fp8_jax_owg.scaling import Scaling, ScalingChoice
 from fp8_jax_owg.sharding import refuse_explicit_axes
-from fp8_jax_owg.state.first_order import first_order_only
-from fp8_jax_owg.state.live import as_live, observation, scales_of
-from fp8_jax_owg.state.pairs import Pair
+from fp8_jax_owg.state.cotangents import first_order_only
+from fp8_jax_owg.state.live import observation, scales_of
 
 AxisNames = str | Sequence[str]
 
@@ -34,9 +33,9 @@ class _Gather:
 
     axis_name: str | tuple[str, ...] | None
     axis: int
-    sharded: NamedSharding | None = None
-    gathered: NamedSharding | None = None
-    scaling: Scaling = dataclasses.field(default_factory=CurrentScaling)
+    sharded: NamedSharding | None
+    gathered: NamedSharding | None
+    scaling: Scaling
 
     def all_gather(self, codes: jax.Array) -> jax.Array:
         """Gather uint8 codes."""
@@ -101,27 +100,21 @@ def fp8_all_gather(
         raise Fp8Error("fp8_all_gather needs scale and amax_history together, for delayed scaling.")
     array = as_operand(x, "x")
     refuse_explicit_axes("fp8_all_gather", array)
-    live = None
+    meta = None
     if scale is not None and amax_history is not None:
-        live = as_live(Pair(scale, amax_history), "kernel")
+        meta = {"kernel_scale": scale, "kernel_amax_history": amax_history}
+    found, live = match_state(meta, scaling, ("kernel",))
+    if found.by_row:
+        raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')
     how = _Gather(
         axis_name=axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name),
         axis=axis,
         sharded=sharding,
         # `PartitionSpec()` replicates: every device has the whole parameter.
         gathered=gathered or (sharding and NamedSharding(sharding.mesh, PartitionSpec())),
-        scaling=_matching(scaling, live is not None),
+        scaling=found,
     )
-    return _gather(how, array, live)
-
-
-def _matching(scaling: ScalingChoice | None, delayed: bool) -> Scaling:
-    scaling = as_scaling(scaling or (DelayedScaling() if delayed else CurrentScaling()))
-    if isinstance(scaling, DelayedScaling) != delayed:
-        raise Fp8Error("DelayedScaling needs scale and amax_history, and CurrentScaling takes none.")
-    if by_row(scaling):
-        raise Fp8Error('fp8_all_gather has one scale per parameter: use CurrentScaling(granularity="tensor").')
-    return scaling
+    return _gather(how, array, live.get("kernel"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,7 +124,7 @@ def _gather(how: _Gather, x: jax.Array, live: jax.Array | None) -> Fp8Param:
 
 def _gather_fwd(how: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8Param, jax.Array | None]:
     x = first_order_only(x)
-    fmt = format_of("kernel", how.scaling)
+    fmt = how.scaling.format_of("kernel")
     # Before the gather, from the shards: delayed scaling records it, current scaling needs it for a scale that all
     # share.
     greatest = how.maximum(amax(x))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fp8_common import Fp8Error
 from fp8_common.jax import reciprocal
-from fp8_jax_owg.state.marks import owg_flags
+from fp8_jax_owg.state.pairs import names_of, owg_flags
 
 ScaleConvention = Literal["dequantize", "quantize"]
 CONVENTIONS: tuple[ScaleConvention, ...] = typing.get_args(ScaleConvention)
@@ -40,12 +40,12 @@ def upgrade(saved: Any, variables: Any, *, scales: ScaleConvention = "dequantize
     """
     if scales not in CONVENTIONS:
         raise Fp8Error(f"scales must be one of {', '.join(CONVENTIONS)}, got {scales!r}.")
-    found = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+    found = {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     wanted, structure = jax.tree_util.tree_flatten_with_path(variables)
     flags = owg_flags(variables)
     leaves = []
     for (path, leaf), overwritten in zip(wanted, flags, strict=True):
-        name = _name(path)
+        name = names_of(path)
         take = _take_overwritten if overwritten else _take_parameter
         leaves.append(take(name, found.get(name), leaf, scales))
     return structure.unflatten(leaves)
@@ -65,13 +65,6 @@ def resize_history(history: jax.Array, length: int) -> jax.Array:
     return jnp.concatenate([history[..., :1], zeros, older], axis=-1)
 
 
-def _name(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the place of a leaf, whatever containers and variables are around it."""
-    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
-    # `value` is what variables of NNX, boxes and `Overwrite` call what they hold; checkpoints may be without these.
-    return tuple(str(key) for key in keys if key != "value")
-
-
 def _take_parameter(name: tuple[str, ...], found: Any, wanted: Any, scales: ScaleConvention) -> jax.Array:
     if found is None:
         raise Fp8Error(f"The checkpoint lacks the parameter {'/'.join(name)} of shape {wanted.shape}.")
@@ -84,22 +77,16 @@ def _take_parameter(name: tuple[str, ...], found: Any, wanted: Any, scales: Scal
 
 
 def _take_overwritten(name: tuple[str, ...], found: Any, wanted: Any, scales: ScaleConvention) -> jax.Array:
+    is_scale = name[-1].endswith("scale")
     if isinstance(wanted, jax.ShapeDtypeStruct):
-        wanted = (jnp.ones if name[-1].endswith("scale") else jnp.zeros)(wanted.shape, jnp.float32)
+        wanted = jnp.full(wanted.shape, is_scale, jnp.float32)
     if found is None:
         return wanted
     value = jnp.asarray(found).astype(jnp.float32)
-    if name[-1].endswith("scale"):
-        return _take_scale(name, value, wanted, scales)
-    value = jnp.where(jnp.isfinite(value), value, jnp.float32(0))
-    if value.shape[:-1] != wanted.shape[:-1]:
+    if value.size != wanted.size if is_scale else value.shape[:-1] != wanted.shape[:-1]:
         raise Fp8Error(f"The state {'/'.join(name)} has shape {value.shape} in the checkpoint, not {wanted.shape}.")
-    return resize_history(value, wanted.shape[-1])
-
-
-def _take_scale(name: tuple[str, ...], value: jax.Array, wanted: jax.Array, scales: ScaleConvention) -> jax.Array:
-    if value.size != wanted.size:
-        raise Fp8Error(f"The state {'/'.join(name)} has shape {value.shape} in the checkpoint, not {wanted.shape}.")
+    if not is_scale:
+        return resize_history(jnp.where(jnp.isfinite(value), value, jnp.float32(0)), wanted.shape[-1])
     value = value.reshape(wanted.shape)
     # TransformerEngine's `scale` goes into FP8. Its reciprocal is rounded once, as that of every scale here.
     inverse = value if scales == "dequantize" else reciprocal(value)

@@ -14,12 +14,11 @@ import jax
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.leaves import adopt_mapping, as_float32, check_float32, share_leaf
+from fp8_jax_owg.state.cotangents import adopt_mapping
 from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
-from fp8_jax_owg.state.marks import owg_flags
-from fp8_jax_owg.state.max_grad import blames_dtype, is_shared
+from fp8_jax_owg.state.max_grad import as_float32, blames_dtype, check_float32, is_shared, share_leaf
 from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining
-from fp8_jax_owg.state.pairs import find_pairs, take
+from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
 
@@ -47,21 +46,21 @@ def value_and_grad(
         Fp8Error: An overwritten leaf is not float32, flax's own FP8 layers read state, or shared state enters a
             `while_loop`.
     """
-    asked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        attempt = functools.partial(_differentiate, fun, argnums, has_aux, args, kwargs)
         try:
             # Where this fails, `fun` is called a second time below: what it does besides computing, such as printing,
             # happens twice.
-            return _differentiate(fun, argnums, asked, has_aux, args, kwargs, moves=False)
+            return attempt(moves=False)
         except Exception as error:
             if isinstance(error, Fp8Error) or not blames_dtype(error):
                 raise
             _refuse_layers_of_flax(error)
             _log.info("moves of shared state are combined: %s", error)
         try:
-            return _differentiate(fun, argnums, asked, has_aux, args, kwargs, moves=True)
+            return attempt(moves=True)
         except CannotCombineError as error:
             raise Fp8Error(
                 f"The loss cannot be differentiated, because {error}. Take the state out before it with "
@@ -100,13 +99,13 @@ def gradient_of(both: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable
 def _differentiate(
     fun: Callable[..., Any],
     argnums: int | Sequence[int],
-    asked: tuple[int, ...],
     has_aux: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     moves: bool,
 ) -> tuple[Any, Any]:
+    asked = (argnums,) if isinstance(argnums, int) else argnums
     # negative numbers count from the last argument; JAX says so if one is out of range
     numbers = [number + len(args) if -len(args) <= number < 0 else number for number in asked]
     chosen = [args[number] for number in numbers]
@@ -143,8 +142,9 @@ def _differentiate(
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
         for i in shared:
             gradients[i] = cotangents.zero_where_nothing(gradients[i])
-        for place, pair in zip(found, pairs, strict=True):
-            gradients[place.scale], gradients[place.history] = in_gradient(pair, gradients[place.scale])
+        seen = in_gradient(pairs, [gradients[place.scale] for place in found])
+        for place, pair in zip(found, seen, strict=True):
+            gradients[place.scale], gradients[place.history] = pair
         return value, gradients
 
     if any(getattr(jax.config, flag) for flag in ("jax_debug_nans", "jax_debug_infs")):

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.marks import merge, split
+from fp8_jax_owg.state.pairs import merge, split
 from fp8_jax_owg.step import init_accumulator
 
 __all__ = ["MultiSteps", "MultiStepsState", "bypass_owg"]

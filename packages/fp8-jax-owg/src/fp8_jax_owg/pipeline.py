@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8_common import Fp8Error
+from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg.sharding import refuse_explicit_axes
-from fp8_jax_owg.state.leaves import as_float32, share_leaf
-from fp8_jax_owg.state.marks import owg_flags
-from fp8_jax_owg.state.max_grad import is_shared
+from fp8_jax_owg.state.max_grad import as_float32, is_shared, share_leaf
+from fp8_jax_owg.state.pairs import owg_flags
 from fp8_jax_owg.state.share import gate, share
 
 Stage = Callable[[Any, Any, jax.Array | None], Any]
@@ -151,6 +150,25 @@ def pipeline(
 def find_overwritten(variables: Any) -> list[bool]:
     """Return which leaves are overwritten with their gradient: by their marks, or because they are shared already."""
     return [flag or is_shared(x) for flag, x in zip(owg_flags(variables), jax.tree.leaves(variables), strict=True)]
+
+
+def refuse_changes(before: set[int], after: Any) -> None:
+    """Raise if variables of a stage hold other values after it was called than before, told by their identities.
+
+    Args:
+        before: The identities of what it was given, while it is traced.
+        after: The variables that it has left, or some of them.
+
+    Raises:
+        Fp8UnsupportedError: One has changed, or is new.
+    """
+    left = jax.tree_util.tree_leaves_with_path(after)
+    if changed := [jax.tree_util.keystr(path) for path, leaf in left if id(leaf) not in before]:
+        raise Fp8UnsupportedError(
+            f"A pipeline does not keep what its stages change or sow, here {', '.join(changed)}. Move the layer out of "
+            "the stage, use one without state of its own (LayerNorm), make it deterministic, or leave mutable= out of "
+            "apply."
+        )
 
 
 def _vmapped_stage(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fp8_common import get_format
-from fp8_jax_owg.state.pairs import HISTORY, find_pairs, take
+from fp8_jax_owg.state.pairs import HISTORY, find_pairs, names_of, take
 
 ENCODED_ZERO, SUM_OF_ZEROS = 2.0**-125, 2.0**-110
 """Above the magnitudes of an encoded zero or subnormal, and of sums of many."""
@@ -90,14 +90,9 @@ def _pairs(tree: Any) -> Iterator[tuple[str, Arrays]]:
     found = jax.tree_util.tree_leaves_with_path(tree)
     for place in find_pairs(tree):
         scale, history = map(np.asarray, take([leaf for _, leaf in found], place))
-        name = _name(found[place.history][0]).removesuffix(HISTORY)
+        name = "/".join(names_of(found[place.history][0])).removesuffix(HISTORY)
         for index in np.ndindex(history.shape[:-1]):
             yield name + (str(list(index)) if index else ""), (scale[index], history[index])
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
-    return "/".join(str(key) for key in keys if key != "value")
 
 
 def _entry(name: str, pair: Arrays, before: Arrays | None) -> TensorReport:

@@ -14,8 +14,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.compat import varying_axes
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.live import next_pair
-from fp8_jax_owg.state.marks import map_leaves, owg_flags, split
-from fp8_jax_owg.state.pairs import find_pairs, take
+from fp8_jax_owg.state.pairs import find_pairs, map_leaves, owg_flags, split, take
 
 
 def init_accumulator(variables: Any) -> Any:

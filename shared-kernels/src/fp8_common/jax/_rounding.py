@@ -134,7 +134,9 @@ def _converted(fmt: Format, x: jax.Array, invalid: jax.Array) -> jax.Array:
     # A NaN of the conversion has no sign. Selected as integers: XLA computes with float8 as with float16.
     sign = lax.bitwise_and(lax.shift_right_logical(to_bits(x), np.int32(24)), np.int32(0x80))
     nan = lax.convert_element_type(lax.bitwise_or(sign, np.int32(fmt.nan_code)), np.uint8)
-    return as_native(lax.select(invalid, nan, lax.bitcast_convert_type(values, np.uint8)), fmt)
+    codes = lax.select(invalid, nan, lax.bitcast_convert_type(values, np.uint8))
+    # The partitioner gathers what is behind the barrier; without one it may gather wider values and cast them again.
+    return lax.optimization_barrier(as_native(codes, fmt))
 
 
 def round_to_codes_at_random(x: jax.Array, random_bits: jax.Array, fmt: Format) -> jax.Array:

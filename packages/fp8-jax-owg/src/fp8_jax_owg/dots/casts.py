@@ -3,46 +3,43 @@
 Every function that takes a scale and an amax history observes what it casts, as matmuls do.
 """
 
-import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common import Format, Fp8Error
+from fp8_common import Fp8Error
 from fp8_common.jax.casts import multiply_back
 from fp8_common.jax.compat import vary_alike
-from fp8_jax_owg.dots.operand import as_codes, as_operand, cast_and_observe
-from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling, format_of
-from fp8_jax_owg.state.first_order import first_order_only
-from fp8_jax_owg.state.leaves import like
+from fp8_jax_owg.dots.product import as_codes, as_operand, cast_and_observe
+from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.state.cotangents import first_order_only, like
 from fp8_jax_owg.state.live import as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Pair
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Cast:
+class _Cast(NamedTuple):
     """What is static about a cast."""
 
     scaling: DelayedScaling
     tensor: Tensor
 
-    @property
-    def fmt(self) -> Format:
-        return format_of(self.tensor, self.scaling)
-
     def apply(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return native values, the scale back, and what the live leaf observes."""
-        (into,), (back,) = scales_of([live], [self.fmt], self.scaling.policy)
-        values, amax = cast_and_observe(first_order_only(x), into, self.fmt)
+        fmt = self.scaling.format_of(self.tensor)
+        (into,), (back,) = scales_of([live], [fmt], self.scaling.policy)
+        values, amax = cast_and_observe(first_order_only(x), into, fmt)
         return values, back, observation(like(amax, live), back, live)
 
     def round(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return `x` as the format represents it, and what the live leaf observes."""
         values, back, seen = self.apply(x, live)
-        return multiply_back(as_codes(values), back.reshape((1,) * x.ndim), self.fmt, x.dtype), seen
+        fmt = self.scaling.format_of(self.tensor)
+        return multiply_back(as_codes(values), back.reshape((1,) * x.ndim), fmt, x.dtype), seen
 
 
 def in_q(
@@ -62,8 +59,7 @@ def in_q(
     Raises:
         Fp8Error: Unsupported dtypes or shapes.
     """
-    live = as_live(Pair(scale, amax_history), "An input's")
-    return _in_q(_delayed(scaling, "input"), vary_alike(as_operand(x, "x"), live), live)
+    return _run(_in_q, x, Pair(scale, amax_history), scaling, "input")
 
 
 def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
@@ -71,8 +67,7 @@ def in_qdq(x: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: Sca
 
     Arguments and errors are those of `in_q`; the result has the shape and dtype of `x`.
     """
-    live = as_live(Pair(scale, amax_history), "An input's")
-    return _in_qdq(_delayed(scaling, "input"), vary_alike(as_operand(x, "x"), live), live)
+    return _run(_qdq, x, Pair(scale, amax_history), scaling, "input")
 
 
 def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: ScalingChoice | None = None) -> jax.Array:
@@ -80,8 +75,7 @@ def out_qdq(y: ArrayLike, scale: jax.Array, amax_history: jax.Array, scaling: Sc
 
     Arguments and errors are those of `in_q`.
     """
-    live = as_live(Pair(scale, amax_history), "An output gradient's")
-    return _out_qdq(_delayed(scaling, "output_grad"), vary_alike(as_operand(y, "y"), live), live)
+    return _run(_qdq, y, Pair(scale, amax_history), scaling, "output_grad")
 
 
 def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -101,11 +95,12 @@ def out_dq(y: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array, dtype: DTyp
     return _out_dq(np.dtype(dtype), as_operand(y, "y"), lhs_scale, rhs_scale)
 
 
-def _delayed(scaling: ScalingChoice | None, tensor: Tensor) -> _Cast:
+def _run(function: Callable[..., Any], x: ArrayLike, pair: Pair, scaling: ScalingChoice | None, tensor: Tensor) -> Any:
     found = as_scaling(scaling or DelayedScaling())
     if not isinstance(found, DelayedScaling):
         raise Fp8Error(f"A cast with a scale and an amax history needs delayed scaling, got {found!r}.")
-    return _Cast(scaling=found, tensor=tensor)
+    live = as_live(pair, tensor)
+    return function(_Cast(found, tensor), vary_alike(as_operand(x, "The operand of a cast"), live), live)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,31 +113,24 @@ def _in_q_fwd(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[tuple[jax.Arra
     return (values, back), seen
 
 
-def _in_q_bwd(how: _Cast, seen: jax.Array, _: object) -> tuple[None, jax.Array]:
-    return None, seen
+_in_q.defvjp(_in_q_fwd, lambda how, seen, _: (None, seen))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_qdq(how: _Cast, x: jax.Array, live: jax.Array) -> jax.Array:
-    return how.round(x, live)[0]
+def _qdq(how: _Cast, x: jax.Array, live: jax.Array) -> jax.Array:
+    return _qdq_fwd(how, x, live)[0]
 
 
-def _in_qdq_bwd(how: _Cast, seen: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return g, seen
+def _qdq_fwd(how: _Cast, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # of an output nothing is cast forward: the state itself goes to the backward rule, which casts with it
+    return (x, live) if how.tensor == "output_grad" else how.round(x, live)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _out_qdq(how: _Cast, y: jax.Array, live: jax.Array) -> jax.Array:
-    return y
+def _qdq_bwd(how: _Cast, residual: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return how.round(g, residual) if how.tensor == "output_grad" else (g, residual)
 
 
-def _out_qdq_fwd(how: _Cast, y: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Nothing is cast forward, so the state itself goes to the backward rule, which casts with it.
-    return y, live
-
-
-def _out_qdq_bwd(how: _Cast, live: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return how.round(g, live)
+_qdq.defvjp(_qdq_fwd, _qdq_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,7 +149,4 @@ def _out_dq_bwd(dtype: np.dtype, like: jax.Array, g: jax.Array) -> tuple[jax.Arr
     return g.astype(like.dtype), None, None
 
 
-_in_q.defvjp(_in_q_fwd, _in_q_bwd)
-_in_qdq.defvjp(_Cast.round, _in_qdq_bwd)
-_out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
 _out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)

@@ -15,11 +15,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common import Fp8Error
 from fp8_jax_owg.dots.dot import Precision
-from fp8_jax_owg.dots.operand import as_operand
-from fp8_jax_owg.dots.product import Product, match_state, run
-from fp8_jax_owg.scaling import TENSORS, ScalingChoice, Tensor, by_row
+from fp8_jax_owg.dots.product import Bilinear, as_operand, multiply
+from fp8_jax_owg.scaling import ScalingChoice, Tensor
 from fp8_jax_owg.sharding import constrain
 from fp8_jax_owg.state.pairs import Meta
 
@@ -28,14 +26,10 @@ CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Convolution:
-    """A convolution with its settings, those of `lax.conv_general_dilated`; see `fp8_jax_owg.dots.product.Bilinear`."""
+class Convolution(Bilinear):
+    """A convolution with its settings, those of `lax.conv_general_dilated`."""
 
     options: tuple[tuple[str, Any], ...]
-
-    def prepare(self, x: jax.Array, extra: None) -> jax.Array:
-        """Return `x`."""
-        return x
 
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
@@ -101,9 +95,6 @@ def fp8_conv_general_dilated(
         Fp8UnsupportedError: A second derivative was asked for.
     """
     a, b = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-    scaling, live = match_state(meta, scaling, TENSORS if fp8_backward else CONV_TENSORS)
-    if by_row(scaling):
-        raise Fp8Error('A convolution has one scale per tensor: use CurrentScaling(granularity="tensor").')
     options = {
         "window_strides": tuple(window_strides),
         "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
@@ -114,11 +105,6 @@ def fp8_conv_general_dilated(
         "batch_group_count": batch_group_count,
         "precision": precision,
     }
-    product = Product(
-        how=Convolution(options=tuple(options.items())),
-        scaling=scaling,
-        dtype=np.dtype(a.dtype if preferred_element_type is None else preferred_element_type),
-        operand_dtypes=(a.dtype, b.dtype),
-        casts_gradient=fp8_backward,
-    )
-    return constrain(run(product, a, b, None, live), out_sharding)
+    how = Convolution(options=tuple(options.items()))
+    result = multiply(how, a, b, preferred_element_type, meta, scaling, casts_gradient=fp8_backward)
+    return constrain(result, out_sharding)

@@ -1,30 +1,142 @@
-"""`fp8_dot_general` and `fp8_einsum`: matmuls of two arrays in FP8, with their two gradients."""
+"""`fp8_dot_general` and `fp8_einsum`: matmuls of two arrays in FP8, with their two gradients.
+
+A matmul and its two transposes are written with one letter per dimension: `Contraction("mk", "kn", "mn")` is a matrix
+product. Its gradients are contractions with the letters swapped, so one description serves all three.
+"""
 
 import dataclasses
-from typing import Any
+import string
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.dots.contraction import Contraction, DimensionNumbers
-from fp8_jax_owg.dots.einsum import as_contraction
-from fp8_jax_owg.dots.operand import Fp8Param, Kernel, as_kernel, as_operand
-from fp8_jax_owg.dots.product import Product, match_state, run
-from fp8_jax_owg.dots.rows import RowProduct, multiply_by_row
-from fp8_jax_owg.scaling import TENSORS, ScalingChoice, by_row
-from fp8_jax_owg.sharding import refuse_explicit_axes
+from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.casts import cast_slices
+from fp8_common.jax.compat import vary_alike
+from fp8_jax_owg.dots.einsum import as_letters
+from fp8_jax_owg.dots.product import Bilinear, Fp8Param, Kernel, as_kernel, as_operand, multiply
+from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
+from fp8_jax_owg.sharding import constrain, explicit_sharding, refuse_explicit_axes, result_sharding
+from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+class Contraction(NamedTuple):
+    """A product of two operands; every letter stands in two of the three places.
+
+    Attributes:
+        lhs: Letters of the dimensions of the first operand.
+        rhs: Letters of the second.
+        out: Letters of the result.
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+
+    @classmethod
+    def from_dimension_numbers(cls, dims: DimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Contraction":
+        """Describe `lax.dot_general`: the result has batch dimensions, then those of lhs, then those of rhs."""
+        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dims
+        letters = iter(string.ascii_letters)
+        lhs, rhs = [""] * lhs_ndim, [""] * rhs_ndim
+        for i, j in zip((*lhs_batch, *lhs_sum), (*rhs_batch, *rhs_sum), strict=True):
+            lhs[i] = rhs[j] = next(letters)
+        lhs = [letter or next(letters) for letter in lhs]
+        rhs = [letter or next(letters) for letter in rhs]
+        batch = [lhs[i] for i in lhs_batch]
+        kept = [letter for letter in lhs if letter not in rhs] + [letter for letter in rhs if letter not in lhs]
+        # The order of `lax.dot_general`: batch, what is left of lhs, what is left of rhs.
+        return cls("".join(lhs), "".join(rhs), "".join(batch + kept))
+
+    @property
+    def summed(self) -> str:
+        """Letters that the product sums over."""
+        return "".join([letter for letter in self.lhs if letter not in self.out])
+
+    @property
+    def for_lhs(self) -> "Contraction":
+        """The product of the output gradient and rhs that gives the gradient of lhs."""
+        return Contraction(self.out, self.rhs, self.lhs)
+
+    @property
+    def for_rhs(self) -> "Contraction":
+        """The product of lhs and the output gradient that gives the gradient of rhs."""
+        return Contraction(self.lhs, self.out, self.rhs)
+
+    def axes_of(self, letters: str) -> tuple[int, ...]:
+        """Return where an operand with these letters is summed over."""
+        return tuple([i for i, letter in enumerate(letters) if letter in self.summed])
+
+    def apply(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dtype: DTypeLike,
+        precision: lax.Precision | None = None,
+        like: jax.Array | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Return the product in `dtype`; one `lax.dot_general`, and a transpose if the order needs it.
+
+        Args:
+            lhs: The first operand.
+            rhs: The second.
+            dtype: Of the result.
+            precision: As in `lax.dot_general`.
+            like: What the result is the gradient of: on explicit meshes it gets the same sharding.
+            out_sharding: Of the result, where it is no gradient.
+        """
+        batch = [letter for letter in self.out if letter in self.lhs and letter in self.rhs]
+        dims = (
+            (_places(self.lhs, self.summed), _places(self.rhs, self.summed)),
+            (_places(self.lhs, batch), _places(self.rhs, batch)),
+        )
+        one_sided = [letter for letter in self.lhs + self.rhs if (letter in self.lhs) != (letter in self.rhs)]
+        # The order in which `lax.dot_general` returns dimensions: batch, then those of lhs, then those of rhs.
+        made = "".join([*batch, *one_sided])
+        order = _places(self.out, made)
+        result = lax.dot_general(
+            lhs,
+            rhs,
+            dims,
+            precision=precision,
+            preferred_element_type=dtype,
+            out_sharding=result_sharding(out_sharding, order) if like is None else explicit_sharding(like, order),
+        )
+        result = result if made == self.out else jnp.transpose(result, _places(made, self.out))
+        return constrain(result, out_sharding)
+
+    def align(self, x: jax.Array, letters: str) -> jax.Array:
+        """Return something with the dimensions of an operand (summed ones of length 1), shaped to scale the result."""
+        kept = "".join([letter for letter in letters if letter not in self.summed])
+        # Along what is summed over there is one scale, so these dimensions have size 1.
+        x = x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter in kept])
+        ordered = [letter for letter in self.out if letter in kept]
+        x = jnp.transpose(x, _places(kept, ordered))
+        return jnp.expand_dims(x, [i for i, letter in enumerate(self.out) if letter not in kept])
+
+
+def _places(letters: str, wanted: Sequence[str]) -> tuple[int, ...]:
+    return tuple(map(letters.index, wanted))
+
 
 Precision = Any
 """What `lax.dot_general` takes as precision."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Matmul:
-    """A contraction with its settings; see `fp8_jax_owg.dots.product.Bilinear`.
+class Matmul(Bilinear):
+    """A contraction with its settings.
 
     Attributes:
         contraction: Which dimensions meet.
@@ -41,10 +153,6 @@ class Matmul:
         """The precision of both gradients."""
         return lax.Precision.HIGHEST if self.precision is None else self.precision
 
-    def prepare(self, x: jax.Array, extra: None) -> jax.Array:
-        """Return `x`."""
-        return x
-
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
         return self.contraction.apply(lhs, rhs, np.float32, self.precision, out_sharding=self.out_sharding)
@@ -56,6 +164,17 @@ class Matmul:
         how, precision = self.contraction, self.backward_precision
         d_lhs = how.for_lhs.apply(grad, rhs, np.float32, precision, lhs)
         return d_lhs, how.for_rhs.apply(lhs, grad, kernel_dtype, precision, rhs)
+
+    def by_row(self, lhs: jax.Array, rhs: Kernel, scaling: Scaling, dtype: np.dtype) -> jax.Array:
+        """Return the result with a scale for each row.
+
+        Raises:
+            Fp8Error: The kernel is cast already, or the mesh has explicit axes.
+        """
+        if isinstance(rhs, Fp8Param):
+            raise Fp8Error('A gathered kernel has one scale: use CurrentScaling(granularity="tensor") for its matmul.')
+        refuse_explicit_axes("Scales per row", (lhs, rhs))
+        return _by_row(self, scaling, dtype, *vary_alike((lhs, rhs)))
 
 
 def fp8_dot_general(
@@ -99,7 +218,7 @@ def fp8_dot_general(
     a, b = as_operand(lhs, "lhs"), as_kernel(rhs)
     contraction = Contraction.from_dimension_numbers(dimension_numbers, a.ndim, b.ndim)
     how = Matmul(contraction=contraction, precision=precision, out_sharding=out_sharding)
-    return _contract(a, b, how, preferred_element_type, meta, scaling)
+    return multiply(how, a, b, preferred_element_type, meta, scaling)
 
 
 def fp8_einsum(
@@ -135,32 +254,55 @@ def fp8_einsum(
         Fp8Error: The equation does not describe two operands or does not fit their shapes, or as in
             `fp8_dot_general`.
     """
-    a, b, contraction = as_contraction(equation, as_operand(lhs, "lhs"), as_kernel(rhs))
-    how = Matmul(contraction=contraction, precision=precision, out_sharding=out_sharding)
-    return _contract(a, b, how, preferred_element_type, meta, scaling)
+    a, b, letters = as_letters(equation, as_operand(lhs, "lhs"), as_kernel(rhs))
+    how = Matmul(contraction=Contraction(*letters), precision=precision, out_sharding=out_sharding)
+    return multiply(how, a, b, preferred_element_type, meta, scaling)
 
 
-def _contract(
-    lhs: jax.Array,
-    rhs: Kernel,
-    how: Matmul,
-    dtype: DTypeLike | None,
-    meta: Meta | None,
-    scaling: ScalingChoice | None,
+# ---------------------------------------------------------------- a scale for each row
+
+
+# Each of the three matmuls sums over other dimensions, so all operands are cast again.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _by_row(how: Matmul, scaling: Scaling, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    settings = {"precision": how.precision, "out_sharding": how.out_sharding}
+    return _row_product(how.contraction, scaling, ("input", lhs), ("kernel", rhs), np.float32, **settings).astype(dtype)
+
+
+def _forward(how: Matmul, scaling: Scaling, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+    lhs, rhs = first_order_only(lhs), first_order_only(rhs)
+    return _by_row(how, scaling, dtype, lhs, rhs), (lhs, rhs)
+
+
+def _backward(
+    how: Matmul, scaling: Scaling, dtype: np.dtype, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs = residuals
+    product = partial(_row_product, precision=how.backward_precision)
+    grad = "output_grad", first_order_only(g)
+    d_lhs = product(how.contraction.for_lhs, scaling, grad, ("kernel", rhs), np.float32)
+    d_rhs = product(how.contraction.for_rhs, scaling, ("input", lhs), grad, scaling.gradient_dtype(rhs.dtype))
+    return d_lhs.astype(lhs.dtype), d_rhs.astype(rhs.dtype)
+
+
+_by_row.defvjp(_forward, _backward)
+
+
+def _row_product(
+    how: Contraction,
+    scaling: Scaling,
+    lhs: tuple[Tensor, jax.Array],
+    rhs: tuple[Tensor, jax.Array],
+    unscaled: DTypeLike,
+    **settings: Any,
 ) -> jax.Array:
-    is_cast = isinstance(rhs, Fp8Param)
-    scaling, live = match_state(meta, scaling, ("input", "output_grad") if is_cast else TENSORS)
-    result = np.dtype(lhs.dtype if dtype is None else dtype)
-    if by_row(scaling):
-        if isinstance(rhs, Fp8Param):
-            raise Fp8Error('A gathered kernel has one scale: use CurrentScaling(granularity="tensor") for its matmul.')
-        refuse_explicit_axes("Scales per row", (lhs, rhs))
-        return multiply_by_row(RowProduct(how=how, scaling=scaling, dtype=result), lhs, rhs)
-    product = Product(
-        how=how,
-        scaling=scaling,
-        dtype=result,
-        operand_dtypes=(lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype),
-        kernel_is_cast=is_cast,
-    )
-    return run(product, lhs, rhs, None, live)
+    """Cast both operands for one contraction, multiply in `unscaled`, and scale back; float32."""
+    values, factors = [], []
+    for (tensor, x), letters in ((lhs, how.lhs), (rhs, how.rhs)):
+        codes, scale = cast_slices(x, scaling.format_of(tensor), how.axes_of(letters), scaling.policy)
+        values.append(codes)
+        factors.append(how.align(divide_nearest(1.0, scale), letters))
+    result = how.apply(values[0], values[1], unscaled, **settings).astype(jnp.float32)
+    # a barrier around the product of both would keep XLA on GPUs from multiplying in the matmul's own pass
+    a_factor, b_factor = lax.optimization_barrier(factors)
+    return result * (a_factor * b_factor)

@@ -1,72 +1,54 @@
 """Equations of `einsum` with two operands as one contraction, after the sums and diagonals of each operand."""
 
-import string
-from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from opt_einsum.parser import parse_einsum_input
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.dots.contraction import Contraction
-from fp8_jax_owg.dots.operand import Fp8Param, Kernel
+from fp8_jax_owg.dots.product import Fp8Param, Kernel
 
 
-def as_contraction(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kernel, Contraction]:
-    """Return both operands after the sums and diagonals of each, and their contraction; errors as in `fp8_einsum`."""
-    left, right, out = parse_equation(equation, a.ndim, b.ndim)
+def as_letters(equation: str, a: jax.Array, b: Kernel) -> tuple[jax.Array, Kernel, tuple[str, str, str]]:
+    """Return both operands after the sums and diagonals of each, and the letters of the operands and of the result.
+
+    Raises:
+        Fp8Error: As in `fp8_einsum`.
+    """
+    left, right, out = parse_equation(equation, a.shape, b.shape)
     _check_sizes(equation, dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True)))
     a, left, b, right = *_without_broadcast(a, left, b, right), *_without_broadcast(b, right, a, left)
     a, left = _own_part(a, left, right + out)
     b, right = _own_part(b, right, left + out)
-    return a, b, Contraction(left, right, out)
+    return a, b, (left, right, out)
 
 
-def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+def parse_equation(equation: str, *shapes: tuple[int, ...]) -> tuple[str, str, str]:
     """Return the letters of both operands and of the result, `...` and a missing `->` written out.
 
     Raises:
-        Fp8Error: The equation cannot be read or does not fit the numbers of dimensions.
+        Fp8Error: The equation cannot be read, or does not fit the numbers of dimensions.
     """
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if len(terms) != 2:
+    if (terms := equation.partition("->")[0].count(",") + 1) != 2:
         raise Fp8Error(
-            f"fp8_einsum multiplies two operands, got {len(terms)} in {equation!r}. "
+            f"fp8_einsum multiplies two operands, got {terms} in {equation!r}. "
             "Multiply more one after another, each with its own meta."
         )
-    used = set(equation)
-    free = [letter for letter in string.ascii_letters if letter not in used]
-    widths = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, (lhs_ndim, rhs_ndim), strict=True)]
-    widths = [width if "..." in term else 0 for term, width in zip(terms, widths, strict=True)]
-    # The dots stand for letters of their own, aligned at their end, as NumPy aligns shapes.
-    common = "".join(free[: max(*widths, 0)])
-    left, right = (
-        term.replace("...", common[len(common) - width :] if width else "")
-        for term, width in zip(terms, widths, strict=True)
-    )
-    if arrow:
-        out = out.replace("...", common)
-    else:
-        # As NumPy: without an arrow the dots come first, then what occurs once, by the alphabet.
-        counts = Counter(left + right)
-        out = common + "".join(sorted(x for x, n in counts.items() if n == 1 and x not in common))
-    _check_letters(equation, left, right, out, (lhs_ndim, rhs_ndim))
-    return left, right, out
-
-
-def _check_letters(equation: str, left: str, right: str, out: str, ndims: tuple[int, int]) -> None:
-    bad = [x for x in left + right + out if x not in string.ascii_letters]
-    if bad or len(set(out)) != len(out) or not set(out) <= set(left + right):
+    try:
+        inputs, out, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    except ValueError as error:
         raise Fp8Error(
-            f"{equation!r} is no equation of einsum: use letters and one '...' for each operand, and after '->' "
-            "each of them at most once."
-        )
-    if (len(left), len(right)) != ndims:
+            f"{equation!r} is no equation of einsum: {error} Use letters and one '...' for each operand, and after "
+            "'->' each of them at most once."
+        ) from None
+    left, right = inputs.split(",")
+    if (len(left), len(right)) != tuple(map(len, shapes)):
         raise Fp8Error(
             f"{equation!r} describes operands of {len(left)} and {len(right)} dimensions, "
-            f"got {ndims[0]} and {ndims[1]}."
+            f"got {len(shapes[0])} and {len(shapes[1])}."
         )
+    return left, right, out
 
 
 def _check_sizes(equation: str, left: dict[str, int], right: dict[str, int]) -> None:

@@ -8,52 +8,159 @@ cotangents of their live leaves.
 import dataclasses
 import warnings
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common import Format, Fp8Error
+from fp8_common import Format, Fp8Error, ScalePolicy
+from fp8_common.jax import amax, amax_to_scale
+from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.casts import cast, cast_with_amax
 from fp8_common.jax.compat import vary_alike
-from fp8_jax_owg.dots.operand import Fp8Param, Kernel, as_codes, as_values, cast_and_observe, cast_current
-from fp8_jax_owg.scaling import (
-    TENSORS,
-    CurrentScaling,
-    DelayedScaling,
-    Scaling,
-    ScalingChoice,
-    Tensor,
-    as_scaling,
-    format_of,
-    gradient_dtype,
-)
-from fp8_jax_owg.state.first_order import first_order_only, reverse_mode_only
-from fp8_jax_owg.state.leaves import like
+from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
 from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Meta, pair_of
+
+# ---------------------------------------------------------------- operands
+
+INPUT_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
+
+
+class Fp8Param(NamedTuple):
+    """A parameter in FP8, from `fp8_all_gather`; `fp8_dot_general` and `fp8_einsum` take it as `rhs`.
+
+    Attributes:
+        data: E4M3 codes in the native dtype, shape of the parameter.
+        scale_inv: float32 scalar, multiplies `data` back.
+        gradient: Shape of the parameter, in its dtype. Its value is never read: matmuls send the gradient of the
+            parameter here, because FP8 codes could not carry it.
+    """
+
+    data: jax.Array
+    scale_inv: jax.Array
+    gradient: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self.data.ndim
+
+
+Kernel = jax.Array | Fp8Param
+
+
+def as_operand(x: ArrayLike, name: str) -> jax.Array:
+    """Return an operand as an array.
+
+    Raises:
+        Fp8Error: Its dtype cannot be cast to FP8.
+    """
+    array = jnp.asarray(x)
+    if array.dtype not in INPUT_DTYPES:
+        raise Fp8Error(f"{name} must be float16, bfloat16 or float32, got {array.dtype}. Convert it first.")
+    return array
+
+
+def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
+    """Return the second operand as an array, unless it is cast already; errors as in `as_operand`."""
+    return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
+
+
+def cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """Return `x * scale` in the native dtype of a format, saturating, and max |x|, which takes no part in it.
+
+    Args:
+        x: float16, bfloat16 or float32, any shape.
+        scale: float32 scalar in [2^-126, 2^100].
+        fmt: The format.
+    """
+    with _any_mesh():
+        return _cast_and_observe(x, scale, fmt)
+
+
+def cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+    """Return `x` in the native dtype of a format with the scale of its own amax, and the float32 scale back."""
+    with _any_mesh():
+        return _cast_current(x, fmt, policy)
+
+
+def _any_mesh() -> Any:
+    # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
+    # and lowered twice.
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+
+
+# Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
+_cast_and_observe = jax.jit(cast_with_amax, static_argnums=2)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+    # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
+    # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
+    scale = amax_to_scale(amax(x), fmt, policy)
+    # XLA on CPUs drops barriers before it fuses, and would compute the scale, dozens of operations, again for every
+    # element. It writes an array of two before it reads from it.
+    into, back = lax.optimization_barrier(jnp.stack([scale, divide_nearest(1.0, scale)]))
+    return cast(x, into, fmt), back
+
+
+def as_codes(x: jax.Array) -> jax.Array:
+    """Return native FP8 as uint8, as it is saved for the backward pass.
+
+    What `jax.checkpoint` saves of a float8 dtype it rounds to fewer exponents than E4M3 has, and XLA on CPUs copies
+    bytes faster when loops stack them.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def as_values(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Return codes in the native dtype of their format."""
+    return lax.bitcast_convert_type(codes, fmt.numpy_dtype)
+
+
+# ---------------------------------------------------------------- products
 
 LiveState = dict[Tensor, jax.Array]
 """The live leaf of each tensor of a matmul; empty for current scaling."""
 
 
-class Bilinear(Protocol):
-    """What two operands are multiplied by; frozen, with a hash."""
+class Bilinear:
+    """What two operands are multiplied by: a base, whose subclasses are frozen and have a hash."""
 
     def prepare(self, x: jax.Array, extra: Any) -> jax.Array:
         """Return an operand of which everything may be observed: lhs, or the output gradient."""
-        ...
+        return x
 
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: Any) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
-        ...
+        raise NotImplementedError
 
     def gradients(
         self, lhs: jax.Array, rhs: jax.Array, grad: jax.Array, extra: Any, kernel_dtype: np.dtype
     ) -> tuple[jax.Array, jax.Array]:
         """Return the gradients of both operands before they are scaled, that of rhs in `kernel_dtype`."""
-        ...
+        raise NotImplementedError
+
+    def by_row(self, lhs: jax.Array, rhs: Kernel, scaling: Scaling, dtype: np.dtype) -> jax.Array:
+        """Return the result with a scale for each row.
+
+        Raises:
+            Fp8Error: There is none.
+        """
+        raise Fp8Error(
+            'Convolutions and fp8_ragged_dot have one scale per tensor: use CurrentScaling(granularity="tensor").'
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,28 +170,16 @@ class Product:
     Attributes:
         how: What operands are multiplied by.
         scaling: How scales are found.
+        tensors: What is cast here, in the order of its state.
         dtype: Of the result.
         operand_dtypes: Of lhs and rhs, and so of their gradients.
-        casts_gradient: Whether the output gradient is cast to FP8.
-        kernel_is_cast: Whether rhs is an `Fp8Param`.
     """
 
     how: Bilinear
     scaling: Scaling
+    tensors: tuple[Tensor, ...]
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
-    casts_gradient: bool = True
-    kernel_is_cast: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What is cast here, in the order of its state."""
-        left_out = {"kernel": self.kernel_is_cast, "output_grad": not self.casts_gradient}
-        return tuple(tensor for tensor in TENSORS if not left_out.get(tensor))
-
-    def format(self, tensor: Tensor) -> Format:
-        """Return the format that a tensor is cast to."""
-        return format_of(tensor, self.scaling)
 
     def cast(self, tensor: Tensor, x: jax.Array, scales: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return native values, the scale back, and the amax; None for current scaling.
@@ -92,28 +187,51 @@ class Product:
         Args:
             tensor: Which one.
             x: Its values.
-            scales: Scale into FP8 and back by tensor, from its state; None for current scaling.
+            scales: Scale into FP8 and back, from its state; empty for current scaling.
         """
-        if scales is None:
-            return *cast_current(x, self.format(tensor), self.scaling.policy), None
-        into, back = scales[tensor]
-        values, amax = cast_and_observe(x, into, self.format(tensor))
-        return values, back, amax
+        fmt = self.scaling.format_of(tensor)
+        if not scales:
+            return *cast_current(x, fmt, self.scaling.policy), None
+        into, back = scales
+        values, seen = cast_and_observe(x, into, fmt)
+        return values, back, seen
 
 
-def run(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> jax.Array:
+def multiply(
+    how: Bilinear,
+    lhs: jax.Array,
+    rhs: Kernel,
+    dtype: DTypeLike | None,
+    meta: Meta | None,
+    scaling: ScalingChoice | None,
+    extra: Any = None,
+    *,
+    casts_gradient: bool = True,
+) -> jax.Array:
     """Return the result of checked operands.
 
     Args:
-        product: What is static.
+        how: What they are multiplied by.
         lhs: float16, bfloat16 or float32.
         rhs: The same, or cast already.
-        extra: What `product.how` takes besides.
-        live: From `match_state`.
+        dtype: Of the result; None is that of lhs.
+        meta: The leaves of the matmul, of what is cast here.
+        scaling: What was asked for.
+        extra: What `how` takes besides.
+        casts_gradient: Whether the output gradient is cast to FP8.
 
     Raises:
+        Fp8Error: State and scaling do not fit, or there are no scales per row.
         Fp8UnsupportedError: A forward-mode or second derivative was asked for.
     """
+    left_out = {"kernel": isinstance(rhs, Fp8Param), "output_grad": not casts_gradient}
+    tensors = tuple(tensor for tensor in TENSORS if not left_out.get(tensor))
+    found, live = match_state(meta, scaling, tensors)
+    result = np.dtype(lhs.dtype if dtype is None else dtype)
+    if found.by_row:
+        return how.by_row(lhs, rhs, found, result)
+    dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
+    product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
     with reverse_mode_only():
         return _multiply(product, lhs, rhs, extra, live)
@@ -135,10 +253,10 @@ def match_state(
     found = as_scaling(scaling or (CurrentScaling() if meta is None else DelayedScaling()))
     if not isinstance(found, DelayedScaling):
         if meta is not None:
-            raise Fp8Error("CurrentScaling has no state, and meta was given. Leave meta out, or use DelayedScaling.")
+            raise Fp8Error("CurrentScaling has no state, and leaves were given. Leave them out, or use DelayedScaling.")
         return found, {}
     if meta is None:
-        raise Fp8Error("Delayed scaling needs its state: pass meta=init_meta(scaling), or use CurrentScaling().")
+        raise Fp8Error("Delayed scaling needs its state: pass the leaves of init_meta, or use CurrentScaling().")
     pairs = {tensor: pair_of(meta, tensor) for tensor in tensors}
     live = {tensor: as_live(pair, tensor) for tensor, pair in pairs.items()}
     lengths = {pair.history.shape[-1] for pair in pairs.values()}
@@ -160,24 +278,22 @@ def _multiply(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: L
 
 def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
     lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
-    scales = None
+    scales: dict[Tensor, Any] = {}
     if live:
-        formats = [product.format(tensor) for tensor in product.tensors]
-        into, back = scales_of([live[tensor] for tensor in product.tensors], formats, product.scaling.policy)
-        scales = dict(zip(product.tensors, zip(into, back, strict=True), strict=True))
-    a, a_back, a_amax = product.cast("input", product.how.prepare(lhs, extra), scales)
+        formats = map(product.scaling.format_of, product.tensors)
+        made = scales_of([live[tensor] for tensor in product.tensors], list(formats), product.scaling.policy)
+        scales = dict(zip(product.tensors, zip(*made, strict=True), strict=True))
+    a, a_back, a_amax = product.cast("input", product.how.prepare(lhs, extra), scales.get("input"))
     if isinstance(rhs, Fp8Param):
         # `fp8_all_gather` has cast it, observed it and has its state
         b, b_back, b_amax = rhs.data, rhs.scale_inv, None
     else:
-        b, b_back, b_amax = product.cast("kernel", rhs, scales)
+        b, b_back, b_amax = product.cast("kernel", rhs, scales.get("kernel"))
     result = _scaled(product.how.forward(a, b, extra), a_back * b_back, product.dtype)
-    numbers = [a_back, b_back]
-    if scales is not None and a_amax is not None:
-        numbers += [like(a_amax, live["input"]), *scales.get("output_grad", ())]
-        numbers += [] if b_amax is None else [like(b_amax, live["kernel"])]
+    seen = [like(x, live[tensor]) for tensor, x in (("input", a_amax), ("kernel", b_amax)) if x is not None]
+    numbers = jnp.stack(vary_alike([a_back, b_back, *scales.get("output_grad", ()), *seen]))
     # Of the live leaves only how they are mapped matters: nothing reads their numbers again.
-    return result, (as_codes(a), as_codes(b), jnp.stack(vary_alike(numbers)), extra, live)
+    return result, (as_codes(a), as_codes(b), numbers, extra, live)
 
 
 def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
@@ -188,27 +304,20 @@ def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
     # Marks the gradient as well: differentiating the backward is what a second derivative does.
     g = first_order_only(g)
     a_back, b_back, *rest = numbers
-    backs: dict[Tensor, jax.Array] = {"input": a_back, "kernel": b_back}
-    seen: dict[Tensor, jax.Array] = {}
-    scales = None
-    if live:
-        seen["input"], *rest = rest
-        if product.casts_gradient:
-            into, backs["output_grad"], *rest = rest
-            scales = {"output_grad": (into, backs["output_grad"])}
-        if rest:
-            (seen["kernel"],) = rest
-    c, c_back = g, jnp.float32(1)
-    if product.casts_gradient:
-        c, c_back, amax = product.cast("output_grad", product.how.prepare(g, extra), scales)
-        if amax is not None:
-            seen["output_grad"] = amax
-    values = as_values(a, product.format("input")), as_values(b, product.format("kernel"))
-    d_lhs, d_rhs = product.how.gradients(*values, c, extra, gradient_dtype(product.scaling, product.operand_dtypes[1]))
-    of_lhs, of_rhs = product.operand_dtypes
+    casts_gradient = "output_grad" in product.tensors
+    scales = [rest.pop(0), rest.pop(0)] if live and casts_gradient else []
+    c, c_back, c_amax = g, jnp.float32(1), None
+    if casts_gradient:
+        c, c_back, c_amax = product.cast("output_grad", product.how.prepare(g, extra), scales)
+    scaling, (of_lhs, of_rhs) = product.scaling, product.operand_dtypes
+    values = as_values(a, scaling.format_of("input")), as_values(b, scaling.format_of("kernel"))
+    d_lhs, d_rhs = product.how.gradients(*values, c, extra, scaling.gradient_dtype(of_rhs))
     d_lhs, d_rhs = _scaled(d_lhs, c_back * b_back, of_lhs), _scaled(d_rhs, a_back * c_back, of_rhs)
+    backs = {"input": a_back, "kernel": b_back, "output_grad": c_back}
+    # in the order of the state, in which that of the output gradient is the last
+    seen = dict(zip(product.tensors, [*rest, c_amax], strict=False))
     observed = {tensor: observation(seen[tensor], backs[tensor], leaf) for tensor, leaf in live.items()}
-    if product.kernel_is_cast:
+    if "kernel" not in product.tensors:
         d_rhs = Fp8Param(None, None, d_rhs)  # pyrefly: ignore[bad-argument-type]  (custom_vjp's zeros)
     return d_lhs, d_rhs, None, observed
 

@@ -13,9 +13,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.dots.operand import as_operand
-from fp8_jax_owg.dots.product import Product, match_state, run
-from fp8_jax_owg.scaling import TENSORS, ScalingChoice, by_row
+from fp8_jax_owg.dots.product import Bilinear, as_operand, multiply
+from fp8_jax_owg.scaling import ScalingChoice
 from fp8_jax_owg.sharding import refuse_explicit_axes
 from fp8_jax_owg.state.pairs import Meta
 
@@ -26,8 +25,8 @@ BY_ROWS = lax.RaggedDotDimensionNumbers(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RaggedRows:
-    """Rows of lhs in groups; `extra` is their sizes, int32 [G]. See `fp8_jax_owg.dots.product.Bilinear`."""
+class RaggedRows(Bilinear):
+    """Rows of lhs in groups; `extra` is their sizes, int32 [G]."""
 
     def prepare(self, x: jax.Array, extra: jax.Array) -> jax.Array:
         """Put zeros into the rows behind the last group: whatever stands there must not be observed."""
@@ -80,13 +79,4 @@ def fp8_ragged_dot(
             f"got {a.shape}, {b.shape} and {sizes.shape}."
         )
     refuse_explicit_axes("fp8_ragged_dot", (a, b))
-    scaling, live = match_state(meta, scaling, TENSORS)
-    if by_row(scaling):
-        raise Fp8Error('fp8_ragged_dot has one scale per tensor: use CurrentScaling(granularity="tensor").')
-    product = Product(
-        how=RaggedRows(),
-        scaling=scaling,
-        dtype=np.dtype(a.dtype if preferred_element_type is None else preferred_element_type),
-        operand_dtypes=(a.dtype, b.dtype),
-    )
-    return run(product, a, b, sizes.astype(jnp.int32), live)
+    return multiply(RaggedRows(), a, b, preferred_element_type, meta, scaling, sizes.astype(jnp.int32))

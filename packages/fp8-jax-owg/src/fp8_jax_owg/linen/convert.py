@@ -4,9 +4,8 @@ The layers of a Linen module exist while it runs. So the conversion is a module 
 own, that gives each of them its product at the beginning of its call.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 
@@ -21,8 +20,7 @@ OPERATIONS: tuple[tuple[tuple[type[nn.Module], ...], str, type[Fp8Op]], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Make:
+class _Make(NamedTuple):
     """Makes the operation of a layer. Equal for equal settings, as the layer is then: `functools.partial` never is."""
 
     kind: type[Fp8Op]

@@ -5,19 +5,18 @@ take the attributes of `Fp8Op`.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import linen as nn
-from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_jax_owg.dots.contraction import DimensionNumbers
 from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
-from fp8_jax_owg.state.marks import COLLECTION
-from fp8_jax_owg.state.pairs import init_meta
+from fp8_jax_owg.state.pairs import COLLECTION, init_meta
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
 """The collection; flax has the same, so checkpoints of either load in the other."""
@@ -42,18 +41,22 @@ class Fp8Op(nn.Module):
             self.scaling = dataclasses.replace(self.scaling, amax_history_length=self.amax_history_length)
         super().__post_init__()
 
-    def settings(self, tensors: tuple[Tensor, ...] = TENSORS) -> dict[str, Any]:
-        """Return the keyword arguments of the matmul, `meta` and `scaling`; the leaves are made by `init`.
+    function = staticmethod(fp8_dot_general)
+    tensors = TENSORS
 
-        Args:
-            tensors: Which tensors of the matmul have state.
+    @nn.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Multiply; arguments and errors are those of the function of `fp8_jax_owg`, whose state is here.
 
         Raises:
             Fp8Error: `apply` got variables without state.
         """
+        return self.function(*args, **kwargs, meta=self._meta(), scaling=self.scaling)
+
+    def _meta(self) -> dict[str, jax.Array] | None:
         if not isinstance(self.scaling, DelayedScaling):
-            return {"meta": None, "scaling": self.scaling}
-        leaves = init_meta(self.scaling, tensors)
+            return None
+        leaves = init_meta(self.scaling, self.tensors)
         known = all(self.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in leaves)
         if not known and not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
             raise Fp8Error(
@@ -61,28 +64,15 @@ class Fp8Op(nn.Module):
                 f"{OVERWRITE_WITH_GRADIENT!r} that init returned beside 'params'; for parameters that were trained "
                 "without FP8, make it with fp8_jax_owg.checkpoint.upgrade."
             )
-        meta = {name: self.variable(OVERWRITE_WITH_GRADIENT, name, lambda x=x: x).value for name, x in leaves.items()}
-        return {"meta": meta, "scaling": self.scaling}
+        return {name: self.variable(OVERWRITE_WITH_GRADIENT, name, lambda x=x: x).value for name, x in leaves.items()}
 
 
 class Fp8DotGeneralOp(Fp8Op):
-    """`lax.dot_general` in FP8, with its state in the collection `_overwrite_with_gradient`.
+    """`fp8_jax_owg.fp8_dot_general` with its state in the collection `_overwrite_with_gradient`.
 
     For `dot_general_cls` of `nn.Dense` and `nn.DenseGeneral`, and for `qkv_dot_general_cls` and `out_dot_general_cls`
     of `nn.MultiHeadDotProductAttention`.
     """
-
-    @nn.compact
-    def __call__(
-        self,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> jax.Array:
-        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
-        return fp8_dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **self.settings())
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -90,25 +80,15 @@ class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
 
 
 class Fp8Einsum(Fp8Op):
-    """`jnp.einsum` of two operands in FP8: `Fp8Einsum()("bsd,de->bse", x, kernel)`."""
+    """`fp8_jax_owg.fp8_einsum` with its state: `Fp8Einsum()("bsd,de->bse", x, kernel)`."""
 
-    @nn.compact
-    def __call__(
-        self,
-        equation: str,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> jax.Array:
-        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
-        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, **self.settings())
+    function = staticmethod(fp8_einsum)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
-    """`lax.conv_general_dilated`, forward in FP8 and backward in bfloat16; it has no state of the output gradient.
+    """`fp8_jax_owg.fp8_conv_general_dilated`, forward in FP8 and backward in bfloat16, with its state.
 
-    For `conv_general_dilated_cls` of `nn.Conv`.
+    For `conv_general_dilated_cls` of `nn.Conv`. There is no state of the output gradient unless it is cast.
 
     Attributes:
         fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
@@ -116,8 +96,12 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
 
     fp8_backward: bool = False
 
-    @nn.compact
-    def __call__(self, lhs: ArrayLike, rhs: ArrayLike, *args: Any, **kwargs: Any) -> jax.Array:
-        """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
-        settings = self.settings(TENSORS if self.fp8_backward else CONV_TENSORS)
-        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, **settings, fp8_backward=self.fp8_backward)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has state."""
+        return TENSORS if self.fp8_backward else CONV_TENSORS
+
+    @property
+    def function(self) -> Callable[..., jax.Array]:
+        """The convolution."""
+        return functools.partial(fp8_conv_general_dilated, fp8_backward=self.fp8_backward)

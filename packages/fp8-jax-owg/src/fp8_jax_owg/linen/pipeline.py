@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from fp8_common import Fp8UnsupportedError
-from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline
-from fp8_jax_owg.state.marks import COLLECTION
+from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline, refuse_changes
+from fp8_jax_owg.state.pairs import COLLECTION
 
 STAGE, ROUND = "stage", "round"
 """Names of the added axes in the metadata of partitioned parameters."""
@@ -71,34 +70,9 @@ class LayerwiseShardablePipelined(nn.Module):
             Fp8UnsupportedError: The body would change variables, or sow values that were asked for.
         """
         schedule = self.schedule
-        one = jax.tree.map(lambda h: h[0], x)
         if self.is_initializing():
-            self._make_variables(one, schedule)
-        self._refuse_changes(one, schedule)
+            self._make_variables(jax.tree.map(lambda h: h[0], x), schedule)
         return self._run(x, schedule)
-
-    def _refuse_changes(self, one: Any, schedule: Schedule) -> None:
-        body, variables = self.body.unbind()
-        names = [name for name in {*variables, *SOWN} - KEPT if self.is_mutable_collection(name)]
-        if not names:
-            return
-        lead = 2 if schedule.rounds > 1 else 1
-        stage = jax.tree.map(lambda leaf: leaf[(0,) * lead], meta.unbox(variables))
-        # Any key will do: the program is traced, not run.
-        rngs = {name: jax.random.key(0) for name in self.rng_collections}
-        program, after = jax.make_jaxpr(lambda v, h: body.apply(v, h, rngs=rngs, mutable=names)[1], return_shape=True)(
-            stage, one
-        )
-        # what comes out as it went in was only read
-        # Not strict: behind the variables the program has the activations as inputs.
-        given = dict(zip(_paths(stage), program.jaxpr.invars, strict=False))
-        made = zip(_paths(after), program.jaxpr.outvars, strict=True)
-        changed = [path for path, value in made if given.get(path) is not value]
-        if changed:
-            raise Fp8UnsupportedError(
-                f"A pipeline does not keep what its body changes or sows, here {', '.join(changed)}. Move the layer "
-                "out of the body, use one without state of its own (nn.LayerNorm), or leave mutable= out of apply."
-            )
 
     def _make_variables(self, one: Any, schedule: Schedule) -> None:
         run = _add_axis(lambda module, h: module(h), STAGE)
@@ -115,19 +89,18 @@ class LayerwiseShardablePipelined(nn.Module):
             variables = meta.remove_axis(variables, 0, {nn.PARTITION_NAME: name})
         drawn = [name for name in self.rng_collections if self.has_rng(name)]
         key = self.make_rng(drawn[0]) if drawn else None
+        changing = [name for name in {*variables, *SOWN} - KEPT if self.is_mutable_collection(name)]
 
         def stage(variables: Mapping[str, Any], h: Any, key: jax.Array | None) -> Any:
             rngs = {} if key is None else dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
-            return body.apply(variables, h, rngs=rngs)
+            out, after = body.apply(variables, h, rngs=rngs, mutable=changing)
+            refuse_changes(set(map(id, jax.tree.leaves(variables))), after)
+            return out
 
         options = PipelineOptions(
             remat=self.remat, policy=self.remat_policy, stage_axis=self.stage_axis, bubble=self.bubble
         )
         return pipeline(stage, variables, x, schedule, options, key=key)
-
-
-def _paths(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _add_axis(run: Callable[..., Any], name: str) -> Callable[..., Any]:

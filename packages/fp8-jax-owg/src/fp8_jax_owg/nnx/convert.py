@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -15,20 +15,18 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-# Where each kind of layer keeps the function that multiplies.
-OPERATIONS: tuple[tuple[type[nnx.Module], str, type[Fp8Op]], ...] = (
-    (nnx.Linear, "dot_general", Fp8DotGeneralOp),
-    (nnx.LinearGeneral, "dot_general", Fp8DotGeneralOp),
-    (nnx.Einsum, "einsum_op", Fp8EinsumOp),
-    (nnx.Conv, "conv_general_dilated", Fp8ConvGeneralDilatedOp),
-)
-KERNELS: dict[type[nnx.Module], Callable[..., tuple[int, ...]]] = {
-    nnx.Linear: lambda layer: (layer.in_features, layer.out_features),
-    nnx.LinearGeneral: lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
-    nnx.Einsum: lambda layer: layer.kernel_shape,
-    nnx.Conv: lambda layer: layer.kernel_shape,
+# Where each kind of layer keeps the function that multiplies, the FP8 one, and the shape of one kernel: what
+# `nnx.vmap` has stacked has more dimensions in front.
+LAYERS: dict[type[nnx.Module], tuple[str, type[Fp8Op], Callable[[Any], Sequence[int]]]] = {
+    nnx.Linear: ("dot_general", Fp8DotGeneralOp, lambda layer: (layer.in_features, layer.out_features)),
+    nnx.LinearGeneral: (
+        "dot_general",
+        Fp8DotGeneralOp,
+        lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+    ),
+    nnx.Einsum: ("einsum_op", Fp8EinsumOp, lambda layer: layer.kernel_shape),
+    nnx.Conv: ("conv_general_dilated", Fp8ConvGeneralDilatedOp, lambda layer: layer.kernel_shape),
 }
-"""The shape of the kernel of one layer; what `nnx.vmap` has stacked has more dimensions in front."""
 
 
 def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoice | None = None) -> Model:
@@ -51,27 +49,8 @@ def convert_to_fp8(model: Model, rules: RulesOrFilter = (), scaling: ScalingChoi
         Fp8Error: No layer is converted, a rule decides nothing, a recipe cannot be honoured, or a layer has a
             product of its own.
     """
-    layers = dict(find_layers(model))
-    chosen = _choose(layers, rules)
-    # all are made before one is put in place: a refusal leaves the model as it was
-    made = [(layers[decision.fqn], *_operation(layers[decision.fqn], decision, scaling)) for decision in chosen]
-    for layer, attribute, operation in made:
-        # NNX holds functions as static attributes; a module is data
-        setattr(layer, attribute, nnx.data(operation))
-    logger.info("FP8: converted %d of %d layers.", len(chosen), len(layers))
-    return model
-
-
-def _choose(layers: Mapping[str, Any], rules: RulesOrFilter) -> list[Decision]:
-    """Return the decisions about the layers that are converted.
-
-    Args:
-        layers: By their dotted names.
-        rules: As `fp8_common.Rules` describes, or a function `(layer, name) -> bool`.
-
-    Raises:
-        Fp8Error: None is converted, or a rule decides nothing.
-    """
+    modules = ((".".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
+    layers = {name: module for name, module in modules if isinstance(module, tuple(LAYERS))}
     if callable(rules):
         decisions = [Decision(fqn=name, include=bool(rules(layer, name))) for name, layer in layers.items()]
     else:
@@ -82,19 +61,19 @@ def _choose(layers: Mapping[str, Any], rules: RulesOrFilter) -> list[Decision]:
             f"No layer to convert among {len(layers)} ({', '.join(list(layers)[:3]) or 'none found'}). "
             "Check the rules and the model."
         )
-    return chosen
+    # all are made before one is put in place: a refusal leaves the model as it was
+    made = [(layers[one.fqn], *_operation(layers[one.fqn], one, scaling)) for one in chosen]
+    for layer, attribute, operation in made:
+        # NNX holds functions as static attributes; a module is data
+        setattr(layer, attribute, nnx.data(operation))
+    logger.info("FP8: converted %d of %d layers.", len(chosen), len(layers))
+    return model
 
 
-def find_layers(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
-    """Yield the dotted name of every layer that can be converted, and the layer; a shared one once."""
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, tuple(kind for kind, _, _ in OPERATIONS)):
-            yield ".".join(map(str, path)), module
-
-
-def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
+def _operation(layer: Any, decision: Decision, default: ScalingChoice | None) -> tuple[str, Fp8Op]:
     """Return where a layer keeps its product, and the FP8 product."""
-    base, attribute, kind = next(row for row in OPERATIONS if isinstance(layer, row[0]))
+    base = next(base for base in LAYERS if isinstance(layer, base))
+    attribute, kind, kernel_of = LAYERS[base]
     name = decision.fqn or type(layer).__name__
     if isinstance(getattr(layer, attribute), Fp8Op):
         raise Fp8Error(f"The layer {name!r} is in FP8 already. Convert a model once.")
@@ -104,7 +83,13 @@ def _operation(layer: nnx.Module, decision: Decision, default: ScalingChoice | N
             f"self.{attribute} nor super(): it would not run in FP8. Leave it out with the rule '!{name}', or let it "
             f"multiply with self.{attribute}."
         )
-    stacked = _stacked(layer, base, name)
+    one, shape = tuple(kernel_of(layer)), layer.kernel.shape
+    stacked = shape[: len(shape) - len(one)]
+    if (*stacked, *one) != shape:
+        raise Fp8Error(
+            f"The kernel of {name!r} has shape {shape}, and that of one layer is {one}. Stack layers along leading "
+            "dimensions (out_axes=0 of nnx.vmap), or convert them before."
+        )
     return attribute, kind(decision.recipe or default, stacked)
 
 
@@ -115,16 +100,3 @@ def _calls(kind: type, base: type, attribute: str) -> bool:
         return True
     # The names that its code looks up: a product in another method of the class is not seen, and the layer refused.
     return attribute in code.co_names or "super" in code.co_names or base.__name__ in code.co_names
-
-
-def _stacked(layer: Any, base: type[nnx.Module], name: str) -> tuple[int, ...]:
-    """Return the leading sizes of the kernel of stacked layers; () for a single one."""
-    one, shape = tuple(KERNELS[base](layer)), layer.kernel.shape
-    # `nnx.vmap` stacks the kernel, while the attributes that `KERNELS` reads still describe one layer.
-    lead = shape[: len(shape) - len(one)]
-    if (*lead, *one) != shape:
-        raise Fp8Error(
-            f"The kernel of {name!r} has shape {shape}, and that of one layer is {one}. Stack layers along leading "
-            "dimensions (out_axes=0 of nnx.vmap), or convert them before."
-        )
-    return lead

@@ -9,14 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
 
-from fp8_jax_owg.dots.contraction import DimensionNumbers
 from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
 from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
-from fp8_jax_owg.state.marks import COLLECTION, is_marked
-from fp8_jax_owg.state.pairs import init_meta
+from fp8_jax_owg.state.pairs import COLLECTION, init_meta, is_marked
 
 
 class OverwriteWithGradient(nnx.Variable[Any]):
@@ -46,6 +43,7 @@ class Fp8Op(nnx.Module):
         stacked: Leading sizes of the kernel of layers that `nnx.vmap` has made, each of which has leaves of its own.
     """
 
+    function = staticmethod(fp8_dot_general)
     tensors: tuple[Tensor, ...] = TENSORS
 
     def __init__(self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = ()) -> None:
@@ -63,47 +61,23 @@ class Fp8Op(nnx.Module):
         # `variable[...]` is the array inside, shared or not.
         return {name: getattr(self, name)[...] for name in self.names} or None
 
-    def settings(self, out_sharding: Any) -> dict[str, Any]:
-        """Return the keyword arguments of the matmul; `out_sharding` is what the layer was asked for."""
-        return {"meta": self.meta, "scaling": self.scaling, "out_sharding": out_sharding}
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Multiply; arguments and errors are those of the function of `fp8_jax_owg`, whose state is here."""
+        return self.function(*args, **kwargs, meta=self.meta, scaling=self.scaling)
 
 
 class Fp8DotGeneralOp(Fp8Op):
-    """`lax.dot_general` in FP8, for the `dot_general` of `nnx.Linear` and `nnx.LinearGeneral`."""
-
-    def __call__(
-        self,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_dot_general`."""
-        settings = self.settings(out_sharding)
-        return fp8_dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **settings)
+    """`fp8_jax_owg.fp8_dot_general` with its state, for the `dot_general` of `nnx.Linear` and `nnx.LinearGeneral`."""
 
 
 class Fp8EinsumOp(Fp8Op):
-    """`jnp.einsum` of two operands in FP8, for the `einsum_op` of `nnx.Einsum`."""
+    """`fp8_jax_owg.fp8_einsum` with its state, for the `einsum_op` of `nnx.Einsum`."""
 
-    def __call__(
-        self,
-        equation: str,
-        lhs: ArrayLike,
-        rhs: ArrayLike,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Multiply; arguments and errors are those of `fp8_jax_owg.fp8_einsum`."""
-        settings = self.settings(out_sharding)
-        return fp8_einsum(equation, lhs, rhs, precision, preferred_element_type, **settings)
+    function = staticmethod(fp8_einsum)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
-    """`lax.conv_general_dilated`, forward in FP8 and backward in bfloat16, for `nnx.Conv`.
+    """`fp8_jax_owg.fp8_conv_general_dilated`, forward in FP8 and backward in bfloat16, with its state, for `nnx.Conv`.
 
     Args:
         scaling: As for `Fp8Op`.
@@ -111,19 +85,14 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
     """
 
+    function = staticmethod(fp8_conv_general_dilated)
+
     def __init__(
-        self,
-        scaling: ScalingChoice | None = None,
-        stacked: tuple[int, ...] = (),
-        *,
-        fp8_backward: bool = False,
+        self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = (), *, fp8_backward: bool = False
     ) -> None:
         self.tensors = TENSORS if fp8_backward else CONV_TENSORS
         super().__init__(scaling, stacked)
 
-    def __call__(
-        self, lhs: ArrayLike, rhs: ArrayLike, *args: Any, out_sharding: Any = None, **kwargs: Any
-    ) -> jax.Array:
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
-        settings = self.settings(out_sharding) | {"fp8_backward": self.tensors == TENSORS}
-        return fp8_conv_general_dilated(lhs, rhs, *args, **kwargs, **settings)
+        return super().__call__(*args, **kwargs, fp8_backward=self.tensors == TENSORS)

@@ -17,7 +17,7 @@ history; it is called once per step of the optimizer, by `apply_updates`, and hi
 
 import enum
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,8 @@ from fp8_common.jax.arithmetic import divide_nearest
 from fp8_common.jax.arrays import float_key, from_bits, to_bits
 from fp8_common.jax.compat import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.first_order import reverse_mode_only
-from fp8_jax_owg.state.leaves import as_float32, like
-from fp8_jax_owg.state.max_grad import is_shared
+from fp8_jax_owg.state.cotangents import like, reverse_mode_only
+from fp8_jax_owg.state.max_grad import as_float32, is_shared
 from fp8_jax_owg.state.pairs import Pair, find_pairs, take
 
 
@@ -59,10 +58,7 @@ class Seen(enum.IntEnum):
 
 
 WIDTH = len(Live)
-MADE: dict[Format, tuple[Live, Live]] = {
-    E4M3: (Live.INTO_E4M3, Live.BACK_E4M3),
-    E5M2: (Live.INTO_E5M2, Live.BACK_E5M2),
-}
+MADE: dict[Format, tuple[Live, Live]] = {E4M3: (Live.INTO_E4M3, Live.BACK_E4M3), E5M2: (Live.INTO_E5M2, Live.BACK_E5M2)}
 """Where scales lie that are made for all tensors at once."""
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
 INFINITY_KEY, SMALLEST_NORMAL_KEY, GREATEST_KEY = np.int32(0x7F800000), np.int32(0x00800000), np.int32(0x7F7FFFFF)
@@ -107,8 +103,37 @@ def is_at_rest(pair: Pair) -> bool:
 # ---------------------------------------------------------------- from rest
 
 
+def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return `function` of the leaves of each pair, computed for all pairs together where that is possible.
+
+    Unrolled models have hundreds of pairs, and a program for each would be most of what is compiled.
+
+    Args:
+        function: Of arrays [n, ...], whose rows are independent; it returns [n, k].
+        *leaves: float32 [..., 1] for each pair, which are its scales, then others [..., w].
+    """
+    rows = [tuple(map(lax.stop_gradient, row)) for row in zip(*leaves, strict=True)]
+    groups: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        # On explicit meshes, arrays of different shardings cannot be put together; nor can arrays in a shard_map that
+        # differ along different axes: all would differ along all of them.
+        explicit = i if any(any(jax.typeof(x).sharding.spec) for x in row) else None
+        groups.setdefault((explicit, *((x.shape[-1], varying_axes(x)) for x in row)), []).append(i)
+    results: list[Any] = [None] * len(rows)
+    for chosen in groups.values():
+        if len(chosen) == 1:
+            results[chosen[0]] = function(*rows[chosen[0]])
+            continue
+        columns = zip(*(rows[i] for i in chosen), strict=True)
+        made = function(*(jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns))
+        ends = np.cumsum([0, *(rows[i][0].size for i in chosen)]).tolist()
+        for i, start, end in zip(chosen, ends, ends[1:], strict=False):
+            results[i] = lax.slice_in_dim(made, start, end).reshape(*rows[i][0].shape[:-1], made.shape[-1])
+    return results
+
+
 def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
-    """Return the live leaves of pairs; pairs with histories of one length are reduced together.
+    """Return the live leaves of pairs.
 
     Args:
         pairs: Each at rest, scale [..., 1] and history [..., length].
@@ -116,34 +141,16 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
     Returns:
         float32 [..., 7] for each.
     """
-    live: list[Any] = [None] * len(pairs)
-    groups: dict[Any, list[int]] = {}
-    for i, pair in enumerate(pairs):
-        # On explicit meshes, arrays of different shardings cannot be put together; nor can arrays in a shard_map that
-        # differ along different axes: all would differ along all of them.
-        explicit = i if any(jax.typeof(pair.history).sharding.spec) else None
-        groups.setdefault((pair.history.shape[-1], varying_axes(pair.history), explicit), []).append(i)
-    for (length, _, explicit), chosen in groups.items():
-        some = [Pair(*map(lax.stop_gradient, pairs[i])) for i in chosen]
-        if explicit is not None or len(some) == 1:
-            live[chosen[0]] = _live_rows(some[0].scale[..., 0], some[0].history)
-            continue
-        rows = _live_rows(
-            jnp.concatenate([one.scale.reshape(-1) for one in some]),
-            jnp.concatenate([one.history.reshape(-1, length) for one in some]),
-        )
-        ends = np.cumsum([0, *(one.scale.size for one in some)]).tolist()
-        for i, one, start, end in zip(chosen, some, ends, ends[1:], strict=False):
-            live[i] = lax.slice_in_dim(rows, start, end).reshape(*one.scale.shape[:-1], WIDTH)
-    return live
+    return in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
 
 
 @jax.jit
-def _live_rows(stored: jax.Array, history: jax.Array) -> jax.Array:
+def _live_rows(scale: jax.Array, history: jax.Array) -> jax.Array:
+    stored = scale[..., 0]
     # a scale below zero is what gradients hold: they are no state, see `next_pair`
     greatest = from_bits(jnp.where(_is_negative(to_bits(stored)), NAN_BITS, to_bits(_greatest(history))))
     limits = np.array([E4M3.max, E5M2.max], np.float32)
-    into, back = _scales(stored[..., None], greatest[..., None], limits)
+    into, back = _scales(scale, greatest[..., None], limits)
     scales = [into[..., 0], back[..., 0], into[..., 1], back[..., 1]]
     # XLA on CPUs would compute scales again for each element that they are used for
     return lax.optimization_barrier(jnp.stack([stored, greatest, history[..., 0], *scales], axis=-1))
@@ -182,9 +189,7 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     quotient = divide_nearest(jnp.broadcast_to(limits, shape), normal)
     usable = (key > 0) & (key < INFINITY_KEY)
     into = jnp.where(
-        usable,
-        lax.clamp(np.float32(CANONICAL.lower), quotient, np.float32(CANONICAL.upper)),
-        divide_nearest(1.0, kept),
+        usable, lax.clamp(np.float32(CANONICAL.lower), quotient, np.float32(CANONICAL.upper)), divide_nearest(1.0, kept)
     )
     # 1 / (1 / scale) may differ from scale in the last bit: what is kept is kept exactly
     back = jnp.where(usable, divide_nearest(1.0, into), kept)
@@ -234,25 +239,36 @@ def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
     return cotangents.encode(like(jnp.stack([*seen, *nothing]), live))
 
 
-@jax.jit
-def in_gradient(old: Pair, cotangent: jax.Array) -> Pair:
-    """Return what uses have observed in the shape of a pair, as gradients hold it.
+def in_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
+    """Return what uses have observed in the shape of pairs, as gradients hold it.
 
     Args:
-        old: The pair at rest.
-        cotangent: float32 [..., 7] of its live leaf, encoded.
+        pairs: At rest.
+        cotangents_of: float32 [..., 7] of the live leaf of each, encoded.
     """
-    amax, seen_witness, back, canary = (cotangents.zero_where_nothing(cotangent[..., place]) for place in Seen)
+    found = []
+    for (_, history), seen in zip(pairs, in_rows(_seen_rows, [one.scale for one in pairs], cotangents_of), strict=True):
+        rest = jnp.zeros((*seen.shape[:-1], max(history.shape[-1] - 2, 0)), jnp.float32)
+        found.append(Pair(seen[..., :1], jnp.concatenate([seen[..., 1:], rest], axis=-1)))
+    return found
+
+
+@jax.jit
+def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Return the scale as gradients hold it, amax and witness, [..., 3]."""
+    known = cotangents.decode(cotangent)
+    is_known = cotangents.is_observed(known)
+    amax, seen_witness, back, canary = (
+        jnp.where(is_known[..., place], cotangent[..., place], jnp.float32(0)) for place in Seen
+    )
     # what was computed with, or is said in other places, as the gradient of a penalty is: a witness of no amax
-    foreign = cotangents.is_observed(cotangents.decode(cotangent[..., len(Seen) :])).any(-1)
-    foreign |= cotangents.is_observed(cotangents.decode(amax)) & (canary != CANARY)
+    foreign = is_known[..., len(Seen) :].any(-1)
+    foreign |= is_known[..., Seen.AMAX] & (canary != CANARY)
     seen_witness = jnp.where(foreign, jnp.finfo(jnp.float32).max, seen_witness)
     # the scale of a state that no step can have left is NaN, and says nothing
-    used = jnp.where(back > 0, back, old.scale[..., 0])
-    scale = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
-    rest = jnp.zeros((*amax.shape, max(old.history.shape[-1] - 2, 0)), jnp.float32)
-    history = jnp.concatenate([amax[..., None], seen_witness[..., None], rest], axis=-1)
-    return Pair(scale[..., None], history)
+    used = jnp.where(back > 0, back, scale[..., 0])
+    used = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
+    return jnp.stack([used, amax, seen_witness], axis=-1)
 
 
 @jax.jit
@@ -335,7 +351,7 @@ def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pa
 def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return None, None
-    after = next_pair(pair, in_gradient(pair, g))
+    after = next_pair(pair, *in_gradient([pair], [g]))
     observed = cotangents.is_observed(cotangents.decode(g[..., Seen.AMAX]))[..., None]
     return tuple(cotangents.encode(cotangents.observed_where(jnp.broadcast_to(observed, x.shape), x)) for x in after)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 
 try:
@@ -66,7 +67,7 @@ class MaxGradRules:
         """How autodiff combines two cotangents."""
         # The conversion is free: for XLA both dtypes are float32.
         # Called for `add_any`, the primitive by which autodiff joins the cotangents of several uses, iterations of a
-        # loop among them. They are decoded here (`fp8_jax_owg.state.leaves`): encoded, a zero would be above every
+        # loop among them. They are decoded here (`share_leaf`): encoded, a zero would be above every
         # subnormal.
         plain = (lax.convert_element_type(one, dtype.float_dtype) for one in (x, y))
         return lax.convert_element_type(cotangents.maximum(*plain), dtype)
@@ -162,3 +163,59 @@ def mapped_axes(equation: Any) -> Any:
     """Return the mesh axes along which a `shard_map` in a traced program maps its body."""
     params = equation.params
     return params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+
+
+# ---------------------------------------------------------------- into the dtype and back
+
+
+def share_leaf(x: Any) -> jax.Array:
+    """Return a float32 array as `fp32_max_grad`; a shared one as it is.
+
+    Raises:
+        Fp8Error: It is neither.
+    """
+    return x if is_shared(x) else _share(check_float32(x))
+
+
+def as_float32(tree: Any) -> Any:
+    """Return a tree with shared leaves read, each for a single use; others must be float32 and stay.
+
+    Raises:
+        Fp8Error: A leaf is neither float32 nor shared.
+    """
+    return jax.tree.map(lambda x: _read(x) if is_shared(x) else check_float32(x), tree)
+
+
+def check_float32(x: Any) -> Any:
+    """Return `x`, which must be float32.
+
+    Raises:
+        Fp8Error: It is not, with the reason and the remedy.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype != jnp.float32:
+        raise Fp8Error(
+            f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
+            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.cast_params, which "
+            "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
+        )
+    return x
+
+
+# A rule of its own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
+# means "not used", and adding it changes nothing.
+@jax.custom_vjp
+def _share(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, fp32_max_grad)
+
+
+_share.defvjp(lambda x: (_share(x), None), lambda _, g: (cotangents.encode(lax.convert_element_type(g, jnp.float32)),))
+
+
+@jax.custom_vjp
+def _read(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, jnp.float32)
+
+
+# JAX's own transpose of the conversion would take the encoded cotangent for a value
+_read.defvjp(lambda x: (_read(x), None), lambda _, g: (lax.convert_element_type(cotangents.decode(g), fp32_max_grad),))

@@ -18,8 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.leaves import as_float32, share_leaf
-from fp8_jax_owg.state.max_grad import fp32_max_grad, is_shared, mapped_axes
+from fp8_jax_owg.state.max_grad import as_float32, fp32_max_grad, is_shared, mapped_axes, share_leaf
 
 MOVES = frozenset(
     {"broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather"}

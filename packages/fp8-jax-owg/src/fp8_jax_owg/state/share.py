@@ -16,9 +16,9 @@ from jax import lax
 from fp8_common import Fp8Error
 from fp8_common.jax.compat import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.leaves import as_float32, like, share_leaf
+from fp8_jax_owg.state.cotangents import like
 from fp8_jax_owg.state.live import is_live, live_tree
-from fp8_jax_owg.state.max_grad import is_shared
+from fp8_jax_owg.state.max_grad import as_float32, is_shared, share_leaf
 from fp8_jax_owg.state.pairs import find_pairs, take
 
 Tree = TypeVar("Tree")
