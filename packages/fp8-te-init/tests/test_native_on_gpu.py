@@ -58,3 +58,19 @@ def test_masters_start_from_the_copy_and_codes_follow_them(recipe):
     for layer in model[::2]:
         weight, master = layer.weight, optimizer.master_of(layer.weight)
         assert torch.equal(weight.state.quantized(master), weight.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_host_does_not_wait_in_a_step_of_masters(recipe, fused):
+    model = on_device(recipe=recipe)
+    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=fused)
+    x = torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)
+    for mode in ("default", "default", "error"):  # a first step makes states, and compares what it starts from
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            (model(x).float() - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
