@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
+from tests.helpers.collectives import KINDS, CollectiveCounter
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 SHAPES = [(16, 16, 16), (1, 256, 512), (17, 512, 256), (128, 512, 1024), (300, 1024, 512), (2, 64, 1536, 512)]
@@ -78,36 +79,40 @@ def test_products_are_those_of_emulation(recipe, shape, dtype, device):
         close(got, want, dtype)
 
 
-def train_two_ranks(rank, world_size, recipe, device):
-    """Return losses under FSDP2 and alone, the dtypes that are gathered, and how often the host waits in a step."""
+@contextlib.contextmanager
+def sync_debug(device, mode):
+    """Let CUDA warn of, or raise ("error") at, every place where the host waits for the device."""
     if device == "cuda":
-        torch.cuda.set_device(0)
-    gathered, gather = [], dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda out, given, *rest, **more: (
-        gathered.append(str(given.dtype)),
-        gather(out, given, *rest, **more),
-    )[1]
+        torch.cuda.set_sync_debug_mode(mode)
     try:
-        alone, sharded = model_on(device, recipe), model_on(device, recipe)
-        # a mesh that is made for CUDA beside gloo would take NCCL, which refuses two ranks on one GPU
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device)
-        for layer in sharded:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
-        x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(1))
-        steps = [training_step(model, x) for model in (alone, sharded)]
-        losses = [tuple(float(step()) for step in steps) for _ in range(4)]
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
-            steps[1]()
+        yield
     finally:
-        dist.all_gather_into_tensor = gather
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    return losses, sorted(set(gathered)), sum("synchron" in str(each.message) for each in waits)
+
+
+def train_two_ranks(rank, world_size, recipe, device):
+    """Return losses alone and under FSDP2, the dtypes of what is sent in a step, and how often the host waits in it."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    alone, sharded = model_on(device, recipe), model_on(device, recipe)
+    # a mesh that is made for CUDA beside gloo would take NCCL, which refuses two ranks on one GPU
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(1))
+    steps = [training_step(model, x) for model in (alone, sharded)]
+    losses = [tuple(float(step()) for step in steps) for _ in range(4)]
+    with CollectiveCounter() as counter:
+        steps[1]()
+    sent = {kind: sorted({str(dtype) for dtype in counter.dtypes(kind)}) for kind in KINDS}
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        with sync_debug(device, "warn"):
+            steps[1]()
+    return losses, sent, sum("synchron" in str(each.message) for each in waits)
 
 
 @pytest.mark.distributed
@@ -116,14 +121,15 @@ def train_two_ranks(rank, world_size, recipe, device):
 def test_two_ranks_train_like_one_and_gather_codes(run_ranks, record_property, recipe, device):
     """Over gloo, which moves tensors of a GPU through the host: streams, events and dtypes are those of FSDP2."""
     found = run_ranks(2, train_two_ranks, recipe, device)
-    for losses, gathered, waits in found:
+    for losses, sent, waits in found:
         record_property("waits of the host in a step", waits)
         for alone, sharded in losses:
             assert sharded == pytest.approx(alone, rel=2.0**-7)
-        assert losses[-1][0] < losses[0][0]
-        # FSDP2 gathers what a layer has in common, as bytes where that is FP8
-        assert gathered == ["torch.uint8"]
-    assert found[0][0] == found[1][0]
+        assert losses[-1][1] < losses[0][1]
+        assert "torch.uint8" in sent["all_gather"], sent
+        # only biases, and scales of rows and blocks, have another dtype
+        assert {"torch.uint8", "torch.bfloat16", "torch.float32"} >= set(sent["all_gather"])
+        assert set(sent["all_reduce"]) <= {"torch.int32"}, sent
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -141,26 +147,13 @@ def test_compiled_layers_compute_what_eager_ones_do(recipe, device):
         close(other.grad, one.grad, torch.bfloat16)
 
 
-@contextlib.contextmanager
-def no_waits(device):
-    """Let CUDA raise where the host waits for the device."""
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_host_does_not_wait_in_a_step(recipe, device):
     x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
     step = training_step(model_on(device, recipe), x)
     step()
-    with no_waits(device):
+    with sync_debug(device, "error"):
         loss = step()
     assert loss.isfinite()
 
