@@ -37,6 +37,18 @@ if importlib.util.find_spec("sybil") and importlib.util.find_spec("torch"):
     pytest_collect_file = Sybil(
         parsers=[*blocks, SkipParser()], patterns=["README.md", "docs/*.md", "docs/**/*.md"]
     ).pytest()
+else:
+
+    class Unread(pytest.File):
+        """A document without examples: one that `testpaths` names and nobody collects would be an error."""
+
+        def collect(self) -> list[pytest.Item]:
+            """Return nothing."""
+            return []
+
+    def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.File | None:
+        """Take documents."""
+        return Unread.from_parent(parent, path=file_path) if file_path.suffix == ".md" else None
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -10,12 +10,8 @@ from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
-NEED_A_GPU = {"bench_llama", "gpu_proof", "kernel_peers", "kernel_report", "kernel_times", "kernels", "render_kernels"}
-PARTS = {"peers", "record"}
-OF_THEIR_OWN = {"convergence", "convergence_table", "plots"}
-BENCHMARKS = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py") if path.stem not in NEED_A_GPU | PARTS | OF_THEIR_OWN
-)
+OF_THEIR_OWN = {"convergence", "convergence_table", "gpu", "plots"}
+BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} - OF_THEIR_OWN)
 COMPARISONS = {"compare_fsdp": "2", "compare_masters": "2", "compare_pipeline": "2"}
 
 

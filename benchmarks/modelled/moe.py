@@ -17,12 +17,12 @@ RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise")
 
 
 class Experts(nn.Module):
-    """The stacks [128, 2 * hidden, width] and [128, width, hidden]; `product` multiplies rows that are sorted."""
+    """The stacks [count, 2 * hidden, width] and [count, width, hidden]; `product` multiplies rows that are sorted."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, count: int = EXPERTS) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * hidden, width))
-        self.down = nn.Parameter(torch.empty(EXPERTS, width, hidden))
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * hidden, width))
+        self.down = nn.Parameter(torch.empty(count, width, hidden))
         self.product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = in_bfloat16
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,12 @@ _KEPT_ALIVE: list[Any] = []
 """What C++ holds pointers to, until the process ends."""
 
 
-def pretend_gpu() -> None:
-    """Make torch, Inductor and Triton believe in an H100 until the process ends: nothing can take it back."""
+def pretend_gpu(capability: tuple[int, int] = (9, 0)) -> None:
+    """Make torch, Inductor and Triton believe in an H100 until the process ends: nothing can take it back.
+
+    Args:
+        capability: What it says its compute capability is.
+    """
     here = f"torch {torch.__version__} on {sys.platform} {platform.machine()}"
     if not (here.startswith("torch 2.13.") and here.endswith("linux x86_64")):
         raise RuntimeError(f"A GPU can be pretended to torch 2.13 on linux x86_64 alone; this is {here}.")
@@ -68,10 +72,12 @@ def pretend_gpu() -> None:
     _register_kernels()
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyrefly: ignore
     torch.version.cuda = "13.0"
-    answers = ANSWERS | {"get_rng_state": torch.zeros(16, dtype=torch.uint8)}
+    DEVICE.major, DEVICE.minor = capability
+    answers = ANSWERS | {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "get_device_capability": capability}
     _answer(torch.cuda, answers)
-    _persuade_inductor(answers)
-    _persuade_triton()
+    number = 10 * capability[0] + capability[1]
+    _persuade_inductor(answers, number)
+    _persuade_triton(number)
 
 
 def _register_device_guard() -> None:
@@ -119,12 +125,13 @@ def _register_kernels() -> None:
     _KEPT_ALIVE.append(library)
 
 
-def _persuade_inductor(answers: Mapping[str, Any]) -> None:
+def _persuade_inductor(answers: Mapping[str, Any], capability: int) -> None:
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
-    devices = {"exchange_device": 0, "maybe_exchange_device": 0, "get_raw_stream": 0, "get_compute_capability": 90}
+    devices = {"exchange_device": 0, "maybe_exchange_device": 0, "get_raw_stream": 0}
+    devices["get_compute_capability"] = capability
     for owner in (CudaInterface, CudaInterface.Worker):
         _answer(owner, answers | devices, wrap=staticmethod)
     config.force_disable_caches, config.compile_threads = True, 1
@@ -141,14 +148,14 @@ def _persuade_inductor(answers: Mapping[str, Any]) -> None:
     UniformValueConstantFolder._deduce_value = deduce_on_cpu
 
 
-def _persuade_triton() -> None:
+def _persuade_triton(capability: int) -> None:
     if importlib.util.find_spec("triton") is None:
         return  # eager steps do not need it: launches are recorded as plans
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     torch.utils._triton.triton_hash_with_backend = lambda: "none"
-    driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+    driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", capability, 32)))
 
 
 def _answer(owner: Any, answers: Mapping[str, Any], wrap: Callable = lambda function: function) -> None:

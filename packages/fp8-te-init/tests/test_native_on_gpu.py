@@ -1,4 +1,9 @@
-"""FP8 primary weights of plain layers on a GPU: the codes of the CPU, masters that train."""
+"""FP8 primary weights of plain layers on a GPU: the codes of the CPU, masters that train.
+
+Each test also runs on a CPU, where it proves its own program and nothing about a GPU.
+"""
+
+import contextlib
 
 import pytest
 import torch
@@ -6,9 +11,7 @@ from torch import nn
 
 import fp8_te_init as fti
 
-pytestmark = pytest.mark.gpu
-
-DEVICE = "cuda"
+pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 
 
@@ -17,20 +20,20 @@ def plain(dtype=torch.bfloat16):
     return nn.Sequential(nn.Linear(256, 384, bias=False), nn.GELU(), nn.Linear(384, 128, bias=False)).to(dtype)
 
 
-def on_device(**options):
-    return fti.convert_linear(plain().to(DEVICE), **options)
+def on(device, **options):
+    return fti.convert_linear(plain().to(device), **options)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_and_scales_are_those_of_the_cpu(recipe):
-    here, there = fti.convert_linear(plain(), recipe=recipe), on_device(recipe=recipe)
+def test_codes_and_scales_are_those_of_the_cpu(recipe, device):
+    here, there = fti.convert_linear(plain(), recipe=recipe), on(device, recipe=recipe)
     for layer, twin in zip(here[::2], there[::2], strict=True):
         assert torch.equal(layer.weight.codes.view(torch.uint8), twin.weight.codes.view(torch.uint8).cpu())
         assert torch.equal(layer.weight.scale, twin.weight.scale.cpu())
 
 
-def test_what_is_preserved_is_on_the_host_and_exact():
-    model = on_device(release="manual")
+def test_what_is_preserved_is_on_the_host_and_exact(device):
+    model = on(device, release="manual")
     for layer, source in zip(model[::2], plain()[::2], strict=True):
         kept = layer.weight.get_high_precision_init_val()
         assert kept.device.type == "cpu"
@@ -40,13 +43,13 @@ def test_what_is_preserved_is_on_the_host_and_exact():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_start_from_the_copy_and_codes_follow_them(recipe):
-    model = on_device(recipe=recipe)
+def test_masters_start_from_the_copy_and_codes_follow_them(recipe, device):
+    model = on(device, recipe=recipe)
     optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
     fti.seed_masters(optimizer, model)
     for layer, source in zip(model[::2], plain()[::2], strict=True):
         assert torch.equal(optimizer.master_of(layer.weight).cpu(), source.weight.float())
-    x = torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
     losses = []
     for _ in range(5):
         loss = (model(x).float() - 1).square().mean()
@@ -58,3 +61,19 @@ def test_masters_start_from_the_copy_and_codes_follow_them(recipe):
     for layer in model[::2]:
         weight, master = layer.weight, optimizer.master_of(layer.weight)
         assert torch.equal(weight.state.quantized(master), weight.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_host_does_not_wait_in_a_step_of_masters(recipe, fused, device):
+    model = on(device, recipe=recipe)
+    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=fused)
+    x = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
+    for mode in ("default", "default", "error"):  # a first step makes states, and compares what it starts from
+        with contextlib.ExitStack() as stack:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode(mode)
+                stack.callback(torch.cuda.set_sync_debug_mode, "default")
+            (model(x).float() - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)

@@ -1,19 +1,25 @@
-"""Layers on a GPU: native products against emulated ones, FSDP2 over NCCL, Inductor, steps without waits, CUDA graphs.
+"""Layers on a GPU: native products against emulated ones, FSDP2, Inductor, steps without waits, CUDA graphs.
 
 Each test also runs on a CPU, where it proves its own program and nothing about a GPU.
 """
 
 import contextlib
 import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
+from tests.helpers.collectives import KINDS, CollectiveCounter
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 SHAPES = [(16, 16, 16), (1, 256, 512), (17, 512, 256), (128, 512, 1024), (300, 1024, 512), (2, 64, 1536, 512)]
@@ -32,10 +38,10 @@ def close(got, want, dtype):
     assert error <= 2 * share * want.float().abs().max(), (error, want.abs().max())
 
 
-def model_on(device, recipe, dtype=torch.bfloat16):
+def model_on(device, recipe, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256, bias=False)).to(device, dtype)
-    return f8.convert_to_float8_training(model, config=config(recipe))
+    return f8.convert_to_float8_training(model, config=config(recipe, **options))
 
 
 def training_step(model, x, optimizer=None):
@@ -73,33 +79,57 @@ def test_products_are_those_of_emulation(recipe, shape, dtype, device):
         close(got, want, dtype)
 
 
-@pytest.fixture
-def process_group(request):
-    device = request.getfixturevalue("device")
+@contextlib.contextmanager
+def sync_debug(device, mode):
+    """Let CUDA warn of, or raise ("error") at, every place where the host waits for the device."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def train_two_ranks(rank, world_size, recipe, device):
+    """Return losses alone and under FSDP2, the dtypes of what is sent in a step, and how often the host waits in it."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.usefixtures("process_group")
-def test_one_rank_under_fsdp2_trains_like_none(recipe, device):
     alone, sharded = model_on(device, recipe), model_on(device, recipe)
-    mesh = init_device_mesh(device, (1,))
+    # a mesh that is made for CUDA beside gloo would take NCCL, which refuses two ranks on one GPU
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
     for layer in sharded:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
-    steps = [training_step(alone, x), training_step(sharded, x)]
-    for _ in range(4):
-        losses = [step() for step in steps]
-        close(losses[1], losses[0], torch.bfloat16)
-    assert losses[0].isfinite()
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(1))
+    steps = [training_step(model, x) for model in (alone, sharded)]
+    losses = [tuple(float(step()) for step in steps) for _ in range(4)]
+    with CollectiveCounter() as counter:
+        steps[1]()
+    sent = {kind: sorted({str(dtype) for dtype in counter.dtypes(kind)}) for kind in KINDS}
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        with sync_debug(device, "warn"):
+            steps[1]()
+    return losses, sent, sum("synchron" in str(each.message) for each in waits)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_train_like_one_and_gather_codes(run_ranks, record_property, recipe, device):
+    """Over gloo, which moves tensors of a GPU through the host: streams, events and dtypes are those of FSDP2."""
+    found = run_ranks(2, train_two_ranks, recipe, device)
+    for losses, sent, waits in found:
+        record_property("waits of the host in a step", waits)
+        for alone, sharded in losses:
+            assert sharded == pytest.approx(alone, rel=2.0**-7)
+        assert losses[-1][1] < losses[0][1]
+        assert "torch.uint8" in sent["all_gather"], sent
+        # only biases, and scales of rows and blocks, have another dtype
+        assert {"torch.uint8", "torch.bfloat16", "torch.float32"} >= set(sent["all_gather"])
+        assert set(sent["all_reduce"]) <= {"torch.int32"}, sent
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -117,26 +147,13 @@ def test_compiled_layers_compute_what_eager_ones_do(recipe, device):
         close(other.grad, one.grad, torch.bfloat16)
 
 
-@contextlib.contextmanager
-def no_waits(device):
-    """Let CUDA raise where the host waits for the device."""
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_host_does_not_wait_in_a_step(recipe, device):
     x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
     step = training_step(model_on(device, recipe), x)
     step()
-    with no_waits(device):
+    with sync_debug(device, "error"):
         loss = step()
     assert loss.isfinite()
 
@@ -171,12 +188,53 @@ def graph_of(step):
     return graph.replay
 
 
+CAPTURE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from fp8_common import Fp8UnsupportedError
+from test_layers_on_gpu import model_on
+x = torch.randn(128, 256, device="cuda", dtype=torch.float16)
+model = model_on("cuda", "blockwise", torch.float16)
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x)
+except Fp8UnsupportedError as error:
+    print(error)
+"""
+
+
 @pytest.mark.gpu
 def test_a_capture_without_a_step_before_it_is_refused():
-    from fp8_common import Fp8UnsupportedError
+    """In a process of its own, where no kernel was launched before."""
+    command = [sys.executable, "-c", CAPTURE, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "before the capture" in done.stdout, done.stdout
 
-    # a width that no other test has launched is no new kernel: the dtype is
-    x = torch.randn(128, 256, device="cuda", dtype=torch.float16)
-    model = model_on("cuda", "blockwise", torch.float16)
-    with pytest.raises(Fp8UnsupportedError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        model(x)
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.matrix("each", recipe=RECIPES, saved=[False, True])
+def test_checkpointed_layers_train_as_others_do(recipe, device, saved):
+    plain, twin = (model_on(device, recipe, fp8_saved_input=saved) for _ in range(2))
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    plain(x).float().square().mean().backward()
+    checkpoint(twin, x, use_reentrant=False).float().square().mean().backward()
+    for one, other in zip(plain.parameters(), twin.parameters(), strict=True):
+        close(other.grad, one.grad, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_graphs_of_the_compiler_train_like_eager_steps(recipe):
+    torch._dynamo.reset()
+    eager, twin = model_on("cuda", recipe), model_on("cuda", recipe)
+    compiled = torch.compile(twin, mode="reduce-overhead")
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(4):
+        for model, call in ((eager, eager), (twin, compiled)):
+            model.zero_grad()
+            torch.compiler.cudagraph_mark_step_begin()
+            call(x).float().square().mean().backward()
+    for one, other in zip(eager.parameters(), twin.parameters(), strict=True):
+        close(other.grad, one.grad, torch.bfloat16)

@@ -1,5 +1,7 @@
 """Grouped products as the tensor cores are asked for them: layouts and sizes, on a double that checks both."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,14 +9,14 @@ import torch.nn.functional as F
 from fp8_common import E4M3, Fp8Error
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
-from fp8_common.torch.linear import grouped_matmul, matmul
+from fp8_common.torch.linear import grouped_matmul, matmul, segments
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.grouped import RowGroups
 from fp8_common.torch.linear.grouped_matmul import path_of
 from fp8_common.torch.linear.matmul import MatmulOptions
 from fp8_common.torch.linear.operand import Operand
-from fp8_common.torch.linear.segments import zero_rows
+from fp8_common.torch.linear.segments import Groups, zero_rows
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
 SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 7], "empty": [0, 0, 0, 0]}
@@ -24,6 +26,12 @@ EXPERTS, COLUMNS, ROWS = 4, 48, 64
 def without_memory(x):
     """Return a tensor without data that lies like `x`."""
     return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def assert_as_the_device_does(ends, rows):
+    """What kernels of torch assert on the device, where it ends the process (GroupMMCommon.cuh)."""
+    assert all(start <= end for start, end in itertools.pairwise([0, *ends]))
+    assert ends[-1] <= rows
 
 
 @pytest.fixture
@@ -38,6 +46,7 @@ def products(monkeypatch):
         made.append((tuple(a.shape), tuple(b.shape)))
         # what is not computed stays as the memory was
         y, ends = torch.full(shape, torch.nan, dtype=how["out_dtype"]), offsets.tolist()
+        assert_as_the_device_does(ends, a.shape[0] if b.ndim == 3 else a.shape[1])
         for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start == end:
                 continue
@@ -53,6 +62,7 @@ def products(monkeypatch):
 
     def grouped_mm(a, b, *, offs):
         made.append("bfloat16")
+        assert_as_the_device_does(offs.tolist(), a.shape[0] if b.ndim == 3 else a.shape[1])
         y = grouped_mm_of_torch(a, b, offs=offs)
         ends = torch.cat([offs.new_zeros(1), offs])
         if b.ndim == 3:
@@ -217,6 +227,23 @@ def test_where_only_the_device_knows_that_offsets_do_not_fit_results_are_nan(off
     assert ends == sorted(ends), "the kernels of torch end the process at offsets that fall"
     assert 0 <= ends[0] <= ends[-1] <= 5, "and at those that lead past the rows"
     assert not fit or ends == offsets
+
+
+@pytest.mark.parametrize("how", ["fp8", "bfloat16"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("ends", [[64, 32, 128, 128], [64, 96, 256, 512], [-7, 3, 3, 128], [999, 0, 0, 0]])
+def test_the_device_is_never_asked_for_offsets_that_do_not_fit(monkeypatch, on_the_device, recipe, ends, how):
+    """All three products, as where the host does not know the offsets; what they give is NaN."""
+    monkeypatch.setattr(Groups, "known_on_host", property(lambda groups: False))
+    monkeypatch.setattr(segments, "check_offsets", lambda offsets, rows: None)
+    monkeypatch.setattr(grouped_matmul, "device_multiplies", lambda device: how)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator).bfloat16().requires_grad_()
+    x = torch.randn(128, COLUMNS, generator=generator).bfloat16().requires_grad_()
+    y = fp8_linear(x, weight, stack(recipe), torch.tensor(ends))
+    y.backward(torch.ones_like(y))
+    assert len(on_the_device) == 3
+    assert y.isnan().all()
 
 
 def test_compiled_products_refuse_offsets_that_do_not_fit():

@@ -1,0 +1,410 @@
+"""What `benchmarks.gpu` asks a GPU, a function a question, each called with a `Report` in a process of its own."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks._common import RESULTS, machine, take_turns
+
+ROOT = Path(__file__).parents[1]
+LLAMA, TE = 8192, 15_872
+SHAPES = {
+    **{f"Llama-3-8B {k} -> {n}": (LLAMA, k, n) for k, n in ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))},
+    **{f"TE {k} -> {n}": (TE, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))},
+}
+"""Tokens, in_features and out_features: of Llama-3-8B, and of the table that TransformerEngine publishes."""
+TESTS = {
+    "layers": "packages/fp8-torch-fsdp/tests/test_layers_on_gpu.py",
+    "experts": "packages/fp8-torch-fsdp/tests/test_experts_on_gpu.py",
+    "kernels": "shared-kernels/tests/gpu",
+    "te-init": "packages/fp8-te-init/tests/test_native_on_gpu.py",
+    "JAX": "packages/fp8-jax-owg/tests/test_dots_on_gpu.py",
+}
+INTERPRETED = "shared-kernels/tests/interpreter/test_scale_kernels.py"
+"""What stands for the tests of kernels where there is no GPU."""
+STREAMED = {"amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx"}
+LEAST_OF_COPY, LEAST_OF_MODEL = 0.9, 0.9
+
+
+# ---------------------------------------------------------------- what a part finds
+
+
+class Report:
+    """What a part found: figures, failures, and for each claim whether it holds. It is in its file at once."""
+
+    def __init__(self, path: Path, *, on_gpu: bool) -> None:
+        self.path, self.device, self.on_gpu = path, "cuda" if on_gpu else "cpu", on_gpu
+        self.found: dict[str, Any] = {"claims": {}, "figures": {}, "failures": {}}
+
+    def claim(self, text: str, holds: bool, shown: str) -> None:
+        """Say whether a claim holds, and what shows it."""
+        self.found["claims"][text] = {"holds": holds, "shown": shown}
+        self.write()
+
+    def figure(self, name: str, value: Any) -> None:
+        """Add what was measured."""
+        self.found["figures"][name] = value
+        self.write()
+
+    def write(self) -> None:
+        """Write all of it; who is killed meanwhile leaves the file as it was."""
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self.found, indent=1))
+        new.replace(self.path)
+
+    def timed(self, runs: Mapping[str, Callable[[], object]], repeat: int = 1) -> dict[str, float]:
+        """Return the median milliseconds of each run; they take turns."""
+
+        def finished(run: Callable[[], object]) -> None:
+            for _ in range(repeat):
+                run()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+
+        times = take_turns({name: partial(finished, run) for name, run in runs.items()}, 10 if self.on_gpu else 1)
+        return {name: 1e3 * statistics.median(seconds) / repeat for name, seconds in times.items()}
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def rates(report: Report, _: str) -> None:
+    """Versions, and what large matmuls, attention and a copy reach: every modelled time rests on these rates."""
+    from benchmarks.modelled.prices import GPUS
+    from fp8_common.torch import casts
+    from fp8_common.torch.linear.config import LinearConfig
+    from fp8_common.torch.linear.matmul import MatmulOptions, matmul
+    from fp8_common.torch.linear.operand import Operand, quantize_operand
+
+    report.figure("versions", versions(report.on_gpu))
+    n, head = (8192, 128) if report.on_gpu else (256, 32)
+    a, b = (torch.randn(n, n, device=report.device, dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, n // head, n, head, device=report.device, dtype=torch.bfloat16)
+    runs: dict[str, Callable[[], object]] = {
+        "copy": lambda: torch.empty_like(source).copy_(source),
+        "bf16": lambda: a @ b.t(),
+        "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True),
+    }
+    source = torch.zeros((1 << 30) if report.on_gpu else 1 << 20, dtype=torch.uint8, device=report.device)
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        config = LinearConfig(recipe=recipe)
+        x, weight = quantize_operand(a, config.input), config.weight
+        block = {"tensorwise": None, "rowwise": (1, 0)}.get(weight.granularity, (128, 128))
+        made = casts.quantize_dynamic(b, weight.fp8_format, weight.policy, block)
+        w = Operand.of_cast(made, weight.fp8_format, block if recipe == "blockwise" else None)
+        for fast in (False, True) if recipe != "blockwise" else (False,):
+            how = MatmulOptions(torch.bfloat16, emulate=not report.on_gpu, use_fast_accum=fast)
+            runs[f"fp8 {recipe}, {'fast' if fast else 'full'} accumulation"] = partial(matmul, x, w, how)
+    times = report.timed(runs)
+    work = {"copy": 2 * source.numel(), "attention": 2 * n * n * n}
+    reached = {name: work.get(name, 2 * n**3) / (1e-3 * ms) for name, ms in times.items()}
+    report.figure("per second", {name: f"{rate:.4g}" for name, rate in reached.items()})
+    gpu = GPUS.get(model_of(report) or "H100")
+    for name, rate in reached.items():
+        wanted = gpu.bandwidth if name == "copy" else gpu.flops[name.partition(" ")[0]]
+        report.claim(RATES[name], rate >= LEAST_OF_MODEL * wanted, f"{rate / 1e12:.4g} T/s, taken {wanted / 1e12:.4g}")
+
+
+RATES = {
+    name: f"{name} reaches {LEAST_OF_MODEL:.0%} of the rate that modelled times take"
+    for name in (
+        *("copy", "bf16", "attention", "fp8 blockwise, full accumulation"),
+        *(f"fp8 {scales}, {how} accumulation" for scales in ("tensorwise", "rowwise") for how in ("full", "fast")),
+    )
+}
+"""The claim about each rate."""
+
+
+def tests(report: Report, words: str) -> None:
+    """GPU tests of the files named by `words`, in this order; after each second what is known is written."""
+    names, _, chosen = words.partition(" -k ")
+    files = {name: place_of(report, name) for name in names.split()}
+    record = report.path.with_suffix(".jsonl")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu" if report.on_gpu else "not gpu", "-k", chosen]
+    command += ["-p", "tests.helpers.gpu_record", "--record", str(record), "-p", "no:cacheprovider"]
+    command += ["-o", "filterwarnings=default", "-o", "timeout=300"]
+    parallel = report.on_gpu and importlib.util.find_spec("xdist") is not None
+    # a CUDA error ends the process that it happens in: of xdist's there are others, else each file has one
+    for given in [[*files.values()]] if parallel else [[file] for file in files.values()]:
+        workers = ["-n", str(max(2, min(8, (os.cpu_count() or 2) // 2)))] if parallel else []
+        interpreted = {"TRITON_INTERPRET": "1"} if given == [INTERPRETED] else {}
+        process = subprocess.Popen([*command, *workers, *given], cwd=ROOT, env={**os.environ, **interpreted})
+        while process.poll() is None:
+            time.sleep(1)
+            counted(report, files, record)
+        counted(report, files, record)
+
+
+def place_of(report: Report, name: str) -> str:
+    """Return the file or folder of tests of this name."""
+    return INTERPRETED if name == "kernels" and not report.on_gpu else TESTS[name]
+
+
+def counted(report: Report, files: Mapping[str, str], record: Path) -> None:
+    """Put into a report what the record of the tests of some files says so far."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    for name, place in files.items():
+        own = {line["test"]: line for line in lines if line["test"].startswith(place)}
+        failed = {test: line.get("message", "") for test, line in own.items() if line["outcome"] == "failed"}
+        passed = sum(line["outcome"] == "passed" for line in own.values())
+        report.found["failures"] |= failed
+        report.found["figures"] |= {test: line["noted"] for test, line in own.items() if line.get("noted")}
+        if passed or failed:
+            shown = f"{passed} passed, {len(failed)} failed" + "".join(f"; {test}" for test in list(failed)[:5])
+            report.claim(f"{name}: every test passes", not failed, shown)
+
+
+def layer(report: Report, contender: str) -> None:
+    """A linear layer, eager, forward and backward, beside bfloat16 in turns."""
+    from benchmarks.modelled.models import convert
+
+    total = {"bf16": 0.0, contender: 0.0}
+    for name, (rows, k, n) in SHAPES.items() if report.on_gpu else (("small", (64, 32, 48)),):
+        x, grad = (torch.randn(rows, size, device=report.device, dtype=torch.bfloat16) for size in (k, n))
+        runs = {}
+        for who in total:
+            model = nn.Sequential(nn.Linear(k, n, bias=False, device=report.device, dtype=torch.bfloat16))
+            convert(model, who, "eager")
+            runs[who] = partial(gradients, model, (x.requires_grad_(),), grad)
+        times = report.timed(runs)
+        report.figure(name, {who: round(ms, 4) for who, ms in times.items()})
+        total = {who: total[who] + ms for who, ms in times.items()}
+    speedup(report, total, contender)
+
+
+def block(report: Report, contender: str) -> None:
+    """A Llama block, compiled, forward and backward, beside bfloat16 in turns; and the longest kernels of one step."""
+    from benchmarks.modelled.models import Block
+
+    width, tokens = (4096, LLAMA) if report.on_gpu else (1024, 32)
+    took = compiled(report, contender, lambda: Block(width), (1, tokens, width), rotation(report, tokens))
+    if wanted := modelled(report, contender):
+        report.claim(MODELLED, took <= wanted / LEAST_OF_MODEL, f"{took:.2f} ms, modelled {wanted:.2f} ms")
+
+
+def experts(report: Report, argument: str) -> None:
+    """Experts with row-wise scales, compiled, beside bfloat16 in turns: "EXPERTS WIDTH HIDDEN ROWS"."""
+    from benchmarks.modelled.moe import Experts
+
+    count, width, hidden, rows = map(int, argument.split()) if report.on_gpu else (4, 64, 32, 96)
+    cuts = torch.randperm(rows, device=report.device)[: count - 1].sort().values
+    offsets = torch.cat([cuts, cuts.new_full((1,), rows)]).int()
+    compiled(report, "ours-rowwise", lambda: Experts(width, hidden, count), (rows, width), (offsets,))
+
+
+def compiled(
+    report: Report, contender: str, make: Callable[[], nn.Module], shape: tuple[int, ...], others: tuple
+) -> float:
+    """Compile a model twice, in bfloat16 and converted, time a forward and a backward of each; return milliseconds."""
+    from benchmarks.modelled.models import convert
+
+    x = torch.randn(shape, device=report.device, dtype=torch.bfloat16, requires_grad=True)
+    runs = {}
+    for who in ("bf16", contender):
+        torch.manual_seed(0)
+        with torch.device(report.device):
+            model = make().bfloat16()
+        for weight in model.parameters():
+            nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.02)
+        convert(model, who, "compiled")
+        call = torch.compile(model, fullgraph=True, backend="inductor" if report.on_gpu else "aot_eager")
+        runs[who] = partial(gradients, call, (x, *others), torch.randn_like(x), model)
+    times = report.timed(runs)
+    report.figure("milliseconds", times)
+    speedup(report, times, contender)
+    kind = torch.profiler.ProfilerActivity.CUDA if report.on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        runs[contender]()
+    spent = {
+        e.key: (e.self_device_time_total if report.on_gpu else e.self_cpu_time_total) for e in profile.key_averages()
+    }
+    longest = sorted(spent.items(), key=lambda each: -each[1])[:20]
+    report.figure("longest kernels, microseconds", {name[:120]: round(us, 1) for name, us in longest})
+    return times[contender]
+
+
+MODELLED = f"takes no longer than the model says, by {1 / LEAST_OF_MODEL - 1:.0%}"
+
+
+def prepare(report: Report, contenders: str) -> None:
+    """Compile every block at the same time: the processes that time them one by one find the code in a cache."""
+    command = [*command_of(block, report.path.with_suffix(".one"), report.on_gpu)]
+    running = {}
+    for number, contender in enumerate(contenders.split()):
+        command[command.index("--output") + 1] = str(report.path.with_suffix(f".{number}"))
+        running[contender] = subprocess.Popen([*command, "--argument", contender], cwd=ROOT)
+    codes = {contender: process.wait() for contender, process in running.items()}
+    wrong = [contender for contender, code in codes.items() if code]
+    report.claim(COMPILES, not wrong, ", ".join(wrong) or f"{len(codes)} of them")
+
+
+COMPILES = "every recipe compiles as one graph and makes a step"
+
+
+def jax_layer(report: Report, _: str) -> None:
+    """Products of JAX and their gradients, beside bfloat16 in turns, and whether XLA multiplies codes."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8_jax_owg as owg
+
+    dimensions = (((1,), (0,)), ((), ()))
+    total = {"bf16": 0.0, "ours": 0.0}
+    for rows, k, n in ((LLAMA, 4096, 14336), (TE, 4096, 4096)) if report.on_gpu else ((64, 32, 48),):
+        keys, sizes = jax.random.split(jax.random.key(0), 3), ((rows, k), (k, n), (rows, n))
+        arrays = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
+        dots = {
+            "bf16": lambda x, w: jax.lax.dot_general(x, w, dimensions),
+            "ours": lambda x, w: owg.fp8_dot_general(x, w, dimensions, scaling=owg.CurrentScaling()),
+        }
+        steps = {
+            name: jax.jit(jax.grad(lambda x, w, g, dot=dot: (dot(x, w) * g).astype(jnp.float32).sum(), (0, 1)))
+            .lower(*arrays)
+            .compile()
+            for name, dot in dots.items()
+        }
+        products = re.findall(r"[^\n]*(?: dot\(|cublas\$lt\$matmul\$f8)[^\n]*", steps["ours"].as_text())
+        report.claim(CODES, "f8e4m3fn" in steps["ours"].as_text(), f"{len(products)} products")
+        runs = {name: lambda of=(step, arrays): jax.block_until_ready(of[0](*of[1])) for name, step in steps.items()}
+        times = report.timed(runs)
+        report.figure(f"{rows} x {k} -> {n}, milliseconds", times)
+        total = {who: total[who] + ms for who, ms in times.items()}
+    speedup(report, total, "ours")
+
+
+CODES = "XLA multiplies FP8 codes"
+
+
+def te_init(report: Report, _: str) -> None:
+    """A step of masters of FP8 primary weights beside fused AdamW of as many float32 parameters, in turns."""
+    import fp8_te_init as fti
+
+    width, count = (4096, 16) if report.on_gpu else (64, 2)
+    layers = [nn.Linear(width, width, bias=False, device=report.device, dtype=torch.bfloat16) for _ in range(count)]
+    plain = [nn.Parameter(each.weight.detach().float()) for each in layers]
+    low = fti.convert_linear(nn.Sequential(*layers), recipe="tensorwise")
+    masters = fti.MasterOptimizer(torch.optim.AdamW, low.parameters(), lr=1e-4, fused=report.on_gpu)
+    adam = torch.optim.AdamW(plain, lr=1e-4, fused=report.on_gpu)
+    for parameter in (*low.parameters(), *plain):
+        parameter.grad = torch.full(parameter.shape, 1e-3, device=report.device, dtype=parameter.dtype)
+    times = report.timed({"AdamW": adam.step, "masters": masters.step})
+    report.figure("milliseconds", times)
+    ratio = times["masters"] / times["AdamW"]
+    report.claim(MASTERS, ratio <= 2, f"{ratio:.2f} times")
+
+
+MASTERS = "a step of masters, cast included, takes at most twice fused AdamW's"
+
+
+def kernels(report: Report, dtype: str) -> None:
+    """The bandwidth of every cast of 256 MB, beside a copy of as many bytes in turns."""
+    import fp8_common as f8
+    from fp8_common.torch import casts
+
+    rows, columns = ((256 << 20) // getattr(torch, dtype).itemsize // 8192, 8192) if report.on_gpu else (256, 256)
+    x = torch.randn(rows, columns, device=report.device).to(getattr(torch, dtype))
+    scale = torch.tensor(3.0, device=report.device)
+    dynamic = partial(casts.quantize_dynamic, x, f8.E4M3, f8.CANONICAL)
+    read, codes = x.nbytes, x.numel()
+    ours: dict[str, tuple[int, Callable[[], object]]] = {
+        "amax": (read, lambda: casts.amax(x)),
+        "cast": (read + codes, lambda: casts.quantize(x, scale, f8.E4M3)),
+        "tensorwise": (2 * read + codes, dynamic),
+        "cast + transpose": (read + 2 * codes, lambda: casts.quantize_with_amax(x, scale, f8.E4M3, both=True)),
+        "row-wise": (read + codes, partial(dynamic, (1, 0))),
+        "1x128": (read + codes, partial(dynamic, (1, 128))),
+        "128x128": (read + codes, partial(dynamic, (128, 128))),
+        "mx": (read + codes, lambda: casts.quantize_mx(x, f8.E4M3, "rceil")),
+    }
+    for name, (moved, run) in ours.items():
+        source = torch.zeros(moved // 2, dtype=torch.uint8, device=report.device)
+        times = report.timed({"ours": run, "copy": partial(source.clone)}, repeat=5)
+        share = times["copy"] / times["ours"]
+        report.claim(
+            streamed(name, dtype), share >= LEAST_OF_COPY, f"{share:.0%}, {moved / times['ours'] / 1e6:.0f} GB/s"
+        )
+
+
+def streamed(name: str, dtype: str) -> str:
+    """Return the claim about a cast."""
+    return f"{name} of {dtype} reaches {LEAST_OF_COPY:.0%} of a copy's bandwidth"
+
+
+# ---------------------------------------------------------------- what parts share
+
+
+def gradients(
+    call: Callable[..., torch.Tensor], given: tuple, grad: torch.Tensor, model: nn.Module | None = None
+) -> object:
+    """Make a forward and a backward; nothing is accumulated."""
+    weights = (call if model is None else model).parameters()
+    return torch.autograd.grad(call(*given), [given[0], *weights], grad)
+
+
+def rotation(report: Report, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of attention, float32 [tokens, 64]."""
+    angles = torch.arange(tokens, device=report.device)[:, None] * 500_000.0 ** (
+        -torch.arange(64, device=report.device) / 64
+    )
+    return angles.cos(), angles.sin()
+
+
+def speedup(report: Report, times: Mapping[str, float], contender: str) -> None:
+    """Say whether a contender is faster than bfloat16."""
+    ratio = times["bf16"] / times[contender]
+    report.claim(FASTER, ratio > 1, f"{ratio:.3f}x, {times[contender]:.2f} ms")
+
+
+FASTER = "faster than bfloat16"
+
+
+def model_of(report: Report) -> str | None:
+    """Return the GPU of the model of time that this is; None for others."""
+    name = torch.cuda.get_device_name() if report.on_gpu else ""
+    return next((known for known in ("H200", "H100") if known in name), None)
+
+
+def modelled(report: Report, contender: str) -> float | None:
+    """Return the modelled milliseconds of a compiled block, where this GPU is modelled; on a CPU those of an H100."""
+    steps = json.loads((RESULTS / "modelled_block_4096.json").read_text())["steps"]
+    found = [s["modelled_milliseconds"] for s in steps if (s["contender"], s["mode"]) == (contender, "compiled")]
+    name = model_of(report) or (None if report.on_gpu else "H100")
+    return found[0][name] if found and name else None
+
+
+def versions(on_gpu: bool) -> dict[str, Any]:
+    """Return the versions of what computes, from the driver up."""
+    found = {
+        "triton": importlib.import_module("triton").__version__,
+        "cuda": torch.version.cuda,
+        **machine()["versions"],
+    }
+    if on_gpu:
+        found |= {"capability": torch.cuda.get_device_capability(), "nccl": torch.cuda.nccl.version()}
+        found |= {"cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name()}
+        with contextlib.suppress(Exception):
+            asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+            found["driver, clock, power"] = subprocess.run(
+                asked, capture_output=True, text=True, check=True
+            ).stdout.strip()
+    return found
+
+
+def command_of(run: Callable[[Report, str], None], output: Path, on_gpu: bool) -> list[str]:
+    """Return the command of a process that runs one part."""
+    own = ["--part", f"{run.__module__}:{run.__qualname__}", "--output", str(output)]
+    return [sys.executable, "-m", "benchmarks.gpu", *own, *([] if on_gpu else ["--pretend"])]

@@ -1,0 +1,191 @@
+"""You have a GPU: what of this project holds on it? Eight minutes, and one file that says so.
+
+    python -m benchmarks.gpu [--minutes 8.5] [--only WORD ...] [--results FOLDER] [--pretend] [--list]
+
+It needs torch, triton and pytest, JAX for the part about it, and torchao where that is to be compared; the packages
+need not be installed. Each part runs in processes of its own, which end with its time: a part that raises, hangs or
+dies costs its own results alone, and a part that is done early gives its time to the next ones. The file
+gpu-DEVICE.json in benchmarks/results, or in $OUT where that is set, is written anew after each part; gpu-DEVICE.md is
+its table. `--pretend`, which is what happens without a GPU, goes through the plan with a CPU in its place: small
+shapes, the tests that have a twin on a CPU, and no verdicts.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import _gpu_parts as ask
+from benchmarks._common import RESULTS, machine, save, table
+
+MESSAGE = 3000
+"""Characters of a failure that are kept, its last ones."""
+RECIPES = ("rowwise", "tensorwise", "tensorwise_delayed", "blockwise", "rowwise_with_gw_hp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of the plan: a function of (report, argument), how long it may take, and what it decides."""
+
+    name: str
+    seconds: float
+    claims: tuple[str, ...]
+    run: Callable[[ask.Report, str], None]
+    argument: str = ""
+
+
+def plan() -> list[Part]:
+    """Return the parts in order: what decides most, and could end the process, comes first."""
+    peers = [f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise")] if importlib.util.find_spec("torchao") else []
+    contenders = [*(f"ours-{recipe}" for recipe in RECIPES), *peers]
+    bits = " ".join(ask.TESTS)
+    twice = {
+        "128 experts of 768": f"128 2048 768 {8 * ask.LLAMA}",
+        "8 experts of 14336": f"8 4096 14336 {2 * ask.LLAMA}",
+    }
+    return [
+        Part("rates", 20, tuple(ask.RATES.values()), ask.rates),
+        Part(
+            "bits",
+            110,
+            tuple(f"{name}: every test passes" for name in ask.TESTS),
+            ask.tests,
+            f"{bits} -k not two_ranks",
+        ),
+        Part("two ranks", 40, ("layers: every test passes",), ask.tests, "layers -k two_ranks"),
+        *(Part(f"layer, {who}", 40 / len(contenders), (ask.FASTER,), ask.layer, who) for who in contenders),
+        Part("compile", 60, (ask.COMPILES,), ask.prepare, " ".join(contenders)),
+        *(
+            Part(f"block, {who}", 90 / len(contenders), (ask.FASTER, ask.MODELLED), ask.block, who)
+            for who in contenders
+        ),
+        *(Part(name, 25, (ask.FASTER,), ask.experts, argument) for name, argument in twice.items()),
+        Part("JAX", 30, (ask.CODES, ask.FASTER), ask.jax_layer),
+        Part("te-init", 30, (ask.MASTERS,), ask.te_init),
+        *(
+            Part(
+                f"kernels, {dtype}",
+                20,
+                tuple(ask.streamed(name, dtype) for name in sorted(ask.STREAMED)),
+                ask.kernels,
+                dtype,
+            )
+            for dtype in ("bfloat16", "float32")
+        ),
+    ]
+
+
+def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """Run a part in a process group of its own, and end all of it; return what it found and how it ended."""
+    output = folder / f"{re.sub('[^a-z0-9]+', '-', part.name.lower())}.json"
+    sources = [str(path) for path in (ask.ROOT / "shared-kernels/src", *sorted(ask.ROOT.glob("packages/*/src")))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        # JAX would take most of the memory, which torch needs beside it
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [*ask.command_of(part.run, output, on_gpu), "--argument", part.argument]
+    start, log = time.monotonic(), output.with_suffix(".log")
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, cwd=ask.ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+            ended = "finished" if code == 0 else f"ended with status {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found = json.loads(output.read_text()) if output.exists() else {"claims": {}, "figures": {}, "failures": {}}
+    if ended != "finished":
+        found["failures"][ended] = log.read_text(errors="replace")[-MESSAGE:]
+    return found | {"ended": ended, "seconds": round(time.monotonic() - start, 1)}
+
+
+def run_plan(parts: Sequence[Part], minutes: float, results: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """Run all parts in `minutes`; write what is known after each, and return it."""
+    device = torch.cuda.get_device_name() if on_gpu else "pretended"
+    name = f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}"
+    share = 60 * minutes / sum(part.seconds for part in parts)
+    folder, due = Path(tempfile.mkdtemp(prefix="gpu-")), time.monotonic()
+    result: dict[str, Any] = {"device": device, "minutes": minutes, "parts": {}}
+    try:
+        for part in parts:
+            due += share * part.seconds
+            print(f"{part.name}: until {due - time.monotonic():.0f} s from now", flush=True)
+            found = run_part(part, max(1.0, due - time.monotonic()), folder, on_gpu=on_gpu)
+            result["parts"][part.name] = found
+            print(f"{part.name}: {found['ended']}, {found['seconds']} s", flush=True)
+            results.mkdir(parents=True, exist_ok=True)
+            (results / f"{name}.json").write_text(json.dumps({**machine(), **result}, indent=1) + "\n")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    save(results, name, result, table([("part", "claim", "", "shown by"), *verdicts(parts, result, on_gpu=on_gpu)]))
+    return result
+
+
+def verdicts(parts: Sequence[Part], result: Mapping[str, Any], *, on_gpu: bool) -> list[tuple[str, str, str, str]]:
+    """Return for each claim of the plan: part, claim, proved, refuted or not reached, and what shows it."""
+    rows = []
+    for part in parts:
+        found = result["parts"].get(part.name, {"claims": {}, "ended": "not begun"})
+        for claim in dict.fromkeys((*part.claims, *found["claims"])):
+            one = found["claims"].get(claim)
+            if one is None:
+                rows.append((part.name, claim, "not reached", found["ended"]))
+                continue
+            cut = "" if found["ended"] == "finished" else f"; {found['ended']}"
+            verdict = ("proved" if one["holds"] else "refuted") if on_gpu else "pretended"
+            rows.append((part.name, claim, verdict, one["shown"] + cut))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the plan, or one part; return 0 if nothing was refuted and all was reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, help="how long all of it may take (8.5; 60 if pretended)")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names begin so")
+    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
+    parser.add_argument("--pretend", action="store_true", help="take a CPU for a GPU; always, where there is none")
+    parser.add_argument("--list", action="store_true", help="name the parts")
+    for hidden in ("--part", "--output", "--argument"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    on_gpu = torch.cuda.is_available() and not chosen.pretend
+    if chosen.part:
+        module, _, name = chosen.part.partition(":")
+        getattr(importlib.import_module(module), name)(
+            ask.Report(Path(chosen.output), on_gpu=on_gpu), chosen.argument or ""
+        )
+        return 0
+    parts = [part for part in plan() if not chosen.only or part.name.startswith(tuple(chosen.only))]
+    if chosen.list:
+        print("\n".join(f"{part.name}: {part.seconds:.0f} s" for part in parts))
+        return 0
+    result = run_plan(parts, chosen.minutes or (8.5 if on_gpu else 60), chosen.results, on_gpu=on_gpu)
+    return int(any(row[2] in ("refuted", "not reached") for row in verdicts(parts, result, on_gpu=on_gpu)))
+
+
+if __name__ == "__main__":
+    # parts are functions of this module by its name
+    sys.exit(importlib.import_module("benchmarks.gpu").main())

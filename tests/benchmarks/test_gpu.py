@@ -1,0 +1,194 @@
+"""The plan for a GPU as far as it runs without one: planted faults, what is written when, the table, the record."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: the plan asks for its version")
+
+from benchmarks import _gpu_parts as ask
+from benchmarks import gpu
+from tests.helpers.repository import ROOT
+
+FAULTS = """
+import os, subprocess, sys, time
+
+def good(report, argument):
+    report.claim(f"works {argument}", True, "it ran")
+
+def raises(report, argument):
+    report.claim("before the error", True, "it ran")
+    raise RuntimeError("illegal memory access, planted")
+
+def hangs(report, argument):
+    report.figure("before the hang", 1)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    report.figure("child", child.pid)
+    time.sleep(600)
+
+def dies(report, argument):
+    report.claim("before the end", False, "it ran")
+    os._exit(7)
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """A module of parts that fail, each in its way."""
+    (tmp_path / "planted_faults.py").write_text(FAULTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import planted_faults
+
+    return planted_faults
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_part_that_raises_hangs_or_dies_costs_its_own_results_alone(faults, tmp_path, monkeypatch):
+    """Each claim that was made before the fault stays, and what the process said is kept."""
+    parts = [
+        gpu.Part("one", 60, ("works 1",), faults.good, "1"),
+        gpu.Part("raises", 60, ("before the error", "after it"), faults.raises),
+        gpu.Part("hangs", 1, ("never",), faults.hangs),
+        gpu.Part("dies", 60, ("before the end",), faults.dies),
+        gpu.Part("last", 60, ("works 2",), faults.good, "2"),
+    ]
+    run_part, seen, allowed = gpu.run_part, [], []
+
+    def watched(part, seconds, folder, **options):
+        seen.append(sorted(path.name for path in (tmp_path / "out").glob("*.json")))
+        allowed.append((part.name, seconds))
+        # what the parts before left over would be a long wait
+        return run_part(part, 20 if part.name == "hangs" else seconds, folder, **options)
+
+    monkeypatch.setattr(gpu, "run_part", watched)
+    result = gpu.run_plan(parts, 241 / 60, tmp_path / "out", on_gpu=False)["parts"]
+    assert seen == [[], *[["gpu-pretended.json"]] * 4], "it is written after each part"
+    assert allowed[1][1] > 60, "what a part does not need is given to the next ones"
+    assert [found["ended"] for found in result.values()] == [
+        *("finished", "ended with status 1", "stopped after 20 s", "ended with status 7", "finished")
+    ]
+    assert "illegal memory access, planted" in result["raises"]["failures"]["ended with status 1"]
+    assert result["hangs"]["figures"]["before the hang"] == 1
+    deadline = time.monotonic() + 20
+    while alive(result["hangs"]["figures"]["child"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(result["hangs"]["figures"]["child"]), "its whole group is ended"
+    rows = gpu.verdicts(parts, {"parts": result}, on_gpu=True)
+    assert [(part, verdict) for part, _, verdict, _ in rows] == [
+        *(("one", "proved"), ("raises", "proved"), ("raises", "not reached"), ("hangs", "not reached")),
+        *(("dies", "refuted"), ("last", "proved")),
+    ]
+    assert {row[2] for row in gpu.verdicts(parts, {"parts": result}, on_gpu=False)} == {"pretended", "not reached"}
+    written = (tmp_path / "out/gpu-pretended.md").read_text()
+    assert "| hangs | never | not reached | stopped after 20 s |" in written
+
+
+def test_the_plan_asks_about_bits_before_speed_and_ends_in_nine_minutes():
+    parts = gpu.plan()
+    names = [part.name for part in parts]
+    assert names[:3] == ["rates", "bits", "two ranks"]
+    assert len(set(names)) == len(names)
+    assert 8 * 60 <= sum(part.seconds for part in parts) <= 9 * 60
+    for recipe in gpu.RECIPES:
+        assert {f"layer, ours-{recipe}", f"block, ours-{recipe}"} <= set(names)
+    shapes = ask.SHAPES.values()
+    assert {(15_872, 4096, 12288), (15_872, 4096, 4096), (15_872, 4096, 16384), (15_872, 16384, 4096)} <= set(shapes)
+    assert {(8192, 4096, 14336), (8192, 14336, 4096)} <= set(shapes)
+
+
+PRETENDED = ("rates", "layer, ours-rowwise", "te-init", "kernels, bfloat16")
+
+
+@pytest.mark.timeout(1800)
+def test_every_part_has_a_twin_on_a_cpu_that_reaches_its_claims(tmp_path, full):
+    """Of tests of bits a few, and of recipes one; all that is planned with --full."""
+    words = () if full else PRETENDED
+    command = [sys.executable, "-m", "benchmarks.gpu", "--pretend", "--results", str(tmp_path), "--minutes", "30"]
+    done = subprocess.run(
+        [*command, *(["--only", *words] if words else [])], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "gpu-pretended.json").read_text())
+    assert all(part["ended"] == "finished" for part in result["parts"].values())
+    table = (tmp_path / "gpu-pretended.md").read_text()
+    assert table in done.stdout
+    assert "not reached" not in table
+
+
+def test_the_tests_of_the_plan_are_there():
+    for place in ask.TESTS.values():
+        assert (ROOT / place).exists(), place
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_every_test_is_recorded_at_once_and_a_lost_gpu_ends_its_process(tmp_path, workers):
+    """xdist goes on in another process; alone, what was recorded stays."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(record_property): record_property('waits', 3)\n"
+        "def test_bad(): assert False, 'x' * 5000 + 'the end'\n"
+        "@pytest.mark.skip(reason='no')\n"
+        "def test_left(): pass\n"
+        "def test_lost(): raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_after(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.helpers.gpu_record"]
+    command += [
+        "--record",
+        str(tmp_path / "lines.jsonl"),
+        *workers,
+        "--rootdir",
+        str(tmp_path),
+        "-c",
+        str(tmp_path / "pytest.ini"),
+    ]
+    subprocess.run([*command, str(tmp_path / "test_some.py")], cwd=ROOT, capture_output=True, check=False, timeout=170)
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    own = {line["test"].rpartition("::")[2]: line for line in lines}
+    assert len(own) == len(lines), "nothing is recorded twice"
+    assert {name: line["outcome"] for name, line in own.items()} == {
+        "test_good": "passed",
+        "test_bad": "failed",
+        "test_left": "skipped",
+        "test_lost": "failed",
+        **({"test_after": "passed"} if workers else {}),
+    }
+    assert own["test_good"]["noted"] == {"waits": 3}
+    assert own["test_bad"]["message"].endswith("Error\n") or "the end" in own["test_bad"]["message"]
+    assert len(own["test_bad"]["message"]) <= 3000
+    assert "illegal memory access" in own["test_lost"]["message"]
+
+
+def test_what_tests_recorded_becomes_claims(tmp_path):
+    record, place = tmp_path / "lines.jsonl", ask.TESTS["experts"]
+    report = ask.Report(tmp_path / "bits.json", on_gpu=True)
+    files = {name: ask.TESTS[name] for name in ("layers", "experts")}
+    ask.counted(report, files, record)
+    assert report.found["claims"] == {}, "nothing was reached"
+    lines = [
+        {"test": f"{place}::one", "outcome": "passed", "seconds": 1, "noted": {"waits": 0}},
+        {"test": f"{place}::two", "outcome": "failed", "seconds": 1, "message": "why"},
+        {"test": f"{place}::three", "outcome": "skipped", "seconds": 1},
+    ]
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ask.counted(report, files, record)
+    found = json.loads((tmp_path / "bits.json").read_text())
+    (claim,) = found["claims"].items()
+    assert claim == ("experts: every test passes", {"holds": False, "shown": f"1 passed, 1 failed; {place}::two"})
+    assert found["failures"] == {f"{place}::two": "why"}
+    assert found["figures"] == {f"{place}::one": {"waits": 0}}
