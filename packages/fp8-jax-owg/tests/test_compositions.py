@@ -211,7 +211,7 @@ def test_an_axis_that_is_called_sharded_and_is_not_is_nan(devices):
 
 @pytest.mark.parametrize("how", ["barrier", "cast"])
 def test_a_state_that_becomes_each_devices_own_is_nan(devices, how):
-    """JAX adds up over devices what leaves such a cast; before 0.12, a barrier around state and batch makes one, too."""
+    """JAX adds up over devices what leaves such a cast; before 0.12, a barrier around state and batch makes one."""
     mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
 
     def local(amax, meta):
