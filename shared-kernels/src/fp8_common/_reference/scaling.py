@@ -68,7 +68,7 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
     # np.max of floats keeps a NaN too; keys are what the GPU kernels and the all-reduces compare.
     keys = float_key(as_float32(x))
     # Keys are never negative, so `initial` changes nothing but the result of an empty reduction.
-    return key_to_float(np.max(keys, axis=axes, keepdims=keepdims, initial=0))
+    return key_to_float(np.asarray(np.max(keys, axis=axes, keepdims=keepdims, initial=0)))
 
 
 def float_key(x: NDArray[np.float32]) -> NDArray[np.int32]:

@@ -73,7 +73,7 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of subclasses that see operators in `__torch_dispatch__` alone."""
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Raises, without a wait, if a bool scalar is False."""
-copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """Copies each of the second tensors into one of the first, in one launch."""
 
 

@@ -294,7 +294,7 @@ def _copy_codes(target: PrimaryFloat8Weight, source: torch.Tensor) -> PrimaryFlo
     refused = other.problem is not None
     # FSDP2 cuts a weight by copying a view of its rows into a padded tensor of `new_zeros`: the place of the view in
     # its storage tells which rows these are.
-    row = (source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
+    row = int(source._codes.storage_offset() - other.codes.storage_offset()) // max(1, other.codes.shape[1])
     if mine.scale is not other.scale:
         mine.scale.copy_(other.scale)
         if mine.history is not None and other.history is not None:
