@@ -118,15 +118,15 @@ def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) ->
         # On explicit meshes, arrays of different shardings cannot be put together; nor can arrays in a shard_map that
         # differ along different axes: all would differ along all of them.
         explicit = i if any(any(jax.typeof(x).sharding.spec) for x in row) else None
-        groups.setdefault((explicit, *((x.shape[-1], varying_axes(x)) for x in row)), []).append(i)
+        groups.setdefault((explicit, *[(x.shape[-1], varying_axes(x)) for x in row]), []).append(i)
     results: list[Any] = [None] * len(rows)
     for chosen in groups.values():
         if len(chosen) == 1:
             results[chosen[0]] = function(*rows[chosen[0]])
             continue
-        columns = zip(*(rows[i] for i in chosen), strict=True)
-        made = function(*(jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns))
-        ends = np.cumsum([0, *(rows[i][0].size for i in chosen)]).tolist()
+        columns = zip(*[rows[i] for i in chosen], strict=True)
+        made = function(*[jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns])
+        ends = np.cumsum([0, *[rows[i][0].size for i in chosen]]).tolist()
         for i, start, end in zip(chosen, ends, ends[1:], strict=False):
             results[i] = lax.slice_in_dim(made, start, end).reshape(*rows[i][0].shape[:-1], made.shape[-1])
     return results
@@ -258,9 +258,7 @@ def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Return the scale as gradients hold it, amax and witness, [..., 3]."""
     known = cotangents.decode(cotangent)
     is_known = cotangents.is_observed(known)
-    amax, seen_witness, back, canary = (
-        jnp.where(is_known[..., place], cotangent[..., place], jnp.float32(0)) for place in Seen
-    )
+    amax, seen_witness, back, canary = jnp.moveaxis(jnp.where(is_known, cotangent, 0)[..., : len(Seen)], -1, 0)
     # what was computed with, or is said in other places, as the gradient of a penalty is: a witness of no amax
     foreign = is_known[..., len(Seen) :].any(-1)
     foreign |= is_known[..., Seen.AMAX] & (canary != CANARY)
