@@ -21,7 +21,8 @@ INPUTS, WEIGHTS = example()
 _ROW = CastRecipe(granularity="rowwise", policy=ScalePolicy(name="stable", power_of_2=True, stable=True))
 _STATIC = CastRecipe(scaling="static", static_scale=16.0)
 OWN = {
-    **{name: recipe for name, recipe in RECIPES.items() if name != "mx"},
+    # the example has fewer tokens than the 32 of an MX block along them
+    **{name: recipe for name, recipe in RECIPES.items() if name != "mxfp8"},
     "rowwise, stable scales": Recipe(name="stable", input=_ROW, weight=_ROW, grad_output=_ROW),
     "static": Recipe(
         name="static",
