@@ -11,139 +11,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from tests.helpers.collectives import CollectiveCounter
+from tests.helpers.communicated_layers import (
+    KINDS,
+    POLICY,
+    backward,
+    batch,
+    build,
+    check_layers,
+    decoded,
+    layers_of_others,
+    shard,
+)
 
 pytestmark = pytest.mark.distributed
-WIDTH = 96
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def decoded(weight):
-    """Return what a layer gets in the place of `weight`, by the definition in NumPy: bfloat16, codes, bfloat16."""
-    if weight.ndim < 2:
-        return weight.detach().bfloat16()
-    rows = weight.detach().bfloat16().float().reshape(len(weight), -1).numpy()
-    values = fp8_common.dequantize_mx(*fp8_common.quantize_mx(rows, "e4m3", "rceil"), "e4m3")
-    return torch.from_numpy(values.astype(np.float32)).view(weight.shape).bfloat16()
-
-
-class Experts(nn.Module):
-    """Stacked weights [experts, out, in]; tokens go round-robin."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, WIDTH, WIDTH) * WIDTH**-0.5)
-
-    def forward(self, x):
-        return torch.cat([F.linear(part, own) for part, own in zip(x.chunk(6), self.weight, strict=True)])
-
-
-class Images(nn.Module):
-    """Tokens as images of 4 x 6 pixels; a row of the convolution has 36 values, no multiple of 32."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x):
-        return self.conv(x.view(-1, 4, 4, 6)).view(x.shape)
-
-
-def block():
-    # 101 and 352 rows are no multiple of 2 or 3
-    layers = nn.Linear(WIDTH, 352), nn.GELU(), nn.Linear(352, 101), nn.Linear(101, WIDTH)
-    return nn.Sequential(nn.LayerNorm(WIDTH), *layers)
-
-
-def torchao_float8(model):
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def linear(layer, name):
-        return isinstance(layer, nn.Linear) and layer.weight.shape == (352, WIDTH)
-
-    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=linear)
-
-
-def torchao_mx(model):
-    """Make MX layers of those whose sizes allow it. torchao's emulated mode calls a CUDA kernel, its parts do not."""
-    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, mx_mm
-    from torchao.prototype.mx_formats import config
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    class OnACPU(MXFP8Linear):
-        def forward(self, x):
-            casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
-            formats, mode = [torch.float8_e4m3fn] * 3, config.ScaleCalculationMode.RCEIL
-            y = mx_mm.apply(x, self.weight, *formats, 32, KernelPreference.EMULATED, *casts, mode, False)
-            return y + self.bias.to(y.dtype)
-
-    for layer in model.modules():
-        if type(layer) is nn.Linear and layer.weight.shape == (352, WIDTH):
-            layer.__class__ = OnACPU
-    return model
-
-
-KINDS = {
-    "plain": lambda: nn.Sequential(block(), block()),
-    "embedding and head": lambda: nn.Sequential(nn.Embedding(67, WIDTH), block(), nn.Linear(WIDTH, 67)),
-    "convolution": lambda: nn.Sequential(Images(), block()),
-    "experts": lambda: nn.Sequential(block(), Experts()),
-    "torchao float8": lambda: torchao_float8(nn.Sequential(block(), block())),
-    "torchao mx": lambda: torchao_mx(nn.Sequential(block(), block())),
-}
-
-
-def build(kind):
-    torch.manual_seed(0)
-    return KINDS[kind]()
-
-
-def shard(model, **options):
-    for part in model:
-        fully_shard(part, mp_policy=POLICY, **options)
-    return fully_shard(model, mp_policy=POLICY, **options)
-
-
-def batch(kind, rank):
-    generator = torch.Generator().manual_seed(rank)
-    if kind == "embedding and head":
-        return torch.randint(67, (96,), generator=generator)
-    return torch.randn(96, WIDTH, generator=generator).bfloat16()
-
-
-def backward(model, x):
-    """Run a step that gives every gradient its own size; return the output."""
-    y = model(x)
-    (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    return y.detach()
-
-
-def layers_of_others(rank, ranks, kind):
-    everything = {"parameters": ["*"]}  # embeddings and heads too
-    reference = build(kind).bfloat16()
-    for own, weight in zip(reference.parameters(), build(kind).parameters(), strict=True):
-        own.data = decoded(weight)
-    outputs, gradients = [], []
-    for options in (everything, everything, {**everything, "gradients": False}):
-        model = shard(build(kind))
-        f8.compress_communication(model, **options)
-        outputs.append(backward(model, batch(kind, rank)))
-        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-    return outputs[0], reference(batch(kind, rank)), *gradients
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_layers_of_any_kind_compute_with_decoded_weights(run_ranks, ranks, kind):
-    for y, expected, first, again, wide in run_ranks(ranks, layers_of_others, kind):
-        assert torch.equal(y, expected)
-        for name, gradient in first.items():
-            assert torch.equal(gradient, again[name]), f"{name}: the bits of a gradient repeat"
-            error = ((gradient - wide[name]).norm() / wide[name].norm()).item()
-            assert (0.005 < error < 0.08) if gradient.ndim > 1 else error < 1e-6, f"{name}: {error}"
+    check_layers(run_ranks(ranks, layers_of_others, kind))
 
 
 # ---------------------------------------------------------------- bytes

@@ -1,6 +1,4 @@
-"""MXFP8: three matmuls in blocks of 32, equal to torchao's, with one gathered plane of codes."""
-
-import dataclasses
+"""MXFP8 under FSDP2: three matmuls in blocks of 32, with one gathered plane of codes."""
 
 import pytest
 import torch
@@ -10,57 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8_torch_fsdp as f8
-from fp8_common import RECIPES, Fp8Error
-from fp8_common.presets import mx
+from fp8_common import Fp8Error
 from fp8_common.torch import dequantize_mx, quantize_mx
 from tests.helpers.collectives import CollectiveCounter
-
-
-def recipe_of(mode):
-    cast = dataclasses.replace(RECIPES["mxfp8"].input, policy=mx(mode))
-    return f8.Recipe(name=f"mxfp8_{mode}", input=cast, weight=cast, grad_output=cast)
-
-
-def torchao_step(x, weight, grad, mode):
-    """Run torchao's emulated matmuls; its own emulated mode calls a CUDA kernel, its parts do not."""
-    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-    from torchao.prototype.mx_formats import config
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
-    rule = config.ScaleCalculationMode[mode.upper()]
-    y = mx_mm.apply(x, weight, *[torch.float8_e4m3fn] * 3, 32, KernelPreference.EMULATED, *casts, rule, False)
-    y.backward(grad)
-    return y.detach(), x.grad, weight.grad
-
-
-def our_step(x, weight, grad, mode):
-    model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype))
-    model[0].weight.data.copy_(weight)
-    f8.convert_to_float8_training(model, recipe=recipe_of(mode))
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.backward(grad)
-    return y.detach(), x.grad, model[0].weight.grad
-
-
-@pytest.mark.parametrize("mode", ["rceil", "floor"])
-@pytest.mark.parametrize("spread", [0.0, 1.0], ids=["normal", "lognormal columns"])
-def test_all_three_matmuls_equal_torchaos_on_the_same_weight(mode, spread):
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    weight = (0.02 * draw(96, 160) * (spread * draw(160)).exp()).bfloat16()
-    x, grad = draw(64, 160).bfloat16(), draw(64, 96).bfloat16()
-    decoded = dequantize_mx(*quantize_mx(weight, "e4m3", mode), "e4m3", torch.bfloat16)
-    wanted = torchao_step(x, decoded, grad, mode)
-    for given in (weight, decoded):  # the other plane of a weight is derived from the one that travels
-        for name, ours, theirs in zip(("y", "dx", "dw"), our_step(x, given, grad, mode), wanted, strict=True):
-            assert torch.equal(ours, theirs), name
-    y, _, dw = torchao_step(x, weight, grad, mode)
-    assert torch.equal(y, wanted[0])
-    assert torch.equal(dw, wanted[2])
-
 
 # ---------------------------------------------------------------- FSDP2
 

@@ -55,7 +55,8 @@ class Slot:
     ) -> None:
         self.name, self.cast, self.region, self.padded_shape, self.device = name, cast, region, padded_shape, device
         self.shard, self._read, self.part = shard, read, read()
-        self.is_static = cast.grid.cast.static_scale is not None or cast.grid.is_mx
+        self.is_mx = cast.grid.is_mx
+        self.is_static = cast.grid.cast.static_scale is not None or self.is_mx
         self.scale = self._first_scale()
         self.own_bits = self.bits = torch.zeros(0, dtype=torch.int32, device=device)
         self.codes: tuple[torch.Tensor, ...] | None = None
@@ -78,7 +79,7 @@ class Slot:
 
     def _first_scale(self) -> torch.Tensor:
         """Return the constant scale of the recipe, or 1 until the ranks have agreed."""
-        if self.cast.grid.is_mx:
+        if self.is_mx:
             return torch.zeros(0, device=self.device)
         constant = self.cast.grid.cast.static_scale
         shape = self.cast.grid.shape(self.region.full_shape)
@@ -100,7 +101,7 @@ class Slot:
         """Return what this rank sends of `part`, the part on any device; see `codes`."""
         self.casts += 1
         grid = self.cast.grid
-        if grid.is_mx:
+        if self.is_mx:
             made = casts.quantize_mx(part, grid.cast.fp8_format, grid.cast.policy.mx_mode)
             shapes = self.padded_shape, grid.shape(self.padded_shape)
             return tuple(pad_rows(one, shape) for one, shape in zip(made, shapes, strict=True))

@@ -1,0 +1,111 @@
+"""Beside torchao's own layers: FP8 communication under them, and MXFP8 matmuls that equal theirs."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_torch_fsdp as f8
+from fp8_common import RECIPES
+from fp8_common.presets import mx
+from fp8_common.torch import dequantize_mx, quantize_mx
+from tests.helpers.communicated_layers import WIDTH, block, check_layers, layers_of_others
+
+# ---------------------------------------------------------------- communication
+
+
+def torchao_float8(model):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def linear(layer, name):
+        return isinstance(layer, nn.Linear) and layer.weight.shape == (352, WIDTH)
+
+    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=linear)
+
+
+def torchao_mx(model):
+    """Make MX layers of those whose sizes allow it. torchao's emulated mode calls a CUDA kernel, its parts do not."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, mx_mm
+    from torchao.prototype.mx_formats import config
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    class OnACPU(MXFP8Linear):
+        def forward(self, x):
+            casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
+            formats, mode = [torch.float8_e4m3fn] * 3, config.ScaleCalculationMode.RCEIL
+            y = mx_mm.apply(x, self.weight, *formats, 32, KernelPreference.EMULATED, *casts, mode, False)
+            return y + self.bias.to(y.dtype)
+
+    for layer in model.modules():
+        if type(layer) is nn.Linear and layer.weight.shape == (352, WIDTH):
+            layer.__class__ = OnACPU
+    return model
+
+
+def with_float8():
+    return torchao_float8(nn.Sequential(block(), block()))
+
+
+def with_mx():
+    return torchao_mx(nn.Sequential(block(), block()))
+
+
+def layers_of_torchao(rank, ranks, name):
+    return layers_of_others(rank, ranks, {"float8": with_float8, "mx": with_mx}[name])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["float8", "mx"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_of_torchao_compute_with_decoded_weights(run_ranks, ranks, name):
+    check_layers(run_ranks(ranks, layers_of_torchao, name))
+
+
+# ---------------------------------------------------------------- matmuls
+
+
+def recipe_of(mode):
+    cast = dataclasses.replace(RECIPES["mxfp8"].input, policy=mx(mode))
+    return f8.Recipe(name=f"mxfp8_{mode}", input=cast, weight=cast, grad_output=cast)
+
+
+def torchao_step(x, weight, grad, mode):
+    """Run torchao's emulated matmuls; its own emulated mode calls a CUDA kernel, its parts do not."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats import config
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
+    rule = config.ScaleCalculationMode[mode.upper()]
+    y = mx_mm.apply(x, weight, *[torch.float8_e4m3fn] * 3, 32, KernelPreference.EMULATED, *casts, rule, False)
+    y.backward(grad)
+    return y.detach(), x.grad, weight.grad
+
+
+def our_step(x, weight, grad, mode):
+    model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype))
+    model[0].weight.data.copy_(weight)
+    f8.convert_to_float8_training(model, recipe=recipe_of(mode))
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(grad)
+    return y.detach(), x.grad, model[0].weight.grad
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+@pytest.mark.parametrize("spread", [0.0, 1.0], ids=["normal", "lognormal columns"])
+def test_all_three_matmuls_equal_torchaos_on_the_same_weight(mode, spread):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    weight = (0.02 * draw(96, 160) * (spread * draw(160)).exp()).bfloat16()
+    x, grad = draw(64, 160).bfloat16(), draw(64, 96).bfloat16()
+    decoded = dequantize_mx(*quantize_mx(weight, "e4m3", mode), "e4m3", torch.bfloat16)
+    wanted = torchao_step(x, decoded, grad, mode)
+    for given in (weight, decoded):  # the other plane of a weight is derived from the one that travels
+        for name, ours, theirs in zip(("y", "dx", "dw"), our_step(x, given, grad, mode), wanted, strict=True):
+            assert torch.equal(ours, theirs), name
+    y, _, dw = torchao_step(x, weight, grad, mode)
+    assert torch.equal(y, wanted[0])
+    assert torch.equal(dw, wanted[2])
