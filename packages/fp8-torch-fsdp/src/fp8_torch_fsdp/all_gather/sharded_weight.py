@@ -280,7 +280,7 @@ class ShardedFloat8Weight(torch.Tensor):
         grid, shape = slot.cast.grid, slot.region.full_shape
         codes, *own = all_gather_outputs
         scale = slot.scale
-        if grid.is_mx:
+        if slot.is_mx:
             # of one rank alone FSDP2 hands over the first buffer
             scales = own[0] if own else slot.sends(self.plain)[1].to(codes.device)
             scale = unpad(scales, grid.shape(shape), torch.uint8)
