@@ -33,7 +33,10 @@ TESTS = {
     "kernels": "shared-kernels/tests/gpu",
     "te-init": "packages/fp8-te-init/tests/test_native_on_gpu.py",
     "JAX": "packages/fp8-jax-owg/tests/test_dots_on_gpu.py",
+    "TransformerEngine": "packages/fp8-te-init/tests/test_te_real.py",
 }
+NEEDS = {"JAX": "jax", "TransformerEngine": "transformer_engine"}
+"""What tests need that need not be there."""
 INTERPRETED = "shared-kernels/tests/interpreter/test_scale_kernels.py"
 """What stands for the tests of kernels where there is no GPU."""
 STREAMED = {"amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx"}

@@ -41,7 +41,7 @@ SECONDS_PER_LAUNCH = {"compiled": 0.0, "eager": 3e-6}
 
 def seconds(step: Step, gpu: Gpu, mode: str) -> float:
     """Return the modelled time of a step."""
-    busy = sum(_kernel_seconds(kernel, gpu) for kernel in step.kernels) + step.read_again / gpu.bandwidth
+    busy = sum(_kernel_seconds(kernel, gpu) for kernel in step.kernels) + step.besides / gpu.bandwidth
     return busy + len(step.kernels) * SECONDS_PER_LAUNCH[mode]
 
 

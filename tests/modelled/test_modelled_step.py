@@ -50,7 +50,7 @@ def test_a_step_costs_its_bytes_its_matmuls_and_its_launches():
     gpu = GPUS["H100"]
     moves = Kernel("cast", {("read", 10**9): 2 * 10**9, ("write", 10**9): 10**9})
     multiplies = Kernel("product", {("read", 1): 8}, flops=1e12, kind="fp8")
-    step = Step(kernels=[moves, multiplies], read_again=10**9)
+    step = Step(kernels=[moves, multiplies], besides=10**9)
     busy = 4e9 / gpu.bandwidth + 1e12 / gpu.flops["fp8"]
     assert seconds(step, gpu, "compiled") == pytest.approx(busy)
     assert seconds(step, gpu, "eager") == pytest.approx(busy + 2 * SECONDS_PER_LAUNCH["eager"])
