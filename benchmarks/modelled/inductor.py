@@ -88,7 +88,7 @@ def _add_extern(node: Any, moved: Traffic, step: Step) -> None:
         step.add(origin.target, args, kwargs, origin.meta["val"], moved)
         return
     # as when it is called: the compiler is at work now, and will not be then
-    with mock.patch("torch.compiler.is_compiling", lambda: False), V.fake_mode, recording(step):
+    with mock.patch("torch.compiler.is_compiling", return_value=False), V.fake_mode, recording(step):
         opaque._init_fn(*args, **kwargs)
 
 

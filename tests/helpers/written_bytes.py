@@ -1,4 +1,4 @@
-"""What the code that Inductor writes moves, read from its text alone: buffers x their dtypes, for every kernel's call."""
+"""What the code that Inductor writes moves, read from its text alone: buffers times dtypes, for each kernel's call."""
 
 import math
 import re
@@ -10,6 +10,14 @@ SIZES = {
     **dict.fromkeys(("fp64", "i64"), 8),
 }
 
+MADE = (
+    re.compile(r"assert_size_stride\((\w+), \(([^)]*)\)"),
+    re.compile(r"(\w+) = empty_strided\w*\(\(([^)]*)\)"),
+    re.compile(r"(\w+) = reinterpret_tensor\(\w+, \(([^)]*)\)"),
+    re.compile(r"(\w+) = workspace.*\.view\(\[([^\]]*)\]\)"),  # sums of parts
+)
+"""Lines that name a tensor and its size."""
+
 
 def written_bytes(code: str) -> int:
     """Return the bytes that the Triton kernels of a program move, if each tensor in a call travels once.
@@ -20,13 +28,7 @@ def written_bytes(code: str) -> int:
     elements: dict[str, int] = {}
     total = 0
     for line in map(str.strip, code[code.index("def call(") :].splitlines()):
-        if found := re.match(r"assert_size_stride\((\w+), \(([^)]*)\)", line):
-            elements[found[1]] = product(found[2])
-        elif found := re.match(r"(\w+) = empty_strided\w*\(\(([^)]*)\)", line):
-            elements[found[1]] = product(found[2])
-        elif found := re.match(r"(\w+) = reinterpret_tensor\(\w+, \(([^)]*)\)", line):
-            elements[found[1]] = product(found[2])
-        elif found := re.match(r"(\w+) = workspace.*\.view\(\[([^\]]*)\]\)", line):  # sums of parts
+        if found := next(filter(None, (pattern.match(line) for pattern in MADE)), None):
             elements[found[1]] = product(found[2])
         elif found := re.match(r"(\w+) = (\w+)(; del|$|\s+#)", line):
             elements[found[1]] = elements.get(found[2], 0)
