@@ -59,7 +59,9 @@ def _collect(graph: Any, code: str, step: Step) -> None:
             _add_extern(node.node, moved, step)
         else:
             step.kernels.append(Kernel(f"inductor {node.get_name()}", moved))
-    step.besides += _left_out(graph, code, accounted)
+    stored, read_again = _left_out(graph, code, accounted)
+    step.stored += stored
+    step.read_again += read_again
 
 
 def _accesses(graph: Any, node: Any, accounted: set[str]) -> Traffic:
@@ -92,15 +94,15 @@ def _add_extern(node: Any, moved: Traffic, step: Step) -> None:
         opaque._init_fn(*args, **kwargs)
 
 
-def _left_out(graph: Any, code: str, accounted: set[str]) -> int:
-    """Return the bytes that the kernels of a graph move and Inductor does not account for.
+def _left_out(graph: Any, code: str, accounted: set[str]) -> tuple[int, int]:
+    """Return the bytes that the kernels of a graph store unaccounted, and those that they read again.
 
     Buffers that one kernel alone uses stay in registers, but not where a reduction loops: they are in its call then,
     stored, and loaded again where the pointer says so. And what loops down columns load twice, no cache serves: the
     columns of all programs at once exceed the L2 cache.
     """
     sources = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL))
-    total = 0
+    stored = read_again = 0
     for name, call in re.findall(r"(\w+)\.run\((.*?), stream", code):
         signature = re.search(r"'signature': \{(.*?)\}", sources[name])
         pointers = re.findall(r"'(\w+)': '\*", signature[1] if signature else "")
@@ -113,8 +115,8 @@ def _left_out(graph: Any, code: str, accounted: set[str]) -> int:
             buffer = "".join(names)
             if (node := graph.try_get_buffer(buffer)) is None:
                 continue
-            times = max(0, loads[pointer] - 1)
+            size = int(node.get_numel()) * node.get_dtype().itemsize
+            read_again += max(0, loads[pointer] - 1) * size
             if buffer not in accounted:
-                times += 2 if pointer.startswith("in_out") else 1
-            total += times * int(node.get_numel()) * node.get_dtype().itemsize
-    return total
+                stored += size * (2 if pointer.startswith("in_out") else 1)
+    return stored, read_again

@@ -47,7 +47,9 @@ SECONDS_PER_LAUNCH = {"compiled": 0.0, "eager": 3e-6}
 
 def seconds(step: Step, gpu: Gpu, mode: str) -> float:
     """Return the modelled time of a step."""
-    busy = sum(_kernel_seconds(kernel, gpu) for kernel in step.kernels) + step.besides / gpu.bandwidth
+    busy = (
+        sum(_kernel_seconds(kernel, gpu) for kernel in step.kernels) + (step.stored + step.read_again) / gpu.bandwidth
+    )
     return busy + len(step.kernels) * SECONDS_PER_LAUNCH[mode]
 
 

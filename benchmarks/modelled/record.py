@@ -62,7 +62,8 @@ class Step:
 
     Attributes:
         kernels: Every launch, in order.
-        besides: Bytes that compiled kernels move besides those of `kernels`.
+        stored: Bytes of compiled kernels that the compiler's account, which `kernels` has, leaves out.
+        read_again: Bytes that compiled kernels read a second time, which no cache can serve.
         host_operators: Operators and launches that Python issues.
         waits: Operators for which the host waits for the device.
         products: FP8 FLOPs by granularity of the scales and accumulation.
@@ -71,7 +72,8 @@ class Step:
     """
 
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
-    besides: int = 0
+    stored: int = 0
+    read_again: int = 0
     host_operators: int = 0
     waits: int = 0
     products: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -99,7 +101,7 @@ class Step:
     @property
     def bytes_outside(self) -> int:
         """The bytes that everything but products and attention moves."""
-        return sum(kernel.bytes for kernel in self.kernels if kernel.kind == "other") + self.besides
+        return sum(kernel.bytes for kernel in self.kernels if kernel.kind == "other") + self.stored + self.read_again
 
     def flops(self, kind: str) -> float:
         """The FLOPs of products of one kind."""

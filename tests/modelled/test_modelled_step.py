@@ -26,7 +26,7 @@ found = {}
 for contender in sys.argv[2:]:
     step = measure(contender, "compiled", model="block", width=4096, tokens=8192)
     own = sum(kernel.bytes for kernel in step.kernels if kernel.name.startswith("inductor"))
-    found[contender] = own + step.besides, sum(map(written_bytes, step.programs))
+    found[contender] = own + step.stored, sum(map(written_bytes, step.programs))
 json.dump(found, open(sys.argv[1], "w"))
 sys.stdout.flush()
 os._exit(0)
@@ -82,7 +82,7 @@ def test_a_step_costs_its_bytes_its_matmuls_and_its_launches():
     gpu = GPUS["H100"]
     moves = Kernel("cast", {("read", 10**9): 2 * 10**9, ("write", 10**9): 10**9})
     multiplies = Kernel("product", {("read", 1): 8}, flops=1e12, kind="fp8")
-    step = Step(kernels=[moves, multiplies], besides=10**9)
+    step = Step(kernels=[moves, multiplies], read_again=10**9)
     busy = 4e9 / gpu.bandwidth + 1e12 / gpu.flops["fp8"]
     assert seconds(step, gpu, "compiled") == pytest.approx(busy)
     assert seconds(step, gpu, "eager") == pytest.approx(busy + 2 * SECONDS_PER_LAUNCH["eager"])
