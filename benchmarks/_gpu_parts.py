@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import ROOT
 from benchmarks._common import RESULTS, machine, take_turns
 from benchmarks.modelled.models import Block, convert
 from benchmarks.modelled.moe import Experts
 from benchmarks.modelled.prices import GPUS
 
-ROOT = Path(__file__).parents[1]
 LLAMA, TE = 8192, 15_872
 SHAPES = {
     **{f"Llama-3-8B {k} -> {n}": (LLAMA, k, n) for k, n in ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))},

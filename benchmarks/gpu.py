@@ -30,8 +30,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import ROOT, SOURCES
 from benchmarks import _gpu_parts as ask
 from benchmarks._common import RESULTS, machine, table
+from benchmarks.modelled.models import CONTENDERS
 
 MESSAGE = 3000
 """Characters of a failure that are kept, its last ones."""
@@ -55,7 +57,7 @@ def plan(gpu: str | None = "H100") -> list[Part]:
     Args:
         gpu: The GPU of the model of time that this is; None for others, of which nothing is claimed.
     """
-    modelled = {who: (ask.MODELLED,) for who in ask.CONTENDERS if gpu}
+    modelled = {who: (ask.MODELLED,) for who in CONTENDERS if gpu}
     peers = [f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise")] if importlib.util.find_spec("torchao") else []
     contenders = [*(f"ours-{recipe}" for recipe in RECIPES), *peers]
     bits = [name for name in ask.TESTS if importlib.util.find_spec(ask.NEEDS.get(name, "torch"))]
@@ -98,10 +100,9 @@ def plan(gpu: str | None = "H100") -> list[Part]:
 def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     """Run a part in a process group of its own, and end all of it; return what it found and how it ended."""
     output = folder / f"{re.sub('[^a-z0-9]+', '-', part.name.lower())}.json"
-    sources = [str(path) for path in (ask.ROOT / "shared-kernels/src", *sorted(ask.ROOT.glob("packages/*/src")))]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [*SOURCES, os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         # JAX would take most of the memory, which torch needs beside it
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -110,7 +111,7 @@ def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[
     start, log = time.monotonic(), output.with_suffix(".log")
     with log.open("wb") as said:
         process = subprocess.Popen(
-            command, cwd=ask.ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(seconds)
