@@ -194,7 +194,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Ask this machine's GPU what holds, with this Python's own torch and jax; without one, go through the plan."""
+    """Ask this machine's GPU what holds on it, with this Python's own torch and jax; see CONTRIBUTING.md."""
     session.run(sys.executable, "-m", "benchmarks.gpu", *session.posargs)
 
 

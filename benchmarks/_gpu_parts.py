@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import ROOT
 from benchmarks._common import RESULTS, machine, take_turns
+from benchmarks.modelled.models import Block, convert
+from benchmarks.modelled.moe import Experts
+from benchmarks.modelled.prices import GPUS
 
-ROOT = Path(__file__).parents[1]
 LLAMA, TE = 8192, 15_872
 SHAPES = {
     **{f"Llama-3-8B {k} -> {n}": (LLAMA, k, n) for k, n in ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))},
@@ -33,7 +36,10 @@ TESTS = {
     "kernels": "shared-kernels/tests/gpu",
     "te-init": "packages/fp8-te-init/tests/test_native_on_gpu.py",
     "JAX": "packages/fp8-jax-owg/tests/test_dots_on_gpu.py",
+    "TransformerEngine": "packages/fp8-te-init/tests/test_te_real.py",
 }
+NEEDS = {"JAX": "jax", "TransformerEngine": "transformer_engine"}
+"""What tests need that need not be there."""
 INTERPRETED = "shared-kernels/tests/interpreter/test_scale_kernels.py"
 """What stands for the tests of kernels where there is no GPU."""
 STREAMED = {"amax", "cast", "tensorwise", "cast + transpose", "row-wise", "1x128", "128x128", "mx"}
@@ -84,7 +90,6 @@ class Report:
 
 def rates(report: Report, _: str) -> None:
     """Versions, and what large matmuls, attention and a copy reach: every modelled time rests on these rates."""
-    from benchmarks.modelled.prices import GPUS
     from fp8_common.torch import casts
     from fp8_common.torch.linear.config import LinearConfig
     from fp8_common.torch.linear.matmul import MatmulOptions, matmul
@@ -113,8 +118,8 @@ def rates(report: Report, _: str) -> None:
     work = {"copy": 2 * source.numel(), "attention": 2 * n * n * n}
     reached = {name: work.get(name, 2 * n**3) / (1e-3 * ms) for name, ms in times.items()}
     report.figure("per second", {name: f"{rate:.4g}" for name, rate in reached.items()})
-    gpu = GPUS.get(model_of(report) or "H100")
-    for name, rate in reached.items():
+    gpu = GPUS.get(modelled_gpu(report.on_gpu) or "")
+    for name, rate in reached.items() if gpu else ():
         wanted = gpu.bandwidth if name == "copy" else gpu.flops[name.partition(" ")[0]]
         report.claim(RATES[name], rate >= LEAST_OF_MODEL * wanted, f"{rate / 1e12:.4g} T/s, taken {wanted / 1e12:.4g}")
 
@@ -170,8 +175,6 @@ def counted(report: Report, files: Mapping[str, str], record: Path) -> None:
 
 def layer(report: Report, contender: str) -> None:
     """A linear layer, eager, forward and backward, beside bfloat16 in turns."""
-    from benchmarks.modelled.models import convert
-
     total = {"bf16": 0.0, contender: 0.0}
     for name, (rows, k, n) in SHAPES.items() if report.on_gpu else (("small", (64, 32, 48)),):
         x, grad = (torch.randn(rows, size, device=report.device, dtype=torch.bfloat16) for size in (k, n))
@@ -188,8 +191,6 @@ def layer(report: Report, contender: str) -> None:
 
 def block(report: Report, contender: str) -> None:
     """A Llama block, compiled, forward and backward, beside bfloat16 in turns; and the longest kernels of one step."""
-    from benchmarks.modelled.models import Block
-
     width, tokens = (4096, LLAMA) if report.on_gpu else (1024, 32)
     took = compiled(report, contender, lambda: Block(width), (1, tokens, width), rotation(report, tokens))
     if wanted := modelled(report, contender):
@@ -198,8 +199,6 @@ def block(report: Report, contender: str) -> None:
 
 def experts(report: Report, argument: str) -> None:
     """Experts with row-wise scales, compiled, beside bfloat16 in turns: "EXPERTS WIDTH HIDDEN ROWS"."""
-    from benchmarks.modelled.moe import Experts
-
     count, width, hidden, rows = map(int, argument.split()) if report.on_gpu else (4, 64, 32, 96)
     cuts = torch.randperm(rows, device=report.device)[: count - 1].sort().values
     offsets = torch.cat([cuts, cuts.new_full((1,), rows)]).int()
@@ -210,8 +209,6 @@ def compiled(
     report: Report, contender: str, make: Callable[[], nn.Module], shape: tuple[int, ...], others: tuple
 ) -> float:
     """Compile a model twice, in bfloat16 and converted, time a forward and a backward of each; return milliseconds."""
-    from benchmarks.modelled.models import convert
-
     x = torch.randn(shape, device=report.device, dtype=torch.bfloat16, requires_grad=True)
     runs = {}
     for who in ("bf16", contender):
@@ -372,17 +369,20 @@ def speedup(report: Report, times: Mapping[str, float], contender: str) -> None:
 FASTER = "faster than bfloat16"
 
 
-def model_of(report: Report) -> str | None:
-    """Return the GPU of the model of time that this is; None for others."""
-    name = torch.cuda.get_device_name() if report.on_gpu else ""
-    return next((known for known in ("H200", "H100") if known in name), None)
+def modelled_gpu(on_gpu: bool) -> str | None:
+    """Return the GPU of the model of time that this is, which a CPU pretends to be; None for others."""
+    return MODELS.get(torch.cuda.get_device_name()) if on_gpu else "H100"
+
+
+MODELS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+"""Those of the model of time, which are SXM."""
 
 
 def modelled(report: Report, contender: str) -> float | None:
-    """Return the modelled milliseconds of a compiled block, where this GPU is modelled; on a CPU those of an H100."""
+    """Return the modelled milliseconds of a compiled block, where contender and GPU are modelled."""
     steps = json.loads((RESULTS / "modelled_block_4096.json").read_text())["steps"]
     found = [s["modelled_milliseconds"] for s in steps if (s["contender"], s["mode"]) == (contender, "compiled")]
-    name = model_of(report) or (None if report.on_gpu else "H100")
+    name = modelled_gpu(report.on_gpu)
     return found[0][name] if found and name else None
 
 

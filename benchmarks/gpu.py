@@ -30,8 +30,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import ROOT, SOURCES
 from benchmarks import _gpu_parts as ask
-from benchmarks._common import RESULTS, machine, save, table
+from benchmarks._common import RESULTS, machine, table
+from benchmarks.modelled.models import CONTENDERS
 
 MESSAGE = 3000
 """Characters of a failure that are kept, its last ones."""
@@ -49,29 +51,34 @@ class Part:
     argument: str = ""
 
 
-def plan() -> list[Part]:
-    """Return the parts in order: what decides most, and could end the process, comes first."""
+def plan(gpu: str | None = "H100") -> list[Part]:
+    """Return the parts in order: what decides most, and could end the process, comes first.
+
+    Args:
+        gpu: The GPU of the model of time that this is; None for others, of which nothing is claimed.
+    """
+    modelled = {who: (ask.MODELLED,) for who in CONTENDERS if gpu}
     peers = [f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise")] if importlib.util.find_spec("torchao") else []
     contenders = [*(f"ours-{recipe}" for recipe in RECIPES), *peers]
-    bits = " ".join(ask.TESTS)
+    bits = [name for name in ask.TESTS if importlib.util.find_spec(ask.NEEDS.get(name, "torch"))]
     twice = {
         "128 experts of 768": f"128 2048 768 {8 * ask.LLAMA}",
         "8 experts of 14336": f"8 4096 14336 {2 * ask.LLAMA}",
     }
     return [
-        Part("rates", 20, tuple(ask.RATES.values()), ask.rates),
+        Part("rates", 20, tuple(ask.RATES.values()) if gpu else (), ask.rates),
         Part(
             "bits",
             110,
-            tuple(f"{name}: every test passes" for name in ask.TESTS),
+            tuple(f"{name}: every test passes" for name in bits),
             ask.tests,
-            f"{bits} -k not two_ranks",
+            f"{' '.join(bits)} -k not two_ranks",
         ),
         Part("two ranks", 40, ("layers: every test passes",), ask.tests, "layers -k two_ranks"),
         *(Part(f"layer, {who}", 40 / len(contenders), (ask.FASTER,), ask.layer, who) for who in contenders),
         Part("compile", 60, (ask.COMPILES,), ask.prepare, " ".join(contenders)),
         *(
-            Part(f"block, {who}", 90 / len(contenders), (ask.FASTER, ask.MODELLED), ask.block, who)
+            Part(f"block, {who}", 90 / len(contenders), (ask.FASTER, *modelled.get(who, ())), ask.block, who)
             for who in contenders
         ),
         *(Part(name, 25, (ask.FASTER,), ask.experts, argument) for name, argument in twice.items()),
@@ -93,10 +100,9 @@ def plan() -> list[Part]:
 def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     """Run a part in a process group of its own, and end all of it; return what it found and how it ended."""
     output = folder / f"{re.sub('[^a-z0-9]+', '-', part.name.lower())}.json"
-    sources = [str(path) for path in (ask.ROOT / "shared-kernels/src", *sorted(ask.ROOT.glob("packages/*/src")))]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [*SOURCES, os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         # JAX would take most of the memory, which torch needs beside it
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -105,7 +111,7 @@ def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[
     start, log = time.monotonic(), output.with_suffix(".log")
     with log.open("wb") as said:
         process = subprocess.Popen(
-            command, cwd=ask.ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(seconds)
@@ -136,11 +142,13 @@ def run_plan(parts: Sequence[Part], minutes: float, results: Path, *, on_gpu: bo
             found = run_part(part, max(1.0, due - time.monotonic()), folder, on_gpu=on_gpu)
             result["parts"][part.name] = found
             print(f"{part.name}: {found['ended']}, {found['seconds']} s", flush=True)
+            rows = [("part", "claim", "", "shown by"), *verdicts(parts, result, on_gpu=on_gpu)]
             results.mkdir(parents=True, exist_ok=True)
             (results / f"{name}.json").write_text(json.dumps({**machine(), **result}, indent=1) + "\n")
+            (results / f"{name}.md").write_text(table(rows) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    save(results, name, result, table([("part", "claim", "", "shown by"), *verdicts(parts, result, on_gpu=on_gpu)]))
+    print((results / f"{name}.md").read_text(), f"\nSend us {results / name}.json: CONTRIBUTING.md says how.")
     return result
 
 
@@ -178,10 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ask.Report(Path(chosen.output), on_gpu=on_gpu), chosen.argument or ""
         )
         return 0
-    parts = [part for part in plan() if not chosen.only or part.name.startswith(tuple(chosen.only))]
+    parts = [
+        part for part in plan(ask.modelled_gpu(on_gpu)) if not chosen.only or part.name.startswith(tuple(chosen.only))
+    ]
     if chosen.list:
         print("\n".join(f"{part.name}: {part.seconds:.0f} s" for part in parts))
         return 0
+    # who is told to end ends the part that runs, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result = run_plan(parts, chosen.minutes or (8.5 if on_gpu else 60), chosen.results, on_gpu=on_gpu)
     return int(any(row[2] in ("refuted", "not reached") for row in verdicts(parts, result, on_gpu=on_gpu)))
 

@@ -22,6 +22,10 @@ from benchmarks.modelled.prices import GPUS, assumptions, seconds
 from benchmarks.modelled.record import Step
 
 HEADS = ("launches (small)", "host operators", "GB outside of matmuls", "modelled, H100", "x bf16", "x torchao")
+HEADS += ("modelled, H200", "x bf16", "x torchao")
+RATES = ("bandwidth", "bf16", "fp8", "attention")
+SHOWN = "ours-rowwise", "compiled"
+"""The step of which the table says what each rate moves."""
 
 
 def row(contender: str, mode: str, step: Step) -> dict[str, Any]:
@@ -36,33 +40,46 @@ def row(contender: str, mode: str, step: Step) -> dict[str, Any]:
         "bytes_outside_products": step.bytes_outside,
         "teraflops": {kind: round(step.flops(kind) / 1e12, 3) for kind in ("bf16", "fp8", "attention")},
         "modelled_milliseconds": {name: round(1e3 * seconds(step, gpu, mode), 3) for name, gpu in GPUS.items()},
+        "H100_milliseconds_if_a_rate_were_10_percent_higher": {
+            rate: round(1e3 * seconds(step, GPUS["H100"].faster(rate, 1.1), mode), 3) for rate in RATES
+        },
     }
 
 
 def rendered(rows: list[dict[str, Any]], model: str, width: int) -> str:
     """Return the table, and what the model of time assumes; ratios are of times in one mode, above 1 this is faster."""
-    times = {(found["mode"], found["contender"]): found["modelled_milliseconds"]["H100"] for found in rows}
+    steps = {(found["mode"], found["contender"]): found for found in rows}
     lines = [(f"{model}, width {width}", *HEADS)]
-    for found in rows:
-        mode, name = found["mode"], found["contender"]
+    for (mode, name), found in steps.items():
         peers = [(mode, "bf16"), (mode, f"torchao-{name.partition('-')[2]}")]
-        lines.append(
-            (
-                f"{name.replace('-', ', ')}, {mode}",
-                f"{found['launches']} ({found['small_launches']})",
-                str(found["host_operators"]),
-                f"{found['bytes_outside_products'] / 1e9:.2f}",
-                f"{times[mode, name]:.2f} ms",
-                *(f"{times[peer] / times[mode, name]:.2f}" if peer in times else "-" for peer in peers),
-            )
-        )
+        cells = [f"{name.replace('-', ', ')}, {mode}", f"{found['launches']} ({found['small_launches']})"]
+        cells += [str(found["host_operators"]), f"{found['bytes_outside_products'] / 1e9:.2f}"]
+        for gpu, own in found["modelled_milliseconds"].items():
+            theirs = [steps[peer]["modelled_milliseconds"][gpu] if peer in steps else None for peer in peers]
+            cells += [f"{own:.2f} ms", *("-" if other is None else f"{other / own:.2f}" for other in theirs)]
+        lines.append(tuple(cells))
     assumed = assumptions()
     percent = {name: f"{100 * share:.0f} %" for name, share in assumed["share_of_data_sheet"].items()}
     return (
         f"{table(lines)}\n\nAssumed: {percent['bandwidth']} of the data sheet's bandwidth, {percent['bf16']} of its "
         f"FLOPs in bfloat16 and {percent['fp8']} in FP8, whatever the scales, {percent['attention']} for attention, "
-        f"{assumed['seconds_per_launch']['eager'] * 1e6:.0f} µs more for each launch of an eager step."
+        f"{assumed['seconds_per_launch']['eager'] * 1e6:.0f} µs more for each launch of an eager step. Delayed scales "
+        "are there before the step, and their synchronization is not part of it; compiled weights are not gathered in "
+        f"FP8.{sensitivity(steps)}"
     )
+
+
+def sensitivity(steps: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """Return a sentence about what each assumed rate moves, where the steps for it are there."""
+    name, mode = SHOWN
+    own, plain = steps.get((mode, name)), steps.get((mode, "bf16"))
+    if own is None or plain is None:
+        return ""
+    key = "H100_milliseconds_if_a_rate_were_10_percent_higher"
+    moved = ", ".join(f"{plain[key][rate] / own[key][rate]:.2f} ({rate})" for rate in RATES)
+    now = plain["modelled_milliseconds"]["H100"] / own["modelled_milliseconds"]["H100"]
+    shown = f"{name.replace('-', ', ')}, {mode}"
+    return f" With one rate of an H100 10 % higher than that, the {now:.2f} of {shown} would be {moved}."
 
 
 def parsed() -> argparse.Namespace:

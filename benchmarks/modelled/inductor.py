@@ -1,7 +1,9 @@
 """What a compiled step launches: Inductor lowers, fuses, schedules and writes its code, and nothing runs.
 
-Bytes are Inductor's own account of what each fused kernel reads and writes, plus what a kernel reads a second time in
-loops down columns, which no cache can serve. Opaque operators run on fake tensors, and what they launch is recorded.
+Bytes are Inductor's own account of what each fused kernel reads and writes, plus two things that it leaves out: buffers
+of one kernel alone, which are stored all the same where a reduction loops, and are then in its call; and what a kernel
+reads a second time in loops down columns, which no cache can serve. Opaque operators run on fake tensors, and what they
+launch is recorded.
 """
 
 import contextlib
@@ -46,22 +48,28 @@ def _made(out: Any) -> torch.Tensor:
 
 def _collect(graph: Any, code: str, step: Step) -> None:
     """Add what a lowered graph launches."""
+    step.programs.append(code)
     step.sources += [found["source"] for found in KERNEL.finditer(code)]
-    step.read_again += _read_again(graph, code)
+    accounted: set[str] = set()
     for node in graph.scheduler.nodes:
         if type(node.node).__name__ == "MultiOutput" or "Nop" in type(node).__name__:
             continue
-        moved = _accesses(graph, node)
+        moved = _accesses(graph, node, accounted)
         if node.is_extern():
             _add_extern(node.node, moved, step)
         else:
             step.kernels.append(Kernel(f"inductor {node.get_name()}", moved))
+    stored, read_again = _left_out(graph, code, accounted)
+    step.stored += stored
+    step.read_again += read_again
 
 
-def _accesses(graph: Any, node: Any) -> Traffic:
+def _accesses(graph: Any, node: Any, accounted: set[str]) -> Traffic:
+    """Return what Inductor says that a node moves, and add the names of its buffers to `accounted`."""
     moved: Counter[tuple[str, int]] = Counter()
     for way in ("read", "write"):
         accesses = node.get_read_write_buffer_accesses(include_reads=way == "read", include_writes=way == "write")
+        accounted.update(accesses)
         for buffer, size in accesses.items():
             known = buffer in graph.name_to_buffer or buffer in graph.graph_inputs
             moved[way, int(graph.get_numel(buffer)) if known else 0] += size
@@ -81,21 +89,34 @@ def _add_extern(node: Any, moved: Traffic, step: Step) -> None:
     if opaque is None or origin.target.namespace != NAMESPACE:
         step.add(origin.target, args, kwargs, origin.meta["val"], moved)
         return
-    with V.fake_mode, recording(step):
+    # as when it is called: the compiler is at work now, and will not be then
+    with mock.patch("torch.compiler.is_compiling", return_value=False), V.fake_mode, recording(step):
         opaque._init_fn(*args, **kwargs)
 
 
-def _read_again(graph: Any, code: str) -> int:
-    """Return the bytes that loops down columns read again: the columns of all programs at once exceed the L2 cache."""
+def _left_out(graph: Any, code: str, accounted: set[str]) -> tuple[int, int]:
+    """Return the bytes that the kernels of a graph store unaccounted, and those that they read again.
+
+    Buffers that one kernel alone uses stay in registers, but not where a reduction loops: they are in its call then,
+    stored, and loaded again where the pointer says so. And what loops down columns load twice, no cache serves: the
+    columns of all programs at once exceed the L2 cache.
+    """
     sources = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL))
-    total = 0
+    stored = read_again = 0
     for name, call in re.findall(r"(\w+)\.run\((.*?), stream", code):
         signature = re.search(r"'signature': \{(.*?)\}", sources[name])
         pointers = re.findall(r"'(\w+)': '\*", signature[1] if signature else "")
         loops = sources[name].split("for r0_offset")[1:]
         columns = [set(re.findall(r"tl\.load\((\w+) \+ \(.*?\d\*r0_", loop)) for loop in loops]
         loads = Counter(pointer for found in columns for pointer in found)
-        for pointer, buffer in zip(pointers, call.split(", "), strict=False):
-            if loads[pointer] > 1 and (node := graph.try_get_buffer(buffer)) is not None:
-                total += (loads[pointer] - 1) * int(node.get_numel()) * node.get_dtype().itemsize
-    return total
+        # an argument may be a view of a buffer: reinterpret_tensor(NAME, (sizes), (strides), offset)
+        arguments = re.findall(r"(?:reinterpret_tensor\((\w+)(?:, \([^)]*\)){2}, \d+\)|(\w+))", call)
+        for pointer, names in zip(pointers, arguments, strict=False):
+            buffer = "".join(names)
+            if (node := graph.try_get_buffer(buffer)) is None:
+                continue
+            size = int(node.get_numel()) * node.get_dtype().itemsize
+            read_again += max(0, loads[pointer] - 1) * size
+            if buffer not in accounted:
+                stored += size * (2 if pointer.startswith("in_out") else 1)
+    return stored, read_again

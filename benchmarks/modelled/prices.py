@@ -21,6 +21,12 @@ class Gpu:
     bandwidth: float
     flops: dict[str, float]
 
+    def faster(self, rate: str, factor: float) -> "Gpu":
+        """Return the same GPU with one rate, "bandwidth" or a kind of product, so many times as high."""
+        if rate == "bandwidth":
+            return dataclasses.replace(self, bandwidth=self.bandwidth * factor)
+        return dataclasses.replace(self, flops=self.flops | {rate: self.flops[rate] * factor})
+
 
 SHARES = {"bandwidth": 0.90, "bf16": 0.70, "fp8": 0.65, "attention": 0.45}
 """The share of the data sheet's figure that is taken to be reached; attention is in bfloat16.
@@ -41,7 +47,9 @@ SECONDS_PER_LAUNCH = {"compiled": 0.0, "eager": 3e-6}
 
 def seconds(step: Step, gpu: Gpu, mode: str) -> float:
     """Return the modelled time of a step."""
-    busy = sum(_kernel_seconds(kernel, gpu) for kernel in step.kernels) + step.read_again / gpu.bandwidth
+    busy = (
+        sum(_kernel_seconds(kernel, gpu) for kernel in step.kernels) + (step.stored + step.read_again) / gpu.bandwidth
+    )
     return busy + len(step.kernels) * SECONDS_PER_LAUNCH[mode]
 
 

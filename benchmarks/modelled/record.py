@@ -62,19 +62,23 @@ class Step:
 
     Attributes:
         kernels: Every launch, in order.
+        stored: Bytes of compiled kernels that the compiler's account, which `kernels` has, leaves out.
         read_again: Bytes that compiled kernels read a second time, which no cache can serve.
         host_operators: Operators and launches that Python issues.
         waits: Operators for which the host waits for the device.
         products: FP8 FLOPs by granularity of the scales and accumulation.
         sources: The Triton kernels that a compiler wrote.
+        programs: All that it wrote, a program for each graph.
     """
 
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    stored: int = 0
     read_again: int = 0
     host_operators: int = 0
     waits: int = 0
     products: Counter[str] = dataclasses.field(default_factory=Counter)
     sources: list[str] = dataclasses.field(default_factory=list)
+    programs: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, operator: Any, args: tuple, kwargs: dict, out: Any, moved: Traffic) -> None:
         """Add the launch of an ATen operator."""
@@ -97,7 +101,7 @@ class Step:
     @property
     def bytes_outside(self) -> int:
         """The bytes that everything but products and attention moves."""
-        return sum(kernel.bytes for kernel in self.kernels if kernel.kind == "other") + self.read_again
+        return sum(kernel.bytes for kernel in self.kernels if kernel.kind == "other") + self.stored + self.read_again
 
     def flops(self, kind: str) -> float:
         """The FLOPs of products of one kind."""

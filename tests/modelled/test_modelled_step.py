@@ -1,5 +1,6 @@
 """The modelled cost of a step: its counts stay within what the documents show."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,11 +10,27 @@ import torch
 
 from benchmarks._common import RESULTS
 from benchmarks.modelled import moe
-from benchmarks.modelled.models import RECIPES
+from benchmarks.modelled.models import CONTENDERS, RECIPES
 from benchmarks.modelled.prices import GPUS, SECONDS_PER_LAUNCH, seconds
 from benchmarks.modelled.record import Kernel, Step, traffic
 from tests.helpers.repository import ROOT
 
+COUNT = """
+import json, os, sys, torch
+from benchmarks.modelled.models import measure
+from benchmarks.modelled.pretended_gpu import pretend_gpu
+from tests.helpers.written_bytes import written_bytes
+torch.set_num_threads(1)
+pretend_gpu()
+found = {}
+for contender in sys.argv[2:]:
+    step = measure(contender, "compiled", model="block", width=4096, tokens=8192)
+    own = sum(kernel.bytes for kernel in step.kernels if kernel.name.startswith("inductor"))
+    found[contender] = own + step.stored, sum(map(written_bytes, step.programs))
+json.dump(found, open(sys.argv[1], "w"))
+sys.stdout.flush()
+os._exit(0)
+"""
 MODELS = [("eager", "linear", 4096), ("eager", "moe", 2048), ("compiled", "linear", 4096)]
 
 
@@ -44,6 +61,21 @@ def test_a_step_launches_no_more_than_the_documents_say(tmp_path, mode, model, w
         assert step["waits"] == 0
         if model == "linear" and step["contender"] != "bf16":
             assert step["teraflops"]["bf16"] == 0, "all matmuls are in FP8"
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone")
+@pytest.mark.timeout(900)
+def test_compiled_bytes_are_those_of_the_code_that_is_written(tmp_path, full):
+    """Counted twice: from the compiler's own account of its graph, and from the text of the code alone."""
+    # the backward of a gated MLP with scales of rows keeps float32 values in memory, which that account leaves out
+    names = CONTENDERS if full and importlib.util.find_spec("torchao") else ("ours-rowwise",)
+    command = [sys.executable, "-c", COUNT, str(tmp_path / "bytes.json"), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, (modelled, written) in json.loads((tmp_path / "bytes.json").read_text()).items():
+        print(f"{name}: modelled {modelled / 1e9:.2f} GB, in the code {written / 1e9:.2f} GB")
+        assert modelled == pytest.approx(written, rel=0.03), name
 
 
 def test_a_step_costs_its_bytes_its_matmuls_and_its_launches():

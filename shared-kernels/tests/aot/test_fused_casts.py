@@ -114,9 +114,9 @@ def test_casts_are_exact(kernels):
             assert not INEXACT.search(text), (recipe, INEXACT.search(text)[0])
 
 
-@pytest.mark.parametrize(("recipe", "least"), [("tensorwise_delayed", 3), ("rowwise", 3)])
+@pytest.mark.parametrize(("recipe", "least"), [("tensorwise_delayed", 3), ("rowwise", 1)])
 def test_float32_becomes_fp8_in_one_rounding(kernels, recipe, least):
-    """The casts of input, weight and gradient; tensorwise codes come from this project's own kernel."""
+    """Casts by delayed scales, and of the weight by rows; this project's own kernels cast what is wanted both ways."""
     conversions = [set(TO_FP8.findall(text)) for text in kernels[recipe] if TO_FP8.search(text)]
     assert len(conversions) >= least
     for found in conversions:

@@ -43,6 +43,8 @@ OPERATORS = {
     "quantize_dynamic_of_folded_rows": (X, torch.linspace(0.5, 2, 40), None, "e4m3", POLICY, [1, 0]),
     "quantize_dynamic_of_groups": (X, X.abs() + 1, BITS[0, :4], "e4m3", POLICY, [1, 0]),
     "quantize_transposed": (X, X.abs().max(), "e4m3", POLICY),
+    "rows_and_columns": (X, None, "e4m3", POLICY),
+    "rows_and_columns_of_folded_rows": (X, torch.linspace(0.5, 2, 40), "e4m3", POLICY),
     "quantize_mx": (X, "e4m3", "rceil"),
     "decode": (CODES, None, "e4m3", torch.bfloat16, []),
     "decode_with_a_scale": (CODES, ONE, "e4m3", torch.bfloat16, []),

@@ -95,6 +95,21 @@ def test_folded_rows(dtype):
         assert_cast(made, folded, f8.quantize_rowwise(folded, "e5m2").scale, "e5m2")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fold", [None, FOLD])
+def test_rows_and_columns_by_one_operator(dtype, fold):
+    """The fold is that of the rows: what is contracted over them is cast without it."""
+    for x in matrices(dtype, "e4m3"):
+        made = compiled(
+            lambda x: casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=fold, both=True), tensor(x)
+        )
+        with np.errstate(all="ignore"):
+            folded = x if fold is None else x.astype(np.float32) * as_numpy(fold)
+        turned = np.ascontiguousarray(x.T)
+        assert_cast(made._replace(by_columns=None), folded, f8.quantize_rowwise(folded, "e4m3").scale, "e4m3")
+        assert_cast(made.by_columns, turned, f8.quantize_rowwise(turned, "e4m3").scale, "e4m3")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_rule_for_scales_in_compiled_code(policy):
     """Rows of one element: their amax are all kinds of values."""

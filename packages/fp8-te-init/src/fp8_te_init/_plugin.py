@@ -7,9 +7,10 @@ from fp8_common.plugin import Machine, PluginInfo
 def describe(machine: Machine) -> PluginInfo:
     """Tell what this plugin will do on `machine` and why."""
     granularities = ("tensorwise", "rowwise", "blockwise_1x128")
+    mx = machine.own_path("mx", "unavailable", "Weights of nn.Linear have no MX scales; TransformerEngine's may.")
     return PluginInfo(
         name="fp8-te-init",
         version="0.1.0",
         summary="FP8 primary weights whose FP32 masters start from the values before rounding.",
-        paths=(*(product_path(machine.accelerator, granularity) for granularity in granularities), GATHER),
+        paths=(*(product_path(machine.accelerator, granularity) for granularity in granularities), mx, GATHER),
     )

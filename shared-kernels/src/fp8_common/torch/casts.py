@@ -202,6 +202,10 @@ def quantize_dynamic(
         # The amax becomes a part of what makes x. One launch that writes both ways moves less than what compilers make
         # of it: they cast once more for the backward.
         return _cast_of(*quantize_transposed_op(x, amax_of(x), fmt.name, policy_key(policy)))
+    if compiling and both and block == (1, 0) and _has_rows_and_columns(x):
+        # As eager mode does. A compiler's kernel for both loops over rows: it keeps float32 values in memory meanwhile,
+        # and stores transposed codes byte by byte.
+        return _cast_of_both(x, *rows_and_columns_op(x, fold, fmt.name, policy_key(policy)))
     if not compiling and takes(x, fmt, policy):
         made = _by_kernels(x, fmt, policy, block, fold, groups, both=both)
         if made is not None:
@@ -284,8 +288,8 @@ def _by_kernels(
         _, scale = launch(plan, x.device, **given)
         return Cast(codes, scale.view(()), torch.reciprocal(scale).view(()))
     if block == (1, 0) and x.numel() and (fold is not None or x.is_contiguous()):
-        if both and is_matrix and x.shape[0] % 4 == 0:
-            return _rows_and_columns(x, fmt, policy, fold)
+        if both and _has_rows_and_columns(x):
+            return _cast_of_both(x, *_rows_and_columns(x, fmt, policy, fold))
         x = x.contiguous()
         given = {"fold": fold is not None, "groups": groups is not None}
         plan = plans().rowwise(*matrix_of(x), dtype, fmt, policy, **given)
@@ -312,8 +316,18 @@ def _transposed_by_bits(
     return codes, transposed, scale.view(()), scale_inv.view(())
 
 
-def _rows_and_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: torch.Tensor | None) -> Cast:
-    """Return the cast of rows of a contiguous x [4 m, n] and, without `fold`, that of its columns: two reads of x."""
+def _has_rows_and_columns(x: torch.Tensor) -> bool:
+    """Return whether there are kernels that cast the rows and the columns of x."""
+    return x.ndim == 2 and x.is_contiguous() and x.numel() > 0 and x.shape[0] % 4 == 0
+
+
+def _rows_and_columns(
+    x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes of the rows of x * fold, x [4 m, n], those of the columns of x, transposed, and scales of both.
+
+    Two reads of x; scales and inverse scales are those of all rows, then of all columns.
+    """
     m, n = x.shape
     # One buffer, so that the scales of rows and columns are one launch.
     keys = torch.zeros(m + n, dtype=torch.int32, device=x.device)
@@ -321,11 +335,39 @@ def _rows_and_columns(x: torch.Tensor, fmt: Format, policy: ScalePolicy, fold: t
     plan = plans().amax_both(m, n, name_of(x.dtype), fold=fold is not None)
     launch(plan, x.device, **given, row_ptr=keys[:m], column_ptr=keys[m:])
     # the kernel takes keys for amax: those without a sign are their bits
-    scales = _scales_by_kernel(keys.view(torch.float32), fmt, policy)
-    (rows, columns), (rows_inv, columns_inv) = (one[:, None].split((m, n)) for one in scales)
+    scale, scale_inv = _scales_by_kernel(keys.view(torch.float32), fmt, policy)
     plan = plans().cast_both(m, n, name_of(x.dtype), fmt, fold=fold is not None)
-    codes, transposed = launch(plan, x.device, **given, row_ptr=rows, column_ptr=columns)
+    codes, transposed = launch(plan, x.device, **given, row_ptr=scale[:m], column_ptr=scale[m:])
+    return codes, transposed, scale, scale_inv
+
+
+def _cast_of_both(
+    x: torch.Tensor, codes: torch.Tensor, transposed: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor
+) -> Cast:
+    (rows, columns), (rows_inv, columns_inv) = (one[:, None].split(x.shape) for one in (scale, scale_inv))
     return Cast(codes, rows, rows_inv, Cast(transposed, columns, columns_inv))
+
+
+def _fake_rows_and_columns(
+    x: torch.Tensor, fold: torch.Tensor | None, fmt: str, policy: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, transposed = (x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1]))
+    scale, scale_inv = (x.new_empty(sum(x.shape), dtype=torch.float32) for _ in range(2))
+    return codes, transposed, scale, scale_inv
+
+
+@operator(fake=_fake_rows_and_columns)
+def rows_and_columns_op(
+    x: torch.Tensor, fold: torch.Tensor | None, fmt: str, policy: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `_rows_and_columns` does."""
+    form, rule = get_data_format(fmt), policy_of_key(policy)
+    if takes(x, form, rule):
+        return _rows_and_columns(x.contiguous(), form, rule, fold)
+    rows = quantize_dynamic(x, form, rule, (1, 0), fold=fold)
+    columns = quantize_dynamic(x.t().contiguous(), form, rule, (1, 0))
+    scale, scale_inv = (torch.cat([a.view(-1), b.view(-1)]) for a, b in zip(rows[1:3], columns[1:3], strict=True))
+    return rows.codes, columns.codes, scale, scale_inv
 
 
 def _scale_of_empty(x: torch.Tensor) -> torch.Tensor | None:

@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
 def _folds_beside_columns(config: LinearConfig, rows: Rows) -> bool:
     """Return whether the gradient is cast with the weight's row scales folded in, and alike by columns without them."""
     shared = config.shared
-    return shared.folds and shared.grad_output == "columns" and not rows.grouped and not torch.compiler.is_compiling()
+    return shared.folds and shared.grad_output == "columns" and not rows.grouped
 
 
 def _quantize(rows: Rows, name: str, x: torch.Tensor, spec: LinearSpec, *, record: bool, both: bool) -> Operand:

@@ -61,7 +61,7 @@ def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> boo
     """
     if emulate is True:
         return True
-    supported = device_capability(device) >= _FIRST_WITH_FP8
+    supported = multiplies_fp8(device)
     if emulate is False and not supported:
         raise Fp8UnsupportedError(
             f"{device} has no FP8 matrix products: they need an NVIDIA GPU of compute capability 8.9 or higher. "
@@ -75,6 +75,19 @@ def should_emulate(device: torch.device, emulate: Literal["auto"] | bool) -> boo
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA GPU; (0, 0) of any other device."""
     return _look_up(device)
+
+
+# Comparisons are inside of constants, too: torch 2.11 fails to trace those of tuples on Python 3.12.
+@assume_constant_result
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether `device` has FP8 tensor cores."""
+    return device_capability(device) >= _FIRST_WITH_FP8
+
+
+@assume_constant_result
+def multiplies_rows_into_float32(device: torch.device) -> bool:
+    """Return whether `device` writes float32 where scales are those of rows: CUTLASS, which others take, does not."""
+    return device_capability(device) == _HOPPER
 
 
 # Cached, so that it warns once for each device. Apart from the marked function, because the mark needs a plain one.
@@ -173,8 +186,12 @@ def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tens
     if _on_cuda(a_codes):
         a_codes, b_codes, b_inv = _aligned(a_codes, b_codes, b_inv, options)
     made_in = options.out_dtype
-    # CUTLASS, which multiplies with scales of rows everywhere but on Hopper, writes bfloat16 and float16 alone.
-    if a_inv.ndim and _on_cuda(a_codes) and made_in == torch.float32 and device_capability(a_codes.device) != _HOPPER:
+    if (
+        a_inv.ndim
+        and made_in == torch.float32
+        and _on_cuda(a_codes)
+        and not multiplies_rows_into_float32(a_codes.device)
+    ):
         made_in = torch.bfloat16
     # It wants the second operand column-major, which the transpose of a contiguous [N, K] is.
     scaling: Scaling = "RowWise" if a_inv.ndim else "TensorWise"
