@@ -132,7 +132,7 @@ def test_every_part_has_a_twin_on_a_cpu_that_reaches_its_claims(tmp_path, full):
 def test_a_cpu_refutes_programs_and_no_speeds():
     failed = "layers: every test passes"
     part = gpu.Part("bits", 1, (failed, ask.FASTER), ask.tests)
-    claims = dict.fromkeys(part.claims, {"holds": False, "shown": "why"})
+    claims = {claim: {"holds": False, "shown": "why"} for claim in part.claims}
     rows = gpu.verdicts([part], {"parts": {"bits": {"claims": claims, "ended": "finished"}}}, on_gpu=False)
     assert [row[2] for row in rows] == ["refuted", "pretended"]
 
