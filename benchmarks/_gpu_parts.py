@@ -360,6 +360,11 @@ def rotation(report: Report, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
+def is_about_a_program(claim: str) -> bool:
+    """Return whether a claim is about what a program does, and not about how fast."""
+    return claim in (COMPILES, CODES) or claim.endswith("every test passes")
+
+
 def speedup(report: Report, times: Mapping[str, float], contender: str) -> None:
     """Say whether a contender is faster than bfloat16."""
     ratio = times["bf16"] / times[contender]

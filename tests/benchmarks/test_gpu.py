@@ -129,6 +129,14 @@ def test_every_part_has_a_twin_on_a_cpu_that_reaches_its_claims(tmp_path, full):
     assert "not reached" not in table
 
 
+def test_a_cpu_refutes_programs_and_no_speeds():
+    failed = "layers: every test passes"
+    part = gpu.Part("bits", 1, (failed, ask.FASTER), ask.tests)
+    claims = {claim: {"holds": False, "shown": "why"} for claim in part.claims}
+    rows = gpu.verdicts([part], {"parts": {"bits": {"claims": claims, "ended": "finished"}}}, on_gpu=False)
+    assert [row[2] for row in rows] == ["refuted", "pretended"]
+
+
 def test_the_tests_of_the_plan_are_there():
     for place in ask.TESTS.values():
         assert (ROOT / place).exists(), place

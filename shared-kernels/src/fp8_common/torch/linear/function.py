@@ -180,7 +180,8 @@ class _Linear(torch.autograd.Function):
         spec: LinearSpec = ctx.spec
         config, gather = spec.config, spec.gather
         offsets, *tensors = ctx.saved_tensors  # once: checkpoints let it be read once only
-        sent, tensors = tuple(tensors[: ctx.sent]), tensors[ctx.sent :]
+        # `list`, because torch 2.11 traces what a star takes as a tuple
+        sent, tensors = tuple(tensors[: ctx.sent]), list(tensors[ctx.sent :])
         weight, saved = _with_tensors(ctx.kept, tensors), _with_tensors(ctx.saved, tensors)
         matrix = grad.reshape(-1, grad.shape[-1])
         rows = ROWS if offsets is None else RowGroups(offsets, matrix.shape[0])
