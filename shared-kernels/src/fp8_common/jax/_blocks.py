@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common._reference.quantize import MX_BLOCK, Block, Quantized, block_grid, check_block
@@ -119,8 +120,11 @@ def _block_amax(x: jax.Array, block: Block) -> jax.Array:
         return _block_amax(x[None], (1, block[1]))[0]
     grid, (rows, columns) = block_grid(x.shape, block), block
     missing = (grid[-2] * rows - x.shape[-2], grid[-1] * columns - x.shape[-1])
-    # Partial blocks are filled up with zeros, which change no amax.
-    split = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n) for n in missing]).reshape(*grid[:-1], rows, grid[-1], columns)
+    # Partial blocks are filled up with zeros, which change no amax. As bits: in JAX 0.12, XLA on CPUs pads bfloat16 by
+    # way of float32, and flushes its subnormals.
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    filled = jnp.pad(bits, [(0, 0)] * (x.ndim - 2) + [(0, n) for n in missing])
+    split = lax.bitcast_convert_type(filled, x.dtype).reshape(*grid[:-1], rows, grid[-1], columns)
     return amax_by_jnp(split, axis=(-3, -1))
 
 
