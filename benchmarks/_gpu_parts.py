@@ -1,6 +1,7 @@
 """What `benchmarks.gpu` asks a GPU, a function a question, each called with a `Report` in a process of its own."""
 
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -24,6 +25,8 @@ from benchmarks.modelled.models import Block, convert
 from benchmarks.modelled.moe import Experts
 from benchmarks.modelled.prices import GPUS
 
+MESSAGE = 3000
+"""Characters of a failure that are kept, its last ones."""
 LLAMA, TE = 8192, 15_872
 SHAPES = {
     **{f"Llama-3-8B {k} -> {n}": (LLAMA, k, n) for k, n in ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))},
@@ -55,6 +58,9 @@ class Report:
     def __init__(self, path: Path, *, on_gpu: bool) -> None:
         self.path, self.device, self.on_gpu = path, "cuda" if on_gpu else "cpu", on_gpu
         self.found: dict[str, Any] = {"claims": {}, "figures": {}, "failures": {}}
+        # who prepares shares the lock, and who measures has it alone: so it waits for all that prepare
+        self._lock = path.with_name("lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def claim(self, text: str, holds: bool, shown: str) -> None:
         """Say whether a claim holds, and what shows it."""
@@ -72,8 +78,12 @@ class Report:
         new.write_text(json.dumps(self.found, indent=1))
         new.replace(self.path)
 
+    def unlock(self) -> None:
+        """Let others measure: this process only waits for them."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
     def timed(self, runs: Mapping[str, Callable[[], object]], repeat: int = 1) -> dict[str, float]:
-        """Return the median milliseconds of each run; they take turns."""
+        """Return the median milliseconds of each run; they take turns, while no other process measures or prepares."""
 
         def finished(run: Callable[[], object]) -> None:
             for _ in range(repeat):
@@ -81,7 +91,11 @@ class Report:
             if self.on_gpu:
                 torch.cuda.synchronize()
 
+        for run in runs.values():
+            finished(run)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         times = take_turns({name: partial(finished, run) for name, run in runs.items()}, 10 if self.on_gpu else 1)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
         return {name: 1e3 * statistics.median(seconds) / repeat for name, seconds in times.items()}
 
 
@@ -221,6 +235,7 @@ def compiled(
         call = torch.compile(model, fullgraph=True, backend="inductor" if report.on_gpu else "aot_eager")
         runs[who] = partial(gradients, call, (x, *others), torch.randn_like(x), model)
     times = report.timed(runs)
+    report.claim(COMPILES, True, "forward and backward")
     report.figure("milliseconds", times)
     speedup(report, times, contender)
     kind = torch.profiler.ProfilerActivity.CUDA if report.on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -237,19 +252,33 @@ def compiled(
 MODELLED = f"takes no longer than the model says, by {1 / LEAST_OF_MODEL - 1:.0%}"
 
 
-def prepare(report: Report, contenders: str) -> None:
-    """Compile every block at the same time: the processes that time them one by one find the code in a cache."""
-    command = [*command_of(block, report.path.with_suffix(".one"), report.on_gpu)]
-    running = {}
-    for number, contender in enumerate(contenders.split()):
-        command[command.index("--output") + 1] = str(report.path.with_suffix(f".{number}"))
-        running[contender] = subprocess.Popen([*command, "--argument", contender], cwd=ROOT)
-    codes = {contender: process.wait() for contender, process in running.items()}
-    wrong = [contender for contender, code in codes.items() if code]
-    report.claim(COMPILES, not wrong, ", ".join(wrong) or f"{len(codes)} of them")
+def together(report: Report, words: str) -> None:
+    """Ask "FUNCTION: ARGUMENT / ARGUMENT": a process for each, all at once, which measure one after the other."""
+    report.unlock()
+    name, _, given = words.partition(": ")
+    running, logs = {}, {}
+    for number, argument in enumerate(given.split(" / ")):
+        output = report.path.with_suffix(f".{number}.json")
+        logs[argument] = output.with_suffix(".log")
+        command = [*command_of(globals()[name], output, report.on_gpu), "--argument", argument]
+        with logs[argument].open("wb") as said:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        running[argument] = process, output
+    while True:
+        states = {argument: process.poll() for argument, (process, _) in running.items()}
+        for argument, (_, output) in running.items():
+            found = json.loads(output.read_text()) if output.exists() else {"claims": {}, "figures": {}, "failures": {}}
+            if states[argument]:
+                found["failures"]["it ended"] = logs[argument].read_text(errors="replace")[-MESSAGE:]
+            for kind, each in found.items():
+                report.found[kind] |= {f"{argument}: {key}": value for key, value in each.items()}
+        report.write()
+        if None not in states.values():
+            return
+        time.sleep(1)
 
 
-COMPILES = "every recipe compiles as one graph and makes a step"
+COMPILES = "compiles as one graph and makes a step"
 
 
 def jax_layer(report: Report, _: str) -> None:
@@ -261,7 +290,7 @@ def jax_layer(report: Report, _: str) -> None:
 
     dimensions = (((1,), (0,)), ((), ()))
     total = {"bf16": 0.0, "ours": 0.0}
-    for rows, k, n in ((LLAMA, 4096, 14336), (TE, 4096, 4096)) if report.on_gpu else ((64, 32, 48),):
+    for rows, k, n in ((TE, 4096, 4096), (LLAMA, 4096, 14336)) if report.on_gpu else ((64, 32, 48),):
         keys, sizes = jax.random.split(jax.random.key(0), 3), ((rows, k), (k, n), (rows, n))
         arrays = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
         dots = {
@@ -362,7 +391,7 @@ def rotation(report: Report, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_about_a_program(claim: str) -> bool:
     """Return whether a claim is about what a program does, and not about how fast."""
-    return claim in (COMPILES, CODES) or claim.endswith("every test passes")
+    return claim.endswith((COMPILES, CODES, "every test passes"))
 
 
 def speedup(report: Report, times: Mapping[str, float], contender: str) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -35,8 +36,6 @@ from benchmarks import _gpu_parts as ask
 from benchmarks._common import RESULTS, machine, table
 from benchmarks.modelled.models import CONTENDERS
 
-MESSAGE = 3000
-"""Characters of a failure that are kept, its last ones."""
 RECIPES = ("rowwise", "tensorwise", "tensorwise_delayed", "blockwise", "rowwise_with_gw_hp")
 
 
@@ -57,37 +56,38 @@ def plan(gpu: str | None = "H100") -> list[Part]:
     Args:
         gpu: The GPU of the model of time that this is; None for others, of which nothing is claimed.
     """
-    modelled = {who: (ask.MODELLED,) for who in CONTENDERS if gpu}
     peers = [f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise")] if importlib.util.find_spec("torchao") else []
     contenders = [*(f"ours-{recipe}" for recipe in RECIPES), *peers]
     bits = [name for name in ask.TESTS if importlib.util.find_spec(ask.NEEDS.get(name, "torch"))]
-    twice = {
-        "128 experts of 768": f"128 2048 768 {8 * ask.LLAMA}",
-        "8 experts of 14336": f"8 4096 14336 {2 * ask.LLAMA}",
-    }
+    mixtures = [f"128 2048 768 {8 * ask.LLAMA}", f"8 4096 14336 {2 * ask.LLAMA}"]
+
+    def together(name: str, seconds: float, each: Callable[[ask.Report, str], None], given: list[str]) -> Part:
+        claims = [ask.FASTER] if each is ask.layer else [ask.COMPILES, ask.FASTER]
+        asked = {argument: [f"{argument}: {claim}" for claim in claims] for argument in given}
+        for who in asked.keys() & set(CONTENDERS) if gpu and each is ask.block else ():
+            asked[who].append(f"{who}: {ask.MODELLED}")
+        argument = f"{each.__name__}: {' / '.join(given)}"
+        return Part(name, seconds, tuple(itertools.chain(*asked.values())), ask.together, argument)
+
     return [
-        Part("rates", 20, tuple(ask.RATES.values()) if gpu else (), ask.rates),
+        Part("rates", 15, tuple(ask.RATES.values()) if gpu else (), ask.rates),
         Part(
             "bits",
-            110,
+            135,
             tuple(f"{name}: every test passes" for name in bits),
             ask.tests,
             f"{' '.join(bits)} -k not two_ranks",
         ),
         Part("two ranks", 40, ("layers: every test passes",), ask.tests, "layers -k two_ranks"),
-        *(Part(f"layer, {who}", 40 / len(contenders), (ask.FASTER,), ask.layer, who) for who in contenders),
-        Part("compile", 60, (ask.COMPILES,), ask.prepare, " ".join(contenders)),
-        *(
-            Part(f"block, {who}", 90 / len(contenders), (ask.FASTER, *modelled.get(who, ())), ask.block, who)
-            for who in contenders
-        ),
-        *(Part(name, 25, (ask.FASTER,), ask.experts, argument) for name, argument in twice.items()),
-        Part("JAX", 30, (ask.CODES, ask.FASTER), ask.jax_layer),
-        Part("te-init", 30, (ask.MASTERS,), ask.te_init),
+        together("layers", 45, ask.layer, contenders),
+        together("blocks", 130, ask.block, contenders),
+        together("experts", 50, ask.experts, mixtures),
+        Part("JAX", 60, (ask.CODES, ask.FASTER), ask.jax_layer),
+        Part("te-init", 15, (ask.MASTERS,), ask.te_init),
         *(
             Part(
                 f"kernels, {dtype}",
-                20,
+                12,
                 tuple(ask.streamed(name, dtype) for name in sorted(ask.STREAMED)),
                 ask.kernels,
                 dtype,
@@ -124,7 +124,7 @@ def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[
             process.wait()
     found = json.loads(output.read_text()) if output.exists() else {"claims": {}, "figures": {}, "failures": {}}
     if ended != "finished":
-        found["failures"][ended] = log.read_text(errors="replace")[-MESSAGE:]
+        found["failures"][ended] = log.read_text(errors="replace")[-ask.MESSAGE :]
     return found | {"ended": ended, "seconds": round(time.monotonic() - start, 1)}
 
 

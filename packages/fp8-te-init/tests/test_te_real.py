@@ -1,11 +1,13 @@
 """The real TransformerEngine, where it can be imported: on a CPU its tensors, on a GPU its layers and its optimizer."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_te_init.te import NEEDED, PER_TENSOR, fp8_of
+from fp8_te_init.te import NEEDED, PER_TENSOR, RECIPES, fp8_of
 
 te = pytest.importorskip(
     "transformer_engine.pytorch",
@@ -72,7 +74,9 @@ def test_real_layers_and_their_optimizer_start_from_the_values_before_rounding(r
     assert torch.equal(optimizer.get_unscaled_state(layer.weight, "master_param").cpu(), start.float())
     assert fp8_of(layer.weight).init_values() is None
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
-    with te.fp8_autocast(enabled=True):
+    # its weights can be multiplied under the recipe that made them alone
+    made = getattr(importlib.import_module("transformer_engine.common.recipe"), RECIPES[recipe])()
+    with te.autocast(enabled=True, recipe=made):
         y = layer(x)
     y.float().square().mean().backward()
     optimizer.step()

@@ -165,6 +165,9 @@ def run(launch: Launch, tensors: Mapping[str, Any], *, refusal: Exception | None
     """
     if launch.grid == 0:  # CUDA refuses an empty grid
         return
+    if interpreting() and tensors.keys() - set(launch.kernel.arg_names):
+        # Triton refuses such arguments on a GPU alone.
+        raise KeyError(f"{launch.name} takes {launch.kernel.arg_names}, got {sorted(tensors)}.")
     with nullcontext() if refusal is None else _loading_refused(refusal):
         launch.kernel[(launch.grid,)](**{**launch.fixed, **tensors}, num_warps=launch.num_warps, **OPTIONS)
 

@@ -175,7 +175,9 @@ def _cached(rows: Rows, device: torch.device) -> Table:
     # Cached by addresses and sizes, which is all that it holds: a new tensor at an old address needs the same table.
     triton.refuse_in_capture(device, "a table of tensors that no earlier step had, or not at these addresses,")
     tensor, chunk = triton.plans().foreach_chunks(list(rows.sizes))
-    columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "offset_ptr": rows.offsets, "places": rows.places}
+    columns = {"ptrs_ptr": rows.addresses, "numel_ptr": rows.sizes, "places": rows.places}
+    if rows.offsets:  # an amax has none
+        columns["offset_ptr"] = rows.offsets
     # All columns of a width travel as one tensor: a copy to the device costs its latency, not its bytes.
     wide = torch.tensor([v for column in columns.values() for v in column], dtype=torch.int64, device=device)
     narrow = torch.tensor([*tensor, *chunk], dtype=torch.int32, device=device)
