@@ -3,23 +3,26 @@
     python -m benchmarks.convergence --state FOLDER [--results FOLDER] [--minutes M] [PART OF A NAME ...]
     python -m benchmarks.convergence --list
 
-One process on one thread makes the runs of `queue()`, the most useful first. Stopped or killed, the same command goes
-on bit for bit from the newest checkpoint in FOLDER. A finished run is one JSON file in benchmarks/results/convergence;
-`benchmarks.convergence_table` makes table and pictures of them.
+A process makes the runs of `queue()` that no other one makes, the most useful first: start as many as there are cores,
+on a GPU too. Stopped or killed, the same command goes on from the newest checkpoint in FOLDER, on a CPU bit for bit. A
+finished run is one JSON file in benchmarks/results/convergence; `benchmarks.convergence_table` makes table and pictures
+of them.
 
-A run trains the layers of `convert_to_float8_training` under FSDP2 on one rank, on the source of Python's standard
-library. What is gathered in FP8 are the codes that the product would cast anyway, so more ranks compute the same
-numbers. All recipes share parameters, windows, learning rates and held-out windows of their seed. Products are
-emulated: the operands of a GPU's FP8 products, accumulated in float32. Those of bfloat16 matrices are computed in
-float32 too and rounded once (`Bfloat16Matmuls`).
+A run trains the layers of `convert_to_float8_training`, float32 weights under bfloat16 autocast, on the source of
+Python's standard library. Gathers in FP8 under FSDP2 change no number, so many ranks would train the same. All recipes
+share parameters, windows, learning rates and held-out windows of their seed. On a GPU that multiplies FP8 its products
+are used, and steps are replayed as a CUDA graph; elsewhere products are emulated: the same operands, accumulated in
+float32. On a CPU those of bfloat16 matrices are computed in float32 too and rounded once (`Bfloat16Matmuls`).
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -31,23 +34,23 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples._report import Corpus, load_corpus
-from fp8_common._reference.gradients import round_gradients, sum_rounded
+from fp8_common import E4M3
+from fp8_common.torch.casts import quantize_mx
+from fp8_common.torch.decoding import dequantize_mx
+from fp8_common.torch.sharding.gradients import pack_gradients, sum_gradients
 from fp8_torch_fsdp import DelayedState, convert_to_float8_training
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/convergence"
-RECIPES = ("bf16", "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
-FP8_GRADIENTS = "fp8_gradients"
-"""bf16 matmuls; gradients of the blocks' layers are summed as two ranks would exchange them in FP8."""
+RECIPES = ("bf16", "tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+GRADIENTS, BOTH, ALL = "fp8 gradients", "compressed", "compressed with embedding and head"
+"""What `compress_communication` does on two ranks to the blocks' gradients; to their weights too; to all matrices."""
+WIRES = (f"bf16, {GRADIENTS}", f"bf16, {BOTH}", f"bf16, {ALL}", f"mxfp8, {BOTH}")
 ARCHITECTURES = ("Mamba2", "Gemma4", "Olmoe")
 TINY: dict[str, Any] = {"dim": 128, "layers": 2, "rows": 4, "steps": 400}
 """The model and budget of the runs that look for where recipes break."""
@@ -61,7 +64,7 @@ class Spec:
 
     Attributes:
         question: What the run helps to answer; the first part of its name.
-        recipe: Of `RECIPES`, or `FP8_GRADIENTS`.
+        recipe: Of `RECIPES` or `WIRES`.
         seed: Of parameters and windows.
         model: "bytes", or one of `ARCHITECTURES`.
         dim: Width of "bytes".
@@ -92,21 +95,20 @@ class Spec:
         """The name of the run's files: question, recipe, seed, and what differs from the defaults."""
         usual = {field.name: field.default for field in fields(self)}
         changed = [f"{name}={value}" for name, value in asdict(self).items() if value != usual[name]][3:]
-        return "-".join([self.question, self.recipe, f"seed={self.seed}", *changed])
+        return "-".join(
+            [self.question, self.recipe.replace(", ", "+").replace(" ", "_"), f"seed={self.seed}", *changed]
+        )
 
 
 def queue() -> Iterator[Spec]:
     """Yield every run, the most useful first: whole comparisons of one seed before the next seed."""
-    yield from breaks(0)  # cheap: all of them cost less than three of the long runs
     for seed in range(5):
-        # a recipe with MX scales belongs here too, as soon as the package has one
-        yield from (Spec(question="recipes", recipe=recipe, seed=seed) for recipe in (*RECIPES, FP8_GRADIENTS))
-        if seed < 3:
-            yield from architectures(seed)
-        if 0 < seed < 3:
-            yield from breaks(seed)
+        yield from (Spec(question="recipes", recipe=recipe, seed=seed) for recipe in (*RECIPES, *WIRES))
     for seed, recipe in itertools.product(range(2), ("bf16", "tensorwise", "rowwise", "blockwise")):
         yield Spec(question="larger", recipe=recipe, seed=seed, dim=512, layers=6, steps=3000)
+    for seed in range(3):
+        yield from architectures(seed)
+        yield from breaks(seed)
 
 
 def breaks(seed: int) -> Iterator[Spec]:
@@ -254,26 +256,41 @@ class Training:
     Args:
         spec: What is trained.
         corpus: The text.
+        device: Where.
     """
 
-    def __init__(self, spec: Spec, corpus: Corpus) -> None:
-        self.spec, self.corpus = spec, corpus
+    def __init__(self, spec: Spec, corpus: Corpus, device: str = "cpu") -> None:
+        self.spec, self.corpus, self.device, on_gpu = spec, corpus, device, device == "cuda"
         torch.manual_seed(spec.seed)
         self.model: Any = ByteModel(spec) if spec.model == "bytes" else Published(spec.model)
         if spec.model == "bytes":
             self._start()
-        if spec.recipe not in ("bf16", FP8_GRADIENTS):
-            convert_to_float8_training(self.model, recipe=spec.recipe, module_filter_fn=self._chosen)
-        mesh = init_device_mesh("cpu", (1,))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+        self.model.to(device)
+        layers, _, self.wire = spec.recipe.partition(", ")
+        if layers != "bf16":
+            convert_to_float8_training(self.model, recipe=layers, module_filter_fn=self._chosen)
+        self.compressed = [
+            parameter for name, parameter in self.model.named_parameters() if self.wire == ALL or "blocks" in name
+        ]
+        # What arrives after a gather of codes has lost the masters' last bits.
+        parameters = list(self.model.parameters())
+        self.masters = [parameter.detach().clone() for parameter in parameters] if self.wire else parameters
+        self.rate = torch.zeros((), device=device)
+        options: dict[str, Any] = {"capturable": True, "fused": True} if on_gpu else {}
+        self.optimizer = torch.optim.AdamW(self.masters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.1, **options)
+        # Delayed scaling counts its steps on the host as well, and architectures ask the device where experts end.
+        self.replays = on_gpu and spec.model == "bytes" and layers != "tensorwise_delayed"
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.windows = torch.zeros(spec.rows // self.ranks, LENGTH + 1, dtype=torch.int64, device=device)
         self.losses: list[float] = []
         self.held_out: list[float] = []
         self.seconds = 0.0
         self.commits: list[str] = []
+
+    @property
+    def ranks(self) -> int:
+        """Between how many ranks the windows of a step are split, whose gradients are added as codes."""
+        return 2 if self.wire else 1
 
     def _start(self) -> None:
         """Draw parameters: what is added to the stream, or ends in logits, starts small."""
@@ -296,73 +313,108 @@ class Training:
         """Make one optimizer step."""
         spec, at = self.spec, len(self.losses)
         codes = self.corpus.batch(seed=spec.seed, step=at, rank=0, rows=spec.rows, length=LENGTH)
-        if spec.recipe == FP8_GRADIENTS:
-            loss = self._gradients_of_two(codes)
-        else:
-            loss = self.loss(codes)
-            loss.backward()
+        loss = self._pass_of_ranks(codes) if self.wire else self._pass(codes).item()
         if spec.outlier:
             for block in self.model.blocks:
-                block.down.weight.grad.to_local()[:, 0] = 0
-        for group in self.optimizer.param_groups:
-            group["lr"] = spec.rate * learning_rate(at, spec.steps) * min(1.0, 256 / spec.dim)
+                block.down.weight.grad[:, 0] = 0
+        self.rate.fill_(spec.rate * learning_rate(at, spec.steps) * min(1.0, 256 / spec.dim))
         self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
+        self.losses.append(loss)
 
-    def loss(self, codes: np.ndarray) -> Tensor:
-        """Return the mean cross entropy in nats a byte on windows of uint8 bytes [rows, length + 1]."""
-        windows = torch.from_numpy(codes.astype(np.int64))
-        logits = self.model(windows[:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    def _pass_of_ranks(self, codes: np.ndarray) -> float:
+        """Leave in the masters the gradients that all ranks hold after theirs were added; returns the mean loss."""
+        self._gather()
+        losses, gradients = [], []
+        for part in np.split(codes, self.ranks):
+            losses.append(self._pass(part).item())
+            gradients.append([parameter.grad.clone() for parameter in self.model.parameters()])
+        places = []
+        for place, (parameter, master, *parts) in enumerate(
+            zip(self.model.parameters(), self.masters, *gradients, strict=True)
+        ):
+            master.grad = sum(parts) / self.ranks
+            if any(parameter is one for one in self.compressed):
+                places.append(place)
+        # as `compress_communication` adds them, each step with random bits of its own
+        rows = torch.stack([torch.cat([parts[place].flatten() for place in places]) for parts in gradients])
+        message = pack_gradients(rows, rows[:, :0], E4M3, (self.spec.seed, len(self.losses) << 32))
+        total, _ = sum_gradients(message, (rows.shape[1], 0), torch.float32, E4M3, self.ranks)
+        for place, part in zip(places, total.split([self.masters[i].numel() for i in places]), strict=True):
+            self.masters[place].grad = part.view_as(self.masters[place])
+        return sum(losses) / self.ranks
 
-    def _gradients_of_two(self, codes: np.ndarray) -> Tensor:
-        """Leave in `grad` what two ranks with half of the windows each would hold; returns the mean loss."""
-        losses, halves = [], []
-        for half in np.split(codes, 2):
-            loss = self.loss(half)
-            loss.backward()
-            halves.append([p.grad.to_local().clone() for p in self.model.parameters()])
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
-        for parameter, *parts in zip(self.model.parameters(), *halves, strict=True):
-            local = parameter.to_local()
-            if any(parameter is own for own in self.model.blocks.parameters()):
-                rows = np.stack([part.numpy().ravel() for part in parts])
-                mean = torch.from_numpy(sum_rounded(*round_gradients(rows, "e4m3"), "e4m3", 2)).view_as(local)
-            else:
-                mean = (parts[0] + parts[1]) / 2
-            parameter.grad = type(parameter.data).from_local(mean, parameter.device_mesh, parameter.placements)
-        return torch.stack(losses).mean()
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Bring the masters into the model, as MX codes where weights are compressed."""
+        own = set(map(id, self.compressed)) if self.wire in (BOTH, ALL) else set()
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            value = master
+            if id(parameter) in own:
+                codes, scales = quantize_mx(master.bfloat16(), E4M3, "rceil")
+                value = dequantize_mx(codes, scales, E4M3, torch.bfloat16)
+            parameter.copy_(value)
+
+    def _pass(self, codes: np.ndarray) -> Tensor:
+        """Make a forward and a backward; returns the loss and leaves gradients in the model's parameters."""
+        self.windows.copy_(torch.from_numpy(codes.astype(np.int64)))
+        if not self.replays:
+            return self._forward_and_backward()
+        if self.graph is None:
+            # One pass as it is, for whatever is made once; then one is captured, which runs when it is replayed.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._forward_and_backward()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss_of_graph = self._forward_and_backward()
+        self.graph.replay()
+        return self.loss_of_graph
+
+    def _forward_and_backward(self) -> Tensor:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        loss = self.loss(self.windows)
+        loss.backward()
+        return loss.detach()
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Return the mean cross entropy in nats a byte on int64 windows [rows, length + 1] of bytes."""
+        # Casts of weights are not kept: a graph would read those of the pass before.
+        with torch.autocast(self.device, torch.bfloat16, cache_enabled=False):
+            logits = self.model(windows[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
     @torch.no_grad()
     def measure(self) -> float:
         """Return the mean loss over the held-out windows."""
+        if self.wire:
+            self._gather()
         self.model.eval()
         batches = self.corpus.held_out_batches(batches=HELD_OUT_BATCHES, rank=0, ranks=1, rows=8, length=LENGTH)
-        value = torch.stack([self.loss(codes) for codes in batches]).mean().item()
+        losses = [self.loss(torch.from_numpy(codes.astype(np.int64)).to(self.device)) for codes in batches]
         self.model.train()
-        return value
+        return torch.stack(losses).mean().item()
 
     def save(self, path: Path) -> None:
         """Write what the next step depends on, whole or not at all."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
         measured = {name: getattr(self, name) for name in ("losses", "held_out", "seconds", "commits")}
         beside = path.with_suffix(".part")
-        delayed = DelayedState(self.model).state_dict()
-        torch.save({"model": model, "optimizer": optimizer, "delayed": delayed, **measured}, beside)
+        state = {"masters": self.masters, "optimizer": self.optimizer.state_dict()}
+        torch.save(state | {"delayed": DelayedState(self.model).state_dict(), **measured}, beside)
         beside.replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote."""
-        saved = torch.load(path, weights_only=True)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=saved.pop("model"),
-            optim_state_dict=saved.pop("optimizer"),
-            options=StateDictOptions(full_state_dict=True),
-        )
+        saved = torch.load(path, weights_only=True, map_location=self.device)
+        with torch.no_grad():
+            for master, value in zip(self.masters, saved.pop("masters"), strict=True):
+                master.copy_(value)
+        self.optimizer.load_state_dict(saved.pop("optimizer"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
         DelayedState(self.model).load_state_dict(saved.pop("delayed"))
         for name, value in saved.items():
             setattr(self, name, value)
@@ -377,19 +429,17 @@ def learning_rate(step: int, steps: int) -> float:
 # ---------------------------------------------------------------- the queue
 
 
-def finish(spec: Spec, corpus: Corpus, state: Path, results: Path, end: float, every: float) -> bool:
+def finish(spec: Spec, corpus: Corpus, options: argparse.Namespace, end: float) -> bool:
     """Train until the run has ended, whose result is then written, or the time is up; returns whether it has ended.
 
     Args:
         spec: The run.
         corpus: What it reads.
-        state: The folder of checkpoints.
-        results: The folder of results.
+        options: Folders, device and seconds between checkpoints.
         end: `time.monotonic()` at which to stop behind a checkpoint.
-        every: Seconds between checkpoints.
     """
-    saved, result = state / f"{spec.name}.pt", results / f"{spec.name}.json"
-    run, commit = Training(spec, corpus), current_commit()
+    saved, result = options.state / f"{spec.name}.pt", options.results / f"{spec.name}.json"
+    run, commit = Training(spec, corpus, options.device), current_commit()
     if saved.exists():
         run.load(saved)
     if commit not in run.commits:
@@ -401,7 +451,7 @@ def finish(spec: Spec, corpus: Corpus, state: Path, results: Path, end: float, e
         if (done := len(run.losses)) * POINTS % spec.steps < POINTS:
             run.held_out.append(run.measure())
         run.seconds, clock = run.seconds + time.process_time() - clock, time.process_time()
-        if (now := time.monotonic()) - written >= every or now > end:
+        if (now := time.monotonic()) - written >= options.checkpoint_seconds or now > end:
             run.save(saved)
             print(f"{spec.name}: step {done}, loss {run.losses[-1]:.4f}, {run.seconds:.0f} s", flush=True)
             written = time.monotonic()
@@ -426,6 +476,7 @@ def outcome(run: Training) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "commits": run.commits,
         "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if run.device == "cuda" else "cpu",
         "data": hashlib.sha256(run.corpus.train.tobytes() + run.corpus.held_out.tobytes()).hexdigest(),
         "cpu_seconds": round(run.seconds, 1),
     }
@@ -434,7 +485,10 @@ def outcome(run: Training) -> dict[str, Any]:
 def current_commit() -> str:
     """Return the commit of this checkout, marked where files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    # a copy without a repository is told by the variable
+    return (
+        os.environ.get("COMMIT") or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    )
 
 
 def main() -> int:
@@ -445,6 +499,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results are (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop behind a checkpoint after this time")
     parser.add_argument("--checkpoint-seconds", type=float, default=150, help="between checkpoints (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--list", action="store_true", help="print the queue, with a mark at what is finished")
     parser.add_argument("--spec", action="append", help="make this run, a JSON object, instead of the queue's")
     options = parser.parse_args()
@@ -458,29 +513,26 @@ def main() -> int:
         parser.error("--state must be a folder outside of the repository: checkpoints are large")
     for folder in (options.state, options.results):
         folder.mkdir(parents=True, exist_ok=True)
-    with (options.state / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            parser.error(f"another process makes the runs of {options.state}; wait for it or give another folder")
-        return make(missing, options)
+    return make(missing, options)
 
 
 def make(missing: list[Spec], options: argparse.Namespace) -> int:
-    """Make runs one after the other; one that fails is told, and the others go on."""
+    """Make the runs that no other process makes, one after the other; one that fails is told, and the others go on."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     corpus, end, failed = load_corpus(), time.monotonic() + 60 * options.minutes, 0
-    with Bfloat16Matmuls():
-        for spec in missing:
+    for spec in missing:
+        with (options.state / f"{spec.name}.lock").open("w") as lock:
             try:
-                if not finish(spec, corpus, options.state, options.results, end, options.checkpoint_seconds):
-                    return 1
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with Bfloat16Matmuls() if options.device == "cpu" else contextlib.nullcontext():
+                    if not finish(spec, corpus, options, end):
+                        return 1
+            except BlockingIOError:
+                continue
             except Exception:
                 traceback.print_exc()
                 print(f"{spec.name}: failed", flush=True)
                 failed += 1
-    dist.destroy_process_group()
     return int(failed > 0)
 
 
