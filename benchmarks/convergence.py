@@ -43,7 +43,7 @@ from fp8_common import E4M3
 from fp8_common.torch.casts import quantize_mx
 from fp8_common.torch.decoding import dequantize_mx
 from fp8_common.torch.sharding.gradients import pack_gradients, sum_gradients
-from fp8_torch_fsdp import DelayedState, convert_to_float8_training
+from fp8_torch_fsdp import DelayedState, Float8LinearConfig, convert_to_float8_training
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/convergence"
@@ -268,7 +268,9 @@ class Training:
         self.model.to(device)
         layers, _, self.wire = spec.recipe.partition(", ")
         if layers != "bf16":
-            convert_to_float8_training(self.model, recipe=layers, module_filter_fn=self._chosen)
+            # padded, because some layers of the architectures have widths that GPUs do not multiply
+            config = Float8LinearConfig.from_recipe_name(layers, pad_inner_dim=True)
+            convert_to_float8_training(self.model, config=config, module_filter_fn=self._chosen)
         self.compressed = [
             parameter for name, parameter in self.model.named_parameters() if self.wire == ALL or "blocks" in name
         ]

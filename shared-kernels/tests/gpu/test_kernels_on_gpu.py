@@ -97,7 +97,9 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
             assert_same_bits(results["mx"], f8.quantize_mx(values, "e4m3").data, fmt="e4m3")
             largest = f8.amax(shards[2].cpu().float().numpy())
             assert_same_bits(results["keys"].view(torch.float32)[2], largest)
-            assert_same_bits(results["parts"][2], f8.quantize(shards[2].cpu().float().numpy(), 1.0, "e4m3"), fmt="e4m3")
+            assert_same_bits(
+                results["parts"][2], f8.quantize(shards[2].cpu().float().numpy(), np.float32(1), "e4m3"), fmt="e4m3"
+            )
             assert_same_bits(results["next"][2], f8.amax_to_scale(largest, "e4m3", te_delayed()))
 
     def test_operators_under_torch_compile_have_the_same_bits():

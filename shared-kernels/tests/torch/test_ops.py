@@ -54,6 +54,9 @@ OPERATORS = {
     "foreach_quantize": ([X, X[:1, :3], X[:0]], torch.tensor([1.0, 2.0, 3.0]), "e4m3"),
     "segment_amax": (X, torch.tensor([0, 0, 1, 2], dtype=torch.int32), 2, True),
     "clear_rows": (torch.ones(4, 3, 2), torch.tensor([True, False, True, False])),
+    "cast_transposed": (X, ONE, "e4m3"),
+    "row_major": (CODES.t(),),
+    "transposed_rows": (CODES, torch.tensor([2, -1, 0], dtype=torch.int32)),
     "grouped_matmul": (
         *(CODES, torch.ones(2), "e4m3", []),
         *(WEIGHTS, torch.ones(2), "e4m3", []),

@@ -261,7 +261,7 @@ def amax_both(m: int, n: int, dtype: str, *, fold: bool = False) -> Launch:
         outputs={"row_ptr": Out((m,), "int32", zeroed=True), "column_ptr": Out((n,), "int32", zeroed=True)},
         scalars=matrix_sizes(m, n),
         constants={"ALIGNED": m % 16 == n % 16 == 0, "BM": 128, "BN": 128},
-        num_warps=8,
+        num_warps=4,  # 8 reach three quarters of its bandwidth on an H100
     )
 
 

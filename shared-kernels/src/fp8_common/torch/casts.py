@@ -116,6 +116,34 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Format, amax: torch.Tens
     return rounding.quantize(x, scale, fmt, amax)
 
 
+def quantize_both(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `quantize` with one scale, and where one launch writes both, the codes transposed and contiguous."""
+    if x.ndim == 2 and x.is_contiguous():
+        if fuses(x):
+            return cast_transposed_op(x, scale, fmt.name)
+        if takes(x, fmt):
+            codes, transposed = _by_given_scale(x, scale, fmt, both=True)
+            return codes, transposed
+    return quantize(x, scale, fmt), None
+
+
+@operator(fake=lambda x, scale, fmt: _fake_transposed(x, fmt))
+def cast_transposed_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> Pair:
+    """Return codes [M, N] of x [M, N], made with one scale, and the same [N, M]."""
+    codes, transposed = quantize_both(x, scale, get_data_format(fmt))
+    return codes, _turned(codes) if transposed is None else transposed
+
+
+def _fake_transposed(x: torch.Tensor, fmt: str) -> Pair:
+    codes, transposed = (x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1]))
+    return codes, transposed
+
+
+def _turned(codes: torch.Tensor) -> torch.Tensor:
+    # as uint8, which all operations support
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
 @operator(fake=lambda x, scale, fmt: torch.empty_like(x, dtype=torch_dtype(fmt)))
 def quantize_op(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     """Return `quantize`."""
@@ -132,7 +160,9 @@ def quantize_with_amax(
     if hides(x):
         return *quantize_with_amax_op(x, scale, fmt.name), None
     if fuses(x):
-        return rounding.quantize(x, scale, fmt), amax_of(x), None
+        # One launch that writes both ways moves less than a compiler's code, which stores transposed bytes one by one.
+        codes, transposed = quantize_both(x, scale, fmt) if both else (rounding.quantize(x, scale, fmt), None)
+        return codes, amax_of(x), transposed
     if not takes(x, fmt):
         largest = amax_of(x)
         return rounding.quantize(x, scale, fmt, largest), largest, None
@@ -247,12 +277,7 @@ def quantize_dynamic_op(
     return made[:3]
 
 
-@operator(
-    fake=lambda x, amax, fmt, policy: (
-        *(x.new_empty(shape, dtype=torch_dtype(fmt)) for shape in (x.shape, x.shape[::-1])),
-        *(amax.new_empty(()) for _ in range(2)),
-    )
-)
+@operator(fake=lambda x, amax, fmt, policy: (*_fake_transposed(x, fmt), *(amax.new_empty(()) for _ in range(2))))
 def quantize_transposed_op(
     x: torch.Tensor, amax: torch.Tensor, fmt: str, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -263,8 +288,7 @@ def quantize_transposed_op(
         return _transposed_by_bits(x.contiguous(), amax.view(torch.int32).reshape(1), form, rule)
     scale = numerics.scale_from_amax(amax, form, rule)
     codes = rounding.quantize(x.contiguous(), scale, form)
-    # as uint8, which all operations support
-    return codes, codes.view(torch.uint8).t().contiguous().view(codes.dtype), scale, divide(1.0, scale)
+    return codes, _turned(codes), scale, divide(1.0, scale)
 
 
 def _by_kernels(

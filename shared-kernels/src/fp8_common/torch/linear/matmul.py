@@ -18,6 +18,7 @@ from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.hardware import multiplies_blocks
 from fp8_common.torch import casts, decoding
+from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
 from fp8_common.torch.compat import Scaling, assume_constant_result, scaled_mm
 from fp8_common.torch.linear.operand import BLOCK_1X128, Operand
@@ -177,7 +178,7 @@ def _dequantized(operand: Operand) -> torch.Tensor:
 
 def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
-    a_inv, b_inv = a.scale_inv, _as_row(b.scale_inv)
+    a_inv, b_inv = _at_16_bytes(a.scale_inv), _at_16_bytes(_as_row(b.scale_inv))
     # `scaled_mm` takes two scalars or scales of rows and columns, and no mixture.
     if a_inv.ndim != b_inv.ndim:
         a_inv = a_inv.expand(a_codes.shape[0], 1).contiguous()
@@ -202,6 +203,11 @@ def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tens
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
+def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
+    """Return a scale, copied if it is one among others: cuBLAS refuses a scalar at an odd address."""
+    return scale.clone() if scale.ndim == 0 and scale.storage_offset() % 4 else scale
+
+
 def _on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
@@ -211,11 +217,20 @@ def row_major(codes: torch.Tensor) -> torch.Tensor:
 
     torch's own copy of transposed bytes reaches a fraction of the memory's bandwidth.
     """
-    by_columns = not codes.is_contiguous() and codes.t().is_contiguous() and codes.shape[1] % ALIGNMENT == 0
-    if not by_columns or not casts.takes(codes):
+    if codes.is_contiguous() or not codes.t().is_contiguous():
+        return codes.contiguous()
+    if casts.fuses(codes):
+        return row_major_op(codes)
+    if codes.shape[1] % ALIGNMENT or not casts.takes(codes):
         return codes.contiguous()
     source = torch.arange(codes.shape[1], dtype=torch.int32, device=codes.device)
     return transposed_rows(codes.t(), source)
+
+
+@operator(fake=lambda codes: codes.new_empty(codes.shape))
+def row_major_op(codes: torch.Tensor) -> torch.Tensor:
+    """Return `row_major` of codes that lie by columns."""
+    return row_major(codes)
 
 
 def _aligned(

@@ -154,7 +154,8 @@ def quantize_tensorwise(
     fmt = FORMATS[cast.format]
     if cast.static_scale is not None:
         # Made on the device by a fill; `torch.tensor` would copy it from the host.
-        return _quantize_with(x, torch.full((), cast.static_scale, dtype=torch.float32, device=x.device), fmt)
+        scale = torch.full((), cast.static_scale, dtype=torch.float32, device=x.device)
+        return _quantize_with(x, scale, fmt, both=both)
     if delayed is None and group is None:
         return casts.quantize_dynamic(x, fmt, cast.policy, both=both)
     if delayed is not None and delayed.always_ready:
@@ -168,11 +169,13 @@ def quantize_tensorwise(
         (bits,), _ = max_over_ranks([amax_bits(amax)], group)
         amax = of_amax_bits(bits)
     scale = delayed.current(amax, record) if delayed is not None else casts.scale_from_amax(amax, fmt, cast.policy)
-    return _quantize_with(x, scale, fmt)
+    return _quantize_with(x, scale, fmt, both=both)
 
 
-def _quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Cast:
-    return Cast(casts.quantize(x, scale, fmt), scale, casts.reciprocal(scale))
+def _quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, both: bool) -> Cast:
+    codes, transposed = casts.quantize_both(x, scale, fmt) if both else (casts.quantize(x, scale, fmt), None)
+    scales = scale, casts.reciprocal(scale)
+    return Cast(codes, *scales, None if transposed is None else Cast(transposed, *scales))
 
 
 def _readable_by_rows(x: torch.Tensor) -> torch.Tensor:

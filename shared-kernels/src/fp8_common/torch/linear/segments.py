@@ -145,6 +145,8 @@ def zero_rows(y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return torch.where(keep.view(-1, *(1 for _ in y.shape[1:])), y, 0)
 
 
+# an operator, because a compiler's code stores transposed bytes one by one
+@operator(fake=lambda codes, source: codes.new_empty((codes.shape[1], source.shape[0])))
 def transposed_rows(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return [columns, p], contiguous, of codes [rows, columns] in the order of `source` [p]; 0 for negative ones."""
     if takes(codes):
