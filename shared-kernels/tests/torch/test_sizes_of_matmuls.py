@@ -42,3 +42,16 @@ def test_features_are_padded_on_request_only(inner, columns):
         product(8, inner, columns)
     with pytest.raises(Fp8Error, match="N=40"):
         product(32, 7, 40, pad_inner=True)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_compiler_sees_one_graph(by_rows):
+    def computed(codes, scale_inv):
+        one = Operand(codes, scale_inv, get_format("e4m3"))
+        return matmul(one, one, MatmulOptions(torch.bfloat16, emulate=False))
+
+    with FakeTensorMode(), torch.no_grad():
+        one = operand(32, 64, by_rows)
+        y = torch.compile(computed, fullgraph=True, backend="eager")(one.codes, one.scale_inv)
+    assert y.shape == (32, 32)
+    assert y.device.type == "cuda"

@@ -205,7 +205,10 @@ def _matmul_scaled(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tens
 
 def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
     """Return a scale, copied if it is one among others: cuBLAS refuses a scalar at an odd address."""
-    return scale.clone() if scale.ndim == 0 and scale.storage_offset() % 4 else scale
+    # compilers copy what is not where they expect it
+    if torch.compiler.is_compiling() or scale.ndim or scale.storage_offset() % 4 == 0:
+        return scale
+    return scale.clone()
 
 
 def _on_cuda(tensor: torch.Tensor) -> bool:
