@@ -59,7 +59,7 @@ class Report:
         self.path, self.device, self.on_gpu = path, "cuda" if on_gpu else "cpu", on_gpu
         self.found: dict[str, Any] = {"claims": {}, "figures": {}, "failures": {}}
         # who prepares shares the lock, and who measures has it alone: so it waits for all that prepare
-        self._lock = path.with_name("lock").open("w")
+        self._lock = os.open(path.with_name("lock"), os.O_CREAT | os.O_WRONLY)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def claim(self, text: str, holds: bool, shown: str) -> None:
@@ -193,8 +193,7 @@ def counted(report: Report, files: Mapping[str, str], record: Path) -> None:
         report.found["failures"] |= failed
         report.found["figures"] |= {test: line["noted"] for test, line in own.items() if line.get("noted")}
         if passed or failed:
-            shown = f"{passed} passed, {len(failed)} failed" + "".join(f"; {test}" for test in list(failed)[:5])
-            report.claim(f"{name}: every test passes", not failed, shown)
+            report.claim(f"{name}: every test passes", not failed, f"{passed} passed, {len(failed)} failed")
 
 
 def layer(report: Report, contender: str) -> None:

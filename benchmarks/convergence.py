@@ -404,16 +404,17 @@ class Training:
         """Write what the next step depends on, whole or not at all."""
         measured = {name: getattr(self, name) for name in ("losses", "held_out", "seconds", "commits")}
         beside = path.with_suffix(".part")
-        state = {"masters": self.masters, "optimizer": self.optimizer.state_dict()}
+        masters = self.masters if self.wire else []  # else they are the model's
+        state = {"model": self.model.state_dict(), "masters": masters, "optimizer": self.optimizer.state_dict()}
         torch.save(state | {"delayed": DelayedState(self.model).state_dict(), **measured}, beside)
         beside.replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote."""
         saved = torch.load(path, weights_only=True, map_location=self.device)
-        with torch.no_grad():
-            for master, value in zip(self.masters, saved.pop("masters"), strict=True):
-                master.copy_(value)
+        self.model.load_state_dict(saved.pop("model"))
+        for master, value in zip(self.masters, saved.pop("masters"), strict=False):
+            master.copy_(value)
         self.optimizer.load_state_dict(saved.pop("optimizer"))
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks._common import RESULTS, table
-from benchmarks.convergence import FP8_GRADIENTS, RECIPES, Spec, queue
+from benchmarks.convergence import RECIPES, WIRES, Spec, queue
 
 PICTURES = Path(__file__).parents[1] / "docs/assets/convergence"
 BAR, BROKEN = 0.25, 1.0
@@ -33,12 +33,20 @@ Cells = dict[Condition, dict[str, dict[int, float]]]
 def losses(folder: Path, question: str) -> Cells:
     """Return the final held-out losses of the finished runs of a question."""
     found: Cells = defaultdict(lambda: defaultdict(dict))
-    for path in sorted(folder.glob(f"{question}-*.json")):
-        run = json.loads(path.read_text())
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{question}-*.json"))]
+    places = {(condition(run["spec"]), run["spec"]["seed"]): run["device"] for run in runs if is_control(run["spec"])}
+    for run in runs:
         spec = run["spec"]
-        loss = float("inf") if run["diverged_at"] else run["held_out"][-1]
-        found[condition(spec)][spec["recipe"]][spec["seed"]] = loss
+        # what another device computed than the control is not compared
+        if places.get((condition(spec), spec["seed"]), run["device"]) == run["device"]:
+            loss = float("inf") if run["diverged_at"] else run["held_out"][-1]
+            found[condition(spec)][spec["recipe"]][spec["seed"]] = loss
     return found
+
+
+def is_control(spec: dict[str, Any]) -> bool:
+    """Whether others are compared with this run."""
+    return spec["recipe"] == "bf16"
 
 
 def condition(spec: dict[str, Any]) -> Condition:
@@ -85,7 +93,7 @@ def percent(values: list[float]) -> str:
 
 def compared(recipes: dict[str, dict[int, float]]) -> str:
     """Return the table of the recipes of one condition, the largest differences first."""
-    found = {recipe: differences(recipes, recipe) for recipe in (*RECIPES[1:], FP8_GRADIENTS)}
+    found = {recipe: differences(recipes, recipe) for recipe in (*RECIPES[1:], *WIRES)}
     order = sorted((recipe for recipe, values in found.items() if values), key=lambda one: -fmean(found[one]))
     rows = [["recipe", "seeds", "held-out loss", "above bf16, 95 % interval", "each seed", "what the interval says"]]
     for recipe in order:
@@ -163,7 +171,7 @@ def by_architecture(cells: Cells) -> str:
 
 def draw_recipes(axes: Axes, recipes: dict[str, dict[int, float]]) -> None:
     """Draw a dot with its interval for each recipe, the seeds as small dots, and the bar."""
-    shown = [r for r in (*RECIPES[1:], FP8_GRADIENTS) if differences(recipes, r)]
+    shown = [r for r in (*RECIPES[1:], *WIRES) if differences(recipes, r)]
     for row, recipe in enumerate(shown):
         values = differences(recipes, recipe)
         axes.plot(values, [row] * len(values), ".", color="gray", markersize=4)
@@ -209,7 +217,8 @@ def finished(folder: Path, question: str) -> str:
     wanted = {spec.name for spec in queue() if spec.question == question}
     runs = [json.loads(path.read_text()) for path in folder.glob(f"{question}-*.json") if path.stem in wanted]
     commits = sorted({commit for run in runs for commit in run["commits"]})
-    made = f" Made by commit {', '.join(commits)}, PyTorch {runs[0]['torch']}." if runs else ""
+    places = sorted({f"PyTorch {run['torch']} on {run['device']}" for run in runs})
+    made = f" Made by commit {', '.join(commits)}, {'; '.join(places)}." if runs else ""
     return f"{len(runs)} of {len(wanted)} runs are finished.{made}"
 
 
@@ -221,7 +230,7 @@ def document(folder: Path, pictures: Path) -> str:
         parts += [f"### {title}", finished(folder, question)]
         for recipes in losses(folder, question).values():
             if any(differences(recipes, recipe) for recipe in recipes if recipe != "bf16"):
-                picture(question, (6.4, 2.8), lambda axes, recipes=recipes: draw_recipes(axes, recipes), pictures)
+                picture(question, (6.4, 3.6), lambda axes, recipes=recipes: draw_recipes(axes, recipes), pictures)
                 parts.append(
                     f"![How far each recipe ends above bf16, with intervals](../assets/convergence/{question}.svg)"
                 )

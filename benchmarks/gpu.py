@@ -146,6 +146,7 @@ def run_plan(parts: Sequence[Part], minutes: float, results: Path, *, on_gpu: bo
             results.mkdir(parents=True, exist_ok=True)
             (results / f"{name}.json").write_text(json.dumps({**machine(), **result}, indent=1) + "\n")
             (results / f"{name}.md").write_text(table(rows) + "\n")
+            (results / f"{name}-times.md").write_text(times(result) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print((results / f"{name}.md").read_text(), f"\nSend us {results / name}.json: CONTRIBUTING.md says how.")
@@ -168,6 +169,19 @@ def verdicts(parts: Sequence[Part], result: Mapping[str, Any], *, on_gpu: bool) 
             verdict = ("proved" if one["holds"] else "refuted") if known else "pretended"
             rows.append((part.name, claim, verdict, one["shown"] + cut))
     return rows
+
+
+def times(result: Mapping[str, Any]) -> str:
+    """Return the table of what was timed beside bfloat16, and of what the model of time says of it."""
+    rows = [["what", "who", "x bfloat16", "measured", "modelled"]]
+    for name, found in result["parts"].items():
+        for claim, one in found["claims"].items():
+            who, _, kind = claim.rpartition(": ")
+            if kind == ask.FASTER:
+                ratio, milliseconds = one["shown"].split(", ")
+                said = found["claims"].get(f"{who}: {ask.MODELLED}", {"shown": "modelled -"})["shown"]
+                rows.append([name, who or "ours", ratio, milliseconds, said.rpartition("modelled ")[2]])
+    return table(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import convergence_table as tables
-from benchmarks.convergence import FP8_GRADIENTS, RECIPES, Spec, learning_rate, queue
+from benchmarks.convergence import ALL, RECIPES, WIRES, Spec, learning_rate, queue
 from tests.helpers.repository import ROOT
 
 TINY = {"question": "test", "seed": 0, "dim": 128, "layers": 1, "rows": 2, "steps": 10}
@@ -20,7 +20,7 @@ TINY = {"question": "test", "seed": 0, "dim": 128, "layers": 1, "rows": 2, "step
 
 def command(folder, *specs, every=0.0):
     """Return the call of the runner with state and results in `folder`, a checkpoint after each step."""
-    places = ["--state", str(folder / "state"), "--results", str(folder / "results")]
+    places = ["--state", str(folder / "state"), "--results", str(folder / "results"), "--device", "cpu"]
     wanted = [part for spec in specs for part in ("--spec", json.dumps(spec))]
     return [sys.executable, "-m", "benchmarks.convergence", *places, "--checkpoint-seconds", str(every), *wanted]
 
@@ -34,7 +34,7 @@ def results(folder):
 def test_the_queue_compares_all_recipes_of_a_seed_before_the_next():
     runs = list(queue())
     long = [spec for spec in runs if spec.question == "recipes"]
-    assert [(spec.seed, spec.recipe) for spec in long] == [(s, r) for s in range(5) for r in (*RECIPES, FP8_GRADIENTS)]
+    assert [(spec.seed, spec.recipe) for spec in long] == [(s, r) for s in range(5) for r in (*RECIPES, *WIRES)]
     assert {spec.steps for spec in long} == {4000}
     assert sum(spec.question == "larger" for spec in runs) == 8
     assert len({spec.name for spec in runs}) == len(set(runs)), "every run has files of its own"
@@ -43,6 +43,8 @@ def test_the_queue_compares_all_recipes_of_a_seed_before_the_next():
 def test_a_name_says_what_differs_from_the_defaults():
     assert Spec(question="recipes", recipe="rowwise", seed=3).name == "recipes-rowwise-seed=3"
     assert Spec(question="breaks", recipe="bf16", seed=0, rate=8).name == "breaks-bf16-seed=0-rate=8"
+    everything = Spec(question="recipes", recipe=f"bf16, {ALL}", seed=0).name
+    assert everything == "recipes-bf16+compressed_with_embedding_and_head-seed=0"
 
 
 def test_the_rate_rises_then_falls_to_a_tenth():
@@ -78,13 +80,21 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
     assert not list((tmp_path / "killed/state").glob("*.pt")), "checkpoints of a finished run are of no more use"
 
 
-def test_one_process_at_a_time_makes_the_runs_of_a_folder(tmp_path):
+def test_processes_beside_each_other_make_different_runs(tmp_path):
     (tmp_path / "state").mkdir()
-    with (tmp_path / "state/lock").open("w") as lock:
+    taken, free = (Spec(**TINY | {"recipe": "bf16", "seed": seed, "steps": 2}) for seed in (0, 1))
+    with (tmp_path / f"state/{taken.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "another process makes the runs of" in done.stderr
+        subprocess.run(command(tmp_path, asdict(taken), asdict(free)), cwd=ROOT, capture_output=True, check=True)
+    assert [path.stem for path in (tmp_path / "results").iterdir()] == [free.name]
+
+
+def test_a_wire_of_codes_changes_what_is_trained_and_little_of_it(tmp_path):
+    specs = [TINY | {"recipe": recipe} for recipe in ("bf16", *WIRES[:3])]
+    subprocess.run(command(tmp_path, *specs, every=1e9), cwd=ROOT, capture_output=True, check=True)
+    losses = [run["held_out"][-1] for run in results(tmp_path)]
+    assert len(set(losses)) == 4, "each wire sends something else"
+    assert max(losses) - min(losses) < 0.01 * min(losses)
 
 
 def test_checkpoints_in_the_repository_are_refused():
@@ -101,10 +111,11 @@ def test_checkpoints_in_the_repository_are_refused():
 def made_up(tmp_path):
     """Write results with given final losses."""
 
-    def write(loss, **fields):
+    def write(loss, device="cpu", **fields):
         spec = Spec(**fields)
         run = {"spec": asdict(spec), "held_out": [loss], "diverged_at": None if loss else 7, "commits": ["c0ffee"]}
-        (tmp_path / f"{spec.name}.json").write_text(json.dumps(run | {"torch": "2.13.0"}))
+        places = {"torch": "2.13.0", "device": device}
+        (tmp_path / f"{spec.name}.json").write_text(json.dumps(run | places))
 
     return write
 
@@ -116,11 +127,19 @@ def test_recipes_are_compared_with_bf16_of_their_own_seed(made_up, tmp_path):
     made_up(2.0, question="recipes", recipe="blockwise", seed=0)
     made_up(9.0, question="recipes", recipe="blockwise", seed=4)  # its control is not finished
     text = tables.document(tmp_path, tmp_path)
-    assert "8 of 35 runs are finished. Made by commit c0ffee, PyTorch 2.13.0." in text
+    assert "8 of 55 runs are finished. Made by commit c0ffee, PyTorch 2.13.0 on cpu." in text
     assert "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 %, +1.00 %, +1.00 % | above the bar of 0.25 % |" in text
     assert "| blockwise | 1 | 2.0000 | +0.00 % | +0.00 % | one seed: nothing |" in text
     assert text.index("| rowwise |") < text.index("| blockwise |"), "the worst first"
     assert (tmp_path / "recipes.svg").read_text().startswith("<?xml")
+
+
+def test_what_another_device_computed_is_not_compared(made_up, tmp_path):
+    for recipe, device in {"bf16": "cpu", "rowwise": "cpu", "blockwise": "H100"}.items():
+        made_up(2.0, device, question="recipes", recipe=recipe, seed=0)
+    text = tables.document(tmp_path, tmp_path)
+    assert "| rowwise | 1 |" in text
+    assert "| blockwise | 1 |" not in text
 
 
 @pytest.mark.parametrize(
@@ -141,7 +160,7 @@ def test_what_suffers_under_a_perturbation_is_marked(made_up, tmp_path):
     for recipe, loss in {"bf16": 2.0, "tensorwise": 2.1, "rowwise": 2.01, "blockwise": None}.items():
         made_up(loss, recipe=recipe, outlier=16, **small)
     text = tables.document(tmp_path, tmp_path)
-    assert "| outlier 2^16 | 2.0000 | **+5.00 %** | not run | +0.50 % | not run | **diverged** |" in text
+    assert "| outlier 2^16 | 2.0000 | **+5.00 %** | not run | +0.50 % | not run | **diverged** | not run |" in text
     assert (tmp_path / "breaks.svg").exists()
 
 
@@ -151,7 +170,7 @@ def test_layers_left_in_bf16_are_compared_with_the_same_control(made_up, tmp_pat
     made_up(2.2, recipe="tensorwise", **model)
     made_up(2.02, recipe="tensorwise", without="in_proj", **model)
     text = tables.document(tmp_path, tmp_path)
-    rest = " | not run" * 4
+    rest = " | not run" * 5
     assert f"| Mamba2 | 1 | 2.0000 | +10.00 %{rest} |" in text
     assert f"| Mamba2, in_proj in bf16 | 1 | 2.0000 | +1.00 %{rest} |" in text
 

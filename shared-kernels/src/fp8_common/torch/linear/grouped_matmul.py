@@ -2,7 +2,7 @@
 
 On GPUs nothing waits for the device to know where groups end. `scaled_grouped_mm` multiplies E4M3 codes with one scale
 per row; where it does not apply (E5M2 gradients, other GPUs), `grouped_mm` multiplies the codes decoded to bfloat16,
-which is exact, and the scales follow. Both were traced and checked on doubles, and have not run on a GPU yet.
+which is exact, and the scales follow. Both ran on an H100.
 Elsewhere, for scales of blocks and for results that are not bfloat16: group after group by `matmul`, so that the
 numbers are those of a loop over the experts; on a GPU that loop waits for the offsets.
 """

@@ -4,7 +4,7 @@ With FP8 tensor cores: `torch.nn.functional.scaled_mm`, also with scales of 1x12
 applies on Hopper. Without: every FP8 value is exact in bfloat16 and float32, so the codes are decoded and multiplied in
 the output's dtype, which on CPU is several times faster than the scaled matmul there. The operands are the same
 numbers; only the order of accumulation differs. Block-wise operands that cuBLAS does not take are multiplied as
-dequantized float32 matrices. The paths of GPUs were compiled and traced, and have not run on one yet.
+dequantized float32 matrices. On GPUs, Hopper alone was run.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """`Groups`: where groups of rows lie; and operations on segments of rows that look at their values.
 
 They are opaque to compilers, and none waits for a GPU. A segment is a run of consecutive rows, int32 [rows], never
-falling. The kernels have not run on a GPU yet.
+falling.
 """
 
 import itertools
