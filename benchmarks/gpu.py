@@ -56,7 +56,9 @@ def plan(gpu: str | None = "H100") -> list[Part]:
     Args:
         gpu: The GPU of the model of time that this is; None for others, of which nothing is claimed.
     """
-    peers = [f"torchao-{recipe}" for recipe in ("tensorwise", "rowwise")] if importlib.util.find_spec("torchao") else []
+    # torchao multiplies rows on GPUs alone
+    recipes = ("tensorwise", "rowwise") if torch.cuda.is_available() else ("tensorwise",)
+    peers = [f"torchao-{recipe}" for recipe in recipes] if importlib.util.find_spec("torchao") else []
     contenders = [*(f"ours-{recipe}" for recipe in RECIPES), *peers]
     bits = [name for name in ask.TESTS if importlib.util.find_spec(ask.NEEDS.get(name, "torch"))]
     mixtures = [f"128 2048 768 {8 * ask.LLAMA}", f"8 4096 14336 {2 * ask.LLAMA}"]
