@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import nox
 
@@ -22,38 +21,29 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "test", "docs"]
 
-
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
 TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax]"
 PACKAGES = (f"{COMMON}[torch,jax,triton]", FSDP, WITH_ALL, TE)
 
-
-class Stack(NamedTuple):
-    """What `test` installs, the tests that pass with it, the modules that must not have come along."""
-
-    packages: tuple[str, ...]
-    tests: tuple[str, ...]
-    absent: tuple[str, ...]
-
-
+# what `test` installs, the tests that pass with it, the modules that must not have come along
 STACKS = {
-    "numpy": Stack((COMMON,), (f"{TESTS}/numpy",), ("torch", "jax", "flax", "triton")),
+    "numpy": ((COMMON,), (f"{TESTS}/numpy",), ("torch", "jax", "flax", "triton")),
     # Triton is here, though nothing runs on a GPU: plans of launches are counted, and they stand beside the kernels
-    "torch": Stack(
-        (f"{COMMON}[torch,triton]", FSDP, TE), (f"{TESTS}/torch", f"{TESTS}/conformance", FSDP, TE), ("jax", "flax")
+    "torch": (
+        (f"{COMMON}[torch,triton]", FSDP, TE),
+        (f"{TESTS}/torch", f"{TESTS}/conformance", FSDP, TE),
+        ("jax", "flax"),
     ),
-    "jax": Stack((f"{COMMON}[jax]", WITH_ALL), (f"{TESTS}/jax", f"{TESTS}/conformance", OWG), ("torch", "triton")),
-    "all": Stack(PACKAGES, ("tests",), ()),
+    "jax": ((f"{COMMON}[jax]", WITH_ALL), (f"{TESTS}/jax", f"{TESTS}/conformance", OWG), ("torch", "triton")),
+    "all": (PACKAGES, ("tests",), ()),
 }
 DOCUMENTS = ("README.md", "shared-kernels/README.md", *(f"{package}/README.md" for package in (FSDP, OWG, TE)), "docs")
 PARALLEL = ("-n", "auto", "--dist", "loadgroup")
 
 
 def find_python(version: str) -> str:
-    """Return a Python that runs and has this version, of the path or of pyenv; the bare version if there is none.
-
-    The commands that pyenv puts on the path fail for versions that are not switched on.
-    """
+    """Return a Python that runs and has this version, of the path or of pyenv; the bare version if there is none."""
+    # the commands that pyenv puts on the path fail for versions that are not switched on
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for place in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))):
         if shutil.which(place) and not subprocess.run([place, "-c", ""], capture_output=True, check=False).returncode:
@@ -115,15 +105,14 @@ def lint(session: nox.Session) -> None:
 
 
 @session
-@nox.parametrize("stack", list(STACKS), ids=list(STACKS))
-def test(session: nox.Session, stack: str) -> None:
+@nox.parametrize("packages,tests,absent", list(STACKS.values()), ids=list(STACKS))
+def test(session: nox.Session, packages: tuple[str, ...], tests: tuple[str, ...], absent: tuple[str, ...]) -> None:
     """Run the tests of one stack of packages where nothing else is installed."""
-    packages, tests, absent = STACKS[stack]
-    install(session, *packages, groups=("test", "demo", "peers") if stack == "all" else ("test",))
+    install(session, *packages, groups=("test",) if absent else ("test", "demo", "peers"))
     look = f"import importlib.util as u; print(*filter(u.find_spec, {absent}))"
     if intruders := str(session.run("python", "-c", look, silent=True, log=False)).strip():
         session.error(f"{intruders} must not be needed by {', '.join(packages)}, and yet got installed with it.")
-    pytest(session, paths=tests, documents=stack == "all")
+    pytest(session, paths=tests, documents=not absent)
 
 
 @session
@@ -140,23 +129,30 @@ def full(session: nox.Session) -> None:
     """Run every case of every test, then session `kernels` on both supported Tritons."""
     install(session, *PACKAGES, groups=("test", "demo", "peers"))
     everything = ("--full", "--timeout=1800")
-    pytest(session, *everything, paths=(TESTS, "packages", "tests"), documents=True)
+    pytest(session, *everything, paths=EVERYTHING, documents=True)
     if not session.posargs:
         session.notify("kernels", posargs=everything)
 
 
-OTHERS = [(find_python("3.11"), "constraints-oldest.txt"), (find_python("3.13"), None), (find_python("3.13"), "")]
+EVERYTHING = (TESTS, "packages", "tests")
+PRIVATE = (f"{TESTS}/torch/test_torch_compat.py", f"{TESTS}/torch/test_sharding.py", f"{TESTS}/jax/test_compat.py")
+PRETENDED = ("tests/modelled", f"{TESTS}/aot/test_fused_casts.py")
+OTHERS = {
+    "oldest": (find_python("3.11"), "constraints-oldest.txt", EVERYTHING),
+    "newest": (find_python("3.13"), None, EVERYTHING),
+    "nightly": (find_python("3.13"), "", PRIVATE),
+    "modelled": (find_python("3.11"), "constraints-modelled.txt", PRETENDED),
+}
 
 
 @nox.session
-@nox.parametrize("python,constraints", OTHERS, ids=["oldest", "newest", "nightly"])
-def versions(session: nox.Session, constraints: str | None) -> None:
-    """Run all tests on the oldest supported versions or the newest, or those of private names on tonight's builds."""
-    if nightly := constraints == "":
+@nox.parametrize("python,constraints,paths", list(OTHERS.values()), ids=list(OTHERS))
+def versions(session: nox.Session, constraints: str | None, paths: tuple[str, ...]) -> None:
+    """Test on the oldest supported versions, the newest, tonight's (private names), or those to pretend a GPU to."""
+    if constraints == "":
         session.env |= {"UV_PRERELEASE": "allow", "UV_INDEX": "https://download.pytorch.org/whl/nightly/cpu"}
     install(session, *PACKAGES, groups=("test", "demo", "examples"), constraints=constraints)
-    private = (f"{TESTS}/torch/test_torch_compat.py", f"{TESTS}/torch/test_sharding.py", f"{TESTS}/jax/test_compat.py")
-    pytest(session, paths=private if nightly else (TESTS, "packages", "tests"), documents=not nightly)
+    pytest(session, paths=paths, documents=paths == EVERYTHING)
 
 
 @session
@@ -186,9 +182,7 @@ def bench(session: nox.Session) -> None:
     """Run the benchmark that is named first after `--`, with the options behind it; see benchmarks/results/."""
     install(session, *PACKAGES, groups=("demo", "peers"))
     if not session.posargs:
-        session.error(
-            "Name one: " + ", ".join(sorted(path.stem for path in Path(ROOT, "benchmarks").glob("[a-z]*.py")))
-        )
+        session.error(f"Name one: {', '.join(sorted(path.stem for path in (ROOT / 'benchmarks').glob('[a-z]*.py')))}")
     session.run("python", "-m", f"benchmarks.{session.posargs[0]}", *session.posargs[1:])
 
 
@@ -200,8 +194,9 @@ def gpu(session: nox.Session) -> None:
 
 @session
 def ecosystem(session: nox.Session) -> None:
-    """Test with the real torchtitan, Transformers, PEFT and Lightning, and run every example."""
-    install(session, *PACKAGES, groups=("test", "ecosystem"))
+    """Test with the real torchtitan, Transformers, PEFT, Lightning and MaxText, and run every example."""
+    install(session, *PACKAGES, groups=("test", "ecosystem", "maxtext"))
+    session.install("--no-deps", *nox.project.dependency_groups(PROJECT, "maxtext-alone"))
     session.run("pytest", *(session.posargs or ["tests/ecosystem"]))
 
 

@@ -5,7 +5,7 @@
 The models are a Llama block, a linear layer and a Qwen3-MoE block. Tensors are fake, on a GPU that torch is made to
 believe in; launches, bytes and FLOPs are counted, and priced by the assumptions of `benchmarks.modelled.prices`. Writes
 results/modelled_MODEL_WIDTH.json and .md. Compiled steps need triton; a block takes two to three minutes of a
-processor.
+processor. Only the versions of constraints-modelled.txt take the GPU for one.
 """
 
 import argparse

@@ -1,12 +1,6 @@
 """`examples/maxtext_fp8.py` in MaxText's own training loop, and its hook in MaxText's own dense layers and pipelines.
 
-It needs Python 3.12. The wheel names hundreds of packages, so it is installed without them, and what its training loop
-imports is added:
-
-    pip install --no-deps maxtext==0.2.5 pathwaysutils cloud-accelerator-diagnostics google-cloud-mldiagnostics
-    pip install "jax>=0.11.1" "flax>=0.12.12" absl-py aqtp drjax etils fastapi google-cloud-logging
-        google-cloud-monitoring grain jinja2 jsonlines ml_collections omegaconf optax orbax-checkpoint pillow portpicker
-        psutil pydantic qwix sentencepiece sympy tensorboardX tiktoken tokamax transformers uvicorn
+It needs Python 3.12. Session `ecosystem` installs it: the groups `maxtext` and `maxtext-alone` of pyproject.toml.
 """
 
 import functools
@@ -16,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-REASON = "MaxText is not installed (it needs Python 3.12): the docstring of this file says how"
+REASON = "MaxText is not installed: it needs Python 3.12, and session `ecosystem` installs it"
 pytest.importorskip("maxtext.layers.pipeline", reason=REASON, exc_type=ImportError)
 # before JAX makes its first array: a pipeline of MaxText has a device for each stage
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"

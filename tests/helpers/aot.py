@@ -170,6 +170,7 @@ def _both_cases(dtype: str, fmt: str) -> list[Case]:
                 elements=128 * 128,
                 read=b + 0.5 * fold,
                 written=0,
+                narrow=int(fold),
                 memory_bound=not fold,
             ),
             Case(

@@ -235,6 +235,21 @@ def test_moved_state_that_devices_share_without_replicated_is_nan(devices, check
     assert found == 3 if check_vma and uses == 1 else np.isnan(found)
 
 
+@pytest.mark.parametrize("state", [False, True])
+def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for(state):
+    calls = []
+
+    def loss(tree):
+        calls.append(tree)
+        raise ValueError("of the loss")
+
+    tree = {"w": jnp.ones(2)} | ({"fc": owg.Overwrite(owg.init_meta())} if state else {})
+    with pytest.raises(ValueError, match="of the loss") as caught:
+        owg.grad(loss)(tree)
+    assert any("parameters alone" in note for note in getattr(caught.value, "__notes__", ())) == state
+    assert len(calls) == 1 + state, "what moves state might have failed"
+
+
 def test_state_in_a_while_loop_is_refused_with_the_remedy():
     def loss(tree):
         # JAX itself refuses one that is differentiated

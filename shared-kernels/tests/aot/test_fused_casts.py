@@ -114,9 +114,9 @@ def test_casts_are_exact(kernels):
             assert not INEXACT.search(text), (recipe, INEXACT.search(text)[0])
 
 
-@pytest.mark.parametrize(("recipe", "least"), [("tensorwise_delayed", 3), ("rowwise", 1)])
+@pytest.mark.parametrize(("recipe", "least"), [("tensorwise_delayed", 2), ("rowwise", 1)])
 def test_float32_becomes_fp8_in_one_rounding(kernels, recipe, least):
-    """Casts by delayed scales, and of the weight by rows; this project's own kernels cast what is wanted both ways."""
+    """Casts of the weight, by a delayed scale and by rows; this project's own kernels cast what is wanted both ways."""
     conversions = [set(TO_FP8.findall(text)) for text in kernels[recipe] if TO_FP8.search(text)]
     assert len(conversions) >= least
     for found in conversions:

@@ -16,11 +16,17 @@ from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import adopt_mapping
 from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
-from fp8_jax_owg.state.max_grad import as_float32, blames_dtype, check_float32, is_shared, share_leaf
+from fp8_jax_owg.state.max_grad import as_float32, check_float32, is_shared, share_leaf
 from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining
 from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
+
+COMPUTES_WITH_STATE = (
+    "If this is about fp32_max_grad, the loss computes with FP8 state, of which there is no gradient: the state's "
+    "gradient is what layers observe. Take penalties and norms of parameters alone: fp8_jax_owg.split(variables)[0]."
+)
+"""What is said beside an error of JAX in a loss with state."""
 
 
 def value_and_grad(
@@ -55,10 +61,11 @@ def value_and_grad(
             # happens twice.
             return attempt(moves=False)
         except Exception as error:
-            if isinstance(error, Fp8Error) or not blames_dtype(error):
+            if isinstance(error, Fp8Error) or not any(owg_flags((args, kwargs))):
                 raise
             _refuse_layers_of_flax(error)
             _log.info("moves of shared state are combined: %s", error)
+            failed = error
         try:
             return attempt(moves=True)
         except CannotCombineError as error:
@@ -66,13 +73,11 @@ def value_and_grad(
                 f"The loss cannot be differentiated, because {error}. Take the state out before it with "
                 "fp8_jax_owg.read, for a single use, or write the loop with lax.scan or lax.fori_loop."
             ) from None
-        except Exception as error:
-            if isinstance(error, Fp8Error) or not blames_dtype(error):
-                raise
-            raise Fp8Error(
-                "The loss computes with FP8 state, of which there is no gradient: the state's gradient is what layers "
-                "observe. Take penalties and norms of parameters alone: fp8_jax_owg.split(variables)[0]."
-            ) from error
+        except Fp8Error:
+            raise
+        except Exception:
+            failed.add_note(COMPUTES_WITH_STATE)
+            raise failed from None
 
     return run
 

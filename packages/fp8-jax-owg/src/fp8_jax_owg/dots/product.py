@@ -233,7 +233,7 @@ def multiply(
     dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
     product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
-    with reverse_mode_only():
+    with reverse_mode_only((lhs, rhs, live)):
         return _multiply(product, lhs, rhs, extra, live)
 
 

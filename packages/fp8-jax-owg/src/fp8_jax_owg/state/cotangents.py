@@ -141,9 +141,17 @@ def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
 first_order_only.defjvp(refuse_second_order)
 
 
+@jax.custom_vjp
+def _backward_only(x: jax.Array) -> jax.Array:
+    return x
+
+
+_backward_only.defvjp(lambda x: (x, None), lambda _, g: (g,))
+
+
 @contextlib.contextmanager
-def reverse_mode_only() -> Iterator[None]:
-    """Say it in a sentence if JAX asks what is called here for a forward-mode derivative.
+def reverse_mode_only(operands: Any) -> Iterator[None]:
+    """Say it in a sentence if JAX asks what is called here with a tree of arrays for a forward-mode derivative.
 
     Raises:
         Fp8UnsupportedError: It did.
@@ -151,7 +159,12 @@ def reverse_mode_only() -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if "forward-mode autodiff" not in str(error):
+        # the same question about what can fail for no other reason
+        try:
+            jax.tree.map(_backward_only, operands)
+        except TypeError:
+            pass
+        else:
             raise
         raise Fp8UnsupportedError(
             "An FP8 matmul has reverse-mode derivatives only, and jax.jvp, jax.jacfwd or jax.linearize was asked for. "

@@ -323,7 +323,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
         )
     if scale.shape == (WIDTH,):
         return scale
-    with reverse_mode_only():
+    with reverse_mode_only((scale, history)):
         return _live_at_rest(shared, scale, history)
 
 

@@ -152,13 +152,6 @@ def is_shared(x: Any) -> bool:
     return getattr(x, "dtype", None) == fp32_max_grad
 
 
-def blames_dtype(error: Exception) -> bool:
-    """Return whether JAX failed because an operation, or its transpose, does not take arrays of the extended dtype."""
-    text = str(error)
-    # the names that errors about such arrays hold; of one that JAX has not written, there is no text at all
-    return "fp32_max_grad" in text or "UndefinedPrimal" in text or (isinstance(error, NotImplementedError) and not text)
-
-
 def mapped_axes(equation: Any) -> Any:
     """Return the mesh axes along which a `shard_map` in a traced program maps its body."""
     params = equation.params

@@ -105,7 +105,7 @@ def _sum_in_order(parts: torch.Tensor, divisor: float) -> torch.Tensor:
     for part in parts[1:]:
         total += part
     # The divisor is a tensor of the same device: a GPU multiplies by the reciprocal of a number, which rounds twice.
-    return total if divisor == 1 else total.div_(total.new_full((), divisor))
+    return total if divisor == 1 or not total.numel() else total.div_(total.new_full((), divisor))
 
 
 def _rows_of(compressed: int, wide: int, wide_dtype: torch.dtype) -> MessageRows:
