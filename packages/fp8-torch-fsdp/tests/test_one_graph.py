@@ -9,6 +9,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import RECIPES
 from fp8_common.torch.linear import matmul
 
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA")
 PRODUCTS = ("matmul", "_scaled_mm", "scaled_mm", "_scaled_mm_v2")
 
 
