@@ -92,8 +92,8 @@ def test_doctor_in_words():
         "native    blockwise_1x128",
         "emulated  mx: ",
         "What this version was tested with: NVIDIA Hopper (9.0)",
-        "compiled for, never run  casts",
-        "never run:     nobody has run it on such a device",
+        "never run           collectives",
+        "never run:  nobody has run it on such a device",
         "fp8-torch-fsdp 0.1.0: FP8 all-gather.",
         "native  wire: It can.",
         "PROBLEM bad = x:y: ImportError: no such thing",
@@ -127,7 +127,7 @@ def test_doctor_as_json(run, monkeypatch):
     assert (gpu["label"], gpu["capability"], gpu["native_formats"]) == ("sm_90", [9, 0], ["e4m3", "e5m2"])
     assert [path["name"] for path in gpu["paths"]][:2] == ["cast", "tensorwise"]
     assert gpu["status"]["key"] == "sm_90"
-    assert gpu["status"]["status"]["step"] == ["modelled", "never run"]
+    assert gpu["status"]["status"]["mxfp8"] == ["emulated", "measured"]
     assert facts["plugins"][0]["info"]["paths"][0]["why"] == "It can."
     assert facts["versions"]["triton"] == "3.6.0"
 
