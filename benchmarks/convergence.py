@@ -36,8 +36,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks._models import LENGTH, Bfloat16Matmuls, ByteModel, Published
 from examples._report import Corpus, load_corpus
 from fp8_common import E4M3
 from fp8_common.torch.casts import quantize_mx
@@ -54,7 +54,7 @@ WIRES = (f"bf16, {GRADIENTS}", f"bf16, {BOTH}", f"bf16, {ALL}", f"mxfp8, {BOTH}"
 ARCHITECTURES = ("Mamba2", "Gemma4", "Olmoe")
 TINY: dict[str, Any] = {"dim": 128, "layers": 2, "rows": 4, "steps": 400}
 """The model and budget of the runs that look for where recipes break."""
-LENGTH, HEAD_DIM, HELD_OUT_BATCHES, POINTS = 128, 32, 16, 20
+HELD_OUT_BATCHES, POINTS = 16, 20
 RATE, WARM_UP, LAST_RATE = 1.5e-3, 0.05, 0.1
 
 
@@ -135,118 +135,6 @@ def architectures(seed: int) -> Iterator[Spec]:
         )
 
 
-# ---------------------------------------------------------------- models
-
-
-class Block(nn.Module):
-    """Attention and a SwiGLU, each on a normalized input and added to its input.
-
-    Args:
-        dim: Width, a multiple of 128.
-        outlier: See `Spec`.
-    """
-
-    def __init__(self, dim: int, outlier: int) -> None:
-        super().__init__()
-        hidden = 11 * dim // 4
-        self.heads = dim // HEAD_DIM
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False)
-        self.outlier = outlier
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Return the block's output for x [rows, length, dim]; `bias` is added to scores [rows * heads, ...]."""
-        x = x + self.out(self.attend(self.qkv(_norm(x)), bias))
-        y = _norm(x)
-        hidden = F.silu(self.gate(y)) * self.up(y)
-        if self.outlier:
-            # Its weights are and stay 0 (`Training.step`): in bf16 this changes nothing, in FP8 only scales.
-            hidden = torch.cat([torch.full_like(hidden[..., :1], 2.0**self.outlier), hidden[..., 1:]], dim=-1)
-        return x + self.down(hidden)
-
-    def attend(self, qkv: Tensor, bias: Tensor) -> Tensor:
-        """Return what each position reads; written out, because the fused backward is slow in bf16 on CPUs."""
-        rows, length, _ = qkv.shape
-        heads = qkv.view(rows, length, 3, self.heads, HEAD_DIM).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.reshape(3, rows * self.heads, length, HEAD_DIM).unbind()
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=HEAD_DIM**-0.5)
-        read = torch.bmm(torch.softmax(scores, dim=-1), v)
-        return read.view(rows, self.heads, length, HEAD_DIM).transpose(1, 2).reshape(rows, length, -1)
-
-
-class ByteModel(nn.Module):
-    """A decoder over bytes: ALiBi's distances as positions, norms without weights, layers without biases."""
-
-    bias: Tensor
-
-    def __init__(self, spec: Spec) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, spec.dim)
-        self.blocks = nn.ModuleList(Block(spec.dim, spec.outlier) for _ in range(spec.layers))
-        self.head = nn.Linear(spec.dim, 256, bias=False)
-        position, heads = torch.arange(LENGTH), spec.dim // HEAD_DIM
-        distance, slopes = position[:, None] - position, 2.0 ** -(torch.arange(heads) % 8 + 1.0)
-        bias = torch.where(distance < 0, -torch.inf, -slopes[:, None, None] * distance)
-        self.register_buffer("bias", bias, persistent=False)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Return logits [rows, length, 256] of the next byte for integer codes [rows, length]."""
-        x = self.embedding(codes)
-        bias = self.bias.to(x.dtype).repeat(len(codes), 1, 1)
-        for block in self.blocks:
-            x = block(x, bias)
-        return self.head(_norm(x))
-
-
-def _norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
-
-
-class Published(nn.Module):
-    """A small model of an architecture of Transformers, its layers and forward those of the published ones."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        import transformers
-
-        decoder = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        sizes: dict[str, dict[str, Any]] = {
-            "Mamba2": {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 32,
-                       "state_size": 32, "n_groups": 1, "chunk_size": 32},
-            "Gemma4": decoder | heads | {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 32,
-                       "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 0},
-            "Olmoe": decoder | heads | {"num_experts": 4, "num_experts_per_tok": 2},
-        }  # fmt: skip
-        prefix = {"Gemma4": "Gemma4Text"}.get(name, name)
-        config = getattr(transformers, f"{prefix}Config")(**(sizes[name] | special))
-        self.model = getattr(transformers, f"{name}ForCausalLM")(config)
-        self.blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList))
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Return logits [rows, length, 256]."""
-        return self.model(input_ids=codes, use_cache=False).logits
-
-
-class Bfloat16Matmuls(TorchDispatchMode):
-    """Computes matmuls of bfloat16 CPU matrices as float32 matmuls of the same numbers, rounded once to bfloat16.
-
-    Processors without bfloat16 units take five to ten times as long for the bfloat16 ones.
-    """
-
-    matmuls = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
-        kwargs = kwargs or {}
-        if func.overloadpacket not in self.matmuls or args[-1].dtype != torch.bfloat16:
-            return func(*args, **kwargs)
-        return func(*(arg.float() for arg in args), **kwargs).bfloat16()
-
-
 # ---------------------------------------------------------------- one run
 
 
@@ -262,7 +150,9 @@ class Training:
     def __init__(self, spec: Spec, corpus: Corpus, device: str = "cpu") -> None:
         self.spec, self.corpus, self.device, on_gpu = spec, corpus, device, device == "cuda"
         torch.manual_seed(spec.seed)
-        self.model: Any = ByteModel(spec) if spec.model == "bytes" else Published(spec.model)
+        self.model: Any = (
+            ByteModel(spec.dim, spec.layers, spec.outlier) if spec.model == "bytes" else Published(spec.model)
+        )
         if spec.model == "bytes":
             self._start()
         self.model.to(device)
