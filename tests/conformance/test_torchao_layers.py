@@ -12,6 +12,8 @@ from fp8_common.presets import mx
 from fp8_common.torch import dequantize_mx, quantize_mx
 from tests.helpers.communicated_layers import WIDTH, block, check_layers, layers_of_others
 
+pytest.importorskip("torchao", reason="torchao is not installed")
+
 # ---------------------------------------------------------------- communication
 
 
