@@ -1,5 +1,6 @@
 """`certify`: planted violations are found and named, honest models pass, the page's table is what runs say."""
 
+import importlib.util
 import json
 import re
 
@@ -137,7 +138,8 @@ def cells(text):
 def test_the_table_in_the_page_is_what_runs_say():
     """Some rows and properties; `python -m benchmarks.certificates` writes all of them."""
     found = {name: make() for name, make in rows(ASKED) if name in CHEAP}
-    assert set(found) == set(CHEAP)
+    peers = importlib.util.find_spec("torchao") is not None
+    assert set(found) == {name for name in CHEAP if peers or not name.startswith("torchao")}
     committed = json.loads((RESULTS / "certificates.json").read_text())["certificates"]
     page = cells((RESULTS / "certificates.md").read_text())
     for name, row in found.items():
@@ -145,9 +147,10 @@ def test_the_table_in_the_page_is_what_runs_say():
             assert str(answer) == page[name][each], (name, each)
             assert answer.layer == committed[name][each]["layer"]
     assert set(page) == set(committed)
-    peer = found["torchao tensorwise"]["causal"]
-    assert (peer.says, len(peer.input), len(peer.output)) == ("no", 3, 3)
-    assert peer.layer in ("up", "down")
+    if peers:
+        peer = found["torchao tensorwise"]["causal"]
+        assert (peer.says, len(peer.input), len(peer.output)) == ("no", 3, 3)
+        assert peer.layer in ("up", "down")
 
 
 def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
