@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks._common import median_ratio, options, save, table, take_turns
 from examples._report import leave
+from fp8_common import GradientCompression
 from fp8_common.advise import Accelerator, Choice, Job, Links, ModelShape, estimate
 from fp8_torch_fsdp import compress_communication, convert_to_float8_training
 
@@ -37,11 +38,12 @@ WIDTH, LAYERS, ROWS = 512, 4, 32
 
 
 class Kind(NamedTuple):
-    """Whether layers are FP8 ones, and what of others and of gradients travels in FP8."""
+    """Whether layers are FP8 ones, what of others and of gradients travels in FP8, and how gradients are rounded."""
 
     converted: bool = False
     weights: bool = False
     gradients: bool = False
+    rounding: str = "stochastic"
 
 
 BF16 = "bf16"
@@ -50,6 +52,7 @@ KINDS = {
     "gathers FP8": Kind(weights=True),
     "gradients FP8": Kind(gradients=True),
     "both FP8": Kind(weights=True, gradients=True),
+    "both FP8, nearest": Kind(weights=True, gradients=True, rounding="nearest"),
     "FP8 layers": Kind(converted=True),
     "FP8 layers, gradients FP8": Kind(converted=True, gradients=True),
 }
@@ -81,7 +84,8 @@ def step_of(kind: Kind, width: int) -> Callable[[], None]:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if kind.weights or kind.gradients:
-        compress_communication(model, weights=kind.weights, gradients=kind.gradients)
+        gradients = GradientCompression(rounding=kind.rounding) if kind.gradients else False
+        compress_communication(model, weights=kind.weights, gradients=gradients)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(ROWS, width)
 
     def step() -> None:

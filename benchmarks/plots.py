@@ -1,7 +1,7 @@
 """The pictures of README and numerics pages; `python -m benchmarks.plots` draws them again, for light and dark pages.
 
-Every curve of the numerics is computed by `fp8_common` on NumPy arrays from fixed seeds; losses of training runs come
-from `benchmarks/results`.
+Every curve of the numerics is computed by `fp8_common` on NumPy arrays from fixed seeds; losses and links come from
+`benchmarks/results`.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import fp8_common as fp8
+from benchmarks._common import median_ratio
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs/assets/numerics"
 RESULTS = Path(__file__).parent / "results"
@@ -147,6 +148,21 @@ def draw_differences(axes: Axes) -> None:
     axes.set_xlabel("held-out loss above the control, %")
 
 
+def draw_links(axes: Axes) -> None:
+    """Draw how many times as fast as on bf16 communication steps are, over what each rank can send."""
+    rows = json.loads((RESULTS / "links.json").read_text())["rows"]
+    for ranks, line in ((2, "o-"), (4, "s--")):
+        own = [row for row in rows if row["ranks"] == ranks and row["rate"]]  # 0: no limit
+        for name, colour in zip(("gathers FP8", "both FP8", "both FP8, nearest"), COLOURS.values(), strict=False):
+            ratios = [median_ratio(row["seconds"]["bf16"], row["seconds"][name]) for row in own]
+            axes.plot([row["rate"] for row in own], ratios, line, color=colour, label=f"{name}, {ranks} ranks")
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="Mbit/s that each rank can send", ylabel="times as fast as bf16")
+    axes.set_xticks(ticks := sorted({row["rate"] for row in rows if row["rate"]}), map(str, ticks))
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+
+
 def draw_grids(axes: Axes) -> None:
     """Draw every positive value of each format as a tick on a logarithmic line."""
     for row, (name, fmt) in enumerate(FORMATS.items()):
@@ -212,6 +228,7 @@ DRAWINGS: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "folding": (draw_folding, (6.4, 3.2)),
     "losses": (draw_losses, (6.4, 1.6)),
     "differences": (draw_differences, (6.4, 4.0)),
+    "links": (draw_links, (6.4, 3.2)),
 }
 
 

@@ -10,6 +10,8 @@ import fp8_torch_fsdp as f8
 from fp8_common import RECIPES
 from fp8_common.presets import mx
 from fp8_common.torch import dequantize_mx, quantize_mx
+from fp8_common.torch.linear.matmul import swizzled
+from fp8_common.torch.numerics import scale_inv_of_e8m0
 from tests.helpers.communicated_layers import WIDTH, block, check_layers, layers_of_others
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -111,3 +113,12 @@ def test_all_three_matmuls_equal_torchaos_on_the_same_weight(mode, spread):
     y, _, dw = torchao_step(x, weight, grad, mode)
     assert torch.equal(y, wanted[0])
     assert torch.equal(dw, wanted[2])
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (300, 5), (16, 32)])
+def test_scales_lie_as_torchao_lays_them_for_blackwell(shape):
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
+    theirs = to_blocked(codes, use_triton_kernel=False)
+    assert torch.equal(swizzled(scale_inv_of_e8m0(codes)).view(torch.uint8), theirs.flatten())

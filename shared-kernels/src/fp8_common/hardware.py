@@ -29,6 +29,10 @@ BLOCK_CAPABILITY = (9, 0)
 """The one compute capability for which cuBLAS multiplies with float32 scales of blocks: later ones have MX scales."""
 BLOCK_CUDA = (12, 9)
 """The first CUDA that does."""
+MX_MAJOR = 10
+"""The major compute capability for which cuBLAS multiplies with MX scales in the order that is written here."""
+MX_CUDA = (12, 8)
+"""The first CUDA that does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +107,12 @@ def multiplies_blocks(capability: tuple[int, int] | None, cuda: tuple[int, int] 
     return capability == BLOCK_CAPABILITY and cuda is not None and cuda >= BLOCK_CUDA
 
 
+def multiplies_mx(capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> bool:
+    """Return whether torch, built with a CUDA version, multiplies with MX scales on such a GPU."""
+    # not 12.0: its tensor cores take other layouts, for which nothing here was written
+    return capability is not None and capability[0] == MX_MAJOR and cuda is not None and cuda >= MX_CUDA
+
+
 def product_path(device: Device, granularity: Granularity) -> Path:
     """Return how the device multiplies operands of one granularity."""
     formats, native = " and ".join(native_formats(device)), False
@@ -151,8 +161,9 @@ def _scale_support(device: Device, granularity: Granularity) -> tuple[bool, str]
     if granularity in ("tensorwise", "rowwise"):
         return True, "the product applies the scales"
     if granularity == "mx":
-        native = device.capability is not None and device.capability >= (10, 0)
-        return native, "MX scales are built in" if native else "MX block scales need sm_100 and newer"
+        if multiplies_mx(device.capability, device.cuda):
+            return True, "cuBLAS applies MX scales; this version was never run there"
+        return False, "MX scales need sm_100 and torch with CUDA 12.8 or newer"
     # What is left are the granularities with float32 block scales.
     built = "another framework than torch" if device.cuda is None else f"CUDA {device.cuda[0]}.{device.cuda[1]}"
     if multiplies_blocks(device.capability, device.cuda):

@@ -31,7 +31,7 @@ NATIVE = {
     "sm_89": (nvidia(8, 9), OCP, ("tensorwise", "rowwise")),
     "sm_90": (nvidia(9, 0), OCP, ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128")),
     "sm_100": (nvidia(10, 0), OCP, ("tensorwise", "rowwise", "mx")),
-    "sm_120": (nvidia(12, 0), OCP, ("tensorwise", "rowwise", "mx")),
+    "sm_120": (nvidia(12, 0), OCP, ("tensorwise", "rowwise")),
     "gfx90a": (amd("gfx90a"), (), ()),
     "gfx942": (amd("gfx942"), FNUZ, ()),
     "gfx950": (amd("gfx950"), OCP, ()),

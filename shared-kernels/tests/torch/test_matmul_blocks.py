@@ -6,6 +6,7 @@ import torch
 from fp8_common import CANONICAL, get_format
 from fp8_common._machine import parse_version
 from fp8_common.hardware import Device, product_path
+from fp8_common.presets import mx
 from fp8_common.torch import casts
 from fp8_common.torch.blocks import expand_blocks
 from fp8_common.torch.linear import function, matmul
@@ -15,12 +16,12 @@ from fp8_common.torch.linear.matmul import MatmulOptions
 from fp8_common.torch.linear.operand import Operand
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 
-THIN, SQUARE = (1, 128), (128, 128)
+THIN, SQUARE, MX = (1, 128), (128, 128), (1, 32)
 
 
 def operand(rows, columns, block):
     x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
-    codes, scale = casts.quantize_dynamic(x, get_format("e4m3"), CANONICAL, block)[:2]
+    codes, scale = casts.quantize_dynamic(x, get_format("e4m3"), mx("rceil") if block == MX else CANONICAL, block)[:2]
     return Operand(codes, casts.reciprocal(scale), get_format("e4m3"), block)
 
 
@@ -38,25 +39,45 @@ def decoded(codes, inverse):
     return codes.float() * (wide if thin else wide.repeat_interleave(128, 0)[:rows])
 
 
+def decoded_mx(codes, scales):
+    """Return what codes [rows, K] stand for; MX scales must lie as cuBLAS reads them."""
+    rows, columns = codes.shape[0], codes.shape[1] // 32
+    across = -(-columns // 4)
+    assert codes.is_contiguous()
+    assert scales.dtype == torch.float8_e8m0fnu
+    assert scales.shape == (-(-rows // 128) * across * 512,)
+    own = torch.empty(rows, columns)
+    for r in range(rows):
+        for c in range(columns):
+            tile = r // 128 * across + c // 4
+            own[r, c] = float(scales[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4])
+    return codes.float() * own.repeat_interleave(32, 1)
+
+
 @pytest.fixture
 def products(monkeypatch):
     """Count the matmuls that the double of `scaled_mm` makes."""
     made = []
 
     def scaled_mm(a, b, a_inverse, b_inverse, scaling, *, out_dtype):
+        if scaling == ("BlockWise1x32", "BlockWise1x32"):
+            made.append((a.shape[0], a.shape[1], b.shape[1]))
+            return (decoded_mx(a, a_inverse) @ decoded_mx(b.t(), b_inverse).t()).to(out_dtype)
         rows = a_inverse.shape[0] == a.shape[0], b_inverse.shape[1] == b.shape[1]
         assert scaling == tuple("BlockWise1x128" if thin else "BlockWise128x128" for thin in rows)
         assert a.shape[0] % 16 == b.shape[1] % 16 == 0
         made.append((a.shape[0], a.shape[1], b.shape[1]))
         return (decoded(a, a_inverse) @ decoded(b.t(), b_inverse.t()).t()).to(out_dtype)
 
-    monkeypatch.setattr(matmul, "multiplies_scaled_blocks", lambda device: True)
+    monkeypatch.setattr(matmul, "multiplies_scaled_blocks", lambda device, mx: True)
     monkeypatch.setattr(matmul, "scaled_mm", scaled_mm)
     return made
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("blocks", "k"), [((THIN, SQUARE), 512), ((SQUARE, THIN), 1024), ((THIN, THIN), 384)])
+@pytest.mark.parametrize(
+    ("blocks", "k"), [((THIN, SQUARE), 512), ((SQUARE, THIN), 1024), ((THIN, THIN), 384), ((MX, MX), 160)]
+)
 def test_products_with_scales_of_blocks_are_the_emulated_ones(products, blocks, k, out_dtype):
     a, b = operand(256, k, blocks[0]), operand(384, k, blocks[1])
     native = matmul.matmul(a, b, MatmulOptions(out_dtype, False))
@@ -75,6 +96,10 @@ def test_products_with_scales_of_blocks_are_the_emulated_ones(products, blocks, 
         (128, 512, 72, (THIN, SQUARE), torch.float32),
         (0, 512, 128, (THIN, SQUARE), torch.float32),
         (128, 512, 128, (SQUARE, SQUARE), torch.float32),
+        (128, 512, 128, (MX, THIN), torch.float32),
+        (128, 80, 128, (MX, MX), torch.float32),
+        (120, 128, 128, (MX, MX), torch.float32),
+        (128, 128, 128, (MX, MX), torch.float16),
         (128, 512, 128, (THIN, SQUARE), torch.float16),
     ],
 )
@@ -84,9 +109,10 @@ def test_what_is_in_doubt_is_emulated(products, m, k, n, blocks, out_dtype):
     assert products == []
 
 
-def test_all_three_products_of_a_layer_are_native(products, monkeypatch):
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_all_three_products_of_a_layer_are_native(products, monkeypatch, recipe):
     monkeypatch.setattr(function, "should_emulate", lambda device, emulate: False)
-    config = LinearConfig(recipe="blockwise")
+    config = LinearConfig(recipe=recipe)
     grid = ScaleGrid(config.weight)
     spec = LinearSpec(config, lambda w, _: Operand.of_cast(grid.quantize_whole(w), grid.cast.fp8_format, grid.tile))
     x, w = torch.randn(128, 512, requires_grad=True), torch.randn(1024, 512, requires_grad=True)
@@ -109,10 +135,39 @@ def test_hopper_with_cuda_12_9_has_these_products(monkeypatch, cuda, capability,
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
-    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0)) is native
+    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0), False) is native
     device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
     assert (product_path(device, "blockwise_1x128").status == "native") is native, "fp8 doctor says what is done"
-    assert not matmul.multiplies_scaled_blocks(torch.device("cpu"))
+    assert not matmul.multiplies_scaled_blocks(torch.device("cpu"), False)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "native"),
+    [
+        ("12.8", (10, 0), True),
+        ("13.0", (10, 3), True),
+        ("12.6", (10, 0), False),
+        ("13.0", (12, 0), False),
+        ("13.0", (9, 0), False),
+        (None, (10, 0), False),
+    ],
+)
+def test_blackwell_with_cuda_12_8_has_products_with_mx_scales(monkeypatch, cuda, capability, native):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
+    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0), True) is native
+    device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
+    assert (product_path(device, "mx").status == "native") is native, "fp8 doctor says what is done"
+
+
+def test_scales_of_rows_that_do_not_fill_a_tile_are_padded():
+    scale_inv = torch.tensor([[2.0**-127, 2.0**-126, 1.0], [2.0**127, torch.nan, 0.5]])
+    codes = matmul.swizzled(scale_inv).view(torch.uint8)
+    assert codes.shape == (512,)
+    assert codes[:4].tolist() == [0, 1, 127, 0]
+    assert codes[16:20].tolist() == [254, 255, 126, 0]
+    assert codes.count_nonzero() == 5
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7])

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Scaling = Literal["TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128"]
+Scaling = Literal["TensorWise", "RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128"]
 """A name of `torch.nn.functional.ScalingType`."""
 SCALING_BY_NAME = TorchVersion(torch.__version__) >= "2.15"
 """Whether compilers and CPUs know `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`.
@@ -113,11 +113,16 @@ def scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Return float8 codes a [M, K] @ b [K, N], b column-major, with float32 scales back from FP8, in `out_dtype`."""
+    """Return float8 codes a [M, K] @ b [K, N], b column-major, with scales back from FP8, in `out_dtype`.
+
+    Scales are float32; those of 1x32 blocks are E8M0, in the order that cuBLAS reads.
+    """
     if not SCALING_BY_NAME:
         return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     of_a, of_b = (getattr(F.ScalingType, name) for name in scaling)
-    return F.scaled_mm(a, b, a_inv, of_a, b_inv, of_b, output_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if scaling[0] == "BlockWise1x32" else F.SwizzleType.NO_SWIZZLE
+    options: Any = {"output_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    return F.scaled_mm(a, b, a_inv, of_a, b_inv, of_b, swizzle_a=swizzle, swizzle_b=swizzle, **options)
 
 
 def scaled_grouped_mm(

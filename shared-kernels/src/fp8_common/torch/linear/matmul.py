@@ -1,10 +1,10 @@
 """The matmul of two FP8 matrices on each kind of device, and which kind a device is.
 
 With FP8 tensor cores: `torch.nn.functional.scaled_mm`, also with scales of 1x128 and 128x128 blocks, which cuBLAS
-applies on Hopper. Without: every FP8 value is exact in bfloat16 and float32, so the codes are decoded and multiplied in
-the output's dtype, which on CPU is several times faster than the scaled matmul there. The operands are the same
-numbers; only the order of accumulation differs. Block-wise operands that cuBLAS does not take are multiplied as
-dequantized float32 matrices. On GPUs, Hopper alone was run.
+applies on Hopper, and with MX scales, which it applies on Blackwell. Without: every FP8 value is exact in bfloat16 and
+float32, so the codes are decoded and multiplied in the output's dtype, which on CPU is several times faster than the
+scaled matmul there. The operands are the same numbers; only the order of accumulation differs. Block-wise operands that
+cuBLAS does not take are multiplied as dequantized float32 matrices. On GPUs, Hopper alone was run.
 """
 
 import logging
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fp8_common._machine import parse_version
 from fp8_common.errors import Fp8Error, Fp8UnsupportedError
-from fp8_common.hardware import multiplies_blocks
+from fp8_common.hardware import multiplies_blocks, multiplies_mx
 from fp8_common.torch import casts, decoding
 from fp8_common.torch._operators import operator
 from fp8_common.torch.blocks import split_blocks
@@ -29,7 +29,15 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 16
 """FP8 tensor cores need contracted and output dimensions that are multiples of this."""
 BLOCK_128X128 = (128, 128)
-_PAIRS_OF_BLOCKS = [(BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128), (BLOCK_1X128, BLOCK_1X128)]
+# Rows of 128x128 scales lie at multiples of their number in some versions of torch, of 4 in others: where 4 divides the
+# number, both agree.
+_MULTIPLE_OF_PAIR = {
+    (BLOCK_1X128, BLOCK_128X128): 512,
+    (BLOCK_128X128, BLOCK_1X128): 512,
+    (BLOCK_1X128, BLOCK_1X128): 128,
+    (casts.MX_BLOCK, casts.MX_BLOCK): 32,
+}
+"""By the blocks of both operands that some device multiplies: what must divide the contracted dimension."""
 _FIRST_WITH_FP8 = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 _HOPPER = (9, 0)
@@ -104,10 +112,10 @@ def _look_up(device: torch.device) -> tuple[int, int]:
 
 
 @assume_constant_result
-def multiplies_scaled_blocks(device: torch.device) -> bool:
-    """Return whether `device` and this torch have matmuls with scales of blocks."""
-    version = torch.version.cuda
-    return version is not None and multiplies_blocks(device_capability(device), parse_version(version))
+def multiplies_scaled_blocks(device: torch.device, mx: bool) -> bool:
+    """Return whether `device` and this torch have matmuls with float32 scales of blocks, or with MX scales."""
+    version, multiplies = torch.version.cuda, multiplies_mx if mx else multiplies_blocks
+    return version is not None and multiplies(device_capability(device), parse_version(version))
 
 
 def matmul(a: Operand, b: Operand, options: MatmulOptions) -> torch.Tensor:
@@ -266,20 +274,21 @@ def applies_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
     Sizes and layouts are those that every version of `scaled_mm` with such scales takes.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
-    # Rows of 128x128 scales lie at multiples of their number in some versions of torch, of 4 in others: where 4 divides
-    # the number, both agree.
-    whole = k % 128 == 0 if a.block == b.block else k % 512 == 0
-    sizes = min(m, n, k) > 0 and m % ALIGNMENT == n % ALIGNMENT == 0 and whole
-    dtypes = out_dtype in (torch.bfloat16, torch.float32)
-    return sizes and dtypes and (a.block, b.block) in _PAIRS_OF_BLOCKS and multiplies_scaled_blocks(a.codes.device)
+    multiple = _MULTIPLE_OF_PAIR.get((a.block, b.block))  # pyrefly: ignore[bad-argument-type]
+    if multiple is None or out_dtype not in (torch.bfloat16, torch.float32):
+        return False
+    sizes = min(m, n, k) > 0 and m % ALIGNMENT == n % ALIGNMENT == 0 and k % multiple == 0
+    return sizes and multiplies_scaled_blocks(a.codes.device, a.block == casts.MX_BLOCK)
 
 
 def _matmul_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.T [M, N] in `out_dtype`, accumulated in float32 after each block."""
     a_codes, b_codes = row_major(a.codes), row_major(b.codes)
-    return scaled_mm(
-        a_codes, b_codes.t(), _laid_out(a), _laid_out(b).t(), (_scaling(a), _scaling(b)), out_dtype=out_dtype
-    )
+    if a.block == casts.MX_BLOCK:
+        scales, scaling = (swizzled(a.scale_inv), swizzled(b.scale_inv)), ("BlockWise1x32", "BlockWise1x32")
+    else:
+        scales, scaling = (_laid_out(a), _laid_out(b).t()), (_scaling(a), _scaling(b))
+    return scaled_mm(a_codes, b_codes.t(), *scales, scaling, out_dtype=out_dtype)
 
 
 def _scaling(operand: Operand) -> Scaling:
@@ -290,3 +299,17 @@ def _laid_out(operand: Operand) -> torch.Tensor:
     """Return the scales as cuBLAS reads them: those of 1x128 blocks column by column, those of 128x128 row by row."""
     scale_inv = operand.scale_inv
     return scale_inv.contiguous() if operand.block == BLOCK_128X128 else scale_inv.t().contiguous().t()
+
+
+def swizzled(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Return MX scales back from FP8, float32 [rows, columns], as E8M0 [bytes] in the order that cuBLAS reads.
+
+    Tiles of 128 rows and 4 columns follow each other by rows, padded. In a tile, the scale of row r and column c is
+    byte 16 (r % 32) + 4 (r // 32) + c. Source: cuBLAS, "1D Block Scaling Factors Layout".
+    """
+    # powers of two and NaN are their exponent field; 2^-127 is subnormal, and its field 0 is its code
+    codes = (scale_inv.view(torch.int32) >> 23).to(torch.uint8)
+    rows, columns = codes.shape
+    codes = F.pad(codes, (0, -columns % 4, 0, -rows % 128))
+    tiles = codes.reshape(-1, 4, 32, codes.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
