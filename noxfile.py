@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PROJECT, NEWEST = nox.project.load_toml(ROOT / "pyproject.toml"), "constraints.txt"
 
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -22,19 +22,15 @@ nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", "test", "docs"]
 
 COMMON, FSDP, OWG, TE = "shared-kernels", "packages/fp8-torch-fsdp", "packages/fp8-jax-owg", "packages/fp8-te-init"
-TESTS, WITH_ALL = "shared-kernels/tests", "packages/fp8-jax-owg[flax,optax,orbax]"
+TESTS, CONFORMANCE, WITH_ALL = f"{COMMON}/tests", f"{COMMON}/tests/conformance", f"{OWG}[flax,optax,orbax]"
 PACKAGES = (f"{COMMON}[torch,jax,triton]", FSDP, WITH_ALL, TE)
 
 # what `test` installs, the tests that pass with it, the modules that must not have come along
 STACKS = {
     "numpy": ((COMMON,), (f"{TESTS}/numpy",), ("torch", "jax", "flax", "triton")),
     # Triton is here, though nothing runs on a GPU: plans of launches are counted, and they stand beside the kernels
-    "torch": (
-        (f"{COMMON}[torch,triton]", FSDP, TE),
-        (f"{TESTS}/torch", f"{TESTS}/conformance", FSDP, TE),
-        ("jax", "flax"),
-    ),
-    "jax": ((f"{COMMON}[jax]", WITH_ALL), (f"{TESTS}/jax", f"{TESTS}/conformance", OWG), ("torch", "triton")),
+    "torch": ((f"{COMMON}[torch,triton]", FSDP, TE), (f"{TESTS}/torch", CONFORMANCE, FSDP, TE), ("jax", "flax")),
+    "jax": ((f"{COMMON}[jax]", WITH_ALL), (f"{TESTS}/jax", CONFORMANCE, OWG), ("torch", "triton")),
     "all": (PACKAGES, ("tests",), ()),
 }
 DOCUMENTS = ("README.md", "shared-kernels/README.md", *(f"{package}/README.md" for package in (FSDP, OWG, TE)), "docs")
@@ -74,13 +70,11 @@ def package_sources() -> dict[str, str]:
     return {name: value for name, value in told.items() if value and name not in os.environ}
 
 
-def install(
-    session: nox.Session, *packages: str, groups: tuple[str, ...] = (), constraints: str | None = "constraints.txt"
-) -> None:
-    """Install packages of this repository (editable) and dependency groups, under `constraints`."""
+def install(session: nox.Session, *packages: str, groups: tuple[str, ...] = (), under: str | None = NEWEST) -> None:
+    """Install packages of this repository (editable) and dependency groups, `under` constraints."""
     session.env.update(package_sources())
-    if constraints:
-        session.env.update(dict.fromkeys(("PIP_CONSTRAINT", "UV_CONSTRAINT"), str(ROOT / constraints)))
+    if under:
+        session.env.update(dict.fromkeys(("PIP_CONSTRAINT", "UV_CONSTRAINT"), str(ROOT / under)))
     # nox switches bytecode off; then each process compiles torch anew: importing it takes 3.6 s, not 1.6 s
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     editable = (word for package in packages for word in ("-e", f"./{package}"))
@@ -151,20 +145,19 @@ def versions(session: nox.Session, constraints: str | None, paths: tuple[str, ..
     """Test on the oldest supported versions, the newest, tonight's (private names), or those to pretend a GPU to."""
     if constraints == "":
         session.env |= {"UV_PRERELEASE": "allow", "UV_INDEX": "https://download.pytorch.org/whl/nightly/cpu"}
-    install(session, *PACKAGES, groups=("test", "demo", "examples"), constraints=constraints)
+    install(session, *PACKAGES, groups=("test", "demo", "examples"), under=constraints)
     pytest(session, paths=paths, documents=paths == EVERYTHING)
 
 
 @session
-@nox.parametrize("constraints", ["constraints.txt", "constraints-oldest.txt"], ids=["newest", "oldest"])
+@nox.parametrize("constraints", [NEWEST, "constraints-oldest.txt"], ids=["newest", "oldest"])
 def kernels(session: nox.Session, constraints: str) -> None:
     """Run kernels in Triton's interpreter; compile them, and JAX programs, for NVIDIA GPUs and judge the code."""
-    install(session, *PACKAGES, groups=("test",), constraints=constraints)
+    install(session, *PACKAGES, groups=("test",), under=constraints)
     jax = str(session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)).strip()
     # what XLA needs to compile for NVIDIA GPUs, without the libraries that it would call on one
     session.install("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}", "nvidia-cuda-nvcc-cu12")
-    interpreted = [f"{package}/tests/interpreter" for package in (COMMON, FSDP, TE)]
-    interpreted = [*filter(os.path.isdir, interpreted), f"{TESTS}/conformance/test_conformance.py"]
+    interpreted = (f"{TESTS}/interpreter", f"{FSDP}/tests/interpreter", f"{CONFORMANCE}/test_conformance.py")
     session.run("pytest", *PARALLEL, *interpreted, *session.posargs, env={"TRITON_INTERPRET": "1"})
     session.run("pytest", *PARALLEL, f"{TESTS}/aot", f"{OWG}/tests/aot", "tests/modelled", *session.posargs)
 

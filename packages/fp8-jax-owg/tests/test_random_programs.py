@@ -1,6 +1,6 @@
 """Random compositions of transforms around layers: every state records what running the program step by step does.
 
-60 programs, with --full 300 that nest deeper; each with its states handed over in one of several forms.
+21 programs, three in each form, with --full 300 that nest deeper; each with its states handed over in one of several forms.
 """
 
 import jax
@@ -18,7 +18,7 @@ FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "nnx state", "b
 
 
 def pytest_generate_tests(metafunc):
-    programs = 300 if metafunc.config.getoption("full") else 60
+    programs = 300 if metafunc.config.getoption("full") else 21
     metafunc.parametrize("seed", range(programs))
 
 
