@@ -136,8 +136,12 @@ def break_rows(cells: Cells) -> dict[str, dict[str, list[float]]]:
 
 
 def is_broken(values: list[float]) -> bool:
-    """Whether the differences of a perturbation say that training suffers from the recipe under it."""
-    return bool(values) and fmean(values) > BROKEN
+    """Whether the differences of a perturbation say that training suffers from the recipe under it.
+
+    That a run diverged says so; of a loss that ends higher the interval has to say it.
+    """
+    half = interval(values) if float("inf") not in values else None
+    return float("inf") in values or (half is not None and fmean(values) - half > BROKEN)
 
 
 def breaks(cells: Cells) -> str:
