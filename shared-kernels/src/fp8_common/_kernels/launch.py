@@ -2,7 +2,7 @@
 
 A `Launch` follows from shapes, dtypes and formats alone. There is no autotuning: torch and JAX run the same code, and
 results do not depend on what ran before. It declares its outputs, so that a framework can make them without knowing the
-kernel. Either framework gives Triton the same types, constants and alignment, hence gets the same PTX.
+kernel. Either framework gives Triton the same types, constants and alignment, hence gets the same code.
 """
 
 import dataclasses

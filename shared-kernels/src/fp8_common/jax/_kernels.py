@@ -33,6 +33,9 @@ from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common.jax import compat
 
 CALL_TARGET = "triton_kernel_call_ffi"
+OLDEST_PTX, OLDEST_PTX_OF_BLACKWELL = 81, 86
+"""Versions of PTX that hold what kernels need. Triton writes the newest that its own ptxas takes; XLA assembles with
+another ptxas, and that of CUDA 12 refuses what Triton 3.9 writes."""
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
@@ -185,7 +188,8 @@ def _lower_plan(ctx: Any, plan: Any, operands: Sequence[Any]) -> Sequence[Any]:
     capability = _capability.get() or _gpu_capability()
     if capability is None:
         raise Fp8UnsupportedError("Lowering a kernel for CUDA needs a GPU, or lowering_for(capability).")
-    compiled = _plans().compile_launch(plan, capability)
+    version = OLDEST_PTX if capability < 100 else OLDEST_PTX_OF_BLACKWELL
+    compiled = _plans().compile_launch(plan, capability, ptx_version=version)
     kernel = gpu_triton.TritonKernel(
         compiled.name, compiled.num_warps, 1, compiled.shared, compiled.ptx, "", capability
     )
