@@ -1,4 +1,4 @@
-"""What JAX is given of a kernel, without a GPU and without JAX's CUDA plugin: on a double of jaxlib's Triton support."""
+"""What JAX is given of a kernel, without a GPU and JAX's CUDA plugin: on a double of jaxlib's Triton support."""
 
 import re
 import types

@@ -1,6 +1,6 @@
 """Random compositions of transforms around layers: every state records what running the program step by step does.
 
-21 programs, three in each form, with --full 300 that nest deeper; each with its states handed over in one of several forms.
+21 programs, with --full 300 that nest deeper; the states of each are handed over in one of several forms.
 """
 
 import jax
