@@ -26,13 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error, ScalePolicy
-from fp8_common.jax.arithmetic import divide_nearest
-from fp8_common.jax.arrays import float_key, from_bits, to_bits
-from fp8_common.jax.compat import varying_axes
+from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
+from fp8_common.jax.arrays import divide_nearest, float_key, from_bits, to_bits, varying_axes
+from fp8_jax_owg.scaling import DelayedScaling
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import like, reverse_mode_only
-from fp8_jax_owg.state.max_grad import as_float32, is_shared
+from fp8_jax_owg.state.cotangents import is_shared, like, read, reverse_mode_only
 from fp8_jax_owg.state.pairs import Pair, find_pairs, take
 
 
@@ -197,25 +195,25 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
 
 
 def scales_of(
-    live: Sequence[jax.Array], formats: Sequence[Format], policy: ScalePolicy
+    live: Sequence[jax.Array], formats: Sequence[Format], scaling: DelayedScaling
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars.
 
     Args:
         live: float32 [7] for each tensor.
         formats: The format of each.
-        policy: The rule of `DelayedScaling`; the usual one finds the scales made.
+        scaling: The rule; the usual one finds the scales made.
     """
-    if policy.margin == 0 and policy.algo == "max" and all(fmt in MADE for fmt in formats):
+    if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
         made = [[one[place] for place in MADE[fmt]] for one, fmt in zip(live, formats, strict=True)]
         return [into for into, _ in made], [back for _, back in made]
     rows = jnp.stack(list(live))
     greatest, newest = rows[:, Live.GREATEST], to_bits(rows[:, Live.NEWEST])
     amax = greatest
-    if policy.algo == "most_recent":
+    if scaling.amax_compute_algo == "most_recent":
         unsound = to_bits(greatest) > INFINITY_KEY
         amax = from_bits(jnp.where(unsound, NAN_BITS, jnp.maximum(newest, np.int32(0))))
-    limits = np.array([fmt.max * 2.0**-policy.margin for fmt in formats], np.float32)
+    limits = np.array([fmt.max * 2.0**-scaling.margin for fmt in formats], np.float32)
     into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, Live.STORED], amax, limits)))
     return list(into), list(back)
 
@@ -315,7 +313,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
         Fp8Error: It has another dtype, or other shapes than (1,) and (length,).
     """
     shared = is_shared(pair.scale)
-    scale, history = as_float32(tuple(pair))
+    scale, history = read(tuple(pair))
     if history.ndim != 1 or history.shape[0] == 0 or scale.shape not in ((1,), (WIDTH,)):
         raise Fp8Error(
             f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
@@ -323,7 +321,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
         )
     if scale.shape == (WIDTH,):
         return scale
-    with reverse_mode_only((scale, history)):
+    with reverse_mode_only():
         return _live_at_rest(shared, scale, history)
 
 
