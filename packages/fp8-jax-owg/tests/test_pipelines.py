@@ -10,10 +10,9 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
-from fp8_jax_owg import DelayedScaling
+from fp8_jax_owg import DelayedScaling, pipeline
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
-from fp8_jax_owg import pipeline
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.pairs import map_leaves

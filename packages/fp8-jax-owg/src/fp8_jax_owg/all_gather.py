@@ -18,7 +18,7 @@ from fp8_common.jax import amax
 from fp8_common.jax.arrays import as_native, float_key, from_bits
 from fp8_common.jax.casts import cast
 from fp8_jax_owg.dots.product import Fp8Param, as_codes, as_operand, current_scales, match_state, refuse_explicit_axes
-from fp8_jax_owg.scaling import DelayedScaling, Scaling, ScalingChoice
+from fp8_jax_owg.scaling import Scaling, ScalingChoice
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.live import observation, scales_of
 
@@ -126,11 +126,11 @@ def _gather_fwd(how: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8
     # Before the gather, from the shards: delayed scaling records it, current scaling needs it for a scale that all
     # share.
     greatest = how.maximum(amax(x))
-    if not isinstance(how.scaling, DelayedScaling) or live is None:
+    if live is None:
         into, back = current_scales(greatest, fmt, how.scaling.policy)
         seen = None
     else:
-        (into,), (back,) = scales_of([live], [fmt], how.scaling)
+        into, back = scales_of({"kernel": live}, how.scaling)["kernel"]
         seen = observation(greatest, back, live)
     data = as_native(how.all_gather(as_codes(cast(x, into, fmt))), fmt)
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.

@@ -7,6 +7,7 @@ cotangents of their live leaves.
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,28 +72,27 @@ def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
     return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
 
 
-def cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """Return `x * scale` in the native dtype of a format, saturating, and max |x|, which takes no part in it.
+def cast_operand(
+    scaling: Scaling, tensor: Tensor, x: jax.Array, scales: Sequence[jax.Array] = ()
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Return native values, saturating, the float32 scale back, and max |x|, which is None for current scaling.
 
     Args:
+        scaling: How scales are found.
+        tensor: Which one it is.
         x: float16, bfloat16 or float32, any shape.
-        scale: float32 scalar in [2^-126, 2^100].
-        fmt: The format.
+        scales: float32 scalars into FP8, in [2^-126, 2^100], and back, from its state; empty for current scaling.
     """
-    with _any_mesh():
-        return _cast_and_observe(x, scale, fmt)
-
-
-def cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
-    """Return `x` in the native dtype of a format with the scale of its own amax, and the float32 scale back."""
-    with _any_mesh():
-        return _cast_current(x, fmt, policy)
-
-
-def _any_mesh() -> Any:
+    fmt = scaling.format_of(tensor)
     # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
     # and lowered twice.
-    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        if not scales:
+            values, back = _cast_current(x, fmt, scaling.policy)
+            return values, back, None
+        into, back = scales
+        values, seen = _cast_and_observe(x, into, fmt)
+        return values, back, seen
 
 
 # Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
@@ -197,21 +197,6 @@ class Product:
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
 
-    def cast(self, tensor: Tensor, x: jax.Array, scales: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return native values, the scale back, and the amax; None for current scaling.
-
-        Args:
-            tensor: Which one.
-            x: Its values.
-            scales: Scale into FP8 and back, from its state; empty for current scaling.
-        """
-        fmt = self.scaling.format_of(tensor)
-        if not scales:
-            return *cast_current(x, fmt, self.scaling.policy), None
-        into, back = scales
-        values, seen = cast_and_observe(x, into, fmt)
-        return values, back, seen
-
 
 def multiply(
     how: Bilinear,
@@ -294,17 +279,13 @@ def _multiply(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: L
 
 def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
     lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
-    scales: dict[Tensor, Any] = {}
-    if isinstance(product.scaling, DelayedScaling):
-        formats = map(product.scaling.format_of, product.tensors)
-        made = scales_of([live[tensor] for tensor in product.tensors], list(formats), product.scaling)
-        scales = dict(zip(product.tensors, zip(*made, strict=True), strict=True))
-    a, a_back, a_amax = product.cast("input", product.how.prepare(lhs, extra), scales.get("input"))
+    scaling, scales = product.scaling, scales_of(live, product.scaling)
+    a, a_back, a_amax = cast_operand(scaling, "input", product.how.prepare(lhs, extra), scales.get("input", ()))
     if isinstance(rhs, Fp8Param):
         # `fp8_all_gather` has cast it, observed it and has its state
         b, b_back, b_amax = rhs.data, rhs.scale_inv, None
     else:
-        b, b_back, b_amax = product.cast("kernel", rhs, scales.get("kernel"))
+        b, b_back, b_amax = cast_operand(scaling, "kernel", rhs, scales.get("kernel", ()))
     result = _scaled(product.how.forward(a, b, extra), a_back * b_back, product.dtype)
     seen = [like(x, live[tensor]) for tensor, x in (("input", a_amax), ("kernel", b_amax)) if x is not None]
     numbers = jnp.stack(vary_alike([a_back, b_back, *scales.get("output_grad", ()), *seen]))
@@ -319,13 +300,13 @@ def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
         g = jnp.zeros(shaped.shape, shaped.dtype)
     # Marks the gradient as well: differentiating the backward is what a second derivative does.
     g = first_order_only(g)
-    a_back, b_back, *rest = numbers
+    scaling, (a_back, b_back, *rest) = product.scaling, numbers
     casts_gradient = "output_grad" in product.tensors
     scales = [rest.pop(0), rest.pop(0)] if live and casts_gradient else []
     c, c_back, c_amax = g, jnp.float32(1), None
     if casts_gradient:
-        c, c_back, c_amax = product.cast("output_grad", product.how.prepare(g, extra), scales)
-    scaling, (of_lhs, of_rhs) = product.scaling, product.operand_dtypes
+        c, c_back, c_amax = cast_operand(scaling, "output_grad", product.how.prepare(g, extra), scales)
+    of_lhs, of_rhs = product.operand_dtypes
     values = as_native(a, scaling.format_of("input")), as_native(b, scaling.format_of("kernel"))
     d_lhs, d_rhs = product.how.gradients(*values, c, extra, scaling.gradient_dtype(of_rhs))
     d_lhs, d_rhs = _scaled(d_lhs, c_back * b_back, of_lhs), _scaled(d_rhs, a_back * c_back, of_rhs)

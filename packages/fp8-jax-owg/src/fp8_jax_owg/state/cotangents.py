@@ -34,7 +34,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_common.jax.arrays import flipped, float_key, from_bits, to_bits, varying_axes
+from fp8_common.jax.arrays import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
 
 try:
     from jax._src import ad_util, core, dtypes, earray
@@ -48,9 +48,7 @@ except ImportError as error:
 
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
-SIGN_BIT = -(2**31)
-INFINITY_KEY = 0x7F800000
-SMALLEST_NORMAL_KEY = 0x00800000
+INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
 
 
 # Primitives from here on, where `jnp` would trace a function for each operator: each product of a program traces these.
@@ -65,7 +63,7 @@ def encode(value: jax.Array) -> jax.Array:
     is_small = lax.lt(lax.bitcast_convert_type(bits, np.uint32), np.uint32(SMALLEST_NORMAL_KEY))
     # Exponent field 1 instead of 0 with the mantissa as it was: a normal number, which nothing flushes. Below zero,
     # where no scale and no amax lies, so that `decode` knows it.
-    raise_by = lax.mul(lax.convert_element_type(is_small, np.int32), np.int32(SIGN_BIT + SMALLEST_NORMAL_KEY))
+    raise_by = lax.mul(lax.convert_element_type(is_small, np.int32), np.int32(SIGN_MASK + SMALLEST_NORMAL_KEY))
     return from_bits(lax.add(bits, raise_by))
 
 
@@ -73,11 +71,11 @@ def decode(cotangent: jax.Array) -> jax.Array:
     """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
     bits, key = to_bits(cotangent), float_key(cotangent)
     # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
-    lowest = lax.bitwise_and(lax.ge(key, np.int32(SMALLEST_NORMAL_KEY)), lax.lt(key, np.int32(2 * SMALLEST_NORMAL_KEY)))
+    lowest = lax.bitwise_and(lax.ge(key, SMALLEST_NORMAL_KEY), lax.lt(key, np.int32(2 * SMALLEST_NORMAL_KEY)))
     is_small = lax.bitwise_and(lax.lt(bits, np.int32(0)), lowest)
-    observed = lax.select(is_small, from_bits(lax.sub(key, np.int32(SMALLEST_NORMAL_KEY))), cotangent)
+    observed = lax.select(is_small, from_bits(lax.sub(key, SMALLEST_NORMAL_KEY)), cotangent)
     # `key` has no sign: -0, -inf and every NaN are among these, too.
-    nothing = lax.bitwise_or(lax.eq(key, np.int32(0)), lax.ge(key, np.int32(INFINITY_KEY)))
+    nothing = lax.bitwise_or(lax.eq(key, np.int32(0)), lax.ge(key, INFINITY_KEY))
     return observed_where(lax.bitwise_not(nothing), observed)
 
 

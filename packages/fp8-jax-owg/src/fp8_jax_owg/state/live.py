@@ -17,7 +17,7 @@ history; it is called once per step of the optimizer, by `apply_updates`, and hi
 
 import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,11 @@ import numpy as np
 from jax import lax
 
 from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
-from fp8_common.jax.arrays import divide_nearest, float_key, from_bits, to_bits, varying_axes
-from fp8_jax_owg.scaling import DelayedScaling
+from fp8_common.jax.arrays import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
+from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import is_shared, like, read, reverse_mode_only
-from fp8_jax_owg.state.pairs import Pair, find_pairs, take
+from fp8_jax_owg.state.cotangents import INFINITY_KEY, SMALLEST_NORMAL_KEY, is_shared, like, read, reverse_mode_only
+from fp8_jax_owg.state.pairs import Pair
 
 
 class Live(enum.IntEnum):
@@ -59,11 +59,10 @@ WIDTH = len(Live)
 MADE: dict[Format, tuple[Live, Live]] = {E4M3: (Live.INTO_E4M3, Live.BACK_E4M3), E5M2: (Live.INTO_E5M2, Live.BACK_E5M2)}
 """Where scales lie that are made for all tensors at once."""
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
-INFINITY_KEY, SMALLEST_NORMAL_KEY, GREATEST_KEY = np.int32(0x7F800000), np.int32(0x00800000), np.int32(0x7F7FFFFF)
+GREATEST_KEY = np.int32(0x7F7FFFFF)
 CANARY = np.float32(1 / 3)
 """What every use observes beside its amax, and no arithmetic leaves as it is: rounding does not, nor does adding."""
-NAN_BITS = np.int32(0x7FC00000)
-"""A NaN as bits, so that `jax_debug_nans` stops at none that was not there."""
+NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
 """Between these lie the bits of finite negative numbers from the binade above that of encoded zeros on."""
 
@@ -194,20 +193,19 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     return into, from_bits(jnp.where(key > INFINITY_KEY, NAN_BITS, to_bits(back)))
 
 
-def scales_of(
-    live: Sequence[jax.Array], formats: Sequence[Format], scaling: DelayedScaling
-) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-    """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars.
+def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor, Sequence[jax.Array]]:
+    """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars; none for current scaling.
 
     Args:
         live: float32 [7] for each tensor.
-        formats: The format of each.
         scaling: The rule; the usual one finds the scales made.
     """
+    if not isinstance(scaling, DelayedScaling):
+        return {}
+    formats = [scaling.format_of(tensor) for tensor in live]
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
-        made = [[one[place] for place in MADE[fmt]] for one, fmt in zip(live, formats, strict=True)]
-        return [into for into, _ in made], [back for _, back in made]
-    rows = jnp.stack(list(live))
+        return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
+    rows = jnp.stack(list(live.values()))
     greatest, newest = rows[:, Live.GREATEST], to_bits(rows[:, Live.NEWEST])
     amax = greatest
     if scaling.amax_compute_algo == "most_recent":
@@ -215,7 +213,7 @@ def scales_of(
         amax = from_bits(jnp.where(unsound, NAN_BITS, jnp.maximum(newest, np.int32(0))))
     limits = np.array([fmt.max * 2.0**-scaling.margin for fmt in formats], np.float32)
     into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, Live.STORED], amax, limits)))
-    return list(into), list(back)
+    return dict(zip(live, zip(into, back, strict=True), strict=True))
 
 
 # ---------------------------------------------------------------- observations
@@ -291,17 +289,6 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 # ---------------------------------------------------------------- outside of value_and_grad
 
 
-def live_tree(tree: Any) -> Any:
-    """Return a tree in which pairs at rest are live; the gradient of each is its next value, for plain `jax.grad`."""
-    leaves, structure = jax.tree.flatten(tree)
-    for place in find_pairs(tree):
-        pair = take(leaves, place)
-        if not any(map(is_shared, pair)) and is_at_rest(pair):
-            leaves[place.scale] = _live_at_rest(True, *pair)
-            leaves[place.history] = lax.stop_gradient(pair.history)
-    return structure.unflatten(leaves)
-
-
 def as_live(pair: Pair, name: str) -> jax.Array:
     """Return the live leaf [7] of one tensor for one use; a pair at rest is made live.
 
@@ -322,11 +309,18 @@ def as_live(pair: Pair, name: str) -> jax.Array:
     if scale.shape == (WIDTH,):
         return scale
     with reverse_mode_only():
-        return _live_at_rest(shared, scale, history)
+        return live_at_rest(shared, scale, history)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
+def live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
+    """Return the live leaf of a pair at rest; its gradient is the next pair, for plain `jax.grad`.
+
+    Args:
+        shared: Whether what several uses observe is combined by MAX; if not, being differentiated gives a warning.
+        scale: float32 [..., 1].
+        history: float32 [..., length].
+    """
     return make_live([Pair(scale, history)])[0]
 
 
@@ -341,7 +335,7 @@ def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pa
             stacklevel=2,
         )
     pair = Pair(scale.value, history.value)
-    return _live_at_rest(shared, *pair), pair
+    return live_at_rest(shared, *pair), pair
 
 
 def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
@@ -352,4 +346,4 @@ def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
     return tuple(cotangents.encode(cotangents.observed_where(jnp.broadcast_to(observed, x.shape), x)) for x in after)
 
 
-_live_at_rest.defvjp(_rest_forward, _rest_backward, symbolic_zeros=True)
+live_at_rest.defvjp(_rest_forward, _rest_backward, symbolic_zeros=True)

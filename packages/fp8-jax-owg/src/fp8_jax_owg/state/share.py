@@ -17,7 +17,7 @@ from fp8_common import Fp8Error
 from fp8_common.jax.arrays import varying_axes
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import is_shared, like, read, share_leaf
-from fp8_jax_owg.state.live import is_live, live_tree
+from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest
 from fp8_jax_owg.state.pairs import find_pairs, take
 
 Tree = TypeVar("Tree")
@@ -32,9 +32,14 @@ def share(tree: Any) -> Any:
     Raises:
         Fp8Error: A leaf is not float32.
     """
-    leaves, structure = jax.tree.flatten(live_tree(tree))
-    # matmuls read live leaves alone: the histories beside them are constants
-    constants = {place.history for place in find_pairs(tree) if is_live(take(leaves, place))}
+    leaves, structure = jax.tree.flatten(tree)
+    constants = set()
+    for place in find_pairs(tree):
+        pair = take(leaves, place)
+        if is_at_rest(pair) and not any(map(is_shared, pair)):
+            leaves[place.scale], leaves[place.history] = live_at_rest(True, *pair), lax.stop_gradient(pair.history)
+        if is_live(take(leaves, place)):
+            constants.add(place.history)  # matmuls read live leaves alone
     return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
 
 
