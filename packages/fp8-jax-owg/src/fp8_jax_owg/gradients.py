@@ -146,7 +146,7 @@ def _differentiate(
 
     def both(values: list[Any]) -> tuple[Any, list[Any]]:
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
-        for i in shared:
+        for i in set(shared) - {place.scale for place in found}:
             gradients[i] = cotangents.zero_where_nothing(gradients[i])
         seen = in_gradient(pairs, [gradients[place.scale] for place in found])
         for place, pair in zip(found, seen, strict=True):

@@ -30,7 +30,15 @@ from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
 from fp8_common.jax.arrays import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
 from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import INFINITY_KEY, SMALLEST_NORMAL_KEY, is_shared, like, read, reverse_mode_only
+from fp8_jax_owg.state.cotangents import (
+    INFINITY_KEY,
+    SMALLEST_NORMAL_KEY,
+    check_float32,
+    is_shared,
+    like,
+    read,
+    reverse_mode_only,
+)
 from fp8_jax_owg.state.pairs import Pair
 
 
@@ -138,7 +146,10 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
     Returns:
         float32 [..., 7] for each.
     """
-    return in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
+    made = in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
+    # Each apart: XLA would fuse the place of a tensor among all into the cast that reads it, and casts that differ in
+    # nothing else would be compiled one by one.
+    return list(map(lax.optimization_barrier, made))
 
 
 @jax.jit
@@ -197,11 +208,12 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
     """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars; none for current scaling.
 
     Args:
-        live: float32 [7] for each tensor.
+        live: [7] for each tensor, float32 or shared.
         scaling: The rule; the usual one finds the scales made.
     """
     if not isinstance(scaling, DelayedScaling):
         return {}
+    live = {tensor: lax.convert_element_type(one, jnp.float32) for tensor, one in live.items()}
     formats = [scaling.format_of(tensor) for tensor in live]
     if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
         return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
@@ -221,18 +233,19 @@ def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor
 
 @jax.jit
 def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the cotangent of a live leaf [7]; an amax that is infinite or NaN is not observed.
+    """Return the cotangent of a live leaf [7], of its dtype; an amax that is infinite or NaN is not observed.
 
     Args:
         amax: float32 [].
         back: float32 [], the scale that was used.
-        live: float32 [7]; what examples and devices observe that share it is combined.
+        live: [7], float32 or shared; what examples and devices observe that share it is combined.
     """
     finite = float_key(amax) < INFINITY_KEY
-    canary = jnp.full_like(amax, CANARY)
-    seen = [cotangents.observed_where(finite, one) for one in (amax, witness(amax), back, canary)]
-    nothing = [jnp.full_like(amax, cotangents.NOT_OBSERVED)] * (WIDTH - len(seen))
-    return cotangents.encode(like(jnp.stack([*seen, *nothing]), live))
+    seen = [amax, witness(amax), back, jnp.full_like(amax, CANARY)]
+    nothing = [jnp.zeros_like(amax)] * (WIDTH - len(seen))
+    flags = finite & (np.arange(WIDTH) < len(seen))
+    found = like(cotangents.observed_where(flags, jnp.stack([*seen, *nothing])), live)
+    return lax.convert_element_type(found, live.dtype) if is_shared(live) else cotangents.encode(found)
 
 
 def in_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
@@ -262,7 +275,8 @@ def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
     # the scale of a state that no step can have left is NaN, and says nothing
     used = jnp.where(back > 0, back, scale[..., 0])
     used = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
-    return jnp.stack([used, amax, seen_witness], axis=-1)
+    # or all of this is computed again for each tensor, in a program of its own
+    return lax.optimization_barrier(jnp.stack([used, amax, seen_witness], axis=-1))
 
 
 @jax.jit
@@ -290,7 +304,7 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 
 
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return the live leaf [7] of one tensor for one use; a pair at rest is made live.
+    """Return the live leaf [7] of one tensor, shared or not, for one use; a pair at rest is made live.
 
     Args:
         pair: Live or at rest, shared or not.
@@ -299,8 +313,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
     Raises:
         Fp8Error: It has another dtype, or other shapes than (1,) and (length,).
     """
-    shared = is_shared(pair.scale)
-    scale, history = read(tuple(pair))
+    scale, history = (x if is_shared(x) else check_float32(x) for x in pair)
     if history.ndim != 1 or history.shape[0] == 0 or scale.shape not in ((1,), (WIDTH,)):
         raise Fp8Error(
             f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
@@ -309,7 +322,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
     if scale.shape == (WIDTH,):
         return scale
     with reverse_mode_only():
-        return live_at_rest(shared, scale, history)
+        return live_at_rest(is_shared(scale), *read(pair))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
