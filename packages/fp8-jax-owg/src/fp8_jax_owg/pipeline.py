@@ -180,10 +180,6 @@ def _vmapped_stage(
     return jax.vmap(one, spmd_axis_name=options.stage_axis)
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def _zeros(x: Any, length: int) -> Any:
     return jax.tree.map(lambda h: jnp.zeros((length, *h.shape[1:]), h.dtype), x)
 
@@ -226,7 +222,7 @@ def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array
 
 
 def _fill(h: jax.Array, *, valid: jax.Array) -> jax.Array:
-    constant = jnp.asarray(BUBBLE if _is_float(h) else 0, h.dtype)
+    constant = jnp.asarray(BUBBLE if jnp.issubdtype(h.dtype, jnp.inexact) else 0, h.dtype)
     return jnp.where(valid.reshape(-1, *[1] * (h.ndim - 1)), h, constant)
 
 
