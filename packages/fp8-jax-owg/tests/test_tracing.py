@@ -6,12 +6,13 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import fp8_common
 import fp8_jax_owg as owg
 
-# Python 3.12 with JAX 0.12 takes 887; in Python 3.11 comprehensions are calls, too
-CALLS, FILES = 1_060, 12
+# Python 3.11, whose comprehensions are calls, with JAX 0.10.2 takes 950; Python 3.12 with JAX 0.12 takes 876
+CALLS, FILES = 960, 12
 WIDTH, LAYERS = 32, 4
 SCALING = owg.DelayedScaling(amax_history_length=16)
 
@@ -60,6 +61,7 @@ def large_fusions(layers):
     return [body for body in plain if body.count("\n") > 20]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers before it fuses on CPUs")
 def test_casts_of_equal_layers_are_one_program_to_compile():
     """XLA on CPUs compiles equal fusions once; what is computed for all tensors together must not come in between."""
     few, many = large_fusions(4), large_fusions(8)
