@@ -9,7 +9,7 @@ COMPAT = {
     "fp8_common/torch/compat.py": "torch",
     "fp8_common/torch/sharding/fsdp.py": "FSDP2",
     "fp8_common/jax/compat.py": "JAX",
-    "fp8_jax_owg/state/max_grad.py": "JAX's extended dtypes",
+    "fp8_jax_owg/state/cotangents.py": "JAX's extended dtypes",
     "fp8_torch_fsdp/_compat.py": "torch's collectives and DDP",
     "fp8_torch_fsdp/convert/expert_layouts.py": "the experts of Transformers",
     "fp8_te_init/te.py": "TransformerEngine",

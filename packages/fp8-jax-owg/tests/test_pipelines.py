@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
-from fp8_jax_owg import DelayedScaling
+from fp8_jax_owg import DelayedScaling, pipeline
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
@@ -64,9 +64,9 @@ class Linen:
 class Nnx:
     """The same for NNX."""
 
-    def __init__(self, schedule, bias=0.0, remat=False, bubble=0.0):
+    def __init__(self, schedule, bias=0.0, remat=False):
         make = partial(NnxStage, bias=bias)
-        options = PipelineOptions(remat=remat, bubble=bubble)
+        options = PipelineOptions(remat=remat)
         rounds = {"circular_repeat": schedule.rounds} if schedule.rounds > 1 else {}
         kind = owg_nnx.LayerwiseShardablePipelined
         numbers = schedule.stages, schedule.microbatches
@@ -183,8 +183,9 @@ def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind):
     rounds=[1, 2],
     remat=[False, True],
 )
-def test_nothing_leaves_a_bubble(kind, trouble, rounds, remat):
+def test_nothing_leaves_a_bubble(kind, trouble, rounds, remat, monkeypatch):
     schedule = Schedule(stages=3, microbatches=2, rounds=rounds)
-    settings = {"bias": 300.0} if trouble == "bias" else {"bubble": float(trouble)}
-    pipe = KINDS[kind](schedule, remat=remat, **settings)
+    if trouble != "bias":
+        monkeypatch.setattr(pipeline, "BUBBLE", float(trouble))
+    pipe = KINDS[kind](schedule, remat=remat, bias=300.0 if trouble == "bias" else 0.0)
     assert_equal(pipe, schedule, pipe.variables, microbatches(schedule, scale=0.01))

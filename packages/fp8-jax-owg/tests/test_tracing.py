@@ -1,16 +1,18 @@
-"""What tracing costs: Python calls of this package and of fp8_common, and the files that they are in."""
+"""What tracing and compiling cost: Python calls of ours and the files that they are in, and programs to compile."""
 
+import re
 import sys
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import fp8_common
 import fp8_jax_owg as owg
 
-# Python 3.11, whose comprehensions are calls, with JAX 0.10.0 takes 1104; Python 3.12 with JAX 0.12 takes 950
-CALLS, FILES = 1_110, 19
+# Python 3.11, whose comprehensions are calls, with JAX 0.10.2 takes 950; Python 3.12 with JAX 0.12 takes 834
+CALLS, FILES = 960, 12
 WIDTH, LAYERS = 32, 4
 SCALING = owg.DelayedScaling(amax_history_length=16)
 
@@ -42,3 +44,27 @@ def test_tracing_one_scanned_matmul_takes_few_calls_of_ours():
     print(f"{calls.total()} calls in {len(calls)} files: {dict(calls.most_common())}")
     assert calls.total() <= CALLS
     assert len(calls) <= FILES
+
+
+def large_fusions(layers):
+    """The fused programs of some size in an unrolled model, without the names of what is in them."""
+    tree = [{"w": jnp.zeros((WIDTH, WIDTH), jnp.bfloat16), "fp8": owg.init_meta(SCALING)} for _ in range(layers)]
+
+    def unrolled(tree, x):
+        for one in tree:
+            x = owg.fp8_dot_general(x, one["w"], (((1,), (0,)), ((), ())), meta=one["fp8"], scaling=SCALING)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    text = jax.jit(owg.value_and_grad(unrolled)).lower(tree, jnp.zeros((8, WIDTH), jnp.bfloat16)).compile().as_text()
+    bodies = re.findall(r"^%fused_computation\S* .*?^}", text, re.MULTILINE | re.DOTALL)
+    plain = [re.sub(r", (?:metadata|origin)=.*|%[\w.\-]+|param_[\w.]+", "", body) for body in bodies]
+    return [body for body in plain if body.count("\n") > 20]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers before it fuses on CPUs")
+def test_casts_of_equal_layers_are_one_program_to_compile():
+    """XLA on CPUs compiles equal fusions once; what is computed for all tensors together must not come in between."""
+    few, many = large_fusions(4), large_fusions(8)
+    print(f"4 layers: {len(few)} large fusions, {len(set(few))} different; 8: {len(many)}, {len(set(many))}")
+    assert len(many) > 1.5 * len(few)
+    assert len(set(many)) <= len(set(few)) + 2

@@ -193,3 +193,16 @@ def test_nnx_gives_gradients_of_parameters_and_has_replaced_the_state():
     assert aux == "aux"
     assert jax.tree.structure(gradients) == jax.tree.structure(nnx.state(model, nnx.Param))
     assert newest(model.first)[0] == np.abs(data()).max()
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), MultiSteps(optax.adam(1e-2), 2)], ids=["adam", "MultiSteps"])
+def test_no_state_after_a_step_holds_what_is_live_inside_of_a_loss(model, tx):
+    """What a checkpoint would save has shapes and dtypes of its own, in eager steps and in compiled ones."""
+    variables = jax.jit(model.init)(jax.random.key(0), data())
+    before = owg_linen.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+    for run in (step, step.__wrapped__):
+        after, _ = run(before, data())
+        after, _ = run(after, data())
+        shapes = [[(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(one)[1:]] for one in (before, after)]
+        assert shapes[0] == shapes[1]
+        assert "fp32_max_grad" not in str(shapes)

@@ -346,6 +346,15 @@ def test_reducing_gradients_over_devices(devices):
     expect(owg.next_state(start(), total["s"]), 5)
 
 
+@pytest.mark.parametrize("collective", [owg.pmean, owg.psum])
+def test_pmap(devices, collective):
+    def one(x):
+        return collective(owg.grad(lambda state: layer(x, state))(start()), "d")
+
+    gradients = jax.pmap(one, axis_name="d", devices=devices[:4])(SEEN)
+    expect(owg.next_state(start(), jax.tree.map(itemgetter(0), gradients)), 5)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_meshes_of_both_kinds(devices, kind):
     with jax.set_mesh(mesh_of(devices, 4, kind=kind)):

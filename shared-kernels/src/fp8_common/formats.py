@@ -29,6 +29,8 @@ class Format:
         fnuz: Whether the format has no infinity, one NaN (0x80) and no negative zero.
         has_infinity: Whether the format has codes for infinity (E5M2 alone).
         max: Largest finite value.
+        min_exponent: Exponent of the smallest normal value; subnormals share it. E8M0 has none and uses its lowest code
+            too.
     """
 
     name: str
@@ -43,22 +45,19 @@ class Format:
     has_infinity: bool = False
 
     max: float = dataclasses.field(init=False, repr=False, compare=False)
+    min_exponent: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Decode the largest value."""
+        """Find the limits."""
         # By ml_dtypes, an implementation independent of this package's own `decode`. Now: compilers that trace casts
         # cannot look into NumPy, nor into a property that is kept when it is first read.
         object.__setattr__(self, "max", float(np.uint8(self.max_code).view(self.numpy_dtype)))
+        object.__setattr__(self, "min_exponent", int(self.signed) - self.bias)
 
     @cached_property
     def numpy_dtype(self) -> np.dtype:
         """The ml_dtypes dtype of this format."""
         return np.dtype(getattr(ml_dtypes, self.dtype_name))
-
-    @property
-    def min_exponent(self) -> int:
-        """Exponent of the smallest normal value; subnormals share it. E8M0 has none and uses its lowest code too."""
-        return int(self.signed) - self.bias
 
     @property
     def max_exponent(self) -> int:

@@ -12,7 +12,7 @@ import fp8_common.jax
 from fp8_common import E4M3, Fp8UnsupportedError
 from fp8_common import jax as f8j
 from fp8_common.jax import _kernels as kernels
-from fp8_common.jax import casts, compat
+from fp8_common.jax import arrays, casts, compat
 
 SCALE = jnp.float32(3)
 OPERATIONS = {
@@ -56,8 +56,8 @@ def test_results_vary_along_the_axes_of_their_operand(name, spec):
 
     def function(x):
         found.extend(jax.tree.leaves(OPERATIONS[name](x)))
-        axes = [compat.varying_axes(leaf) for leaf in found]
-        assert axes == [compat.varying_axes(x)] * len(axes)
+        axes = [arrays.varying_axes(leaf) for leaf in found]
+        assert axes == [arrays.varying_axes(x)] * len(axes)
         assert all(axis in axes[0] for axis in spec)
         return jnp.float32(0)
 
@@ -69,7 +69,7 @@ def test_results_vary_along_the_axes_of_their_operand(name, spec):
 def test_an_operand_of_its_own_on_each_device_makes_the_result_its_own():
     def function(x, scale):
         codes = f8j.quantize(x, scale[0], "e4m3")
-        assert compat.varying_axes(codes) == {"data"}
+        assert arrays.varying_axes(codes) == {"data"}
         return jnp.float32(0)
 
     jax.eval_shape(sharded(function, (P(), P("data"))), jnp.ones((8, 256)), jnp.ones(2))
@@ -86,12 +86,12 @@ def test_types_that_tell_nothing_are_refused_in_shard_map(monkeypatch):
     class Renamed:
         """A type of which a newer JAX has renamed the attribute."""
 
-    assert compat.varying_axes(jnp.ones(3)) == frozenset()
+    assert arrays.varying_axes(jnp.ones(3)) == frozenset()
     monkeypatch.setattr(compat.jax, "typeof", lambda x: Renamed())
 
     def function(x):
         with pytest.raises(Fp8UnsupportedError, match="cannot run in shard_map"):
-            compat.varying_axes(object())
+            arrays.varying_axes(object())
         return jnp.float32(0)
 
     jax.eval_shape(sharded(function, P()), jnp.ones(4))

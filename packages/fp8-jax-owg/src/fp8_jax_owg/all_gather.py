@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax import amax, amax_to_scale, reciprocal
-from fp8_common.jax.arrays import float_key, from_bits
+from fp8_common.jax import amax
+from fp8_common.jax.arrays import as_native, float_key, from_bits
 from fp8_common.jax.casts import cast
-from fp8_jax_owg.dots.product import Fp8Param, as_codes, as_operand, as_values, match_state
+from fp8_jax_owg.dots.product import Fp8Param, as_codes, as_operand, current_scales, match_state, refuse_explicit_axes
 from fp8_jax_owg.scaling import Scaling, ScalingChoice
-from fp8_jax_owg.sharding import refuse_explicit_axes
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.live import observation, scales_of
 
@@ -129,13 +127,12 @@ def _gather_fwd(how: _Gather, x: jax.Array, live: jax.Array | None) -> tuple[Fp8
     # share.
     greatest = how.maximum(amax(x))
     if live is None:
-        into = amax_to_scale(greatest, fmt, how.scaling.policy)
-        into, back = lax.optimization_barrier(jnp.stack([into, reciprocal(into)]))
+        into, back = current_scales(greatest, fmt, how.scaling.policy)
         seen = None
     else:
-        (into,), (back,) = scales_of([live], [fmt], how.scaling.policy)
+        into, back = scales_of({"kernel": live}, how.scaling)["kernel"]
         seen = observation(greatest, back, live)
-    data = as_values(how.all_gather(as_codes(cast(x, into, fmt))), fmt)
+    data = as_native(how.all_gather(as_codes(cast(x, into, fmt))), fmt)
     # The third is there for its shape and dtype, which its cotangent must have; nothing reads it, so XLA leaves it out.
     return Fp8Param(data, back, data.astype(x.dtype)), seen
 

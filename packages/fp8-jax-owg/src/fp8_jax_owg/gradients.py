@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import adopt_mapping
+from fp8_jax_owg.state.cotangents import check_float32, is_shared, refuse_second_order, share_leaf
 from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
-from fp8_jax_owg.state.max_grad import as_float32, check_float32, is_shared, share_leaf
-from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining
+from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining, plain
 from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
 
 _log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def _differentiate(
     chosen = [args[number] for number in numbers]
     leaves, structure = jax.tree.flatten(chosen)
     state = [i for i, flag in enumerate(owg_flags(chosen)) if flag]
-    own = adopt_mapping([check_float32(leaves[i]) for i in state], (args, kwargs))
+    own = _adopt_mapping([check_float32(leaves[i]) for i in state], (args, kwargs))
     for i, leaf in zip(state, own, strict=True):
         leaves[i] = leaf
     found = [place for place in find_pairs(chosen) if is_at_rest(take(leaves, place))]
@@ -145,7 +146,7 @@ def _differentiate(
 
     def both(values: list[Any]) -> tuple[Any, list[Any]]:
         value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(values)
-        for i in shared:
+        for i in set(shared) - {place.scale for place in found}:
             gradients[i] = cotangents.zero_where_nothing(gradients[i])
         seen = in_gradient(pairs, [gradients[place.scale] for place in found])
         for place, pair in zip(found, seen, strict=True):
@@ -168,8 +169,46 @@ def _at_rest(aux: Any) -> Any:
     narrow = {place.scale for place in find_pairs(aux) if is_live(take(leaves, place))}
     if not narrow and not any(map(is_shared, leaves)):
         return aux  # what holds none is handed on as the same object
-    plain = [as_float32(x) if is_shared(x) else x for x in leaves]
-    return structure.unflatten([x[..., Live.STORED, None] if i in narrow else x for i, x in enumerate(plain)])
+    values = map(plain, leaves)
+    return structure.unflatten([x[..., Live.STORED, None] if i in narrow else x for i, x in enumerate(values)])
+
+
+def _adopt_mapping(state: list[Any], others: Any) -> list[Any]:
+    """Return state that `vmap` maps wherever it maps one of the other arguments.
+
+    `vmap(grad(loss))` of examples that start from one state asks for a next state of each. Without this the state is
+    the same for all examples inside, as in `grad` of a `vmap`, where they share their next state.
+    """
+    # Only traced values can be mapped.
+    traced = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
+    return _mapped_like(state, traced) if traced and state else state
+
+
+@jax.custom_jvp
+def _mapped_like(state: list[Any], others: list[Any]) -> list[Any]:
+    return _mapped_as(state, others)
+
+
+# as that of `_over_examples`: a gradient is differentiated here
+_mapped_like.defjvp(refuse_second_order)
+
+
+@custom_vmap
+def _mapped_as(state: list[Any], others: list[Any]) -> list[Any]:
+    return state
+
+
+@_mapped_as.def_vmap
+def _(size: int, batched: Any, state: list[Any], others: list[Any]) -> tuple[list[Any], list[bool]]:
+    mapped = any(jax.tree.leaves(batched))
+    each = [
+        x if is_mapped or not mapped else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_mapped in zip(state, batched[0], strict=True)
+    ]
+    # further levels of vmap see what is left of the others: one example of each
+    left = [jnp.moveaxis(x, 0, -1)[..., 0] if is_mapped else x for x, is_mapped in zip(others, batched[1], strict=True)]
+    # Called again for a `vmap` around this one, which may map what this one does not.
+    return _mapped_as(each, left), [mapped] * len(each)
 
 
 def _refuse_layers_of_flax(error: Exception) -> None:

@@ -20,11 +20,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg.sharding import refuse_explicit_axes
-from fp8_jax_owg.state.max_grad import as_float32, is_shared, share_leaf
+from fp8_jax_owg.dots.product import refuse_explicit_axes
+from fp8_jax_owg.state.cotangents import is_shared, read, share_leaf
 from fp8_jax_owg.state.pairs import owg_flags
 from fp8_jax_owg.state.share import gate, share
 
+BUBBLE = 0.0
+"""What stages without work compute on."""
 Stage = Callable[[Any, Any, jax.Array | None], Any]
 """`stage(variables, activations, key)` returns activations of the same shapes."""
 
@@ -76,13 +78,11 @@ class PipelineOptions:
         remat: Recompute a stage's activations in the backward.
         policy: What to keep nevertheless, one of `jax.checkpoint_policies`; implies `remat`.
         stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
-        bubble: What stages without work compute on.
     """
 
     remat: bool = False
     policy: Callable[..., bool] | None = None
     stage_axis: str | None = None
-    bubble: float = 0.0
 
 
 def pipeline(
@@ -92,18 +92,17 @@ def pipeline(
     schedule: Schedule,
     options: PipelineOptions | None = None,
     *,
-    overwritten: list[bool] | None = None,
     key: jax.Array | None = None,
 ) -> Any:
     """Run microbatches through stages; equal to running them one after the other.
 
     Args:
         stage: What one stage computes.
-        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] if there are several rounds.
+        variables: Tree with leaves [stages, ...], or [rounds, stages, ...] if there are several rounds. Overwritten
+            leaves are those with marks, and those that are shared already.
         x: Tree of activations, leaves [microbatches, ...].
         schedule: The numbers.
         options: How stages run.
-        overwritten: Which leaves of `variables` are overwritten with their gradient; None finds it by their marks.
         key: For stages that need random numbers; each gets one of its own for each microbatch and round.
 
     Returns:
@@ -118,7 +117,7 @@ def pipeline(
     _check_leading(variables, lead, "Variables", "[stages, ...]" if len(lead) == 1 else "[rounds, stages, ...]")
     refuse_explicit_axes("A pipeline", (x, variables))
     leaves, structure = jax.tree.flatten(variables)
-    flags = find_overwritten(variables) if overwritten is None else overwritten
+    flags = [flag or is_shared(x) for flag, x in zip(owg_flags(variables), leaves, strict=True)]
     # shared with its names, which tell pairs; None stands for parameters
     named = structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
     state = jax.tree.leaves(share(named))
@@ -130,9 +129,9 @@ def pipeline(
         valid, rounds, items = schedule.work(time)
         # The roll has brought the last stage's result to the first: what enters now takes its place.
         activations = jax.tree.map(lambda h, first: h.at[0].set(first), activations, _first(x, stored, time, schedule))
-        activations = jax.tree.map(functools.partial(_fill, valid=valid, value=options.bubble), activations)
+        activations = jax.tree.map(functools.partial(_fill, valid=valid), activations)
         chosen = (
-            [_choose(leaf, rounds, schedule) for leaf in as_float32(state)],
+            [_choose(leaf, rounds, schedule) for leaf in read(state)],
             [_choose(p, rounds, schedule) for p in parameters],
         )
         out = run(*chosen, _constrain(activations, options.stage_axis), valid, _keys(key, items))
@@ -145,11 +144,6 @@ def pipeline(
     # Before that, the last stage returned bubbles and earlier rounds.
     start = schedule.period * (schedule.rounds - 1) + schedule.stages - 1
     return jax.tree.map(lambda y: y[start : start + schedule.microbatches], ys)
-
-
-def find_overwritten(variables: Any) -> list[bool]:
-    """Return which leaves are overwritten with their gradient: by their marks, or because they are shared already."""
-    return [flag or is_shared(x) for flag, x in zip(owg_flags(variables), jax.tree.leaves(variables), strict=True)]
 
 
 def refuse_changes(before: set[int], after: Any) -> None:
@@ -177,17 +171,13 @@ def _vmapped_stage(
     def one(state: list[Any], parameters: list[Any], h: Any, valid: jax.Array, key: jax.Array | None) -> Any:
         # shared again in each stage, which may use a state more than once
         own = [share_leaf(gate(x, valid)) if flag else x for x, flag in zip(state, shared, strict=True)]
-        values = iter(own), iter([_gate_parameter(p, valid) if _is_float(p) else p for p in parameters])
+        values = iter(own), iter([_gate_parameter(p, valid) for p in parameters])
         return stage(structure.unflatten([next(values[not flag]) for flag in flags]), h, key)
 
     if options.remat or options.policy is not None:
         # The loop keeps XLA from merging the recomputation with the forward; barriers would only cost.
         one = jax.checkpoint(one, policy=options.policy, prevent_cse=False)
     return jax.vmap(one, spmd_axis_name=options.stage_axis)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _zeros(x: Any, length: int) -> Any:
@@ -231,9 +221,9 @@ def _choose(leaf: jax.Array, rounds: jax.Array, schedule: Schedule) -> jax.Array
     return jax.vmap(lambda a, r: lax.dynamic_index_in_dim(a, r, 0, keepdims=False), in_axes=(1, 0))(leaf, rounds)
 
 
-def _fill(h: jax.Array, *, valid: jax.Array, value: float) -> jax.Array:
-    constant = value if _is_float(h) else 0
-    return jnp.where(valid.reshape(-1, *[1] * (h.ndim - 1)), h, jnp.asarray(constant, h.dtype))
+def _fill(h: jax.Array, *, valid: jax.Array) -> jax.Array:
+    constant = jnp.asarray(BUBBLE if jnp.issubdtype(h.dtype, jnp.inexact) else 0, h.dtype)
+    return jnp.where(valid.reshape(-1, *[1] * (h.ndim - 1)), h, constant)
 
 
 def _constrain(activations: Any, axis: str | None) -> Any:
@@ -254,14 +244,7 @@ def _check_leading(tree: Any, lead: tuple[int, ...], what: str, shape: str) -> N
             )
 
 
-@jax.custom_vjp
 def _gate_parameter(x: jax.Array, valid: jax.Array) -> jax.Array:
-    # The same twice, as in `fp8_jax_owg.gate`.
-    return jnp.where(valid, x, x)
-
-
-_gate_parameter.defvjp(
-    lambda x, valid: (_gate_parameter(x, valid), valid),
-    # Selected, because 0 * NaN is NaN.
-    lambda valid, g: (jnp.where(valid, g, jnp.zeros_like(g)), None),
-)
+    """Return `x`, whose gradient is zero where `valid` is false."""
+    # selected, because 0 * NaN is NaN
+    return jnp.where(valid, x, lax.stop_gradient(x))

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from fp8_common import CANONICAL, POWER_OF_2, CastRecipe, Format, Fp8Error, Recipe, ScalePolicy, get_format, get_recipe
+from fp8_common import CANONICAL, POWER_OF_2, CastRecipe, Format, Fp8Error, Recipe, ScalePolicy, get_recipe
+from fp8_common.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8_common.plugin import Record
 from fp8_common.rules import Rule, Rules
 
@@ -18,11 +19,11 @@ KernelGradient = Literal["float32", "kernel"]
 Tensor = Literal["input", "kernel", "output_grad"]
 TENSORS: tuple[Tensor, ...] = ("input", "kernel", "output_grad")
 """The tensors of one matmul that are cast."""
-FORMATS: dict[Fp8Format, tuple[str, str]] = {
-    "HYBRID": ("e4m3", "e5m2"),
-    "E4M3": ("e4m3", "e4m3"),
-    "HYBRID_FNUZ": ("e4m3fnuz", "e5m2fnuz"),
-    "E4M3_FNUZ": ("e4m3fnuz", "e4m3fnuz"),
+FORMATS: dict[Fp8Format, tuple[Format, Format]] = {
+    "HYBRID": (E4M3, E5M2),
+    "E4M3": (E4M3, E4M3),
+    "HYBRID_FNUZ": (E4M3FNUZ, E5M2FNUZ),
+    "E4M3_FNUZ": (E4M3FNUZ, E4M3FNUZ),
 }
 """The format forward and that of output gradients."""
 
@@ -60,7 +61,7 @@ class Scaling(Record):
 
     def format_of(self, tensor: Tensor) -> Format:
         """Return the format that a tensor is cast to."""
-        return get_format(FORMATS[self.fp8_format][tensor == "output_grad"])
+        return FORMATS[self.fp8_format][tensor == "output_grad"]
 
     def gradient_dtype(self, kernel: np.dtype) -> np.dtype:
         """Return the dtype of the gradient of a kernel before it is scaled, in which devices add their parts."""
@@ -185,7 +186,7 @@ def recipe_of(scaling: Scaling) -> Recipe:
 def _nearest(recipe: Recipe) -> Scaling:
     """Return the scaling that has what a recipe says of its input; what it says of the rest may differ."""
     cast, policy = recipe.input, recipe.input.policy
-    settings = {formats: setting for setting, formats in FORMATS.items()}
+    settings = {(forward.name, backward.name): setting for setting, (forward, backward) in FORMATS.items()}
     fp8_format = settings.get((cast.format, recipe.grad_output.format), "HYBRID")
     if cast.scaling == "delayed":
         history = {"amax_history_length": policy.history, "amax_compute_algo": policy.algo}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import Fp8Error
-from fp8_common.jax.compat import varying_axes
+from fp8_common.jax.arrays import varying_axes
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.live import next_pair
 from fp8_jax_owg.state.pairs import find_pairs, map_leaves, owg_flags, split, take

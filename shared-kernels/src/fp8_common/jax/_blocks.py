@@ -11,11 +11,10 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8_common._reference.quantize import MX_BLOCK, Block, Quantized, block_grid, check_block
 from fp8_common.errors import Fp8Error
 from fp8_common.formats import E8M0, Format, get_data_format
-from fp8_common.jax._amax import amax as amax_by_jnp
 from fp8_common.jax._kernels import KernelOp
 from fp8_common.jax._scales import amax_to_e8m0, amax_to_scale, e8m0_to_scale, e8m0_to_scale_inv, reciprocal
 from fp8_common.jax.arrays import as_codes, as_float32, as_native
-from fp8_common.jax.casts import as_matrix, multiply_back, quantize_by_jnp
+from fp8_common.jax.casts import amax_by_jnp, as_matrix, multiply_back, quantize_by_jnp
 from fp8_common.policy import CANONICAL, MxMode, ScalePolicy
 
 

@@ -25,12 +25,14 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from fp8_common._env import backend
 from fp8_common.errors import Fp8UnsupportedError
 from fp8_common.hardware import KERNEL_CAPABILITY, has_kernels
 from fp8_common.jax import compat
+from fp8_common.jax.arrays import vary_alike, varying_axes
 
 CALL_TARGET = "triton_kernel_call_ffi"
 OLDEST_PTX, OLDEST_PTX_OF_BLACKWELL = 81, 86
@@ -81,7 +83,7 @@ class KernelOp:
         explicit = any(any(jax.typeof(x).sharding.spec) for x in operands)
         selected = not explicit and selects_kernels() and has_kernels(params.get("fmt", "e4m3"), params.get("policy"))
         if selected and self.fits(*operands, **params):
-            return self.primitive.bind(*compat.vary_alike(operands), **params)
+            return self.primitive.bind(*vary_alike(operands), **params)
         return self.reference(*operands, **params)
 
     def _types(self, *avals: Any, **params: Any) -> list[ShapedArray]:
@@ -89,8 +91,8 @@ class KernelOp:
         results = jax.eval_shape(lambda *x: self.reference(*x, **params), *inputs)
         # Results vary along the axes of shard_map that an operand varies along; `vary_alike` has made all operands
         # alike.
-        most = max(avals, key=lambda aval: len(compat.varying_axes(aval)))
-        return [compat.typed_like(most, r.shape, r.dtype) for r in results]
+        most = max(avals, key=lambda aval: len(varying_axes(aval)))
+        return [_typed_like(most, r.shape, r.dtype) for r in results]
 
     def _batch(
         self, operands: Sequence[jax.Array], dims: Sequence[Any], **params: Any
@@ -106,6 +108,15 @@ class KernelOp:
             if plan.grid:
                 return _lower_plan(ctx, plan, operands)
         return mlir.lower_fun(self.reference, multiple_results=True)(ctx, *operands, **params)
+
+
+def _typed_like(aval: Any, shape: tuple[int, ...], dtype: Any) -> ShapedArray:
+    """Return the type of an array of this shape and dtype that varies along the axes that `aval` varies along."""
+    if not varying_axes(aval):
+        return ShapedArray(shape, dtype)
+    # `update` keeps what it is not told, the axes among it; its name for them depends on the version of JAX.
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @cache

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from fp8_common._reference.scaling import INF_KEY, MIN_NORMAL_KEY, check_history, check_mode, stable_zero_key
 from fp8_common.formats import E8M0, Format, get_data_format
 from fp8_common.jax._rounding import decode
-from fp8_common.jax.arithmetic import divide, divide_nearest
 from fp8_common.jax.arrays import (
     EXPONENT_MASK,
     HIDDEN_BIT,
@@ -21,6 +20,8 @@ from fp8_common.jax.arrays import (
     as_codes,
     as_float32,
     broadcast_scale,
+    divide,
+    divide_nearest,
     float_key,
     from_bits,
     to_bits,

@@ -1,18 +1,30 @@
-"""Checks of the arrays that the JAX functions accept, and the bits of float32 values as integers.
+"""Arrays that the JAX functions accept, the bits of float32 values as integers, and exact arithmetic with them.
 
-Integers matter here more than elsewhere: XLA on CPUs flushes float32 subnormals to zero in every float
-operation, so whatever must stay exact is compared, selected and assembled on bits.
+Integers matter here more than elsewhere: XLA on CPUs treats subnormal operands of float operations as zero and replaces
+subnormal results by zero, so whatever must stay exact is compared, selected and assembled on bits. A subnormal is an
+integer times 2^-149: an operand becomes that integer with the power of two moved to the scale, and a result is
+assembled by integer rounding.
+
+XLA divides on GPUs by `div.full.f32`, which is up to two units off and returns zero for denominators above 2^126: the
+quotient of the significands is taken as an estimate and mended with its remainder, by integers.
 """
+
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.sharding import get_abstract_mesh
 from jax.typing import ArrayLike
 
-from fp8_common._reference.scaling import INPUT_DTYPES, KEY_MASK
-from fp8_common.errors import Fp8Error
+from fp8_common._reference.scaling import INF_KEY, INPUT_DTYPES, KEY_MASK, MIN_NORMAL_KEY
+from fp8_common.errors import Fp8Error, Fp8UnsupportedError
 from fp8_common.formats import Format, get_format
+from fp8_common.jax.compat import PROBLEM
+
+Tree = TypeVar("Tree")
 
 SIGN_MASK = -(2**31)
 """The sign of float32 bits, as an int32."""
@@ -21,6 +33,15 @@ MANTISSA_MASK = 0x007FFFFF
 HIDDEN_BIT = 0x00800000
 NAN_KEY = 0x7FC00000
 """Put where a NaN belongs as bits, so that `jax_debug_nans` stops at none that were not there."""
+ONE_BITS = 0x3F800000
+"""The bits of 1.0: with another mantissa, those of a number in [1, 2)."""
+LIFT = 64
+"""Small scales are carried multiplied by 2^64, and the product lowered again."""
+LIFT_BELOW_KEY = (127 - 100) << 23
+"""Scales back from FP8 below 2^-100 are lifted: only their products with FP8 values can be subnormal."""
+
+
+# ---------------------------------------------------------------- checks
 
 
 def as_input(x: ArrayLike, what: str = "x") -> jax.Array:
@@ -78,6 +99,52 @@ def broadcast_scale(scale: ArrayLike, shape: tuple[int, ...], what: str = "scale
     return array.reshape((1,) * missing + array.shape)
 
 
+def _dtype(x: ArrayLike) -> np.dtype:
+    # Not the dtype that JAX would give it: jnp.asarray makes float32 of a Python number, and its rounding would pass
+    # unseen.
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+# ---------------------------------------------------------------- axes of shard_map
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Return the mesh axes along which an array or an abstract value may differ.
+
+    Empty outside of `shard_map(..., check_vma=True)`.
+
+    Raises:
+        Fp8UnsupportedError: Inside of a `shard_map`, with a JAX whose types do not tell.
+    """
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    # Newer versions of JAX keep these axes in the attribute `mat` ("manual axis type"), older ones in `vma`.
+    if (manual := getattr(aval, "mat", None)) is not None:
+        return frozenset(manual.varying)
+    # No default: with one, a renamed attribute lost the axes, and an amax was that of one device.
+    if (axes := getattr(aval, "vma", None)) is None and get_abstract_mesh().manual_axes:
+        raise Fp8UnsupportedError(f"FP8 cannot run in shard_map: {PROBLEM}. Install a version of JAX that is tested.")
+    return frozenset(axes or ())
+
+
+def vary_alike(operands: Tree, others: Any = ()) -> Tree:
+    """Return operands that all vary along every axis along which one of them, or of `others`, does.
+
+    Args:
+        operands: Tree of arrays.
+        others: Tree of arrays that the result depends on as well.
+    """
+    axes = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves((operands, others))))
+
+    def convert(x: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(convert, operands)
+
+
+# ---------------------------------------------------------------- bits
+
+
 def to_bits(x: jax.Array) -> jax.Array:
     """Return float32 bits as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
@@ -93,7 +160,187 @@ def float_key(x: jax.Array) -> jax.Array:
     return lax.bitwise_and(to_bits(x), np.int32(KEY_MASK))
 
 
-def _dtype(x: ArrayLike) -> np.dtype:
-    # Not the dtype that JAX would give it: jnp.asarray makes float32 of a Python number, and its rounding would pass
-    # unseen.
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+def flipped(bits: jax.Array) -> jax.Array:
+    """Return int32 with the order of negative ones turned round: of negative floats the greater has smaller bits."""
+    return lax.bitwise_xor(bits, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(31)), np.int32(KEY_MASK)))
+
+
+# ---------------------------------------------------------------- quotients and products
+
+
+def divide_nearest(numerator: float | jax.Array, denominator: jax.Array) -> jax.Array:
+    """Return RN32(numerator / denominator); quotients below 2^-126 may come out as zero.
+
+    Args:
+        numerator: float32, not negative: a number, or an array of the denominator's shape.
+        denominator: float32, any shape, not negative; zero, infinity and NaN give what IEEE division gives. Subnormals
+            count as zero.
+    """
+    return _quotient(jnp.broadcast_to(jnp.asarray(numerator, jnp.float32), denominator.shape), denominator)
+
+
+# A function of its own in the traced program, so that divisions of equal shapes are traced and lowered once.
+@jax.jit
+def _quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    # Behind a barrier, and of equal shapes: XLA turns a division by a constant or a broadcast into a product with the
+    # reciprocal, which rounds twice. Both are, or loops would compute what depends on a constant numerator outside.
+    return lax.platform_dependent(*lax.optimization_barrier((numerator, denominator)), cpu=lax.div, default=_mended)
+
+
+def divide(numerator: float, denominator: jax.Array) -> jax.Array:
+    """Return RN32(numerator / denominator), exact where the denominator is subnormal or zero.
+
+    Args:
+        numerator: Positive normal float32 of at least 2^-20, so that these quotients are huge.
+        denominator: float32, any shape, not negative.
+
+    Returns:
+        float32; quotients below 2^-126 may come out as zero.
+    """
+    key = float_key(denominator)
+    small = key < MIN_NORMAL_KEY
+    usable = jnp.where(small, key.astype(jnp.float32), denominator)
+    quotient = divide_nearest(numerator, usable)
+    raised = _times_2_to_149(quotient)
+    return jnp.where(small, raised, quotient)
+
+
+def _times_2_to_149(x: jax.Array) -> jax.Array:
+    """Return positive normal x * 2^149, infinity on overflow; by bits, because 2^149 is no float32."""
+    bits = to_bits(x)
+    overflows = (bits >> 23) + 149 >= 255
+    return from_bits(jnp.where(overflows, jnp.int32(INF_KEY), bits + jnp.int32(149 << 23)))
+
+
+# Primitives from here on, where `jnp` would trace a function for each operator: every program that casts traces this.
+@jax.named_scope("divide_nearest")
+def _mended(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Return the quotient of two float32 arrays of one shape, from the estimated one of their significands."""
+    above, below = float_key(numerator), float_key(denominator)
+    significands = [from_bits(_with_mantissa(ONE_BITS, key)) for key in (above, below)]
+    quotient = float_key(nearest_quotient(lax.div(*significands), *significands))
+    exponents = [lax.shift_right_arithmetic(key, np.int32(23)) for key in (quotient, above, below)]
+    field = lax.sub(lax.add(exponents[0], exponents[1]), exponents[2])
+    bits = lax.bitwise_or(lax.shift_left(field, np.int32(23)), lax.bitwise_and(quotient, np.int32(MANTISSA_MASK)))
+    bits = lax.select(lax.le(field, np.int32(0)), lax.full_like(bits, 0), bits)
+    bits = lax.select(lax.ge(field, np.int32(255)), lax.full_like(bits, INF_KEY), bits)
+    usual = lax.bitwise_and(_is_normal(above), _is_normal(below))
+    return lax.select(usual, from_bits(bits), lax.div(numerator, denominator))
+
+
+def nearest_quotient(estimate: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Return RN32(numerator / denominator) from an estimate that is at most two units in the last place off.
+
+    The remainder is computed modulo 2^32, which is enough: it is smaller than three denominators. No ties exist.
+
+    Args:
+        estimate: float32, near the quotient.
+        numerator: float32 in [1, 2), of the same shape.
+        denominator: float32 in [1, 2), of the same shape.
+    """
+    dividend, divisor = (_with_mantissa(HIDDEN_BIT, float_key(x)) for x in (numerator, denominator))
+    halved = _as_int(lax.lt(dividend, divisor))  # the quotient is in [1/2, 1), otherwise in [1, 2)
+    lowest = lax.sub(np.int32(ONE_BITS), lax.shift_left(halved, np.int32(23)))
+    # An estimate beyond the interval would have another unit in the last place.
+    bits = lax.clamp(lowest, float_key(estimate), lax.bitwise_or(lowest, np.int32(MANTISSA_MASK)))
+    product = lax.mul(_with_mantissa(HIDDEN_BIT, bits), divisor)
+    left = lax.sub(lax.shift_left(dividend, lax.add(halved, np.int32(23))), product)
+    twice_left = lax.mul(left, np.int32(2))
+    for odd in (1, 3):
+        limit = lax.mul(divisor, np.int32(odd))
+        above, below = lax.gt(twice_left, limit), lax.lt(twice_left, lax.neg(limit))
+        bits = lax.add(bits, lax.sub(_as_int(above), _as_int(below)))
+    return from_bits(bits)
+
+
+def _with_mantissa(upper: int, key: jax.Array) -> jax.Array:
+    return lax.bitwise_or(lax.bitwise_and(key, np.int32(MANTISSA_MASK)), np.int32(upper))
+
+
+def _as_int(flags: jax.Array) -> jax.Array:
+    return lax.convert_element_type(flags, np.int32)
+
+
+def _is_normal(key: jax.Array) -> jax.Array:
+    return lax.bitwise_and(lax.gt(key, np.int32(MANTISSA_MASK)), lax.lt(key, np.int32(INF_KEY)))
+
+
+def product_into(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return RN32(x * scale), right for every product of at least 2^-100 in magnitude, whatever its operands.
+
+    Smaller products may come out as zero of the right sign: they round to zero in every FP8 format. A
+    subnormal x matters where scale > 2^100, a subnormal scale where x is huge.
+
+    Args:
+        x: float32, any shape.
+        scale: float32, of the same number of dimensions, broadcastable to `x`.
+    """
+    lifted, lowering, for_subnormal = _prepare_scale(scale)
+    bits = to_bits(x)
+    # The bits of a subnormal, read as an integer, count its steps of 2^-149: below 2^23, so that the conversion is
+    # exact.
+    magnitude = to_bits((bits & jnp.int32(KEY_MASK)).astype(jnp.float32))
+    integer = from_bits(magnitude | (bits & jnp.int32(SIGN_MASK)))
+    # Zeros are among them, as the integer 0.
+    is_subnormal = (bits & jnp.int32(EXPONENT_MASK)) == 0
+    return jnp.where(is_subnormal, integer * for_subnormal, x * lifted) * lowering
+
+
+def _prepare_scale(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the scale with subnormals lifted, what lowers the product again, and scale * 2^-149."""
+    key, sign = float_key(scale), to_bits(scale) & jnp.int32(SIGN_MASK)
+    small = key < MIN_NORMAL_KEY
+    integer = key.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
+    lifted = jnp.where(small, from_bits(to_bits(integer) | sign), scale)
+    lowering = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1))
+    # By bits, because XLA folds two factors into one, and 2^-149 would be flushed.
+    reduced = jnp.maximum(key - jnp.int32(149 << 23), 0)
+    for_subnormal = from_bits(jnp.where(key < INF_KEY, reduced, key) | sign)
+    # The barrier makes XLA compute these once per scale instead of once per element.
+    return lax.optimization_barrier((lifted, lowering, for_subnormal))
+
+
+def product_back(values: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """Return RN32(values * scale_inv) exactly, subnormal results included.
+
+    Args:
+        values: float32 values of an FP8 format, any shape: at most four significant bits, zero or >= 2^-17.
+        scale_inv: float32, of the same number of dimensions, broadcastable to `values`; subnormals included.
+    """
+    lifted, lowered_by, significand, exponent = _prepare_scale_inv(scale_inv)
+    bits = to_bits(values * lifted)
+    field = bits & jnp.int32(EXPONENT_MASK)
+    step = _small_product(values, significand, exponent)
+    small = step | (bits & jnp.int32(SIGN_MASK))
+    normal = jnp.where(field == EXPONENT_MASK, bits, bits - lowered_by)
+    return from_bits(jnp.where(field > lowered_by, normal, small))
+
+
+def _prepare_scale_inv(scale_inv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the scale lifted, by how much (added to its bits), and its magnitude as integer and exponent."""
+    key, sign = float_key(scale_inv), to_bits(scale_inv) & jnp.int32(SIGN_MASK)
+    # 2^64 times as large: a subnormal by converting its integer, other small scales by their exponent.
+    from_integer = to_bits(key.astype(jnp.float32)) - jnp.int32((149 - LIFT) << 23)
+    raised = jnp.where(key < MIN_NORMAL_KEY, from_integer, key + jnp.int32(LIFT << 23))
+    raised = jnp.where(key == 0, 0, raised)
+    is_small = key < LIFT_BELOW_KEY
+    lifted = from_bits(jnp.where(is_small, raised, key) | sign)
+    lowered_by = jnp.where(is_small, jnp.int32(LIFT << 23), jnp.int32(0))
+    significand = jnp.where(raised == 0, 0, (raised & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT))
+    exponent = raised >> 23
+    return lax.optimization_barrier((lifted, lowered_by, significand, exponent))
+
+
+def _small_product(values: jax.Array, significand: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Return |values * scale_inv| in units of 2^-149, rounded to nearest even, where that is below 2^23."""
+    key = float_key(values)
+    # The leading bit and the three mantissa bits that E4M3 has at most.
+    digits = jnp.where(key == 0, 0, ((key & jnp.int32(MANTISSA_MASK)) | jnp.int32(HIDDEN_BIT)) >> 20)
+    product = digits * significand
+    # values = digits * 2^(key>>23 - 130) and scale_inv = significand * 2^(exponent - LIFT - 150).
+    shift = jnp.clip(jnp.int32(131 + LIFT) - (key >> 23) - exponent, 1, 30)
+    # The limits of the shift: the product is below 2^28, so that 30 gives zero as every larger one would; where it
+    # would be below 1 the result is normal, and not taken from here.
+    half = lax.shift_left(jnp.int32(1), shift - 1)
+    odd = lax.shift_right_logical(product, shift) & jnp.int32(1)
+    return lax.shift_right_logical(product + (half - 1) + odd, shift)

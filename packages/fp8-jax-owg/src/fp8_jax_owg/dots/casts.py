@@ -13,9 +13,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
+from fp8_common.jax.arrays import vary_alike
 from fp8_common.jax.casts import multiply_back
-from fp8_common.jax.compat import vary_alike
-from fp8_jax_owg.dots.product import as_codes, as_operand, cast_and_observe
+from fp8_jax_owg.dots.product import as_codes, as_operand, cast_operand
 from fp8_jax_owg.scaling import DelayedScaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, like
 from fp8_jax_owg.state.live import as_live, observation, scales_of
@@ -30,9 +30,8 @@ class _Cast(NamedTuple):
 
     def apply(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return native values, the scale back, and what the live leaf observes."""
-        fmt = self.scaling.format_of(self.tensor)
-        (into,), (back,) = scales_of([live], [fmt], self.scaling.policy)
-        values, amax = cast_and_observe(first_order_only(x), into, fmt)
+        scales = scales_of({self.tensor: live}, self.scaling)[self.tensor]
+        values, back, amax = cast_operand(self.scaling, self.tensor, first_order_only(x), scales)
         return values, back, observation(like(amax, live), back, live)
 
     def round(self, x: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:

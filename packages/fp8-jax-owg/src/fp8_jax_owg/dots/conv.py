@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_jax_owg.dots.dot import Precision
+from fp8_jax_owg.dots.dot import Precision, constrain
 from fp8_jax_owg.dots.product import Bilinear, as_operand, multiply
 from fp8_jax_owg.scaling import ScalingChoice, Tensor
-from fp8_jax_owg.sharding import constrain
 from fp8_jax_owg.state.pairs import Meta
 
 CONV_TENSORS: tuple[Tensor, ...] = ("input", "kernel")

@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
-from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.arrays import divide_nearest, vary_alike
 from fp8_common.jax.casts import cast_slices
-from fp8_common.jax.compat import vary_alike
 from fp8_jax_owg.dots.einsum import as_letters
-from fp8_jax_owg.dots.product import Bilinear, Fp8Param, Kernel, as_kernel, as_operand, multiply
+from fp8_jax_owg.dots.product import Bilinear, Fp8Param, Kernel, as_kernel, as_operand, multiply, refuse_explicit_axes
 from fp8_jax_owg.scaling import Scaling, ScalingChoice, Tensor
-from fp8_jax_owg.sharding import constrain, explicit_sharding, refuse_explicit_axes, result_sharding
 from fp8_jax_owg.state.cotangents import first_order_only
 from fp8_jax_owg.state.pairs import Meta
 
@@ -111,7 +110,7 @@ class Contraction(NamedTuple):
             dims,
             precision=precision,
             preferred_element_type=dtype,
-            out_sharding=result_sharding(out_sharding, order) if like is None else explicit_sharding(like, order),
+            out_sharding=_explicit_sharding(out_sharding if like is None else jax.typeof(like).sharding, order),
         )
         result = result if made == self.out else jnp.transpose(result, _places(made, self.out))
         return constrain(result, out_sharding)
@@ -129,6 +128,45 @@ class Contraction(NamedTuple):
 def _places(letters: str, wanted: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(letters.index, wanted))
 
+
+# ---------------------------------------------------------------- shardings over explicit axes
+
+# On a mesh with `AxisType.Explicit` the sharding of an array is part of its type. JAX then wants to be told how the
+# result of a matmul is sharded that sums over a sharded dimension, as both gradients of a layer do.
+
+
+def _explicit_sharding(sharding: Any, order: Sequence[int]) -> NamedSharding | None:
+    """Return what `lax.dot_general` is told of its result; None where axes are automatic, see `constrain`.
+
+    Args:
+        sharding: What a layer was asked for, a `PartitionSpec`, a `NamedSharding` or None; or that of an array.
+        order: Which dimension of the result of the layer is which of that of the matmul.
+    """
+    mesh = _mesh_of(sharding)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    parts = (*spec, *[None] * (len(order) - len(spec)))
+    return NamedSharding(mesh, PartitionSpec(*(parts[i] for i in order)))
+
+
+def constrain(x: jax.Array, sharding: Any) -> jax.Array:
+    """Return `x` with the sharding that a layer was asked for, or None."""
+    mesh = _mesh_of(sharding)
+    if mesh is None:
+        return x
+    # Over explicit axes `with_sharding_constraint` only asserts what the type says; resharding changes it.
+    place = jax.sharding.reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    return place(x, sharding)
+
+
+def _mesh_of(sharding: Any) -> Any:
+    if sharding is None:
+        return None
+    return sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+
+
+# ---------------------------------------------------------------- matmuls
 
 Precision = Any
 """What `lax.dot_general` takes as precision."""

@@ -7,6 +7,7 @@ cotangents of their live leaves.
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,21 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8_common import Format, Fp8Error, ScalePolicy
+from fp8_common import Format, Fp8Error, Fp8UnsupportedError, ScalePolicy
 from fp8_common.jax import amax, amax_to_scale
-from fp8_common.jax.arithmetic import divide_nearest
+from fp8_common.jax.arrays import as_input, as_native, divide_nearest, vary_alike
 from fp8_common.jax.casts import cast, cast_with_amax
-from fp8_common.jax.compat import vary_alike
 from fp8_jax_owg.scaling import TENSORS, CurrentScaling, DelayedScaling, Scaling, ScalingChoice, Tensor, as_scaling
 from fp8_jax_owg.state.cotangents import first_order_only, like, reverse_mode_only
 from fp8_jax_owg.state.live import UnsharedStateWarning, as_live, observation, scales_of
 from fp8_jax_owg.state.pairs import Meta, pair_of
 
 # ---------------------------------------------------------------- operands
-
-INPUT_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 
 
 class Fp8Param(NamedTuple):
@@ -60,15 +59,12 @@ Kernel = jax.Array | Fp8Param
 
 
 def as_operand(x: ArrayLike, name: str) -> jax.Array:
-    """Return an operand as an array.
+    """Return an operand as an array, that of JAX's default dtype for Python numbers.
 
     Raises:
         Fp8Error: Its dtype cannot be cast to FP8.
     """
-    array = jnp.asarray(x)
-    if array.dtype not in INPUT_DTYPES:
-        raise Fp8Error(f"{name} must be float16, bfloat16 or float32, got {array.dtype}. Convert it first.")
-    return array
+    return as_input(jnp.asarray(x), name)
 
 
 def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
@@ -76,28 +72,27 @@ def as_kernel(rhs: ArrayLike | Fp8Param) -> Kernel:
     return rhs if isinstance(rhs, Fp8Param) else as_operand(rhs, "rhs")
 
 
-def cast_and_observe(x: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """Return `x * scale` in the native dtype of a format, saturating, and max |x|, which takes no part in it.
+def cast_operand(
+    scaling: Scaling, tensor: Tensor, x: jax.Array, scales: Sequence[jax.Array] = ()
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Return native values, saturating, the float32 scale back, and max |x|, which is None for current scaling.
 
     Args:
+        scaling: How scales are found.
+        tensor: Which one it is.
         x: float16, bfloat16 or float32, any shape.
-        scale: float32 scalar in [2^-126, 2^100].
-        fmt: The format.
+        scales: float32 scalars into FP8, in [2^-126, 2^100], and back, from its state; empty for current scaling.
     """
-    with _any_mesh():
-        return _cast_and_observe(x, scale, fmt)
-
-
-def cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
-    """Return `x` in the native dtype of a format with the scale of its own amax, and the float32 scale back."""
-    with _any_mesh():
-        return _cast_current(x, fmt, policy)
-
-
-def _any_mesh() -> Any:
+    fmt = scaling.format_of(tensor)
     # Nothing is another mesh for JAX than an empty one, under which it runs forward rules: each cast would be traced
     # and lowered twice.
-    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        if not scales:
+            values, back = _cast_current(x, fmt, scaling.policy)
+            return values, back, None
+        into, back = scales
+        values, seen = _cast_and_observe(x, into, fmt)
+        return values, back, seen
 
 
 # Functions of their own in the traced program, so that casts of equal shapes are traced and lowered once.
@@ -106,13 +101,18 @@ _cast_and_observe = jax.jit(cast_with_amax, static_argnums=2)
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _cast_current(x: jax.Array, fmt: Format, policy: ScalePolicy) -> tuple[jax.Array, jax.Array]:
+    into, back = current_scales(amax(x), fmt, policy)
+    return cast(x, into, fmt), back
+
+
+def current_scales(greatest: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
+    """Return the scales into FP8 and back, float32 [2], of a tensor with this amax."""
     # The policies of `CurrentScaling` limit scales to [2^-126, 2^100]. Their reciprocals are normal numbers, so one
     # division is exact here; `fp8_common.jax.reciprocal` spends more operations on the others.
-    scale = amax_to_scale(amax(x), fmt, policy)
+    scale = amax_to_scale(greatest, fmt, policy)
     # XLA on CPUs drops barriers before it fuses, and would compute the scale, dozens of operations, again for every
     # element. It writes an array of two before it reads from it.
-    into, back = lax.optimization_barrier(jnp.stack([scale, divide_nearest(1.0, scale)]))
-    return cast(x, into, fmt), back
+    return lax.optimization_barrier(jnp.stack([scale, divide_nearest(1.0, scale)]))
 
 
 def as_codes(x: jax.Array) -> jax.Array:
@@ -124,9 +124,25 @@ def as_codes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 
-def as_values(codes: jax.Array, fmt: Format) -> jax.Array:
-    """Return codes in the native dtype of their format."""
-    return lax.bitcast_convert_type(codes, fmt.numpy_dtype)
+def refuse_explicit_axes(what: str, tree: Any) -> None:
+    """Raise if an array is sharded over an explicit axis.
+
+    Args:
+        what: What does not run with such arrays.
+        tree: Arrays.
+
+    Raises:
+        Fp8UnsupportedError: One is, with the remedy.
+    """
+    for leaf in jax.tree.leaves(tree):
+        sharding = jax.typeof(leaf).sharding
+        axes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        names = [name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,))]
+        if explicit := [name for name in names if axes.get(name) is AxisType.Explicit]:
+            raise Fp8UnsupportedError(
+                f"{what} cannot run on arrays that are sharded over explicit mesh axes, got {', '.join(explicit)}. "
+                "Wrap the function in jax.sharding.auto_axes, or make the mesh with AxisType.Auto."
+            )
 
 
 # ---------------------------------------------------------------- products
@@ -181,21 +197,6 @@ class Product:
     dtype: np.dtype
     operand_dtypes: tuple[np.dtype, np.dtype]
 
-    def cast(self, tensor: Tensor, x: jax.Array, scales: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return native values, the scale back, and the amax; None for current scaling.
-
-        Args:
-            tensor: Which one.
-            x: Its values.
-            scales: Scale into FP8 and back, from its state; empty for current scaling.
-        """
-        fmt = self.scaling.format_of(tensor)
-        if not scales:
-            return *cast_current(x, fmt, self.scaling.policy), None
-        into, back = scales
-        values, seen = cast_and_observe(x, into, fmt)
-        return values, back, seen
-
 
 def multiply(
     how: Bilinear,
@@ -233,7 +234,7 @@ def multiply(
     dtypes = lhs.dtype, rhs.gradient.dtype if isinstance(rhs, Fp8Param) else rhs.dtype
     product = Product(how=how, scaling=found, tensors=tensors, dtype=result, operand_dtypes=dtypes)
     lhs, rhs, extra = vary_alike((lhs, rhs, extra), live)
-    with reverse_mode_only((lhs, rhs, live)):
+    with reverse_mode_only():
         return _multiply(product, lhs, rhs, extra, live)
 
 
@@ -278,17 +279,13 @@ def _multiply(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: L
 
 def _forward(product: Product, lhs: jax.Array, rhs: Kernel, extra: Any, live: LiveState) -> tuple[jax.Array, Any]:
     lhs, rhs = jax.tree.map(first_order_only, (lhs, rhs))
-    scales: dict[Tensor, Any] = {}
-    if live:
-        formats = map(product.scaling.format_of, product.tensors)
-        made = scales_of([live[tensor] for tensor in product.tensors], list(formats), product.scaling.policy)
-        scales = dict(zip(product.tensors, zip(*made, strict=True), strict=True))
-    a, a_back, a_amax = product.cast("input", product.how.prepare(lhs, extra), scales.get("input"))
+    scaling, scales = product.scaling, scales_of(live, product.scaling)
+    a, a_back, a_amax = cast_operand(scaling, "input", product.how.prepare(lhs, extra), scales.get("input", ()))
     if isinstance(rhs, Fp8Param):
         # `fp8_all_gather` has cast it, observed it and has its state
         b, b_back, b_amax = rhs.data, rhs.scale_inv, None
     else:
-        b, b_back, b_amax = product.cast("kernel", rhs, scales.get("kernel"))
+        b, b_back, b_amax = cast_operand(scaling, "kernel", rhs, scales.get("kernel", ()))
     result = _scaled(product.how.forward(a, b, extra), a_back * b_back, product.dtype)
     seen = [like(x, live[tensor]) for tensor, x in (("input", a_amax), ("kernel", b_amax)) if x is not None]
     numbers = jnp.stack(vary_alike([a_back, b_back, *scales.get("output_grad", ()), *seen]))
@@ -303,14 +300,14 @@ def _backward(product: Product, residuals: Any, g: Any) -> tuple[Any, ...]:
         g = jnp.zeros(shaped.shape, shaped.dtype)
     # Marks the gradient as well: differentiating the backward is what a second derivative does.
     g = first_order_only(g)
-    a_back, b_back, *rest = numbers
+    scaling, (a_back, b_back, *rest) = product.scaling, numbers
     casts_gradient = "output_grad" in product.tensors
     scales = [rest.pop(0), rest.pop(0)] if live and casts_gradient else []
     c, c_back, c_amax = g, jnp.float32(1), None
     if casts_gradient:
-        c, c_back, c_amax = product.cast("output_grad", product.how.prepare(g, extra), scales)
-    scaling, (of_lhs, of_rhs) = product.scaling, product.operand_dtypes
-    values = as_values(a, scaling.format_of("input")), as_values(b, scaling.format_of("kernel"))
+        c, c_back, c_amax = cast_operand(scaling, "output_grad", product.how.prepare(g, extra), scales)
+    of_lhs, of_rhs = product.operand_dtypes
+    values = as_native(a, scaling.format_of("input")), as_native(b, scaling.format_of("kernel"))
     d_lhs, d_rhs = product.how.gradients(*values, c, extra, scaling.gradient_dtype(of_rhs))
     d_lhs, d_rhs = _scaled(d_lhs, c_back * b_back, of_lhs), _scaled(d_rhs, a_back * c_back, of_rhs)
     backs = {"input": a_back, "kernel": b_back, "output_grad": c_back}

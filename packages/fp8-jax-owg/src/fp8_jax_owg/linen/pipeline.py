@@ -39,7 +39,6 @@ class LayerwiseShardablePipelined(nn.Module):
         remat: Recompute activations of stages in the backward.
         remat_policy: What to keep nevertheless, one of `jax.checkpoint_policies`.
         stage_axis: Mesh axis that stages are sharded over; None leaves it to the compiler.
-        bubble: What stages without work compute on; nothing of it reaches results, gradients or amax.
         rng_collections: Random numbers the body draws when applied.
     """
 
@@ -50,7 +49,6 @@ class LayerwiseShardablePipelined(nn.Module):
     remat: bool = False
     remat_policy: Callable[..., bool] | None = None
     stage_axis: str | None = None
-    bubble: float = 0.0
     rng_collections: Sequence[str] = ("dropout",)
 
     @property
@@ -97,9 +95,7 @@ class LayerwiseShardablePipelined(nn.Module):
             refuse_changes(set(map(id, jax.tree.leaves(variables))), after)
             return out
 
-        options = PipelineOptions(
-            remat=self.remat, policy=self.remat_policy, stage_axis=self.stage_axis, bubble=self.bubble
-        )
+        options = PipelineOptions(remat=self.remat, policy=self.remat_policy, stage_axis=self.stage_axis)
         return pipeline(stage, variables, x, schedule, options, key=key)
 
 

@@ -1,7 +1,12 @@
-"""Observed amax and scales as float32 cotangents: how they are encoded, and how those of several uses meet.
+"""Observed amax and scales as cotangents: how they are encoded, how those of several uses meet, and the dtype for it.
 
-Autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a layer that was
-skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So
+Inside of a loss state has the dtype `fp32_max_grad`: float32 whose cotangents are combined by MAX, with -inf as their
+zero. It is an extended dtype of JAX: for XLA it is float32, autodiff asks it how to add. It never leaves a traced
+function: `fp8_jax_owg.share` makes it and `read` turns it back. JAX documents neither how to define such a dtype nor
+how eager gradients of one are added, so this file uses private names of JAX. No other file of this package does.
+
+Outside of the dtype autodiff makes zeros wherever a parameter was not used: for a branch that was not taken, for a
+layer that was skipped. An observed amax of zero must differ from that, and must survive `+ 0`. So of float32
 
 | cotangent | means |
 |---|---|
@@ -18,7 +23,8 @@ Matmuls have first derivatives only, and say so in one sentence: see `first_orde
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -27,15 +33,22 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from fp8_common import Fp8UnsupportedError
-from fp8_common.jax.arrays import float_key, from_bits, to_bits
-from fp8_common.jax.compat import varying_axes
+from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common.jax.arrays import SIGN_MASK, flipped, float_key, from_bits, to_bits, varying_axes
+
+try:
+    from jax._src import ad_util, core, dtypes, earray
+    from jax._src.interpreters import pxla
+except ImportError as error:
+    raise ImportError(
+        f"fp8_jax_owg cannot define its dtype in jax {jax.__version__}, which has moved a private name: {error}. "
+        "Install a version that is tested, from 0.10 on."
+    ) from error
+
 
 NOT_OBSERVED = np.float32(-np.inf)
 NOT_OBSERVED_BITS = int(NOT_OBSERVED.view(np.int32))
-SIGN_BIT = -(2**31)
-INFINITY_KEY = 0x7F800000
-SMALLEST_NORMAL_KEY = 0x00800000
+INFINITY_KEY, SMALLEST_NORMAL_KEY = np.int32(0x7F800000), np.int32(0x00800000)
 
 
 # Primitives from here on, where `jnp` would trace a function for each operator: each product of a program traces these.
@@ -50,7 +63,7 @@ def encode(value: jax.Array) -> jax.Array:
     is_small = lax.lt(lax.bitcast_convert_type(bits, np.uint32), np.uint32(SMALLEST_NORMAL_KEY))
     # Exponent field 1 instead of 0 with the mantissa as it was: a normal number, which nothing flushes. Below zero,
     # where no scale and no amax lies, so that `decode` knows it.
-    raise_by = lax.mul(lax.convert_element_type(is_small, np.int32), np.int32(SIGN_BIT + SMALLEST_NORMAL_KEY))
+    raise_by = lax.mul(lax.convert_element_type(is_small, np.int32), np.int32(SIGN_MASK + SMALLEST_NORMAL_KEY))
     return from_bits(lax.add(bits, raise_by))
 
 
@@ -58,11 +71,11 @@ def decode(cotangent: jax.Array) -> jax.Array:
     """Return cotangents as observations: float32, finite, or -inf for "not observed"."""
     bits, key = to_bits(cotangent), float_key(cotangent)
     # Negative, in the lowest binade: `encode` put zeros and subnormals there, and nothing else is negative but -inf.
-    lowest = lax.bitwise_and(lax.ge(key, np.int32(SMALLEST_NORMAL_KEY)), lax.lt(key, np.int32(2 * SMALLEST_NORMAL_KEY)))
+    lowest = lax.bitwise_and(lax.ge(key, SMALLEST_NORMAL_KEY), lax.lt(key, np.int32(2 * SMALLEST_NORMAL_KEY)))
     is_small = lax.bitwise_and(lax.lt(bits, np.int32(0)), lowest)
-    observed = lax.select(is_small, from_bits(lax.sub(key, np.int32(SMALLEST_NORMAL_KEY))), cotangent)
+    observed = lax.select(is_small, from_bits(lax.sub(key, SMALLEST_NORMAL_KEY)), cotangent)
     # `key` has no sign: -0, -inf and every NaN are among these, too.
-    nothing = lax.bitwise_or(lax.eq(key, np.int32(0)), lax.ge(key, np.int32(INFINITY_KEY)))
+    nothing = lax.bitwise_or(lax.eq(key, np.int32(0)), lax.ge(key, INFINITY_KEY))
     return observed_where(lax.bitwise_not(nothing), observed)
 
 
@@ -100,17 +113,189 @@ def maximum_over(x: jax.Array, axis: int) -> jax.Array:
 
 def to_ordered(x: jax.Array) -> jax.Array:
     """Return int32 that sort as the float32 `x` do; what collectives take the maximum of."""
-    return _flipped(to_bits(x))
+    return flipped(to_bits(x))
 
 
 def from_ordered(keys: jax.Array) -> jax.Array:
     """Undo `to_ordered`."""
-    return from_bits(_flipped(keys))
+    return from_bits(flipped(keys))
 
 
-def _flipped(bits: jax.Array) -> jax.Array:
-    # of negative floats the greater has the smaller bits
-    return lax.select(lax.lt(bits, np.int32(0)), lax.bitwise_xor(bits, np.int32(0x7FFFFFFF)), bits)
+# ---------------------------------------------------------------- the dtype
+
+
+# JAX finds out that a dtype has rules of its own with `issubdtype(dtype, jax.dtypes.extended)`, which looks at the
+# dtype's attribute `type`: this class, of which there are no instances.
+class max_grad(jax.dtypes.extended):
+    """The scalar type, for `jax.dtypes.issubdtype`."""
+
+
+class MaxGradRules:
+    """What JAX asks about the dtype."""
+
+    # to and from what an element is for XLA, and nothing else
+    allow_conversion = True
+
+    @staticmethod
+    def physical_element_aval(dtype: Any) -> Any:
+        """What one element is for XLA."""
+        return core.ShapedArray((), dtype.float_dtype)
+
+    @staticmethod
+    def tangent_dtype(dtype: Any) -> Any:
+        """The dtype of tangents and cotangents: the same, so that they meet by MAX."""
+        return dtype
+
+    @staticmethod
+    def add(dtype: Any, x: Any, y: Any) -> Any:
+        """How autodiff combines two cotangents."""
+        # The conversion is free: for XLA both dtypes are float32.
+        # Called for `add_any`, the primitive by which autodiff joins the cotangents of several uses, iterations of a
+        # loop among them. They are decoded here (`share_leaf`): encoded, a zero would be above every
+        # subnormal.
+        plain = (lax.convert_element_type(one, dtype.float_dtype) for one in (x, y))
+        return lax.convert_element_type(maximum(*plain), dtype)
+
+    @staticmethod
+    def zero(dtype: Any) -> Any:
+        """The cotangent of what was not used: -inf."""
+        return lax.convert_element_type(NOT_OBSERVED, dtype)
+
+    @staticmethod
+    def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
+        """An array of one value; of zeros, one of "not used"."""
+        # JAX asks for zeros where it fills up a cotangent, around a slice that was used for example. As values of a
+        # state both mean the same: nothing was observed.
+        if isinstance(value, int | float | np.number) and value == 0:
+            value = NOT_OBSERVED
+        plain = lax.full(shape, lax.convert_element_type(value, dtype.float_dtype), dtype.float_dtype)
+        return lax.convert_element_type(plain, dtype)
+
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Callable[[Any], Any]:
+        """How results of compiled functions become arrays."""
+        # Needed although the dtype stays inside of traced functions: outside of jit each primitive is a compiled
+        # function of its own, and returns arrays of this dtype. The layout is that of float32.
+        physical = core.physical_aval(aval)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
+        # What pxla makes has changed: an object whose results are wrapped by a function, in older versions a plain
+        # function.
+        if hasattr(handler, "wrap"):
+            return handler.wrap(lambda array: earray.EArray(aval, array))
+        return lambda buffers: earray.EArray(aval, handler(buffers))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MaxGradDType(dtypes.ExtendedDType):
+    """The dtype object; `fp32_max_grad` is the only instance that is used.
+
+    It equals the dtypes of flax and praxis (`fm32`), which combine cotangents by MAX as well: their layers compare
+    dtypes to find out that a state is shared, and ours take what their loops have shared.
+    """
+
+    float_dtype: Any
+    # JAX reads both under these names. `type` hides the builtin for the rest of the class body only.
+    _rules: type = MaxGradRules
+    type: type = max_grad
+
+    def __eq__(self, other: object) -> bool:
+        # no other extended dtype wraps a float dtype
+        # From the other side too: the `__eq__` of flax's dataclass returns NotImplemented for another class, and Python
+        # then asks this one.
+        return hasattr(other, "_rules") and getattr(other, "float_dtype", None) == self.float_dtype
+
+    def __hash__(self) -> int:
+        # The hash of flax's dtype is another one: sets and dictionaries keep the two apart, only `==` does not.
+        return hash((max_grad, "float32"))
+
+    def __repr__(self) -> str:
+        return "fp32_max_grad"
+
+    name = property(__repr__)
+
+
+fp32_max_grad = MaxGradDType(jnp.dtype("float32"))
+"""float32 whose cotangents are combined by MAX; "not used" is -inf."""
+fm32 = fp32_max_grad
+"""The short name that flax and praxis use."""
+
+
+def _add_eagerly(x: Any, y: Any) -> Any:
+    dtype = x.dtype
+    # compiled, because eager operations on extended arrays are few
+    return jax.jit(lambda a, b: dtype._rules.add(dtype, a, b))(x, y)
+
+
+# Eager code accumulates cotangents of extended dtypes by the rule of their dtype, as compiled code does. One entry for
+# all extended dtypes: whoever registered one before keeps it, each looks the rule up in the dtype.
+ad_util.raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
+
+
+def is_shared(x: Any) -> bool:
+    """Whether `x` is an array of `fp32_max_grad`."""
+    return getattr(x, "dtype", None) == fp32_max_grad
+
+
+# ---------------------------------------------------------------- into the dtype and back
+
+
+def share_leaf(x: Any) -> jax.Array:
+    """Return a float32 array as `fp32_max_grad`; a shared one as it is.
+
+    Raises:
+        Fp8Error: It is neither.
+    """
+    return x if is_shared(x) else _share(check_float32(x))
+
+
+def read(tree: Any) -> Any:
+    """Return shared values as float32, each for a single use; float32 leaves stay.
+
+    For what takes no arrays of the shared dtype, such as `shard_map`. Layers read for themselves. What is read once and
+    used twice makes the next state NaN.
+
+    Args:
+        tree: From `fp8_jax_owg.share`.
+
+    Raises:
+        Fp8Error: A leaf is neither float32 nor shared.
+    """
+    return jax.tree.map(lambda x: _read(x) if is_shared(x) else check_float32(x), tree)
+
+
+def check_float32(x: Any) -> Any:
+    """Return `x`, which must be float32.
+
+    Raises:
+        Fp8Error: It is not, with the reason and the remedy.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype != jnp.float32:
+        raise Fp8Error(
+            f"Overwrite-with-gradient values must be float32, got {dtype or type(x).__name__}. Scales and amax "
+            "histories lose their meaning in another dtype: cast parameters with fp8_jax_owg.cast_params, which "
+            "leaves them alone, or repair a checkpoint with fp8_jax_owg.checkpoint.upgrade."
+        )
+    return x
+
+
+# A rule of its own, because here cotangents leave the dtype, and JAX adds from there on: encoded, a zero of autodiff
+# means "not used", and adding it changes nothing.
+@jax.custom_vjp
+def _share(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, fp32_max_grad)
+
+
+_share.defvjp(lambda x: (_share(x), None), lambda _, g: (encode(lax.convert_element_type(g, jnp.float32)),))
+
+
+@jax.custom_vjp
+def _read(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, jnp.float32)
+
+
+# JAX's own transpose of the conversion would take the encoded cotangent for a value
+_read.defvjp(lambda x: (_read(x), None), lambda _, g: (lax.convert_element_type(decode(g), fp32_max_grad),))
 
 
 # ---------------------------------------------------------------- first derivatives only
@@ -141,17 +326,9 @@ def refuse_second_order(primals: Any, tangents: Any, **params: Any) -> NoReturn:
 first_order_only.defjvp(refuse_second_order)
 
 
-@jax.custom_vjp
-def _backward_only(x: jax.Array) -> jax.Array:
-    return x
-
-
-_backward_only.defvjp(lambda x: (x, None), lambda _, g: (g,))
-
-
 @contextlib.contextmanager
-def reverse_mode_only(operands: Any) -> Iterator[None]:
-    """Say it in a sentence if JAX asks what is called here with a tree of arrays for a forward-mode derivative.
+def reverse_mode_only() -> Iterator[None]:
+    """Say it in a sentence if JAX asks what is called here for a forward-mode derivative.
 
     Raises:
         Fp8UnsupportedError: It did.
@@ -159,12 +336,7 @@ def reverse_mode_only(operands: Any) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        # the same question about what can fail for no other reason
-        try:
-            jax.tree.map(_backward_only, operands)
-        except TypeError:
-            pass
-        else:
+        if "forward-mode" not in str(error):
             raise
         raise Fp8UnsupportedError(
             "An FP8 matmul has reverse-mode derivatives only, and jax.jvp, jax.jacfwd or jax.linearize was asked for. "
@@ -213,41 +385,3 @@ def _(size: int, batched: list[bool], observed: jax.Array, value: jax.Array) -> 
         # `custom_vmap` puts the examples first. Called again for a `vmap` around this one.
         return _over_mapped(maximum_over(observed, 0), value), False
     return _over_mapped(observed, value), observed_differs
-
-
-def adopt_mapping(state: list[Any], others: Any) -> list[Any]:
-    """Return state that `vmap` maps wherever it maps one of the other arguments.
-
-    `vmap(grad(loss))` of examples that start from one state asks for a next state of each. Without this the state is
-    the same for all examples inside, as in `grad` of a `vmap`, where they share their next state.
-    """
-    # Only traced values can be mapped.
-    traced = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
-    return _mapped_like(state, traced) if traced and state else state
-
-
-@jax.custom_jvp
-def _mapped_like(state: list[Any], others: list[Any]) -> list[Any]:
-    return _mapped_as(state, others)
-
-
-# as that of `_over_examples`: a gradient is differentiated here
-_mapped_like.defjvp(refuse_second_order)
-
-
-@custom_vmap
-def _mapped_as(state: list[Any], others: list[Any]) -> list[Any]:
-    return state
-
-
-@_mapped_as.def_vmap
-def _(size: int, batched: Any, state: list[Any], others: list[Any]) -> tuple[list[Any], list[bool]]:
-    mapped = any(jax.tree.leaves(batched))
-    each = [
-        x if is_mapped or not mapped else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_mapped in zip(state, batched[0], strict=True)
-    ]
-    # further levels of vmap see what is left of the others: one example of each
-    left = [jnp.moveaxis(x, 0, -1)[..., 0] if is_mapped else x for x, is_mapped in zip(others, batched[1], strict=True)]
-    # Called again for a `vmap` around this one, which may map what this one does not.
-    return _mapped_as(each, left), [mapped] * len(each)

@@ -17,7 +17,7 @@ history; it is called once per step of the optimizer, by `apply_updates`, and hi
 
 import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error, ScalePolicy
-from fp8_common.jax.arithmetic import divide_nearest
-from fp8_common.jax.arrays import float_key, from_bits, to_bits
-from fp8_common.jax.compat import varying_axes
+from fp8_common import CANONICAL, E4M3, E5M2, Format, Fp8Error
+from fp8_common.jax.arrays import NAN_KEY, divide_nearest, float_key, from_bits, to_bits, varying_axes
+from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import like, reverse_mode_only
-from fp8_jax_owg.state.max_grad import as_float32, is_shared
-from fp8_jax_owg.state.pairs import Pair, find_pairs, take
+from fp8_jax_owg.state.cotangents import (
+    INFINITY_KEY,
+    SMALLEST_NORMAL_KEY,
+    check_float32,
+    is_shared,
+    like,
+    read,
+    reverse_mode_only,
+)
+from fp8_jax_owg.state.pairs import Pair
 
 
 class Live(enum.IntEnum):
@@ -61,11 +67,10 @@ WIDTH = len(Live)
 MADE: dict[Format, tuple[Live, Live]] = {E4M3: (Live.INTO_E4M3, Live.BACK_E4M3), E5M2: (Live.INTO_E5M2, Live.BACK_E5M2)}
 """Where scales lie that are made for all tensors at once."""
 SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**126)
-INFINITY_KEY, SMALLEST_NORMAL_KEY, GREATEST_KEY = np.int32(0x7F800000), np.int32(0x00800000), np.int32(0x7F7FFFFF)
+GREATEST_KEY = np.int32(0x7F7FFFFF)
 CANARY = np.float32(1 / 3)
 """What every use observes beside its amax, and no arithmetic leaves as it is: rounding does not, nor does adding."""
-NAN_BITS = np.int32(0x7FC00000)
-"""A NaN as bits, so that `jax_debug_nans` stops at none that was not there."""
+NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
 """Between these lie the bits of finite negative numbers from the binade above that of encoded zeros on."""
 
@@ -141,7 +146,10 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
     Returns:
         float32 [..., 7] for each.
     """
-    return in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
+    made = in_rows(_live_rows, *zip(*pairs, strict=True)) if pairs else []
+    # Each apart: XLA would fuse the place of a tensor among all into the cast that reads it, and casts that differ in
+    # nothing else would be compiled one by one.
+    return list(map(lax.optimization_barrier, made))
 
 
 @jax.jit
@@ -196,28 +204,28 @@ def _scales(stored: jax.Array, amax: jax.Array, limits: np.ndarray) -> tuple[jax
     return into, from_bits(jnp.where(key > INFINITY_KEY, NAN_BITS, to_bits(back)))
 
 
-def scales_of(
-    live: Sequence[jax.Array], formats: Sequence[Format], policy: ScalePolicy
-) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-    """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars.
+def scales_of(live: Mapping[Tensor, jax.Array], scaling: Scaling) -> dict[Tensor, Sequence[jax.Array]]:
+    """Return the scales of the tensors of one matmul, into FP8 and back, float32 scalars; none for current scaling.
 
     Args:
-        live: float32 [7] for each tensor.
-        formats: The format of each.
-        policy: The rule of `DelayedScaling`; the usual one finds the scales made.
+        live: [7] for each tensor, float32 or shared.
+        scaling: The rule; the usual one finds the scales made.
     """
-    if policy.margin == 0 and policy.algo == "max" and all(fmt in MADE for fmt in formats):
-        made = [[one[place] for place in MADE[fmt]] for one, fmt in zip(live, formats, strict=True)]
-        return [into for into, _ in made], [back for _, back in made]
-    rows = jnp.stack(list(live))
+    if not isinstance(scaling, DelayedScaling):
+        return {}
+    live = {tensor: lax.convert_element_type(one, jnp.float32) for tensor, one in live.items()}
+    formats = [scaling.format_of(tensor) for tensor in live]
+    if scaling.margin == 0 and scaling.amax_compute_algo == "max" and all(fmt in MADE for fmt in formats):
+        return {tensor: [one[i] for i in MADE[fmt]] for (tensor, one), fmt in zip(live.items(), formats, strict=True)}
+    rows = jnp.stack(list(live.values()))
     greatest, newest = rows[:, Live.GREATEST], to_bits(rows[:, Live.NEWEST])
     amax = greatest
-    if policy.algo == "most_recent":
+    if scaling.amax_compute_algo == "most_recent":
         unsound = to_bits(greatest) > INFINITY_KEY
         amax = from_bits(jnp.where(unsound, NAN_BITS, jnp.maximum(newest, np.int32(0))))
-    limits = np.array([fmt.max * 2.0**-policy.margin for fmt in formats], np.float32)
+    limits = np.array([fmt.max * 2.0**-scaling.margin for fmt in formats], np.float32)
     into, back = lax.optimization_barrier(jnp.stack(_scales(rows[:, Live.STORED], amax, limits)))
-    return list(into), list(back)
+    return dict(zip(live, zip(into, back, strict=True), strict=True))
 
 
 # ---------------------------------------------------------------- observations
@@ -225,18 +233,19 @@ def scales_of(
 
 @jax.jit
 def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the cotangent of a live leaf [7]; an amax that is infinite or NaN is not observed.
+    """Return the cotangent of a live leaf [7], of its dtype; an amax that is infinite or NaN is not observed.
 
     Args:
         amax: float32 [].
         back: float32 [], the scale that was used.
-        live: float32 [7]; what examples and devices observe that share it is combined.
+        live: [7], float32 or shared; what examples and devices observe that share it is combined.
     """
     finite = float_key(amax) < INFINITY_KEY
-    canary = jnp.full_like(amax, CANARY)
-    seen = [cotangents.observed_where(finite, one) for one in (amax, witness(amax), back, canary)]
-    nothing = [jnp.full_like(amax, cotangents.NOT_OBSERVED)] * (WIDTH - len(seen))
-    return cotangents.encode(like(jnp.stack([*seen, *nothing]), live))
+    seen = [amax, witness(amax), back, jnp.full_like(amax, CANARY)]
+    nothing = [jnp.zeros_like(amax)] * (WIDTH - len(seen))
+    flags = finite & (np.arange(WIDTH) < len(seen))
+    found = like(cotangents.observed_where(flags, jnp.stack([*seen, *nothing])), live)
+    return lax.convert_element_type(found, live.dtype) if is_shared(live) else cotangents.encode(found)
 
 
 def in_gradient(pairs: Sequence[Pair], cotangents_of: Sequence[jax.Array]) -> list[Pair]:
@@ -266,7 +275,8 @@ def _seen_rows(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
     # the scale of a state that no step can have left is NaN, and says nothing
     used = jnp.where(back > 0, back, scale[..., 0])
     used = jnp.where(to_bits(amax) == 0, jnp.zeros_like(used), -used)
-    return jnp.stack([used, amax, seen_witness], axis=-1)
+    # or all of this is computed again for each tensor, in a program of its own
+    return lax.optimization_barrier(jnp.stack([used, amax, seen_witness], axis=-1))
 
 
 @jax.jit
@@ -293,19 +303,8 @@ def next_pair(old: Pair, gradient: Pair) -> Pair:
 # ---------------------------------------------------------------- outside of value_and_grad
 
 
-def live_tree(tree: Any) -> Any:
-    """Return a tree in which pairs at rest are live; the gradient of each is its next value, for plain `jax.grad`."""
-    leaves, structure = jax.tree.flatten(tree)
-    for place in find_pairs(tree):
-        pair = take(leaves, place)
-        if not any(map(is_shared, pair)) and is_at_rest(pair):
-            leaves[place.scale] = _live_at_rest(True, *pair)
-            leaves[place.history] = lax.stop_gradient(pair.history)
-    return structure.unflatten(leaves)
-
-
 def as_live(pair: Pair, name: str) -> jax.Array:
-    """Return the live leaf [7] of one tensor for one use; a pair at rest is made live.
+    """Return the live leaf [7] of one tensor, shared or not, for one use; a pair at rest is made live.
 
     Args:
         pair: Live or at rest, shared or not.
@@ -314,8 +313,7 @@ def as_live(pair: Pair, name: str) -> jax.Array:
     Raises:
         Fp8Error: It has another dtype, or other shapes than (1,) and (length,).
     """
-    shared = is_shared(pair.scale)
-    scale, history = as_float32(tuple(pair))
+    scale, history = (x if is_shared(x) else check_float32(x) for x in pair)
     if history.ndim != 1 or history.shape[0] == 0 or scale.shape not in ((1,), (WIDTH,)):
         raise Fp8Error(
             f"{name} scale must have shape (1,) and its amax history (length,) with length >= 1, got "
@@ -323,12 +321,19 @@ def as_live(pair: Pair, name: str) -> jax.Array:
         )
     if scale.shape == (WIDTH,):
         return scale
-    with reverse_mode_only((scale, history)):
-        return _live_at_rest(shared, scale, history)
+    with reverse_mode_only():
+        return live_at_rest(is_shared(scale), *read(pair))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
+def live_at_rest(shared: bool, scale: jax.Array, history: jax.Array) -> jax.Array:
+    """Return the live leaf of a pair at rest; its gradient is the next pair, for plain `jax.grad`.
+
+    Args:
+        shared: Whether what several uses observe is combined by MAX; if not, being differentiated gives a warning.
+        scale: float32 [..., 1].
+        history: float32 [..., length].
+    """
     return make_live([Pair(scale, history)])[0]
 
 
@@ -343,7 +348,7 @@ def _rest_forward(shared: bool, scale: Any, history: Any) -> tuple[jax.Array, Pa
             stacklevel=2,
         )
     pair = Pair(scale.value, history.value)
-    return _live_at_rest(shared, *pair), pair
+    return live_at_rest(shared, *pair), pair
 
 
 def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
@@ -354,4 +359,4 @@ def _rest_backward(shared: bool, pair: Pair, g: Any) -> tuple[Any, ...]:
     return tuple(cotangents.encode(cotangents.observed_where(jnp.broadcast_to(observed, x.shape), x)) for x in after)
 
 
-_live_at_rest.defvjp(_rest_forward, _rest_backward, symbolic_zeros=True)
+live_at_rest.defvjp(_rest_forward, _rest_backward, symbolic_zeros=True)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.max_grad import as_float32, fp32_max_grad, is_shared, mapped_axes, share_leaf
+from fp8_jax_owg.state.cotangents import fp32_max_grad, is_shared, read, share_leaf
 
 MOVES = frozenset(
     {"broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather"}
@@ -71,7 +71,7 @@ def arrays_alone(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], Cal
 
 def plain(x: Any) -> Any:
     """Return `x`, as float32 if it is shared."""
-    return as_float32(x) if is_shared(x) else x
+    return read(x) if is_shared(x) else x
 
 
 def _shared_where(flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
@@ -168,12 +168,14 @@ def _run_shard_map(equation: Any, values: list[Any]) -> list[Any]:
     # It takes no shared values and returns none: each is read before, and shared again by what the body calls.
     params = equation.params
     settings = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")}
+    # the axes that the body is mapped along, under the name of older versions of JAX or of newer ones
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
 
     def body(*values: Any) -> tuple[Any, ...]:
         return tuple(map(plain, _run(params["jaxpr"], values)))
 
     with equation.ctx.manager:
-        inside = jax.shard_map(body, axis_names=mapped_axes(equation), **settings)
+        inside = jax.shard_map(body, axis_names=axes, **settings)
         return list(inside(*map(plain, values)))
 
 

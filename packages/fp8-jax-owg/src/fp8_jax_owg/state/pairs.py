@@ -8,8 +8,9 @@ At rest a pair is float32: `<tensor>_scale` [..., 1], which goes back from FP8, 
 [..., length], newest entry first. A checkpoint of flax loads here and the other way round.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,8 @@ COLLECTION = "_overwrite_with_gradient"
 """Flax's name for the Linen collection."""
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False, slots=True)
 class Overwrite:
     """Marks values in plain trees: `{"amax": Overwrite(jnp.zeros(16))}`.
 
@@ -111,24 +113,8 @@ class Overwrite:
         value: An array, or a tree of arrays.
     """
 
-    is_overwrite_with_gradient = True
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"Overwrite({self.value!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
-        """Return the value as the only child."""
-        return ((jax.tree_util.GetAttrKey("value"), self.value),), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Overwrite":
-        """Rebuild from the child."""
-        return cls(children[0])
+    is_overwrite_with_gradient: ClassVar[bool] = True
+    value: Any
 
 
 def is_marked(node: Any) -> bool:

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8_common import Fp8Error
-from fp8_common.jax.compat import varying_axes
+from fp8_common.jax.arrays import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import like
-from fp8_jax_owg.state.live import is_live, live_tree
-from fp8_jax_owg.state.max_grad import as_float32, is_shared, share_leaf
+from fp8_jax_owg.state.cotangents import is_shared, like, read, share_leaf
+from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest
 from fp8_jax_owg.state.pairs import find_pairs, take
 
 Tree = TypeVar("Tree")
@@ -33,25 +32,15 @@ def share(tree: Any) -> Any:
     Raises:
         Fp8Error: A leaf is not float32.
     """
-    leaves, structure = jax.tree.flatten(live_tree(tree))
-    # matmuls read live leaves alone: the histories beside them are constants
-    constants = {place.history for place in find_pairs(tree) if is_live(take(leaves, place))}
+    leaves, structure = jax.tree.flatten(tree)
+    constants = set()
+    for place in find_pairs(tree):
+        pair = take(leaves, place)
+        if is_at_rest(pair) and not any(map(is_shared, pair)):
+            leaves[place.scale], leaves[place.history] = live_at_rest(True, *pair), lax.stop_gradient(pair.history)
+        if is_live(take(leaves, place)):
+            constants.add(place.history)  # matmuls read live leaves alone
     return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
-
-
-def read(tree: Any) -> Any:
-    """Return shared values as float32, each for a single use; float32 leaves stay.
-
-    For what takes no arrays of the shared dtype, such as `shard_map`. Layers read for themselves. What is read once and
-    used twice makes the next state NaN.
-
-    Args:
-        tree: From `share`.
-
-    Raises:
-        Fp8Error: A leaf is neither float32 nor shared.
-    """
-    return as_float32(tree)
 
 
 def gate(tree: Tree, valid: Any) -> Tree:
@@ -65,7 +54,7 @@ def gate(tree: Tree, valid: Any) -> Tree:
     flag = jnp.asarray(valid, jnp.bool_)
 
     def gated(x: Any) -> Any:
-        value = _gate(as_float32(x), flag)
+        value = _gate(read(x), flag)
         return share_leaf(value) if is_shared(x) else value
 
     return jax.tree.map(gated, tree)
@@ -91,7 +80,7 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     own = (sharded,) if isinstance(sharded, str) else tuple(sharded)
-    values = as_float32(tree)
+    values = read(tree)
     # `lax.axis_index` differs along its axes by definition: where its type does not say so, check_vma is off.
     if not varying_axes(lax.axis_index(names)):
         # Every axis matters: the transpose of `shard_map` sums what the devices return over all axes that an input does
