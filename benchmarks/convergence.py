@@ -104,6 +104,8 @@ def queue() -> Iterator[Spec]:
     """Yield every run, the most useful first: whole comparisons of one seed before the next seed."""
     for seed in range(5):
         yield from (Spec(question="recipes", recipe=recipe, seed=seed) for recipe in (*RECIPES, *WIRES))
+    for seed, recipe in itertools.product(range(5), ("bf16", "mxfp8", *WIRES)):
+        yield Spec(question="wires", recipe=recipe, seed=seed, **(TINY | {"steps": 500}))
     for seed, recipe in itertools.product(range(2), ("bf16", "tensorwise", "rowwise", "blockwise")):
         yield Spec(question="larger", recipe=recipe, seed=seed, dim=512, layers=6, steps=3000)
     for seed in range(3):

@@ -54,15 +54,16 @@ def condition(spec: dict[str, Any]) -> Condition:
     return tuple((name, value) for name, value in spec.items() if name not in ("recipe", "seed"))
 
 
-def paired(recipes: dict[str, dict[int, float]], recipe: str) -> list[int]:
-    """Return the seeds of a recipe whose bf16 run has ended well."""
-    control = recipes.get("bf16", {})
-    return sorted(seed for seed in recipes.get(recipe, {}) if control.get(seed, float("inf")) < float("inf"))
+def paired(recipes: dict[str, dict[int, float]], recipe: str, control: str = "bf16") -> list[int]:
+    """Return the seeds of a recipe whose control has ended well."""
+    others = recipes.get(control, {})
+    return sorted(seed for seed in recipes.get(recipe, {}) if others.get(seed, float("inf")) < float("inf"))
 
 
-def differences(recipes: dict[str, dict[int, float]], recipe: str) -> list[float]:
-    """Return how far a recipe ends above bf16 in percent, a value for each of the seeds that both have."""
-    return [100 * (recipes[recipe][seed] / recipes["bf16"][seed] - 1) for seed in paired(recipes, recipe)]
+def differences(recipes: dict[str, dict[int, float]], recipe: str, control: str = "bf16") -> list[float]:
+    """Return how far a recipe ends above its control in percent, a value for each of the seeds that both have."""
+    found, others = recipes.get(recipe, {}), recipes.get(control, {})
+    return [100 * (found[seed] / others[seed] - 1) for seed in paired(recipes, recipe, control)]
 
 
 def interval(values: list[float]) -> float | None:
@@ -104,6 +105,16 @@ def compared(recipes: dict[str, dict[int, float]]) -> str:
     control = recipes.get("bf16", {})
     if control:
         rows.append(["bf16", str(len(control)), f"{fmean(control.values()):.4f}", "the control", "-", "-"])
+    return table(rows)
+
+
+def on_wires(recipes: dict[str, dict[int, float]]) -> str:
+    """Return the table of layers whose gathers and gradients are codes, beside the same layers without."""
+    rows = [["layers, what travels as codes", "seeds", "above the same layers, 95 % interval", "each seed"]]
+    for wire in WIRES:
+        if values := differences(recipes, wire, wire.partition(", ")[0]):
+            each = ", ".join(f"{value:+.2f} %" for value in values)
+            rows.append([wire, str(len(values)), percent(values), each])
     return table(rows)
 
 
@@ -239,6 +250,8 @@ def document(folder: Path, pictures: Path) -> str:
                     f"![How far each recipe ends above bf16, with intervals](../assets/convergence/{question}.svg)"
                 )
             parts.append(compared(recipes))
+    parts += ["### Layers beside themselves on another wire, small models, 500 steps", finished(folder, "wires")]
+    parts += [on_wires(recipes) for recipes in losses(folder, "wires").values()]
     cells = losses(folder, "breaks")
     parts += ["### Where recipes break", finished(folder, "breaks")]
     if any(values for recipes in break_rows(cells).values() for values in recipes.values()):
