@@ -3,7 +3,7 @@
     python -m benchmarks.jax_step [--quick] [--cases scan-4-bfloat16 ...]
 
 A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows; layers stand one after the
-other, in a scan or in a pipeline. Programs take turns, and the median ratio of a round counts. Beside it stand ratios
+other, or in a scan. Programs take turns, and the median ratio of a round counts. Beside it stand ratios
 of the bytes that XLA allocates for temporaries and of processor times to lower and to compile. "matmuls alone"
 multiplies float32 operands, which is how XLA on CPUs multiplies FP8 ones, without casts, amax and state: what is beyond
 it is what FP8 costs. What misses its goal is bold.
@@ -21,16 +21,16 @@ from flax import linen as nn
 
 import fp8_jax_owg as owg
 from benchmarks._common import median_ratio, options, save, table, take_turns
-from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp, LayerwiseShardablePipelined
+from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp
 
-ROWS, WIDTH, MICROBATCHES, COMPILATIONS = 128, 256, 4, 5
+ROWS, WIDTH, COMPILATIONS = 128, 256, 5
 OURS, FLAX, ALONE = "ours", "flax direct", "matmuls alone"
 GOALS = {"time": 0.7, "temporaries": 1.0, "lower": 1.2, "compile": 1.2}
 """The greatest ratio to flax's with which a column reaches its goal."""
 
 
 class Case(NamedTuple):
-    """One arrangement of layers: "unrolled", "scan" or "pipeline", whose stages they are."""
+    """One arrangement of layers: "unrolled" or "scan"."""
 
     loop: str
     layers: int
@@ -47,7 +47,6 @@ CASES = (
     *(Case("unrolled", n, dtype) for n, dtype in ((4, "float32"), (16, "bfloat16"))),
     *(Case("scan", n, dtype) for n in (1, 4, 32) for dtype in ("bfloat16", "float32")),
     *(Case("scan", n, "bfloat16", remat=True) for n in (4, 32)),
-    *(Case("pipeline", 4, "bfloat16", remat) for remat in (False, True)),
 )
 
 
@@ -109,20 +108,9 @@ class Stack(nn.Module):
         return scanned(make, name="layers")(h, None)[0]
 
 
-def model_of(case: Case, operation: Any) -> nn.Module:
-    """Return the layers."""
-    if case.loop != "pipeline":
-        return Stack(operation, case)
-    body = Block(operation, jnp.dtype(case.dtype))
-    return LayerwiseShardablePipelined(
-        body=body, num_stages=case.layers, num_microbatches=MICROBATCHES, remat=case.remat
-    )
-
-
 def compiled(case: Case, operation: Any, compilations: int) -> tuple[Callable[[], object], dict[str, float]]:
     """Return a call of the compiled gradient, and what is known of it: medians over some compilations."""
-    shape = (MICROBATCHES, ROWS, WIDTH) if case.loop == "pipeline" else (ROWS, WIDTH)
-    x, model = jax.random.normal(jax.random.key(0), shape, case.dtype), model_of(case, operation)
+    x, model = jax.random.normal(jax.random.key(0), (ROWS, WIDTH), case.dtype), Stack(operation, case)
     variables = jax.jit(model.init)(jax.random.key(1), x)
     grad = owg.grad if operation is Fp8DotGeneralOp else jax.grad
     gradient = grad(lambda variables, x: jnp.square(model.apply(variables, x).astype(jnp.float32)).mean())

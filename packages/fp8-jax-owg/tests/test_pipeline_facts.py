@@ -292,3 +292,11 @@ def test_partitioned_parameters_name_the_new_axes():
     assert specs["params"]["body"]["fc"]["kernel"] == P("round", "stage", None, "model")
     run = jax.jit(model.apply)
     np.testing.assert_array_equal(run(variables, x), run(nn.meta.unbox(variables), x))
+
+
+def test_fp8_layers_of_flax_are_refused_in_one_sentence():
+    """Stages hand state to each other that flax's operations would compute with."""
+    body = nn.Dense(2, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    model = owg_linen.LayerwiseShardablePipelined(body=body, num_stages=2, num_microbatches=2)
+    with pytest.raises(Fp8Error, match=r"flax's own FP8 operations cannot read state.*pipelines"):
+        model.init(jax.random.key(0), jnp.ones((2, 3, 2)))

@@ -64,7 +64,7 @@ def value_and_grad(
         except Exception as error:
             if isinstance(error, Fp8Error) or not any(owg_flags((args, kwargs))):
                 raise
-            _refuse_layers_of_flax(error)
+            refuse_layers_of_flax(error)
             _log.info("moves of shared state are combined: %s", error)
             failed = error
         try:
@@ -211,12 +211,13 @@ def _(size: int, batched: Any, state: list[Any], others: list[Any]) -> tuple[lis
     return _mapped_as(each, left), [mapped] * len(each)
 
 
-def _refuse_layers_of_flax(error: Exception) -> None:
+def refuse_layers_of_flax(error: Exception) -> None:
     """Raise if JAX failed in flax's own FP8 operations, or in those of praxis, which call these."""
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.endswith(("flax/linen/fp8_ops.py", "fp8_nvidia_gpu.py")) for frame in frames):
         raise Fp8Error(
-            "flax's own FP8 operations cannot read state inside of fp8_jax_owg.value_and_grad. Make the layers with "
+            "flax's own FP8 operations cannot read state inside of fp8_jax_owg.value_and_grad and of this package's "
+            "pipelines. Make the layers with "
             "those of fp8_jax_owg.linen (Fp8DirectDotGeneralOp, Fp8Einsum), which have the same variables under the "
             "same names, or with fp8_jax_owg.in_qdq and out_qdq; or differentiate such a model by jax.value_and_grad."
         ) from error

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
+from fp8_jax_owg.gradients import refuse_layers_of_flax
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule, pipeline, refuse_changes
 from fp8_jax_owg.state.pairs import COLLECTION
 
@@ -64,7 +65,7 @@ class LayerwiseShardablePipelined(nn.Module):
             x: Activations, a tree with leaves [num_microbatches, ...].
 
         Raises:
-            Fp8Error: The leading length is another, or variables are missing.
+            Fp8Error: The leading length is another, variables are missing, or layers of flax compute in FP8.
             Fp8UnsupportedError: The body would change variables, or sow values that were asked for.
         """
         schedule = self.schedule
@@ -96,7 +97,11 @@ class LayerwiseShardablePipelined(nn.Module):
             return out
 
         options = PipelineOptions(remat=self.remat, policy=self.remat_policy, stage_axis=self.stage_axis)
-        return pipeline(stage, variables, x, schedule, options, key=key)
+        try:
+            return pipeline(stage, variables, x, schedule, options, key=key)
+        except Exception as error:
+            refuse_layers_of_flax(error)
+            raise
 
 
 def _add_axis(run: Callable[..., Any], name: str) -> Callable[..., Any]:
