@@ -121,44 +121,31 @@ def test_all_three_products_of_a_layer_are_native(products, monkeypatch, recipe)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "capability", "native"),
+    ("mx", "cuda", "capability", "native"),
     [
-        ("12.9", (9, 0), True),
-        ("13.0", (9, 0), True),
-        ("12.8", (9, 0), False),
-        ("13.0", (10, 0), False),
-        ("12.9", (8, 9), False),
-        (None, (9, 0), False),
+        (False, "12.9", (9, 0), True),
+        (False, "13.0", (9, 0), True),
+        (False, "12.8", (9, 0), False),
+        (False, "13.0", (10, 0), False),
+        (False, "12.9", (8, 9), False),
+        (False, None, (9, 0), False),
+        (True, "12.8", (10, 0), True),
+        (True, "13.0", (10, 3), True),
+        (True, "12.6", (10, 0), False),
+        (True, "13.0", (12, 0), False),
+        (True, "13.0", (9, 0), False),
+        (True, None, (10, 0), False),
     ],
 )
-def test_hopper_with_cuda_12_9_has_these_products(monkeypatch, cuda, capability, native):
+def test_hopper_has_these_products_and_blackwell_those_with_mx_scales(monkeypatch, mx, cuda, capability, native):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
-    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0), False) is native
+    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0), mx) is native
     device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
-    assert (product_path(device, "blockwise_1x128").status == "native") is native, "fp8 doctor says what is done"
-    assert not matmul.multiplies_scaled_blocks(torch.device("cpu"), False)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "capability", "native"),
-    [
-        ("12.8", (10, 0), True),
-        ("13.0", (10, 3), True),
-        ("12.6", (10, 0), False),
-        ("13.0", (12, 0), False),
-        ("13.0", (9, 0), False),
-        (None, (10, 0), False),
-    ],
-)
-def test_blackwell_with_cuda_12_8_has_products_with_mx_scales(monkeypatch, cuda, capability, native):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
-    assert matmul.multiplies_scaled_blocks(torch.device("cuda", 0), True) is native
-    device = Device(kind="nvidia", name="GPU", capability=capability, cuda=parse_version(cuda))
-    assert (product_path(device, "mx").status == "native") is native, "fp8 doctor says what is done"
+    path = product_path(device, "mx" if mx else "blockwise_1x128")
+    assert (path.status == "native") is native, "fp8 doctor says what is done"
+    assert not matmul.multiplies_scaled_blocks(torch.device("cpu"), mx)
 
 
 def test_scales_of_rows_that_do_not_fill_a_tile_are_padded():
