@@ -132,20 +132,12 @@ def _qdq_bwd(how: _Cast, residual: jax.Array, g: jax.Array) -> tuple[jax.Array, 
 _qdq.defvjp(_qdq_fwd, _qdq_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+# A JVP and not a VJP: the gradient of `y` is a conversion, which JAX transposes.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _out_dq(dtype: np.dtype, y: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) * (lhs_scale * rhs_scale)).astype(dtype)
 
 
-def _out_dq_fwd(
-    dtype: np.dtype, y: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    # Residuals must be arrays: an empty one carries the dtype of `y`, which its gradient must have.
-    return _out_dq(dtype, y, lhs_scale, rhs_scale), jnp.zeros((0,), y.dtype)
-
-
-def _out_dq_bwd(dtype: np.dtype, like: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
-    return g.astype(like.dtype), None, None
-
-
-_out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)
+@_out_dq.defjvp
+def _unscaled(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _out_dq(dtype, *primals), tangents[0].astype(dtype)
