@@ -19,15 +19,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from tests.helpers.whole_states import unlike, whole
+from tests.helpers.fsdp_models import STATIC
+from tests.helpers.fsdp_training import same, unlike, whole
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
-STATIC = f8.Recipe(
-    name="static",
-    input=f8.CastConfig(scaling="static", static_scale=64.0),
-    weight=f8.CastConfig(scaling="static", static_scale=256.0),
-    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
-)
 RECIPES: dict[str, Any] = {
     name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "tensorwise_delayed")
 } | {"static": STATIC}
@@ -217,8 +212,7 @@ class Run:
             if different:
                 return f"operation {index}, {(name, *arguments)}: {different}"
         self.flush()
-        low, high = (whole(pair.model) for pair in self.pairs)
-        names = unlike(nan_free(low), nan_free(high))
+        names = unlike(*(whole(pair.model) for pair in self.pairs))
         return f"at the end: {', '.join(names)}" if names else None
 
     # ------------------------------------------------------------ training
@@ -445,12 +439,3 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a parameter on this rank, without letting anyone know."""
     local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
     return getattr(local, "_data", local)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether values are equal, NaN too: edits make some programs diverge, both models alike."""
-    return torch.equal(a.nan_to_num(1e30), b.nan_to_num(1e30))
-
-
-def nan_free(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.nan_to_num(1e30) if value.is_floating_point() else value for name, value in state.items()}

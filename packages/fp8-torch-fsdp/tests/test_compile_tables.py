@@ -13,15 +13,16 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch.linear import matmul
 from fp8_torch_fsdp.traceable import linear
-from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import converted, mesh_of, seeded
 
-BLOCKS, DIM, HIDDEN, VOCAB = 3, 32, 96, 64
+BLOCKS, DIM, HIDDEN, VOCAB = 2, 32, 96, 64
 VOCABULARIES = (2256, 32, 2257)
 LOSS_BAND = 1e-3
 """Relative difference of losses, compiled by Inductor against eager, that is allowed in some steps."""
@@ -95,8 +96,9 @@ class Model(nn.Module):
 def build(sharding, recipe, gather=None, make=Model, mesh=None):
     model = converted(seeded(make), recipe, gather=sharding != "none" if gather is None else gather)
     if sharding == "fsdp2":
-        shard(model.blocks)
-        shard(model)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     return f8.fully_shard_traceable(model, mesh=mesh) if sharding == "traceable" else model
 
 
@@ -203,10 +205,10 @@ def codes_kept(loss):
     return found
 
 
-def run_row(rank, world_size, name, scaling, backend, recorder=None):
+def run_row(rank, world_size, name, scaling, backend):
     """Train the row's model compiled and its twin eagerly, and check all but the numbers of gathers."""
     torch._dynamo.reset()
-    row, recorder = ROWS[name], recorder or Recorder(backend)
+    row, recorder = ROWS[name], Recorder(backend)
     twins = [build(row.sharding, RECIPES[scaling]) for _ in range(2)]
     calls = twins[0], compiled(twins[1], row, recorder)
     eager, kept = (codes_kept(loss_of(call, rank, 0)) for call in calls)
@@ -224,26 +226,23 @@ def run_row(rank, world_size, name, scaling, backend, recorder=None):
 
 
 @pytest.mark.distributed
-@pytest.mark.matrix("each", row=list(ROWS), scaling=list(RECIPES), backend=BACKENDS)
-@pytest.mark.timeout(900)
-def test_row(run_ranks, full, row, scaling, backend):
-    if not full:
-        backend = "inductor" if row == "traceable_block" else "aot_eager"
+@pytest.mark.matrix("each", row=list(ROWS), scaling=list(RECIPES))
+@pytest.mark.timeout(1800)
+def test_row(run_ranks, full, row, scaling):
     ranks = 1 if ROWS[row].sharding == "none" else 2
-    for gathers, reduces in run_ranks(ranks, run_row, row, scaling, backend, timeout=800.0):
-        assert gathers == [ROWS[row].gathers] * 2, "the graphs hold the collectives, and resharding really happened"
-        assert reduces == (ROWS[row].gathers > 0)
+    for backend in BACKENDS if full else [BACKENDS[row == "traceable_block"]]:
+        for gathers, reduces in run_ranks(ranks, run_row, row, scaling, backend, timeout=800.0):
+            assert gathers == [ROWS[row].gathers] * 2, "the graphs hold the collectives, and resharding really happened"
+            assert reduces == (ROWS[row].gathers > 0)
 
 
 def merged_gathers(rank, world_size):
-    original, linear.copy_in_backward = linear.copy_in_backward, lambda shard, grad: shard
-    try:
-        recorder = Recorder()
-        with pytest.raises(AssertionError, match="a whole weight"):
-            run_row(rank, world_size, "traceable_block", "dynamic", "aot_eager", recorder)
-        return recorder.gathers()
-    finally:
-        linear.copy_in_backward = original
+    recorder, model = Recorder(), build("traceable", "tensorwise")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "copy_in_backward", lambda shard, grad: shard)
+        compiled(model, ROWS["traceable_block"], recorder)
+        loss_of(model, rank, 0).backward()
+    return recorder.gathers()
 
 
 @pytest.mark.distributed

@@ -13,26 +13,9 @@ from torch.distributed.tensor import Shard
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import (
-    DIM,
-    HIDDEN,
-    RECIPES,
-    Experts,
-    Mixture,
-    Row,
-    adamw,
-    batch,
-    both_gathers,
-    check,
-    check_row,
-    compared,
-    converted,
-    mesh_of,
-    run_row,
-    seeded,
-    shard,
-    train,
-)
+from tests.helpers.fsdp_models import DIM, HIDDEN, RECIPES, Experts, Mixture, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_rows import Row, both_gathers, check, check_row, compared, run_row
+from tests.helpers.fsdp_training import adamw, batch, train
 
 
 def cut(model, dim, mesh=None):

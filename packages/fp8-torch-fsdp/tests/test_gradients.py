@@ -17,7 +17,8 @@ from fp8_common import Fp8Error
 from fp8_common._reference.rounding import random_bits
 from fp8_common.torch import dequantize_mx, quantize_mx
 from fp8_torch_fsdp.reduce_scatter import RandomState, reduce_rows
-from tests.helpers.fsdp_models import Block, batch, converted, loss_of, mesh_of, seeded, sgd, shard, train
+from tests.helpers.fsdp_models import Block, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_training import batch, loss_of, sgd, train
 
 pytestmark = pytest.mark.distributed
 BLOCK, NEAREST = 128, {"rounding": "nearest"}

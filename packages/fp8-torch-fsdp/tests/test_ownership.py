@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import fp8_torch_fsdp as f8
-from tests.helpers.fsdp_models import adamw, batch, converted, loss_of, seeded, shard, unlike, whole, with_delayed
+from tests.helpers.fsdp_models import converted, seeded, shard, with_delayed
+from tests.helpers.fsdp_training import adamw, batch, loss_of, unlike, whole
 
 DELAYED = {"delayed": with_delayed(history_len=4, scale_fn="most_recent")}
 ONES = torch.ones(4, 24)

@@ -14,7 +14,9 @@ from torch import nn
 
 import fp8_torch_fsdp as f8
 from fp8_common import CANONICAL, POWER_OF_2
-from tests.helpers.fsdp_models import Row, adamw, batch, both_gathers, compared, shard
+from tests.helpers.fsdp_models import shard
+from tests.helpers.fsdp_rows import Row, both_gathers, compared
+from tests.helpers.fsdp_training import adamw, batch
 
 pytestmark = pytest.mark.distributed
 

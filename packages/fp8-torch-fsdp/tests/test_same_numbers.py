@@ -25,24 +25,16 @@ from tests.helpers.fsdp_models import (
     STATIC,
     Block,
     Conv1D,
-    Row,
     Tied,
-    adamw,
-    batch,
     blocks,
-    both_gathers,
-    check,
-    check_row,
-    compared,
     converted,
     mesh_of,
-    run_row,
     seeded,
     shard,
-    tokens,
-    train,
     with_delayed,
 )
+from tests.helpers.fsdp_rows import Row, both_gathers, check, check_row, compared, run_row
+from tests.helpers.fsdp_training import adamw, batch, tokens, train
 
 pytestmark = pytest.mark.distributed
 

@@ -19,21 +19,9 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch import dequantize_mx, quantize_mx
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import (
-    DIM,
-    RECIPES,
-    Block,
-    Row,
-    batch,
-    both_gathers,
-    check,
-    compared,
-    converted,
-    mesh_of,
-    seeded,
-    shard,
-    train,
-)
+from tests.helpers.fsdp_models import DIM, RECIPES, Block, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_rows import Row, both_gathers, check, compared
+from tests.helpers.fsdp_training import batch, train
 
 pytestmark = pytest.mark.distributed
 

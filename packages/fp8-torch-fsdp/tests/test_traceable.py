@@ -18,24 +18,9 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import (
-    RECIPES,
-    STATIC,
-    Row,
-    Tied,
-    batch,
-    check,
-    check_row,
-    compared,
-    converted,
-    loss_of,
-    mesh_of,
-    run_row,
-    seeded,
-    shard,
-    tokens,
-    train,
-)
+from tests.helpers.fsdp_models import RECIPES, STATIC, Tied, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_rows import Row, check, check_row, compared, run_row
+from tests.helpers.fsdp_training import batch, loss_of, tokens, train
 
 CASTS = {name: name for name in RECIPES} | {"static": STATIC}
 WIDTHS = {
@@ -110,14 +95,6 @@ def frozen():
     return model
 
 
-def tied(recipe):
-    models = [place(low(recipe, Tied), mesh=mesh_of()) for place in (f8.fully_shard_traceable, fully_shard)]
-    for model in models:
-        assert model.a._parameters["weight"] is model.b._parameters["weight"]
-    assert models[0].a.distribution.slot is models[0].b.distribution.slot
-    return models
-
-
 def from_meta(recipe):
     with torch.device("meta"):
         meta = low(recipe)
@@ -132,7 +109,6 @@ ROWS = {
     "HSDP": Row(both_ways(net, 2, 2), 4, ("tensorwise", "tensorwise_delayed", "rowwise"), None, 1, LOOP),
     "activations that are recomputed": Row(both_ways(prepare=recompute), casts=None, loop=LOOP),
     "a frozen weight whose bias learns": Row(both_ways(frozen), casts=None, loop=LOOP),
-    "tied weights, which share shard and scale": Row(tied, casts=None, loop=LOOP),
     "a model from the meta device": Row(from_meta, casts=None, loop=LOOP),
 }
 
@@ -145,6 +121,22 @@ def run(rank, ranks, name, recipes):
 @pytest.mark.parametrize("name", ROWS)
 def test_trains_alike(run_ranks, full, name):
     check_row(run_ranks, run, name, ROWS[name], full)
+
+
+def tied(rank, world_size):
+    models = [place(low(make=Tied), mesh=mesh_of()) for place in (f8.fully_shard_traceable, fully_shard)]
+    assert models[0].a._parameters["weight"] is models[0].b._parameters["weight"]
+    assert models[0].a.distribution.slot is models[0].b.distribution.slot
+    for model in models:
+        loss_of(model, tokens(rank)).backward()
+    for own, wanted in zip(*(model.parameters() for model in models), strict=True):
+        # the sum of two gradients is reduced, or both are
+        torch.testing.assert_close(own.grad.full_tensor(), wanted.grad.full_tensor(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.distributed
+def test_tied_weights_share_shard_and_scale(run_ranks):
+    run_ranks(2, tied)
 
 
 def count(rank, world_size, recipe, fp8):

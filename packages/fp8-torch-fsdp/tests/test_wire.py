@@ -17,7 +17,8 @@ from fp8_common import POWER_OF_2, Fp8Error
 from fp8_common.torch import quantize_mx
 from fp8_common.torch.sharding import fsdp
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import RECIPES, batch, converted, mesh_of, seeded, shard, train
+from tests.helpers.fsdp_models import RECIPES, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_training import batch, train
 
 pytestmark = pytest.mark.distributed
 
