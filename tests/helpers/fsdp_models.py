@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -137,6 +138,21 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 def blocks() -> nn.Sequential:
     """Return two blocks; four weights in FP8."""
     return nn.Sequential(Block(), Block())
+
+
+# rows of linear layers by what they are on two ranks or more; torchao's gathers crashed on all but the first
+WIDTHS = {
+    "even shards": (24, 48, 24, 12),
+    "uneven shards": (24, 40, 7, 24),
+    "a rank without rows": (24, 2, 40, 2),
+    "shards that cut blocks": (24, 200, 150, 24),
+}
+
+
+def chain(widths: str | Sequence[int], dtype: Any = torch.float32) -> nn.Sequential:
+    """Return groups of a layer, a norm and an activation."""
+    pairs = itertools.pairwise(WIDTHS[widths] if isinstance(widths, str) else widths)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in pairs)).to(dtype)
 
 
 def converted(model: Any, recipe: Any = "tensorwise", *, gather: bool = True, rules: Any = None, **options: Any) -> Any:

@@ -78,15 +78,6 @@ def test_scales_follow_the_numpy_oracle(algo, margin, initial):
         optimizer.zero_grad()
 
 
-def test_first_step_of_dynamic_initialisation_equals_dynamic_scaling():
-    delayed = layer(initial="dynamic")
-    dynamic = converted(f8.unconvert(copy.deepcopy(delayed)))
-    for model in (delayed, dynamic):
-        step_of(model, batch(0))
-    assert torch.equal(delayed(batch(1)), dynamic(batch(1)))
-    assert torch.equal(delayed.weight.grad, dynamic.weight.grad)
-
-
 def test_accumulation_and_recomputation_roll_once_per_step():
     plain, recomputed = layer(), layer()
     for model, call in ((plain, plain), (recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=False))):

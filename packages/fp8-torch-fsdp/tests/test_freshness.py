@@ -231,28 +231,18 @@ def test_no_weight_is_stale_however_a_step_is_made(run_ranks, how, recipe):
 # ---------------------------------------------------------------- what is written beside steps
 
 
-@torch.no_grad()
-def by_operators(run, step):
-    torch._foreach_mul_(run.locals, 1.5)
+def on_parameters(write):
+    return lambda run, step: [write(parameter) for parameter in run.parameters]
 
 
-@torch.no_grad()
-def of_parameters(run, step):
-    for parameter in run.parameters:
-        parameter.mul_(1.5)
+def on_shards(write):
+    return lambda run, step: [write(local) for local in run.locals]
 
 
-def of_data(run, step):
-    for parameter in run.parameters:
-        parameter.data.mul_(1.5)
+def on_state_dict(write):
+    return lambda run, step: [write(value.to_local()) for value in run.model.state_dict().values()]
 
 
-def initialise(run, step):
-    for parameter in run.parameters:
-        nn.init.uniform_(parameter, -(10.0**step), 10.0**step)
-
-
-@torch.no_grad()
 def lookahead(run, step):
     slow = run.kept.setdefault("slow", [one.detach().clone() for one in run.locals])
     for local, own in zip(run.locals, slow, strict=True):
@@ -260,46 +250,23 @@ def lookahead(run, step):
         local.copy_(own)
 
 
-@torch.no_grad()
-def averages(run, step):
-    torch._foreach_lerp_(run.parameters, [torch.full_like(p, 100.0) for p in run.parameters], 0.5)
+def exchange_data(local):
+    """Not of plain parameters, whose `.data` FSDP2 itself does not look at again."""
+    if isinstance(local, f8.ShardedFloat8Weight):
+        local.data = local.plain.detach() * 3
 
 
-def averages_by_data(run, step):
-    """Exchange `.data` of the shards for three times their values; FSDP2 itself does not see it of plain ones."""
-    for own in run.locals:
-        if isinstance(own, f8.ShardedFloat8Weight):
-            own.data = own.plain.detach() * 3
+def with_numpy(tensor):
+    tensor.detach().numpy()[...] *= 1.5
 
 
-def by_numpy(run, step):
-    for value in run.model.state_dict().values():
-        value.to_local().detach().numpy()[...] *= 1.5
-
-
-def by_numpy_of_what_lives_on(run, step):
-    held = run.kept.setdefault("held", [value.to_local() for value in run.model.state_dict().values()])
-    for value in held:
-        value.detach().numpy()[...] *= 1.5
-
-
-def of_state_dict(run, step):
-    for value in run.model.state_dict().values():
-        value.to_local().data.mul_(1.5)
-
-
-def by_dlpack(run, step):
-    for local in run.locals:
-        torch.from_dlpack(local.detach()).mul_(1.5)
-
-
-def by_address(run, step):
-    """As fused kernels and bitsandbytes write: no operator, no version."""
-    for local in run.locals:
-        multiply_at(local)
+def with_numpy_by_what_lives_on(run, step):
+    for value in run.kept.setdefault("held", [value.to_local() for value in run.model.state_dict().values()]):
+        with_numpy(value)
 
 
 def multiply_at(tensor, factor=1.5):
+    """As fused kernels and bitsandbytes write: no operator, no version."""
     if tensor.numel():
         values = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
         values[:] = [factor * value for value in values]
@@ -309,11 +276,7 @@ def grown(run):
     return {name: value * 1.5 for name, value in run.model.state_dict().items()}
 
 
-def by_a_load(run, step):
-    run.model.load_state_dict(grown(run))
-
-
-def by_an_assigning_load(run, step):
+def assign(run, step):
     """Other tensors, for which an optimizer is made anew."""
     run.model.load_state_dict(grown(run), assign=True)
     assert all(isinstance(one.weight._local_tensor, f8.ShardedFloat8Weight) for one in run.model[2])
@@ -326,51 +289,45 @@ def empty_and_load(run, step):
     run.model.load_state_dict(state)
 
 
-def by_a_checkpoint(run, step):
+def load_in_place(run, step):
     dcp.save(grown(run), checkpoint_id=f"{run.folder}/{step}")
     dcp.load(run.model.state_dict(), checkpoint_id=f"{run.folder}/{step}")
 
 
-def all_reduce(run, step):
-    for local in run.locals:
-        dist.all_reduce(local.data)
-
-
 def gather(run, step):
-    for local in run.locals[:1]:
-        dist.all_gather_into_tensor(local.view(-1), torch.full((local.numel() // 2,), float(1 + dist.get_rank())))
+    local = run.locals[0]
+    dist.all_gather_into_tensor(local.view(-1), torch.full((local.numel() // 2,), float(1 + dist.get_rank())))
 
 
-def receive(run, step):
+def receive(local):
     """Only one of two ranks receives."""
-    for local in run.locals:
-        if dist.get_rank():
-            dist.send(local * 2, 0)
-        else:
-            dist.recv(local, 1)
+    if dist.get_rank():
+        dist.send(local * 2, 0)
+    else:
+        dist.recv(local, 1)
 
 
 WRITES: dict[str, Callable] = {
-    "operators on shards": by_operators,
-    "operators on parameters": of_parameters,
-    "operators on .data": of_data,
-    "operators on what a state dict holds": of_state_dict,
-    "initialisation": initialise,
+    "operators on shards": on_shards(lambda local: torch._foreach_mul_([local], 1.5)),
+    "operators on parameters": on_parameters(lambda parameter: parameter.mul_(1.5)),
+    "operators on .data": on_parameters(lambda parameter: parameter.data.mul_(1.5)),
+    "operators on what a state dict holds": on_state_dict(lambda value: value.data.mul_(1.5)),
+    "initialisation": on_parameters(lambda parameter: nn.init.uniform_(parameter, -10, 10)),
     "lookahead": lookahead,
-    "averages": averages,
-    "averages that are put in by .data": averages_by_data,
-    "NumPy": by_numpy,
-    "NumPy through an alias that lives on": by_numpy_of_what_lives_on,
-    "DLPack": by_dlpack,
-    "a kernel by address": by_address,
-    "load_state_dict": by_a_load,
-    "load_state_dict(assign=True)": by_an_assigning_load,
+    "averages": on_parameters(lambda parameter: parameter.lerp_(torch.full_like(parameter, 100.0), 0.5)),
+    "averages that are put in by .data": on_shards(exchange_data),
+    "NumPy": on_state_dict(with_numpy),
+    "NumPy through an alias that lives on": with_numpy_by_what_lives_on,
+    "DLPack": on_shards(lambda local: torch.from_dlpack(local.detach()).mul_(1.5)),
+    "a kernel by address": on_shards(multiply_at),
+    "load_state_dict": lambda run, step: run.model.load_state_dict(grown(run)),
+    "load_state_dict(assign=True)": assign,
     "to_empty and load": empty_and_load,
-    "a checkpoint that is loaded in place": by_a_checkpoint,
-    "all_reduce": all_reduce,
-    "broadcast": lambda run, step: [dist.broadcast(local, 0) for local in run.locals],
+    "a checkpoint that is loaded in place": load_in_place,
+    "all_reduce": on_shards(lambda local: dist.all_reduce(local.data)),
+    "broadcast": on_shards(lambda local: dist.broadcast(local, 0)),
     "all_gather": gather,
-    "recv": receive,
+    "recv": on_shards(receive),
 }
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "recv")
 TOGETHER = {*list(WRITES)[-8:], "averages"}  # all ranks have to call these
@@ -416,8 +373,9 @@ MOMENTS: dict[str, Callable] = {
 
 def run_writes(rank, world_size, write, moment, ranks, recipe, folder):
     run, errors = Run(recipe, "all" if write in TOGETHER else ranks, folder), []
+    writes = torch.no_grad()(WRITES[write]) if run.writes_here else lambda *_: None
     for step in range(STEPS):
-        MOMENTS[moment](run, step, WRITES[write] if run.writes_here else lambda *_: None)
+        MOMENTS[moment](run, step, writes)
         errors.append(run.error())
     return max(errors), run.entries()
 

@@ -1,6 +1,7 @@
 """To read a weight changes nothing, whoever reads and when; and no rank waits for what another one alone did."""
 
 import copy
+import functools
 import io
 
 import pytest
@@ -95,29 +96,22 @@ def right(model):
         return torch.equal(model(batch(7)), plain_twin(model, layers)(batch(7)))
 
 
-def skip_with_late_flag(rank):
+def skip(rank, *, late=False, unshard=False):
+    """Rank 0 skips its second step. `late`: the flag is set after the forward; `unshard`: gathers start before it."""
     model, optimizer = build()
     for step in range(3):
-        for microbatch in range(2):
+        for last in (False, True):
+            if unshard:
+                model.unshard()
+            model.set_requires_gradient_sync(last and not late)
             loss = loss_of(model, batch(0))
-            model.set_requires_gradient_sync(microbatch == 1)
+            model.set_requires_gradient_sync(last)
             loss.backward()
-            model.set_requires_gradient_sync(False)
         if not (rank == 0 and step == 1):
             optimizer.step()
         optimizer.zero_grad()
-    return right(model)
-
-
-def skip_and_unshard(rank):
-    model, optimizer = build()
-    for step in range(3):
+    if unshard:
         model.unshard()
-        loss_of(model, batch(0)).backward()
-        if not (rank == 0 and step == 1):
-            optimizer.step()
-        optimizer.zero_grad()
-    model.unshard()
     return right(model)
 
 
@@ -153,24 +147,17 @@ def edit_in_a_window(rank):
 
 
 @torch.no_grad()
-def edit_what_the_root_keeps(rank):
+def edit_what_the_root_keeps(rank, *, explicit=False):
     """FSDP2 keeps the root's weights gathered after an evaluation."""
     model = fully_shard(converted(seeded(layers)), mesh=mesh_of())
     model(batch(0))
     for value in model.state_dict().values():
         value.to_local().mul_(100)
+    if explicit:
+        f8.synchronize_scales(model)
+    report = f8.float8_report(model)
+    assert (report.casts, report.reductions) == ((6, 2) if explicit else (3, 1))
     return right(model)
-
-
-@torch.no_grad()
-def synchronize_what_is_gathered(rank):
-    model = fully_shard(converted(seeded(layers)), mesh=mesh_of())
-    model(batch(0))
-    casts = f8.float8_report(model).casts
-    for value in model.state_dict().values():
-        value.to_local().mul_(100)
-    f8.synchronize_scales(model)
-    return right(model) and f8.float8_report(model).casts == 3 * casts and f8.float8_report(model).reductions == 3
 
 
 @torch.no_grad()
@@ -216,13 +203,15 @@ def edit_of_gathered_rows(rank):
 
 
 PROGRAMS = {
-    "a rank skips a step, the gradient flag is set between forward and backward": skip_with_late_flag,
-    "a rank skips a step, the next gathers are started before the forward": skip_and_unshard,
+    "a rank skips a step, the gradient flag is set between forward and backward": functools.partial(skip, late=True),
+    "a rank skips a step, the next gathers are started before the forward": functools.partial(skip, unshard=True),
     "a rank skips a step, and a part of the model is called alone": skip_and_call_a_part,
     "all ranks but one step between another forward and its backward": step_between_forward_and_backward,
     "one rank edits in an accumulation window": edit_in_a_window,
     "weights that the root keeps gathered are gathered again after an edit": edit_what_the_root_keeps,
-    "an explicit synchronization sees edits of weights that are gathered": synchronize_what_is_gathered,
+    "an explicit synchronization sees edits of weights that are gathered": functools.partial(
+        edit_what_the_root_keeps, explicit=True
+    ),
     "a write inside of the forward is gathered where it fits its scale": write_what_fits,
     "a write inside of the forward that does not fit is refused on all ranks": write_what_does_not_fit,
     "weights that are told to stay gathered stay so until told otherwise": edit_of_gathered_rows,

@@ -3,56 +3,37 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_torch_fsdp as f8
+from tests.helpers.fsdp_models import Block, converted, seeded
+from tests.helpers.fsdp_training import batch
 
 pytestmark = pytest.mark.distributed
 
 
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8))
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 16, generator=generator) * 100.0**rank
-
-
-def train(rank, world_size, microbatches):
+def train(rank, world_size):
     """Return the error of outputs for this rank's batches, on rank 1 100 times larger, and a history."""
-    model = f8.convert_to_float8_training(build(), recipe="tensorwise_delayed")
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(converted(seeded(Block), "tensorwise_delayed"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    for step in range(3):
-        for microbatch in range(microbatches):
-            ddp.require_backward_grad_sync = microbatch == microbatches - 1  # what no_sync() sets
-            ddp(batch(rank, step)).sum().backward()
+    for step in range(4):
+        for last in (False, True):
+            ddp.require_backward_grad_sync = last  # what no_sync() sets
+            ddp(100.0**rank * batch(rank, step)).sum().backward()
         optimizer.step()
-        f8.synchronize_scales(model, group=dist.group.WORLD)
-    x, wanted = batch(rank, 2), build()
-    with torch.no_grad():
-        error = (model(x) - wanted(x)).norm() / wanted(x).norm()  # one rank alone may evaluate
-    return float(error), model[0].fp8_input.history.tolist()
+        if step < 3:
+            f8.synchronize_scales(ddp.module, group=dist.group.WORLD)
+        if step == 2:
+            x = 100.0**rank * batch(rank, 2)
+            with torch.no_grad():
+                error = (ddp.module(x) - seeded(Block)(x)).norm() / seeded(Block)(x).norm()  # one rank may evaluate
+            history = ddp.module.up.fp8_input.history.tolist()
+    with pytest.warns(UserWarning, match="what it has observed alone"):
+        ddp(batch(rank))
+    return float(error), history
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_replicas_combine_what_they_observe(run_ranks, microbatches):
-    (first, one), (last, other) = run_ranks(2, train, microbatches)
+def test_replicas_combine_what_they_observe_and_are_warned_if_they_are_not_told_to(run_ranks):
+    (first, one), (last, other) = run_ranks(2, train)
     assert one == other
     assert max(first, last) < 0.15
-
-
-def forget(rank, world_size):
-    ddp = DistributedDataParallel(f8.convert_to_float8_training(build(), recipe="tensorwise_delayed"))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    ddp(batch(rank, 0)).sum().backward()
-    optimizer.step()
-    with pytest.warns(UserWarning, match="what it has observed alone"):
-        ddp(batch(rank, 1))
-
-
-def test_replicas_that_are_not_told_to_combine_are_warned(run_ranks):
-    assert run_ranks(2, forget) == [None, None]

@@ -5,7 +5,6 @@ Each row is two models that train alike, bit for bit; mostly one is gathered in 
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -23,10 +22,12 @@ from tests.helpers.fsdp_models import (
     HIDDEN,
     RECIPES,
     STATIC,
+    WIDTHS,
     Block,
     Conv1D,
     Tied,
     blocks,
+    chain,
     converted,
     mesh_of,
     seeded,
@@ -40,13 +41,6 @@ pytestmark = pytest.mark.distributed
 
 # ---------------------------------------------------------------- every recipe, dtype and form of shards
 
-# rows of the linear layers; torchao's gathers crashed on all but the first
-WIDTHS = {
-    "even shards": (24, 48, 24, 12),
-    "uneven shards": (24, 40, 7, 24),
-    "a rank without rows": (24, 2, 40, 2),
-    "shards that cut blocks": (24, 200, 150, 24),
-}
 FNUZ = f8.Recipe(
     name="fnuz",
     input=f8.CastConfig(format="e4m3fnuz"),
@@ -61,13 +55,8 @@ CASTS = {name: (name, {}) for name in RECIPES} | {
 }
 
 
-def chain(widths, dtype=torch.float32):
-    parts = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in itertools.pairwise(widths)]
-    return nn.Sequential(*parts).to(dtype)
-
-
 def chain_row(world_size, widths, recipe, dtype, reshard):
-    options, make = CASTS[recipe][1], functools.partial(chain, WIDTHS[widths], dtype)
+    options, make = CASTS[recipe][1], functools.partial(chain, widths, dtype)
     return Row(
         both_gathers(make, functools.partial(shard, reshard_after_forward=reshard), **options),
         casts=3,

@@ -199,14 +199,11 @@ def test_equals(run_ranks, name, recipe):
 # ---------------------------------------------------------------- scales
 
 
-def scales(rank, world_size, recipe, explicit):
-    mesh = meshes(2, 2)
+def scales(rank, world_size, recipe):
+    """Return, for each weight whose scales are agreed on, those and the amax that they are made of."""
+    mesh, inputs, found = meshes(2, 2), functools.partial(sequences, tp=2, plan="sequence"), {}
     model = parallel(converted(seeded(transformer), recipe), mesh, "sequence")
-    inputs = functools.partial(sequences, tp=2, plan="sequence")
-    train(model, rank, inputs=inputs, after_step=f8.synchronize_scales if explicit else None)
-    model(inputs(rank, 9))
-    model.reshard()
-    found = {}
+    train(model, rank, inputs=inputs, after_step=f8.synchronize_scales)
     for name, parameter in model.named_parameters():
         local = parameter._local_tensor
         if isinstance(local, f8.ShardedFloat8Weight) and local.info.slot is not None:
@@ -214,38 +211,19 @@ def scales(rank, world_size, recipe, explicit):
             if recipe == "rowwise" and parameter.placements[-1].is_shard(0):
                 # rows that tensor parallelism cuts have their scales on the ranks that hold them
                 amax = amax.chunk(2)[mesh.get_local_rank(-1)]
-            found[name] = (local.info.slot.scale.flatten().tolist(), amax.flatten().tolist())
+            found[name] = local.info.slot.scale.flatten(), amax.flatten()
     return found, f8.float8_report(model).reductions
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_scales_are_those_of_the_whole_weight_with_and_without_precompute(run_ranks, recipe):
-    without, with_precompute = (run_ranks(4, scales, recipe, explicit) for explicit in (False, True))
-    assert without[0][0], "some scales are agreed on"
-    for (found, _), (again, reductions) in zip(without, with_precompute, strict=True):
-        assert found == again
-        groups = 2 if recipe == "rowwise" else 1
-        assert reductions == groups * (4 + 3), "before each forward, and for each request"
-    for scale, amax in (pair for found, _ in without for pair in found.values()):
-        expected = 448 / torch.tensor(amax, dtype=torch.float64)
-        if recipe == "rowwise":
-            expected = torch.exp2(torch.log2(expected).floor())
-        torch.testing.assert_close(torch.tensor(scale, dtype=torch.float64), expected, rtol=1e-6, atol=0)
-
-
-def one_amax(rank, world_size):
-    model = Block(bias=False)
-    with torch.no_grad():
-        model.up.weight[0, 0] = 8.0  # in the part of the first rank
-    distribute(model, mesh_of(), "torch")
-    converted(model, "tensorwise_delayed")
-    model(torch.ones(2, DIM)).sum().backward()
-    f8.synchronize_scales(model)
-    return float(model.up.fp8_weight.history[0])
-
-
-def test_an_amax_of_one_part_is_known_to_all(run_ranks):
-    assert run_ranks(2, one_amax) == [8.0, 8.0]
+def test_scales_are_those_of_the_whole_weight_after_precompute(run_ranks, recipe):
+    for found, reductions in run_ranks(4, scales, recipe):
+        assert reductions == (2 if recipe == "rowwise" else 1) * (3 + 3), "before each forward, and for each request"
+        assert found, "some scales are agreed on"
+        for scale, amax in found.values():
+            expected = 448 / amax.double()
+            expected = torch.exp2(torch.log2(expected).floor()) if recipe == "rowwise" else expected
+            torch.testing.assert_close(scale.double(), expected, rtol=1e-6, atol=0)
 
 
 # ---------------------------------------------------------------- what travels

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -18,33 +17,17 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import RECIPES, STATIC, Tied, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import DIM, RECIPES, STATIC, WIDTHS, Tied, chain, converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_rows import Row, check, check_row, compared, run_row
 from tests.helpers.fsdp_training import batch, loss_of, tokens, train
 
 CASTS = {name: name for name in RECIPES} | {"static": STATIC}
-WIDTHS = {
-    "even shards": (24, 48, 12),
-    "uneven shards": (24, 7, 40),
-    "a rank without rows": (24, 2, 40),
-    "shards that cut blocks": (24, 200, 150),
-}
-
-
-class Layer(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(inputs, outputs), nn.LayerNorm(outputs)
-
-    def forward(self, x):
-        return self.norm(nn.functional.gelu(self.linear(x)))
 
 
 def net(widths="uneven shards", dtype=torch.float32):
     """Embedding, FP8 layers with norms, and a head that stays in high precision."""
-    sizes = WIDTHS[widths]
-    layers = [Layer(a, b) for a, b in itertools.pairwise(sizes)]
-    return nn.Sequential(nn.Embedding(10, sizes[0]), *layers, nn.Linear(sizes[-1], 5)).to(dtype)
+    layers = chain(widths)
+    return nn.Sequential(nn.Embedding(10, DIM), *layers, nn.Linear(layers[-1][0].out_features, 5)).to(dtype)
 
 
 def low(recipe="tensorwise", make=net, gather=True):
@@ -91,7 +74,7 @@ def recompute(model):
 
 def frozen():
     model = net()
-    model[1].linear.weight.requires_grad_(False)
+    model[1][0].weight.requires_grad_(False)
     return model
 
 
@@ -154,13 +137,13 @@ def count(rank, world_size, recipe, fp8):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(run_ranks, recipe, fp8):
     dtype, item = (torch.uint8, 1) if fp8 else (torch.float32, 4)
-    expected = sorted(size * item // 2 for size in (24 * 48, 48 * 12))
+    expected = sorted(size * item // 2 for size in (24 * 48, 48 * 24, 24 * 12))
     for forward, backward in run_ranks(2, count, recipe, fp8):
         assert sorted(one.nbytes for one in forward if one.dtype == dtype and one.nbytes in expected) == expected
         again = sorted(one.nbytes for one in backward if one.kind == "all_gather")
         assert again == expected, "the head, which was not converted, stays gathered"
-        # embedding; weight, bias and norm of both layers; weight and bias of the head
-        assert len([one for one in backward if one.kind == "reduce_scatter"]) == 1 + 2 * 4 + 2
+        # embedding; weight, bias and norm of three layers; weight and bias of the head
+        assert len([one for one in backward if one.kind == "reduce_scatter"]) == 1 + 3 * 4 + 2
 
 
 def exchange_checkpoint(rank, world_size, folder):
@@ -198,7 +181,7 @@ def stale(rank, world_size, change):
         optimizer.step()
     elif change == "edit":
         with torch.no_grad():
-            model[1].linear.weight.mul_(3)
+            model[1][0].weight.mul_(3)
     else:
         model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()})
     with pytest.raises(RuntimeError, match=r"stale.*\(48, 24\)|\(48, 24\).*stale"):
