@@ -1,6 +1,7 @@
 """What users attached to layers and parameters survives conversion and its undoing; what cannot work says so."""
 
 import copy
+import functools
 import io
 import warnings
 
@@ -184,6 +185,37 @@ def test_a_replaced_weight_may_still_learn_in_another_model():
     kept(X).sum().backward()
     torch.optim.SGD(kept.parameters(), lr=1.0).step()
     assert not torch.equal(kept.weight, before)
+
+
+def closure(layer):
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) + 1
+
+
+def as_accelerate_does_it(layer):
+    layer._old_forward = layer.forward
+    layer.forward = functools.partial(lambda module, x: module._old_forward(x) + 1, layer)
+
+
+@pytest.mark.parametrize("wrap", [closure, as_accelerate_does_it])
+def test_a_forward_around_a_layer_is_one_around_the_fp8_layer(wrap):
+    plain, x = nn.Linear(32, 48), torch.randn(4, 32)
+    wanted, exact = converted(copy.deepcopy(plain))(x) + 1, plain(x) + 1
+    model = nn.Sequential(plain)
+    wrap(plain)
+    converted(model)
+    assert torch.equal(model(x), wanted)
+    assert not torch.equal(model(x), exact)
+    assert model[0] is plain, "it is the same object"
+    assert torch.equal(f8.unconvert(model)(x), exact)
+
+
+def test_a_forward_that_does_not_call_the_layer_leaves_it_wide():
+    layer = nn.Linear(32, 48)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
+    model = converted(nn.Sequential(layer, nn.Linear(48, 32)))
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model[1], f8.Float8Linear)
 
 
 # ---------------------------------------------------------------- copies and state dicts

@@ -25,39 +25,21 @@ def no_head(layer, name):
     return name != "lm_head"
 
 
+WIDE = "gathered in high precision"
+SHARED = f"weight shared with embedding, {WIDE}"
 HEADS = {
-    "a head that is an embedding too stays in high precision": (
-        (True, {}),
-        ("embedding.weight", False, "bfloat16"),
-        "high-precision matmul, weight shared with embedding, gathered in high precision",
-    ),
-    "a tied head that is asked for computes in FP8 and travels in high precision": (
-        (True, {"heads": True}),
-        ("embedding.weight", True, "bfloat16"),
-        "FP8 matmul, weight shared with embedding, gathered in high precision",
-    ),
-    "a head with a weight of its own is converted": (
-        (False, {}),
-        ("lm_head.weight", True, "float8_e4m3fn"),
-        "FP8 matmul, weight gathered in FP8",
-    ),
-    "a head that the filter leaves": (
-        (False, {"module_filter_fn": no_head}),
-        ("lm_head.weight", False, "bfloat16"),
-        "high-precision matmul, weight gathered in high precision",
-    ),
-    "the filter has the last word on heads": (
-        (True, {"heads": True, "module_filter_fn": no_head}),
-        ("embedding.weight", False, "bfloat16"),
-        "high-precision matmul, weight shared with embedding, gathered in high precision",
-    ),
+    "a head that is an embedding too stays in high precision": (True, {}, False, "bfloat16", SHARED),
+    "a tied head that is asked for computes in FP8": (True, {"heads": True}, True, "bfloat16", SHARED),
+    "a head with a weight of its own is converted": (False, {}, True, "float8_e4m3fn", "weight gathered in FP8"),
+    "a head that the filter leaves": (False, {"module_filter_fn": no_head}, False, "bfloat16", f"weight {WIDE}"),
+    "the filter has the last word": (True, {"heads": True, "module_filter_fn": no_head}, False, "bfloat16", SHARED),
 }
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("case", HEADS)
 def test_heads(case, recipe):
-    (tied, options), (name, fp8, wire), words = HEADS[case]
+    tied, options, fp8, wire, words = HEADS[case]
     model = f8.convert_to_float8_training(Decoder(tied=tied).bfloat16(), recipe=recipe, **options)
     assert (model.lm_head.weight is model.embedding.weight) == tied
     assert isinstance(model.lm_head, f8.Float8Linear) == fp8
@@ -66,8 +48,8 @@ def test_heads(case, recipe):
     assert type(model.embedding.weight) is nn.Parameter, "an embedding is looked up as it is"
     report = f8.float8_report(model)
     (weight,) = [weight for weight in report.weights if weight.head]
-    assert (weight.name, weight.fp8, weight.wire) == (name, fp8, wire)
-    assert weight.head == f"Output head lm_head: {words}."
+    assert (weight.name, weight.fp8, weight.wire) == ("embedding.weight" if tied else "lm_head.weight", fp8, wire)
+    assert weight.head == f"Output head lm_head: {'FP8' if fp8 else 'high-precision'} matmul, {words}."
     assert weight.head in report.headline
     assert [one.fp8 for one in report.weights if one.name == "positions.weight"] == [False]
     assert type(f8.unconvert(model).lm_head) is nn.Linear

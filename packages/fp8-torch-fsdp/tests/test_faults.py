@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.fsdp_models import DIM, RECIPES, Experts, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import adamw, batch, whole
+from tests.helpers.fsdp_training import adamw, batch, unlike, whole
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
@@ -157,6 +157,11 @@ def test_offsets_that_do_not_fit_on_one_rank_end_the_others_with_its_process(tmp
 # ---------------------------------------------------------------- NaN and infinity on one rank
 
 POISONED = 1  # the step
+PLACES = {
+    "weight": "0.weight/wire/nonfinite",
+    "activation": "0/input/nonfinite",
+    "gradient": "4/grad_output/nonfinite",
+}
 
 
 def poison_weight(model, rank, world_size, value):
@@ -171,12 +176,10 @@ def poison_weight(model, rank, world_size, value):
     return lambda: local.copy_(good)
 
 
-def poisoned_run(rank, world_size, recipe, all_gather, place, value):
+def poisoned_run(rank, world_size, recipe, gather, place, value):
     """Train; one step meets a bad value and, like with a gradient scaler, is skipped on all ranks."""
-    model = shard(converted(seeded(layers), recipe, gather=all_gather), reshard_after_forward=False)
-    optimizer = adamw(model.parameters())
-    results, prints, bad_entries, skipped = [], [], {}, []
-    monitor = f8.Float8Monitor(model)
+    model = shard(converted(seeded(layers), recipe, gather=gather), reshard_after_forward=False)
+    optimizer, monitor, outputs, entries, skipped = adamw(model.parameters()), f8.Float8Monitor(model), {}, {}, []
     for step in range(4):
         here = step == POISONED and rank == world_size - 1
         undo = poison_weight(model, rank, world_size, value) if step == POISONED and place == "weight" else None
@@ -184,16 +187,14 @@ def poisoned_run(rank, world_size, recipe, all_gather, place, value):
         if place == "activation" and here:
             x[2, 3] = value
         y = model(x)
-        prints.append(fingerprint(_gathered(model)))
         upstream = (y.detach() - 1) / y.numel()
         if place == "gradient" and here:
             upstream[2, 3] = value
         y.backward(upstream)
-        gradients = torch.stack([p.grad.to_local().isfinite().all() for p in model.parameters()])
-        finite = gradients.all().int()
+        finite = torch.tensor(int(all(p.grad.to_local().isfinite().all() for p in model.parameters())))
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         model.reshard()
-        bad_entries[step] = {k for k, v in monitor.collect().items() if k.endswith("/nonfinite") and v > 0}
+        entries[step] = {name for name, v in monitor.collect().items() if name.endswith("/nonfinite") and v > 0}
         if finite:
             optimizer.step()
         else:
@@ -202,48 +203,30 @@ def poisoned_run(rank, world_size, recipe, all_gather, place, value):
         if undo is not None:
             with torch.no_grad():
                 undo()
-        results.append(y.detach())
-    return {**whole(model), **dict(enumerate(results))}, prints, bad_entries, skipped
-
-
-def _gathered(model):
-    """Return what this rank computes with: codes and scales, or whole weights."""
-    for layer in model[::2]:
-        weight = layer.weight
-        yield from (weight.codes, weight.scale) if isinstance(weight, f8.GatheredWeight) else (weight,)
+        outputs[f"output {step}"] = y.detach()
+    return whole(model), outputs, entries, skipped
 
 
 def poison(rank, world_size, recipe, place, value):
     runs = [poisoned_run(rank, world_size, recipe, gather, place, value) for gather in (True, False)]
-    (low, prints, entries, skipped), (high, _, _, skipped_high) = runs
-    different = [name for name in high if not torch.allclose(low[name], high[name], rtol=0, atol=0, equal_nan=True)]
-    finite = all(bool(value.isfinite().all()) for name, value in low.items() if isinstance(name, str))
-    buffers = fingerprint(value for name, value in low.items() if isinstance(name, str))
-    observed = {int((value > 0).sum()) for name, value in low.items() if str(name).endswith("input.history")}
-    return different, finite, [*prints, buffers], entries, (skipped, skipped_high), observed
+    (state, outputs, entries, skipped), (other, others, _, skipped_high) = runs
+    assert unlike(state | outputs, other | others) == [], "the high-precision gather meets the same"
+    assert all(bool(v.isfinite().all()) for v in state.values()), "a skipped step leaves nothing behind"
+    assert skipped == skipped_high == [POISONED]
+    observed = {int((value > 0).sum()) for name, value in state.items() if name.endswith("input.history")}
+    assert observed == ({3} if recipe == "tensorwise_delayed" else set()), "it hides no good value from a history"
+    return entries, fingerprint(state.values())
 
 
 @pytest.mark.matrix(
     recipe=RECIPES,
-    place=["weight", "activation", "gradient"],
+    place=list(PLACES),
     value=[float("nan"), float("inf"), float("-inf")],
     world_size=[2, 3],
 )
 def test_a_bad_value_on_one_rank_gives_the_same_numbers_on_all(run_ranks, recipe, place, value, world_size):
     results = run_ranks(world_size, poison, recipe, place, value)
-    for different, finite, _, _, skipped, observed in results:
-        assert not different, "the high-precision gather meets the same"
-        assert finite, "a skipped step leaves neither weights nor scales behind"
-        assert skipped == ([POISONED], [POISONED])
-        assert observed == ({3} if recipe == "tensorwise_delayed" else set()), (
-            "a bad value hides no good one from a history"
-        )
-    assert len({tuple(prints) for _, _, prints, *_ in results}) == 1, "codes, scales and buffers"
-    entries = results[-1][3]
-    expected = {
-        "weight": "0.weight/wire/nonfinite",
-        "activation": "0/input/nonfinite",
-        "gradient": "4/grad_output/nonfinite",
-    }
-    assert expected[place] in entries[POISONED]
-    assert not any(entries[step] for step in entries if step != POISONED)
+    assert len({prints for _, prints in results}) == 1, "weights, scales and histories"
+    entries = results[-1][0]
+    assert PLACES[place] in entries.pop(POISONED)
+    assert not any(entries.values())
