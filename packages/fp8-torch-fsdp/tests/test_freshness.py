@@ -385,29 +385,3 @@ def test_no_weight_is_stale_whoever_writes_to_it(run_ranks, tmp_path, write, mom
         moment = "after the step"  # the backward has other tensors then
     world_size = 2 if write in COLLECTIVES else world_size
     check(run_ranks(world_size, run_writes, write, moment, ranks, recipe, str(tmp_path), timeout=170.0), recipe)
-
-
-def two_in_threads(rank, world_size):
-    """Two models on one rank each, two optimizers, two threads."""
-    models = [converted(seeded(lambda: nn.Sequential(nn.Linear(24, 24))), "tensorwise_delayed") for _ in range(2)]
-
-    def train(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss_of(model, batch(0)).backward()
-            optimizer.step()
-
-    threads = [threading.Thread(target=train, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for model in models:
-        model(batch(0))  # rolls what the last step observed
-    return [int((model[0].fp8_input.history > 0).sum()) for model in models]
-
-
-@pytest.mark.distributed
-def test_two_models_with_two_optimizers_train_in_two_threads(run_ranks):
-    assert run_ranks(1, two_in_threads) == [[16, 16]]

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import threading
 
 import pytest
 import torch
@@ -153,3 +154,29 @@ def test_layers_that_were_converted_elsewhere_keep_their_plan():
     twin(5 * ONES).sum().backward()
     f8.synchronize_scales(twin)
     assert twin.fp8_input.history[0] == 5
+
+
+def two_in_threads(rank, world_size):
+    """Two models on one rank each, two optimizers, two threads."""
+    models = [converted(seeded(lambda: nn.Sequential(nn.Linear(24, 24))), "tensorwise_delayed") for _ in range(2)]
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss_of(model, ONES).backward()
+            optimizer.step()
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model in models:
+        model(ONES)  # rolls what the last step observed
+    return [int((model[0].fp8_input.history > 0).sum()) for model in models]
+
+
+@pytest.mark.distributed
+def test_two_models_with_two_optimizers_train_in_two_threads(run_ranks):
+    assert run_ranks(1, two_in_threads) == [[16, 16]]

@@ -288,3 +288,14 @@ def mixed_precision(rank, world_size, recipe):
 def test_mixed_precision_gathers_the_codes_of_float32_weights(run_ranks):
     for recipe in ("tensorwise", "rowwise", "mxfp8"):
         run_ranks(3, mixed_precision, recipe)
+
+
+def forget(rank, world_size):
+    ddp = DistributedDataParallel(converted(seeded(blocks), "tensorwise_delayed"))
+    train(ddp, rank, 1)
+    with pytest.warns(UserWarning, match="what it has observed alone"):
+        ddp(batch(rank))
+
+
+def test_replicas_that_are_not_told_to_combine_are_warned(run_ranks):
+    run_ranks(2, forget)
