@@ -116,6 +116,16 @@ def test_an_unsynchronized_training_forward_raises(make):
     model.train()(batch(0))
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_an_amax_that_is_not_finite_is_not_recorded_and_hides_no_good_one(bad):
+    model = layer()
+    for value in (2.0, bad, 1.0):  # three micro-batches of a step
+        step_of(model, torch.full((8, 24), value))
+    f8.synchronize_scales(model)
+    assert model.fp8_input.history.tolist() == [2, 0, 0]
+    assert model.fp8_input.scale == 224
+
+
 class ScaleOnAGpu(torch.Tensor):
     """A scale on a CPU that says it is on a GPU."""
 
