@@ -83,12 +83,17 @@ def backward(model, x):
     return y.detach()
 
 
-def layers_of_others(rank, ranks, kind):
-    everything = {"parameters": ["*"]}  # embeddings and heads too
+def decoded_model(kind):
+    """The model that a gather in codes gives its layers."""
     reference = build(kind).bfloat16()
     for own, weight in zip(reference.parameters(), build(kind).parameters(), strict=True):
         own.data = decoded(weight)
-    outputs, gradients = [], []
+    return reference
+
+
+def layers_of_others(rank, ranks, kind):
+    everything = {"parameters": ["*"]}  # embeddings and heads too
+    reference, outputs, gradients = decoded_model(kind), [], []
     for options in (everything, everything, {**everything, "gradients": False}):
         model = shard(build(kind))
         f8.compress_communication(model, **options)

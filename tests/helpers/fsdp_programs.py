@@ -8,29 +8,23 @@ computes the same FP8 products from weights that are gathered, or without FSDP2 
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from tests.helpers.whole_states import unlike, whole
+from tests.helpers import fsdp_models
+from tests.helpers.fsdp_models import STATIC, converted, mesh_of, seeded
+from tests.helpers.fsdp_training import batch, same, unlike, whole
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
-STATIC = f8.Recipe(
-    name="static",
-    input=f8.CastConfig(scaling="static", static_scale=64.0),
-    weight=f8.CastConfig(scaling="static", static_scale=256.0),
-    grad_output=f8.CastConfig(format="e5m2", scaling="static", static_scale=2.0**12),
-)
-RECIPES: dict[str, Any] = {
-    name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "tensorwise_delayed")
-} | {"static": STATIC}
+RECIPES: dict[str, Any] = {name: name for name in fsdp_models.RECIPES} | {"static": STATIC}
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -50,7 +44,7 @@ class Program:
 
     Attributes:
         ranks: Number of ranks of FSDP2; 0 for one process without it.
-        operations: Name of a method of `Run` and its arguments, each.
+        operations: Name of a method of `Run` or `Pair` and its arguments, each.
         copies: Whether every rank keeps a copy (HSDP) instead of a shard.
     """
 
@@ -137,26 +131,28 @@ class Pair:
 
     def __init__(self, program: Program, *, low: bool) -> None:
         self.program, self.low = program, low
-        torch.manual_seed(0)
-        model = Model(program.widths, program.reentrant).to(program.dtype)
-        gather = low
-        config = f8.Float8LinearConfig(recipe=RECIPES[program.recipe], all_gather=gather)
-        self.model = f8.convert_to_float8_training(model, config=config)
+        self.model = converted(
+            seeded(lambda: Model(program.widths, program.reentrant).to(program.dtype)),
+            RECIPES[program.recipe],
+            gather=low,
+        )
         if program.ranks:
-            names = ("replicas", "shards")
-            shape = (program.ranks, 1) if program.copies else (program.ranks,)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
+            mesh = mesh_of(program.ranks, 1) if program.copies else mesh_of()
             for layer in list(self.model)[:-1]:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=program.reshard is not False)
             fully_shard(self.model, mesh=mesh, reshard_after_forward=program.reshard)
         self.restart_optimizer()
         self.pending: list[torch.Tensor] = []
-        self.average: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []
         self.kept: Any = None
         self.saved: Any = None
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
     def restart_optimizer(self) -> None:
-        self.optimizer = OPTIMIZERS[self.program.optimizer](list(self.model.parameters()))
+        self.optimizer = OPTIMIZERS[self.program.optimizer](self.parameters)
 
     def reshard(self) -> None:
         for module in self.model.modules():
@@ -171,13 +167,38 @@ class Pair:
         # a copy, because a checkpoint that is reentrant makes gradients only for inputs that have some
         return (self.model(x.clone().requires_grad_(torch.is_grad_enabled())).float() - 1).square().mean()
 
-    def shards(self) -> list[torch.Tensor]:
+    def layer(self, index: int) -> nn.Module:
+        return self.model[min(index, len(self.model) - 1)][0]
+
+    # ------------------------------------------------------------ operations; what they return has to be the same
+
+    def step(self, skipping: bool) -> list[torch.Tensor]:
+        if not skipping:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return [plain(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def clip(self) -> list[torch.Tensor]:
+        return [plain(nn.utils.clip_grad_norm_(self.parameters, 0.5))]
+
+    def freeze(self, layer: int) -> None:
+        weight = self.layer(layer).weight
+        weight.requires_grad_(not weight.requires_grad)
+
+    def fail_in_step(self) -> None:
+        with contextlib.suppress(InterruptedError):
+            self.optimizer.step(interrupt)
+
+    def load(self, assign: bool, factor: float) -> None:
+        state = {n: v * factor if n.endswith("weight") else v.clone() for n, v in self.model.state_dict().items()}
+        self.model.load_state_dict(state, assign=assign)
+        if assign:
+            self.restart_optimizer()
 
     @torch.no_grad()
     def edit(self, how: str, factor: float) -> None:
         """Multiply parameters; the twin in the way that every observer of plain tensors sees."""
-        parameters = list(self.model.parameters())
+        parameters = self.parameters
         if how == "view":
             for parameter in parameters:
                 local_of(parameter).view(-1)[::2].mul_(factor)
@@ -200,9 +221,32 @@ class Pair:
             else:
                 parameter.data = parameter.detach() * factor
 
+    def clone(self) -> None:
+        self.copies = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def average(self) -> list[torch.Tensor]:
+        for one, parameter in zip(self.copies, self.parameters, strict=False):
+            one.lerp_(parameter, 0.5)
+        return [plain(one) for one in self.copies]
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for one, parameter in zip(self.copies, self.parameters, strict=False):
+            parameter.copy_(one)
+
+    def snapshot(self) -> None:
+        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.saved = state, copy.deepcopy(self.optimizer.state_dict())
+
+    def restore(self) -> None:
+        if self.saved:
+            self.model.load_state_dict(self.saved[0])
+            self.optimizer.load_state_dict(self.saved[1])
+
 
 class Run:
-    """A program on one rank."""
+    """A program on one rank: an operation is a method of this class, or one of `Pair` that both models go through."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
@@ -213,13 +257,32 @@ class Run:
     def run(self) -> str | None:
         """Return what differs, after which operation; None if nothing does."""
         for index, (name, *arguments) in enumerate(self.program.operations):
-            different = getattr(self, name)(*arguments)
+            operation = getattr(self, name) if hasattr(self, name) else functools.partial(self.both, name)
+            different = operation(*arguments)
             if different:
                 return f"operation {index}, {(name, *arguments)}: {different}"
-        self.flush()
-        low, high = (whole(pair.model) for pair in self.pairs)
-        names = unlike(nan_free(low), nan_free(high))
+        self.backward()
+        names = unlike(*(whole(pair.model) for pair in self.pairs))
         return f"at the end: {', '.join(names)}" if names else None
+
+    def both(self, name: str, *arguments: Any) -> str | None:
+        self.settle()
+        return self.unlike(name, *(getattr(pair, name)(*arguments) or [] for pair in self.pairs))
+
+    def unlike(self, what: str, low: list[torch.Tensor], high: list[torch.Tensor]) -> str | None:
+        unequal = [i for i, (a, b) in enumerate(zip(low, high, strict=True)) if not same(a, b)]
+        shown = [f"{low[i]} {high[i]}" for i in unequal[:1]]
+        return f"{what} {unequal}: {shown}" if unequal else None
+
+    def settle(self) -> None:
+        """Let no write fall between a forward and its backward: what that means, autograd does not say."""
+        self.backward()
+        self.reshard()
+        self.settled = True
+
+    def reshard(self) -> None:
+        for pair in self.pairs:
+            pair.reshard()
 
     # ------------------------------------------------------------ training
 
@@ -232,9 +295,8 @@ class Run:
         return self.unlike("loss", *([loss.detach()] for loss in losses))
 
     def batch(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.batches + self.rank)
         self.batches += 1
-        return torch.randn(4, self.program.widths[0], generator=generator).to(self.program.dtype)
+        return batch(self.rank, self.batches - 1, (4, self.program.widths[0])).to(self.program.dtype)
 
     def backward(self) -> None:
         for pair in self.pairs:
@@ -243,7 +305,7 @@ class Run:
 
     def train(self, microbatches: int, late: bool) -> str | None:
         """Run forwards and backwards; with `late`, say only after its forward which of them is the last."""
-        self.flush()
+        self.backward()
         for last in (*([False] * (microbatches - 1)), True):
             for pair in self.pairs:
                 pair.let_sync(last and not late)
@@ -255,20 +317,12 @@ class Run:
         return None
 
     def step(self, skipping: int | None) -> str | None:
-        self.flush()
-        for pair in self.pairs:
-            pair.reshard()
-            if skipping != self.rank:
-                pair.optimizer.step()
-            pair.optimizer.zero_grad()
-        return self.unlike("weights", *(pair.shards() for pair in self.pairs))
-
-    def flush(self) -> None:
-        """Let no write fall between a forward and its backward: what that means, autograd does not say."""
         self.backward()
+        self.reshard()
+        return self.unlike("weights", *(pair.step(skipping == self.rank) for pair in self.pairs))
 
     def evaluate(self, how: str) -> str | None:
-        self.flush()
+        self.backward()
         mode = torch.inference_mode() if how == "inference" and self.batches else torch.no_grad()
         for pair in self.pairs:
             pair.model.train(how != "eval")
@@ -278,23 +332,11 @@ class Run:
             pair.model.train()
         return different
 
-    def clip(self) -> str | None:
-        self.flush()
-        norms = [nn.utils.clip_grad_norm_(pair.model.parameters(), 0.5) for pair in self.pairs]
-        return self.unlike("norm", *([plain(norm)] for norm in norms))
-
-    def freeze(self, layer: int) -> None:
-        self.flush()
-        for pair in self.pairs:
-            pair.reshard()
-            weight = pair.model[layer][0].weight
-            weight.requires_grad_(not weight.requires_grad)
-
     def fail_in_forward(self, layer: int) -> str | None:
         """Interrupt a forward, and try again."""
-        self.flush()
+        self.backward()
         for pair in self.pairs:
-            handle = pair.model[min(layer, len(pair.model) - 1)][0].register_forward_pre_hook(interrupt)
+            handle = pair.layer(layer).register_forward_pre_hook(interrupt)
             with contextlib.suppress(InterruptedError):
                 pair.loss(torch.ones(4, self.program.widths[0], dtype=self.program.dtype))
             handle.remove()
@@ -304,10 +346,10 @@ class Run:
         """Interrupt a backward on all ranks and run its batch again; with `reset`, tell FSDP2 as it asks for."""
         if self.program.ranks and not hasattr(FSDPModule, "reset_iter_state"):
             return self.train(1, False)  # before torch 2.13 FSDP2 has no way back
-        self.flush()
+        self.backward()
         x = self.batch()
         for pair in self.pairs:
-            handle = pair.model[min(layer, len(pair.model) - 1)][0].register_forward_hook(interrupt_backward)
+            handle = pair.layer(layer).register_forward_hook(interrupt_backward)
             loss = pair.loss(x)
             try:
                 loss.backward()
@@ -320,13 +362,7 @@ class Run:
         self.batches -= 1
         return self.train(1, False)
 
-    def fail_in_step(self) -> None:
-        self.flush()
-        for pair in self.pairs:
-            with contextlib.suppress(InterruptedError):
-                pair.optimizer.step(interrupt)
-
-    # ------------------------------------------------------------ reading and writing
+    # ------------------------------------------------------------ reading, and what not all ranks do
 
     def read(self, only: int | None) -> None:
         self.reshard()  # as reading does to what FSDP2 keeps gathered, on one rank alone even
@@ -340,68 +376,11 @@ class Run:
         for pair in self.pairs:
             pair.kept = pair.model.state_dict() if only in (None, self.rank) else None
 
-    def load(self, assign: bool, factor: float) -> None:
-        self.settle()
-        for pair in self.pairs:
-            state = {n: v * factor if n.endswith("weight") else v.clone() for n, v in pair.model.state_dict().items()}
-            pair.model.load_state_dict(state, assign=assign)
-            if assign:
-                pair.restart_optimizer()
-
-    def edit(self, how: str, factor: float) -> None:
-        self.settle()
-        for pair in self.pairs:
-            pair.edit(how, factor)
-
     def edit_on_one_rank(self, where: int, factor: float) -> None:
         """Edit the part of one rank alone, of both twins; where ranks hold copies of their parts, on all."""
         self.settle()
         if where == self.rank or not self.program.ranks or self.program.copies:
-            for pair in self.pairs:
-                pair.edit("mul", factor)
-
-    @torch.no_grad()
-    def clone(self) -> None:
-        self.settle()
-        for pair in self.pairs:
-            pair.average = [parameter.detach().clone() for parameter in pair.model.parameters()]
-
-    @torch.no_grad()
-    def average(self) -> str | None:
-        self.settle()
-        for pair in self.pairs:
-            for one, parameter in zip(pair.average, pair.model.parameters(), strict=False):
-                one.lerp_(parameter, 0.5)
-        return self.unlike("average", *([plain(one) for one in pair.average] for pair in self.pairs))
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        self.settle()
-        for pair in self.pairs:
-            for one, parameter in zip(pair.average, pair.model.parameters(), strict=False):
-                parameter.copy_(one)
-
-    def snapshot(self) -> None:
-        self.settle()
-        for pair in self.pairs:
-            state = {name: value.clone() for name, value in pair.model.state_dict().items()}
-            pair.saved = state, copy.deepcopy(pair.optimizer.state_dict())
-
-    def restore(self) -> None:
-        self.settle()
-        for pair in self.pairs:
-            if pair.saved:
-                pair.model.load_state_dict(pair.saved[0])
-                pair.optimizer.load_state_dict(pair.saved[1])
-
-    def settle(self) -> None:
-        self.flush()
-        self.reshard()
-        self.settled = True
-
-    def reshard(self) -> None:
-        for pair in self.pairs:
-            pair.reshard()
+            self.both("edit", "mul", factor)
 
     def unshard(self) -> str | None:
         """Gather early; not before edits have given their scales, which the twin makes in a forward."""
@@ -414,18 +393,13 @@ class Run:
         return None
 
     def synchronize(self, how: str) -> str | None:
-        self.flush()
+        self.backward()
         if self.settled and how == "precompute" and (different := self.evaluate("no_grad")):
             return different  # as for `unshard`
         self.settle()
         for pair in self.pairs:
             f8.synchronize_scales(pair.model)
         return None
-
-    def unlike(self, what: str, low: list[torch.Tensor], high: list[torch.Tensor]) -> str | None:
-        unequal = [i for i, (a, b) in enumerate(zip(low, high, strict=True)) if not same(a, b)]
-        shown = [f"{low[i]} {high[i]}" for i in unequal[:1]]
-        return f"{what} {unequal}: {shown}" if unequal else None
 
 
 def interrupt(*args: object) -> None:
@@ -445,12 +419,3 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a parameter on this rank, without letting anyone know."""
     local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
     return getattr(local, "_data", local)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether values are equal, NaN too: edits make some programs diverge, both models alike."""
-    return torch.equal(a.nan_to_num(1e30), b.nan_to_num(1e30))
-
-
-def nan_free(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.nan_to_num(1e30) if value.is_floating_point() else value for name, value in state.items()}

@@ -1,6 +1,7 @@
 """What users attached to layers and parameters survives conversion and its undoing; what cannot work says so."""
 
 import copy
+import functools
 import io
 import warnings
 
@@ -9,19 +10,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error, Fp8UnsupportedError
+from fp8_common import Fp8Error
+from tests.helpers.fsdp_models import converted, mesh_of, seeded
+
+X = torch.ones(2, 16)
 
 
-class Counting(nn.Linear):
-    """A subclass without a forward of its own."""
-
-    def size(self):
-        return self.weight.numel()
+def one():
+    return nn.Sequential(nn.Linear(16, 16))
 
 
 def tied():
@@ -30,58 +30,97 @@ def tied():
     return model
 
 
-def test_ties_survive_conversion():
-    model = f8.convert_to_float8_training(tied(), recipe="tensorwise_delayed")
-    assert model[0].weight is model[1].weight
+# ---------------------------------------------------------------- ties
+
+
+def test_ties_survive_conversion_moves_and_unconvert():
+    model = converted(tied(), "tensorwise_delayed")
     assert model[0].fp8_weight is model[1].fp8_weight
-    assert len(list(model.parameters())) == 3
+    # torch exchanges parameters that are subclasses only where nobody holds them weakly
+    assert model.to(torch.bfloat16)[0].weight.dtype == torch.bfloat16
+    for gathered in (True, False):
+        model = converted(tied(), gather=gathered)
+        assert model[0].weight is model[1].weight
+        assert len(list(model.parameters())) == 3
+        f8.unconvert(model)
+        assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+        assert model[0].weight is model[1].weight
+        assert type(model[0].weight) is nn.Parameter
 
 
-def test_ties_across_calls_are_refused():
+def test_ties_across_calls_or_casts_are_refused():
     model = tied()
-    f8.convert_to_float8_training(model[0])
+    converted(model[0])
     with pytest.raises(Fp8Error, match="in one call"):
-        f8.convert_to_float8_training(model[1])
-
-
-def test_a_tie_to_a_layer_of_another_cast_is_refused():
-    model = tied()
-    f8.convert_to_float8_training(model, module_filter_fn=lambda layer, name: name == "0", recipe="tensorwise")
+        converted(model[1])
+    converted(tied(), rules=lambda layer, name: name == "0")
     with pytest.raises(Fp8Error, match="Convert both with one recipe"):
         f8.convert_to_float8_training(tied(), module_filter_fn=["0 = tensorwise", "1 = blockwise"])
 
 
-@pytest.mark.parametrize("gathered", [True, False])
-def test_ties_survive_unconvert(gathered):
-    model = tied()
-    config = f8.Float8LinearConfig(all_gather=gathered)
-    f8.convert_to_float8_training(model, config=config)
-    f8.unconvert(model)
-    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
-    assert model[0].weight is model[1].weight
-    assert type(model[0].weight) is nn.Parameter
+def test_the_same_layer_in_two_places_is_converted_once():
+    shared = nn.Linear(16, 16)
+    model = converted(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
+    assert model["a"] is model["b"][0]
+    assert isinstance(model["a"], f8.Float8Linear)
 
 
-def test_a_tie_to_an_embedding_survives_unconvert():
-    model = nn.ModuleDict({"in": nn.Embedding(16, 16), "out": nn.Linear(16, 16, bias=False)})
-    model["out"].weight = model["in"].weight
-    f8.convert_to_float8_training(model, heads=True)
-    assert f8.unconvert(model)["out"].weight is model["in"].weight
+# ---------------------------------------------------------------- attributes, hooks, subclasses
+
+
+class Counting(nn.Linear):
+    """A subclass without a forward of its own, but with another layer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.extra = nn.Linear(4, 4)
+
+    def size(self):
+        return self.weight.numel()
+
+
+class OwnForward(Counting):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_subclasses_keep_their_children_and_their_own_forward():
+    model = nn.ModuleDict({"plain": Counting(8, 8), "own": OwnForward(8, 8)})
+    names = [name for name, _ in model.named_parameters()]
+    converted(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [isinstance(one, f8.Float8Linear) for one in model.values()] == [True, False]
+    assert isinstance(model["plain"], Counting), "what the subclass adds is still there"
+    assert type(model["own"]) is OwnForward
+    assert copy.deepcopy(model["plain"]).extra is not model["plain"].extra
+    assert all(isinstance(one.extra, f8.Float8Linear) for one in model.values())
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrized_layers_are_refused_unless_filtered(parametrize):
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": parametrize(nn.Linear(8, 8))})
+    with pytest.raises(Fp8Error, match=r"b .*parametrized.*module_filter_fn"):
+        converted(model)
+    converted(model, rules=lambda layer, name: name == "a")
+    assert isinstance(model["a"], f8.Float8Linear)
+    assert not isinstance(model["b"], f8.Float8Linear)
 
 
 def test_unconvert_returns_the_layer_with_all_that_is_its_own():
-    layer = Counting(16, 16)
+    layer = Counting(16, 16).eval()
     layer.note, layer.child = "mine", nn.Tanh()
     layer.register_buffer("steps", torch.zeros(()))
     seen = []
     layer.register_forward_hook(lambda *_: seen.append("after"))
     layer.register_forward_pre_hook(lambda *_: seen.append("before"))
     before = set(vars(layer)), set(layer.state_dict())
-    plain = f8.unconvert(f8.convert_to_float8_training(layer, recipe="tensorwise_delayed"))
-    plain(torch.ones(2, 16))
+    low = converted(layer, "tensorwise_delayed")
+    low(X)
+    plain = f8.unconvert(low)
+    plain(X)
+    assert seen == ["before", "after"] * 2
     assert type(plain) is Counting
-    assert plain.size() == 256
-    assert seen == ["before", "after"]
+    assert (plain.size(), plain.training, plain.note) == (256, False, "mine")
     assert (set(vars(plain)), set(plain.state_dict())) == before
     assert not plain._state_dict_hooks
     assert isinstance(plain.child, nn.Tanh)
@@ -89,23 +128,94 @@ def test_unconvert_returns_the_layer_with_all_that_is_its_own():
 
 def test_gradients_hooks_and_attributes_of_weights_survive():
     layer = nn.Linear(16, 16)
-    layer(torch.ones(2, 16)).sum().backward()
+    layer(X).sum().backward()
     grad, seen = layer.weight.grad, []
     layer.weight.no_decay = True
     handle = layer.weight.register_hook(lambda g: seen.append("hook"))
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
-    low = f8.convert_to_float8_training(layer)
+    low = converted(layer)
     assert low.weight.grad is grad
     assert low.weight.no_decay
-    low(torch.ones(2, 16)).sum().backward()
+    low(X).sum().backward()
     assert seen == ["hook", "after"]
     handle.remove()
-    low(torch.ones(2, 16)).sum().backward()
+    low(X).sum().backward()
     plain = f8.unconvert(low)
     assert plain.weight.no_decay
     assert plain.weight.grad is grad
-    plain(torch.ones(2, 16)).sum().backward()
+    plain(X).sum().backward()
     assert seen == ["hook", "after", "after", "after"]
+
+
+@pytest.mark.parametrize("replace", [f8.convert_to_float8_training, f8.unconvert])
+def test_an_optimizer_that_was_made_too_early_does_not_step(replace):
+    model = one()
+    if replace is f8.unconvert:
+        converted(model)
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    replace(model)
+    model(X).sum().backward()
+    with pytest.raises(Fp8Error, match=rf"holds 1 of 2 .*{replace.__name__} replaced them.*Make the optimizer after"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def early_optimizer(rank, world_size):
+    model = converted(one())
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=mesh_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    with pytest.raises(Fp8Error, match="fully_shard replaced them"):
+        early.step()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_made_between_conversion_and_sharding_is_refused(run_ranks, world_size):
+    run_ranks(world_size, early_optimizer)
+
+
+def test_a_replaced_weight_may_still_learn_in_another_model():
+    kept, other = nn.Linear(16, 16), one()
+    other[0].weight = kept.weight
+    converted(other)
+    before = kept.weight.detach().clone()
+    kept(X).sum().backward()
+    torch.optim.SGD(kept.parameters(), lr=1.0).step()
+    assert not torch.equal(kept.weight, before)
+
+
+def closure(layer):
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) + 1
+
+
+def as_accelerate_does_it(layer):
+    layer._old_forward = layer.forward
+    layer.forward = functools.partial(lambda module, x: module._old_forward(x) + 1, layer)
+
+
+@pytest.mark.parametrize("wrap", [closure, as_accelerate_does_it])
+def test_a_forward_around_a_layer_is_one_around_the_fp8_layer(wrap):
+    plain, x = nn.Linear(32, 48), torch.randn(4, 32)
+    wanted, exact = converted(copy.deepcopy(plain))(x) + 1, plain(x) + 1
+    model = nn.Sequential(plain)
+    wrap(plain)
+    converted(model)
+    assert torch.equal(model(x), wanted)
+    assert not torch.equal(model(x), exact)
+    assert model[0] is plain, "it is the same object"
+    assert torch.equal(f8.unconvert(model)(x), exact)
+
+
+def test_a_forward_that_does_not_call_the_layer_leaves_it_wide():
+    layer = nn.Linear(32, 48)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
+    model = converted(nn.Sequential(layer, nn.Linear(48, 32)))
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model[1], f8.Float8Linear)
 
 
 # ---------------------------------------------------------------- copies and state dicts
@@ -118,55 +228,52 @@ WRAPPINGS = {
 }
 
 
+def reloaded(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_state_dicts_are_plain_where_the_weight_has_another_name(wrapping, tmp_path):
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    model = converted(one())
     WRAPPINGS[wrapping](model[0])
-    model(torch.ones(2, 16)).sum().backward()
+    model(X).sum().backward()
     state = model.state_dict()
     assert {type(value) for value in state.values()} == {torch.Tensor}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
-    for value in loaded.values():
-        value.mul_(1.5)
-    model.load_state_dict(loaded, assign=True)
+    model.load_state_dict({name: value * 1.5 for name, value in reloaded(state).items()}, assign=True)
     assert any(isinstance(p, f8.ShardedFloat8Weight) for p in model.parameters())
 
 
-def test_keep_vars_returns_the_parameters():
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+def test_clones_are_saved_as_plain_tensors_and_models_are_not_pickled(tmp_path):
+    low = converted(nn.Linear(16, 16))
+    clones = {"average": low.weight.detach().clone(), "clone": low.weight.clone().detach()}
+    loaded = reloaded(clones | {"copy": copy.deepcopy(low.weight.detach())})
+    assert {type(value) for value in loaded.values()} == {torch.Tensor}
+    assert all(torch.equal(value, low.weight.plain) for value in loaded.values())
+    assert low.state_dict(keep_vars=True)["weight"] is low.weight
+    with pytest.raises(Fp8Error, match=r"cannot be pickled with their model.*state_dict\(\)"):
+        torch.save(low, tmp_path / "model.pt")
 
 
 def test_weights_are_read_in_inference_mode():
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    model = converted(one())
     with torch.inference_mode():
         state, alias = model.state_dict(), model[0].weight.detach()
         assert torch.equal(state["0.weight"], alias)
     with torch.no_grad():
         alias.fill_(2.0)
     assert (model[0].weight == 2).all()
-    assert torch.allclose(model(torch.ones(1, 16)), model[0].bias + 32.0, rtol=1e-5)
-
-
-def test_clones_are_saved_as_plain_tensors(tmp_path):
-    weight = f8.convert_to_float8_training(nn.Linear(16, 16)).weight
-    state = {"average": weight.detach().clone(), "copy": copy.deepcopy(weight.detach())}
-    torch.save(state, tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert {type(value) for value in loaded.values()} == {torch.Tensor}
-    assert torch.equal(loaded["average"], weight.plain)
+    assert torch.allclose(model(X), model[0].bias + 32.0, rtol=1e-5)
 
 
 def test_shared_memory_and_other_libraries_see_the_values():
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    x, weight = torch.ones(2, 16), model[0].weight
-    expected = model(x).detach()
+    model = converted(one())
+    weight, expected = model[0].weight, model(X).detach()
     assert np.array_equal(np.from_dlpack(weight.detach()), weight.plain.numpy())
     assert torch.equal(torch.from_dlpack(weight.detach()), weight.plain)
     assert np.array_equal(weight.detach().numpy(), weight.plain.numpy())
@@ -177,110 +284,56 @@ def test_shared_memory_and_other_libraries_see_the_values():
         weight.numpy()
     del weight  # torch exchanges parameters that are subclasses only where nobody else refers to them
     assert model.share_memory()[0].weight.is_shared()
-    assert torch.equal(model(x), expected)
+    assert torch.equal(model(X), expected)
 
 
-def test_a_converted_model_can_still_be_moved():
-    """Torch exchanges parameters that are subclasses only where nobody holds them weakly."""
-    model = f8.convert_to_float8_training(tied()).to(torch.bfloat16)
-    assert model[0].weight.dtype == torch.bfloat16
-    assert model[0].weight is model[1].weight
+def test_a_layer_moves_to_another_device_and_back():
+    """torch swaps each parameter with its copy, which it refuses while anything refers to one of them weakly."""
+    moved, stayed = (converted(seeded(one)) for _ in range(2))
+    for _ in range(2):
+        moved._apply(lambda t: torch.ops.aten._to_copy.default(t))  # what .to("cuda") does to each tensor
+        assert isinstance(moved[0].weight, f8.ShardedFloat8Weight)
+        assert torch.equal(moved(X), stayed(X))
 
 
-# ---------------------------------------------------------------- errors in words
-
-REFUSED = {
-    "a number": (lambda layer: layer(3.0), Fp8Error, "expects a tensor"),
-    "a scalar": (lambda layer: layer(torch.tensor(3.0)), Fp8Error, "got ()"),
-    "a recipe as config": (
-        lambda _: f8.convert_to_float8_training(nn.Linear(2, 2), config="rowwise"),
-        Fp8Error,
-        "recip",
-    ),
-    "torchao's option": (lambda _: f8.Float8LinearConfig(enable_fsdp_float8_all_gather=True), Fp8Error, "all_gather="),
-    "vmap": (lambda layer: torch.func.vmap(layer)(torch.ones(2, 16)), Fp8UnsupportedError, "torch.func"),
-    "jvp": (lambda layer: torch.func.jvp(layer, *[(torch.ones(2, 16),)] * 2), Fp8UnsupportedError, "torch.func"),
-    "convolutions": (lambda _: f8.convert_to_float8_training(nn.Conv1d(2, 2, 2)), Fp8Error, "Conv1d (1 parameter,"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_says_so(case):
-    call, error, words = REFUSED[case]
-    with pytest.raises(error) as caught:
-        call(f8.convert_to_float8_training(nn.Linear(16, 16)))
-    assert words in str(caught.value)
-
-
-def early_optimizer(rank, world_size):
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    try:
-        early.step()
-    except Fp8Error as error:
-        return str(error)
-    return "no error"
+def change_dtype(rank, world_size, early):
+    model, wanted = converted(seeded(one)), seeded(one).bfloat16()
+    fully_shard(model, mesh=mesh_of())
+    if not early:
+        model(X)
+    model.to(torch.bfloat16)
+    if early:
+        torch.testing.assert_close(model(X.bfloat16()), wanted(X.bfloat16()), rtol=0.1, atol=0.1)
+        return
+    with pytest.raises(Fp8Error, match=r"0\.weight became torch\.bfloat16 after it was gathered as torch\.float32"):
+        model(X.bfloat16())
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_made_between_conversion_and_sharding_is_refused(run_ranks, world_size):
-    for message in run_ranks(world_size, early_optimizer):
-        assert "fully_shard replaced them" in message
+@pytest.mark.parametrize("early", [True, False])
+def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(run_ranks, early):
+    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took their bytes for another dtype."""
+    run_ranks(2, change_dtype, early)
 
 
 # ---------------------------------------------------------------- weights that are used without their layer
 
 
-def test_attention_keeps_its_output_projection_in_high_precision():
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    f8.convert_to_float8_training(model)
-    assert not isinstance(model.self_attn.out_proj, f8.Float8Linear)
-    assert isinstance(model.linear1, f8.Float8Linear)
-
-
 def test_an_encoder_computes_in_fp8_in_evaluation_too():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    layer = seeded(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
     plain = nn.TransformerEncoder(layer, 1).eval()
-    model = f8.convert_to_float8_training(copy.deepcopy(plain)).eval()
+    model = converted(copy.deepcopy(plain)).eval()
+    assert not isinstance(model.layers[0].self_attn.out_proj, f8.Float8Linear), "attention uses its weight alone"
+    assert isinstance(model.layers[0].linear1, f8.Float8Linear)
     x, mask = torch.randn(2, 4, 16), torch.zeros(2, 4, dtype=torch.bool)
     with torch.no_grad():
-        wanted, fast = model(x), model(x, src_key_padding_mask=mask)
-        exact = plain(x)
-    trained = model(x)
-    assert torch.allclose(wanted, trained, atol=1e-5), "the same numbers with and without gradients"
+        wanted, fast, exact = model(x), model(x, src_key_padding_mask=mask), plain(x)
+    assert torch.allclose(wanted, model(x), atol=1e-5), "the same numbers with and without gradients"
     assert torch.allclose(fast, wanted, atol=1e-5)
     assert not torch.allclose(exact, wanted, atol=1e-3), "and those of FP8"
     f8.unconvert(model)
     assert model.layers[0].activation_relu_or_gelu == plain.layers[0].activation_relu_or_gelu
     assert model.use_nested_tensor == plain.use_nested_tensor
-
-
-def change_dtype(rank, world_size, early):
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    wanted = copy.deepcopy(f8.unconvert(copy.deepcopy(model))).to(torch.bfloat16)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    x = torch.ones(2, 16)
-    if not early:
-        model(x)
-    model.to(torch.bfloat16)
-    try:
-        return float((model(x.bfloat16()) - wanted(x.bfloat16())).norm() / wanted(x.bfloat16()).norm())
-    except Fp8Error as error:
-        return str(error)
-
-
-@pytest.mark.distributed
-def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(run_ranks):
-    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took their bytes for another dtype."""
-    assert max(run_ranks(2, change_dtype, True)) < 0.1
-    for message in run_ranks(2, change_dtype, False):
-        assert message.startswith("0.weight became torch.bfloat16 after it was gathered as torch.float32")
 
 
 BORROWERS = {
@@ -300,17 +353,13 @@ class Borrowing(nn.Module):
         return BORROWERS[self.how](x, self.layer.weight)
 
 
-def borrow(rank, world_size, how):
-    model = f8.convert_to_float8_training(Borrowing(how))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model(torch.ones(2, 16)).sum().backward()
-    return {str(warning.message) for warning in caught}
+def borrow(rank, world_size):
+    for how in BORROWERS:
+        model = fully_shard(converted(Borrowing(how)), mesh=mesh_of())
+        with pytest.warns(UserWarning, match="outside of its layer"):
+            model(X).sum().backward()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", BORROWERS)
-def test_a_gathered_weight_that_is_multiplied_without_its_layer_is_said(run_ranks, how):
-    for messages in run_ranks(2, borrow, how):
-        assert any("outside of its layer" in message for message in messages)
+def test_a_gathered_weight_that_is_multiplied_without_its_layer_is_said(run_ranks):
+    run_ranks(2, borrow)

@@ -1,15 +1,12 @@
-"""FP8 communication alone: whose layers get which weights, the bytes on the wire, and what is refused."""
+"""FP8 communication alone: whose layers get which weights, what is chosen, and what is refused."""
 
 import gc
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
@@ -22,9 +19,11 @@ from tests.helpers.communicated_layers import (
     build,
     check_layers,
     decoded,
+    decoded_model,
     layers_of_others,
     shard,
 )
+from tests.helpers.fsdp_models import mesh_of
 
 pytestmark = pytest.mark.distributed
 
@@ -33,51 +32,6 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_layers_of_any_kind_compute_with_decoded_weights(run_ranks, ranks, kind):
     check_layers(run_ranks(ranks, layers_of_others, kind))
-
-
-# ---------------------------------------------------------------- bytes
-
-
-class Wide(nn.Module):
-    """A feed-forward block: 0.2 % of its parameters are in vectors."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 1376), nn.Linear(1376, 512)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def bytes_of_a_step(rank, ranks):
-    found = []
-    for compressed in (False, True):
-        model = nn.Sequential(*(Wide() for _ in range(2)))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for part in (*model, model):
-            fully_shard(part, mp_policy=policy)
-        if compressed:
-            f8.compress_communication(model)
-        with CollectiveCounter() as counter:
-            model(torch.randn(8, 512)).square().mean().backward()
-        assert {one.dtype for one in counter.seen} == {torch.uint8 if compressed else torch.bfloat16}
-        gathers = [one.nbytes * ranks for one in counter.of("all_gather")]
-        reduced = counter.nbytes("alltoall_base" if compressed else "reduce_scatter")
-        size = sum(p.numel() for p in model.parameters())
-        assert len(gathers) == 4, "both blocks, in the forward and in the backward"
-        found.append([sum(gathers[:2]) / size, sum(gathers[2:]) / size, reduced / size])
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_parameter_costs_one_byte_and_its_share_of_a_scale_each_way(run_ranks, ranks):
-    for wide, ours in run_ranks(ranks, bytes_of_a_step):
-        # shards are padded to whole rows
-        np.testing.assert_allclose(wide, 2, rtol=0.005)
-        assert ours[0] <= 1.04
-        assert ours[1] <= 1.04
-        assert ours[2] <= 1.06
-        assert min(ours) > 1.03, "one scale for 32 values, or of four bytes for 128"
 
 
 # ---------------------------------------------------------------- beside other things
@@ -118,44 +72,23 @@ def test_it_works_beside_fp8_layers_which_keep_their_gather(run_ranks, ranks):
 
 
 def lists_and_replicas(rank, ranks):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = build("plain")
-    reference = build("plain").bfloat16()
-    for own, weight in zip(reference.parameters(), build("plain").parameters(), strict=True):
-        own.data = decoded(weight)
+    mesh, model, x = mesh_of(2, 2), build("plain"), batch("plain", rank)
     fully_shard([model[0], model[1]], mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    plain = model[0].get_parameter("1.weight")
+    weight = model[0].get_parameter("1.weight")
     handle = f8.compress_communication(model)
-    y, expected = backward(model, batch("plain", rank)), reference(batch("plain", rank))
-    replicas = [torch.empty_like(plain.grad.to_local()) for _ in range(2)]
-    dist.all_gather(replicas, plain.grad.to_local(), group=mesh.get_group("replicate"))
+    assert torch.equal(backward(model, x), decoded_model("plain")(x))
+    replicas = [torch.empty_like(weight.grad.to_local()) for _ in range(2)]
+    dist.all_gather(replicas, weight.grad.to_local(), group=mesh.get_group("replicate"))
+    assert torch.equal(*replicas)
     handle.remove()
     with CollectiveCounter() as counter:
-        backward(model, batch("plain", rank))
-    dtypes = {one.dtype for one in counter.seen}
-    return torch.equal(y, expected), torch.equal(*replicas), dtypes == {torch.bfloat16, torch.float32}
+        backward(model, x)
+    assert {one.dtype for one in counter.seen} == {torch.bfloat16, torch.float32}
 
 
 def test_lists_of_modules_and_replicas_work_and_remove_brings_back_what_was_before(run_ranks):
-    assert run_ranks(4, lists_and_replicas) == [(True, True, True)] * 4
-
-
-def undone(rank, ranks):
-    results = []
-    for compress in (False, True):
-        model = shard(build("plain"))
-        if compress:
-            f8.compress_communication(model).remove()
-        y = backward(model, batch("plain", rank))
-        results.append((y, [p.grad.to_local() for p in model.parameters()]))
-    return results
-
-
-def test_without_it_everything_is_as_before(run_ranks):
-    for (y, gradients), (again, others) in run_ranks(2, undone):
-        assert torch.equal(y, again)
-        assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+    run_ranks(4, lists_and_replicas)
 
 
 # ---------------------------------------------------------------- what is chosen, and what it does
@@ -254,52 +187,65 @@ class OwnGather(torch.Tensor):
         raise AssertionError("never gathered here")
 
 
-def refusals(rank, ranks):
-    told = []
+def own_gather():
+    model = fully_shard(nn.Sequential(nn.Linear(32, 32, bias=False)))
+    model[0].weight._local_tensor = model[0].weight._local_tensor.as_subclass(OwnGather)
+    return model
 
-    def refused(function):
-        with pytest.raises((Fp8Error, Fp8UnsupportedError)) as raised:
-            function()
-        told.append(str(raised.value))
 
-    model = shard(build("plain"))
-    refused(lambda: f8.compress_communication(build("plain")))
-    refused(lambda: f8.compress_communication(model, gradients="FP8"))
-    refused(lambda: f8.compress_communication(model, weights=False, gradients=False))
-    refused(lambda: f8.compress_communication(model, parameters=["!*"]))
-    refused(lambda: f8.compress_communication(model, parameters=["*", "!*.weight", "*.weight"]))
-    own = nn.Sequential(nn.Linear(32, 32, bias=False))
-    fully_shard(own)
-    own[0].weight._local_tensor = own[0].weight._local_tensor.as_subclass(OwnGather)
-    refused(lambda: f8.compress_communication(own))
-    partly = fully_shard(nn.Sequential(nn.Linear(32, 32)), reshard_after_forward=2)
-    refused(lambda: f8.compress_communication(partly))
-    assert not any(w.gradient for each in (model, partly) for w in f8.float8_report(each).weights), "nothing changed"
-    f8.compress_communication(model)
-    refused(lambda: f8.compress_communication(model))
-    refused(lambda: f8.compress_communication(model, weights=False))
+def gradients_of(**settings):
+    return lambda model: f8.GradientCompression(**settings)
+
+
+def divided(model):
     for part in (*model, model):
         part.set_gradient_divide_factor(7.0)
-    refused(lambda: backward(model, batch("plain", rank)))
+    backward(model, batch("plain", 0))
+
+
+def compress(**options):
+    return lambda model: f8.compress_communication(model, **options)
+
+
+REFUSED = {
+    "Call fully_shard(model) first": lambda model: f8.compress_communication(build("plain")),
+    "or a GradientCompression, got 'FP8'": compress(gradients="FP8"),
+    "weights and gradients are both off": compress(weights=False, gradients=False),
+    "No matrix to compress": compress(parameters=["!*"]),
+    "contradict": compress(parameters=["*", "!*.weight", "*.weight"]),
+    "0.weight is a OwnGather, which brings a gather of its own": lambda model: f8.compress_communication(own_gather()),
+    "reshard_after_forward with an integer does not work": lambda model: f8.compress_communication(
+        fully_shard(nn.Sequential(nn.Linear(32, 32)), reshard_after_forward=2)
+    ),
+    "format": gradients_of(format="e3m4"),
+    "rounding": gradients_of(rounding="up"),
+    "seed": gradients_of(seed=2**32),
+}
+REFUSED_LATER = {
+    "compressed already": compress(),
+    "is compressed already": compress(weights=False),
+    "set_force_sum_reduction_for_comms": divided,
+}
+
+
+def refusals(rank, ranks):
+    model, told = shard(build("plain")), []
+    for calls in (REFUSED, REFUSED_LATER):
+        for call in calls.values():
+            with pytest.raises((Fp8Error, Fp8UnsupportedError)) as raised:
+                call(model)
+            told.append(str(raised.value))
+        if calls is REFUSED:
+            assert not any(weight.gradient for weight in f8.float8_report(model).weights), "nothing changed"
+            f8.compress_communication(model)
     return told
 
 
 def test_what_cannot_be_done_is_one_sentence_on_all_ranks(run_ranks):
     first, *others = run_ranks(4, refusals)
     assert others == [first] * 3
-    parts = (
-        "Call fully_shard(model) first",
-        "or a GradientCompression, got 'FP8'",
-        "weights and gradients are both off",
-        "No matrix to compress",
-        "contradict",
-        "0.weight is a OwnGather, which brings a gather of its own",
-        "reshard_after_forward with an integer does not work",
-        "compressed already",
-        "compressed already",
-        "set_force_sum_reduction_for_comms",
-    )
-    assert [part in text for part, text in zip(parts, first, strict=True)] == [True] * len(parts), first
+    words = [text.removeprefix("is ") for text in REFUSED | REFUSED_LATER]
+    assert [part for part, text in zip(words, first, strict=True) if part not in text] == [], first
 
 
 def held_by_tensors():

@@ -7,28 +7,49 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import fp8_common
 import fp8_torch_fsdp as f8
-from fp8_common.torch import casts
+from fp8_common.torch import amax_to_scale, casts
 from fp8_torch_fsdp.scales import sync
+from fp8_torch_fsdp.scales.delayed import delayed_scales
+from fp8_torch_fsdp.scales.stale import nan_if_stale
+from tests.helpers.fsdp_models import Experts, converted, seeded, shard, with_delayed
+from tests.helpers.fsdp_training import batch, loss_of, train, unlike, whole
 
 
 def layer(**delayed):
-    torch.manual_seed(0)
-    config = f8.Float8LinearConfig.from_recipe_name(
-        "tensorwise_delayed", delayed=f8.DelayedScalingConfig(**{"history_len": 3, **delayed})
-    )
-    return f8.convert_to_float8_training(nn.Linear(32, 16), config=config)
+    return converted(seeded(lambda: nn.Linear(24, 16)), "tensorwise_delayed", delayed=with_delayed(**delayed))
 
 
-def train_step(model, x, optimizer=None):
+class Stack(Experts):
+    """Two experts that share the rows of an input."""
+
+    def forward(self, x):
+        return super().forward(x, torch.tensor([3, len(x)]))
+
+    @property
+    def layouts(self):
+        return {Stack: f8.ExpertLayout(forward=Stack.forward, weights=self.names)}
+
+
+def stack(**delayed):
+    return converted(Stack(2, weight=(16, 24)), "tensorwise_delayed", delayed=with_delayed(**delayed))
+
+
+KINDS = pytest.mark.parametrize("make", [layer, stack])
+
+
+def step_of(model, x, optimizer=None):
     model(x).sum().backward()
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------- windows
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
@@ -40,7 +61,7 @@ def test_scales_follow_the_numpy_oracle(algo, margin, initial):
     window, scale = np.zeros(3, np.float32), np.float32(1)
     policy = model.config.input.policy
     for step in range(7):
-        x = torch.randn(8, 32) * 3.0**-step
+        x = batch(0, step) * 3.0**-step
         model(x).sum().backward()
         amax = fp8_common.amax(x.numpy())
         if step == 0 and initial == "dynamic":
@@ -57,147 +78,130 @@ def test_scales_follow_the_numpy_oracle(algo, margin, initial):
         optimizer.zero_grad()
 
 
-def test_first_step_of_dynamic_initialisation_equals_dynamic_scaling():
-    delayed = layer(initial="dynamic")
-    dynamic = f8.convert_to_float8_training(f8.unconvert(copy.deepcopy(delayed)))
-    x = torch.randn(8, 32)
-    for model in (delayed, dynamic):
-        train_step(model, x)
-    assert torch.equal(delayed(x), dynamic(x))
-    assert torch.equal(delayed.weight.grad, dynamic.weight.grad)
-
-
 def test_accumulation_and_recomputation_roll_once_per_step():
     plain, recomputed = layer(), layer()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, recomputed)]
-    for _ in range(4):
-        batches = [torch.randn(8, 32, requires_grad=True) for _ in range(3)]
-        for x in batches:
-            plain(x).sum().backward()
-            checkpoint(recomputed, x, use_reentrant=False).sum().backward()
-        for optimizer in optimizers:
+    for model, call in ((plain, plain), (recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=False))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            for micro in range(3):
+                call(batch(micro, step).requires_grad_()).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for model in (plain, recomputed):
-        f8.synchronize_scales(model)
-    for name in ("fp8_input", "fp8_weight", "fp8_grad_output"):
-        a, b = getattr(plain, name), getattr(recomputed, name)
-        assert torch.equal(a.history, b.history)
-        assert torch.equal(a.scale, b.scale)
+    assert unlike(whole(plain), whole(recomputed)) == []
     assert (plain.fp8_input.history > 0).all(), "four steps fill a window of three"
-    assert torch.equal(plain.weight.plain, recomputed.weight.plain)
 
 
-def test_evaluation_observes_nothing():
-    model = layer().eval()
-    model(torch.randn(8, 32) * 100)
+@KINDS
+def test_evaluation_observes_nothing_and_a_second_synchronization_changes_nothing(make):
+    model = make().eval()
+    model(batch(0))
     with torch.no_grad():
-        model.train()(torch.randn(8, 32) * 100)
-    assert model.fp8_input.observed == -1
+        model.train()(batch(0))
+    assert all((state.observed < 0).all() for state in delayed_scales(model))
     f8.synchronize_scales(model)
-    assert not model.fp8_input.ready
+    assert not any(state.ready.any() for state in delayed_scales(model))
+    step_of(model, batch(0))
+    assert unlike(whole(model), whole(model)) == []
 
 
-def test_a_second_synchronization_changes_nothing():
-    model = layer()
-    train_step(model, torch.randn(8, 32))
+@KINDS
+def test_an_unsynchronized_training_forward_raises(make):
+    model = make()
+    model._forward_pre_hooks.clear()  # those that synchronize: as parts of models are called
+    step_of(model, batch(0), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="synchronize_scales"):
+        model(batch(0))
+    model.eval()(batch(0))
     f8.synchronize_scales(model)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    f8.synchronize_scales(model)
-    for name, value in model.named_buffers():
-        assert torch.equal(value, before[name]), name
+    model.train()(batch(0))
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_nonfinite_amax_is_not_recorded_and_the_scale_recovers(bad):
+def test_an_amax_that_is_not_finite_is_not_recorded_and_hides_no_good_one(bad):
     model = layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    train_step(model, torch.ones(8, 32), optimizer)
-    x = torch.ones(8, 32)
-    x[0, 0] = bad
-    train_step(model, x, None)  # the step is skipped, as a gradient scaler would
-    model.weight.grad = model.bias.grad = None
-    train_step(model, torch.ones(8, 32) * 2, optimizer)
-    train_step(model, torch.ones(8, 32), optimizer)
-    assert model.fp8_input.history.isfinite().all()
-    assert model.fp8_input.history.max() == 2
-    assert model.fp8_input.scale == 224
-    assert model(torch.ones(8, 32)).isfinite().all()
-
-
-def test_an_unsynchronized_training_forward_raises():
-    model = nn.Sequential(layer())
-    layer_alone = model[0]
-    # the hook that synchronizes is on what was converted; take it away, as calling parts of a model would
-    layer_alone._forward_pre_hooks.clear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train_step(model, torch.randn(8, 32), optimizer)
-    with pytest.raises(RuntimeError, match="synchronize_scales"):
-        model(torch.randn(8, 32))
-    model.eval()(torch.randn(8, 32))
+    for value in (2.0, bad, 1.0):  # three micro-batches of a step
+        step_of(model, torch.full((8, 24), value))
     f8.synchronize_scales(model)
-    model.train()(torch.randn(8, 32))
+    assert model.fp8_input.history.tolist() == [2, 0, 0]
+    assert model.fp8_input.scale == 224
 
 
-def test_a_compiled_optimizer_is_captured_once_whatever_else_comes_and_goes():
-    torch._dynamo.reset()
-    graphs, others = CompileCounter(), []
-    model = layer()
+class ScaleOnAGpu(torch.Tensor):
+    """A scale on a CPU that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def test_a_stale_scale_is_nan_on_a_gpu_because_an_assertion_would_end_the_process():
+    scale = torch.tensor([1.0, 2.0]).as_subclass(ScaleOnAGpu)
+    assert nan_if_stale(scale, torch.tensor(False), "stale").tolist() == [1.0, 2.0]
+    assert nan_if_stale(scale, torch.tensor(True), "stale").isnan().all()
+
+
+@KINDS
+def test_state_survives_copies_and_round_trips_and_without_it_scales_start_anew(make):
+    model, other = make(), make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(optimizer.step, backend=graphs)
-    for step in range(4):
-        model(torch.randn(8, 32)).sum().backward()
-        assert not model.fp8_input.late
-        compiled()
-        assert model.fp8_input.late, "the step is noticed"
-        others = [layer() for _ in range(3 - step)]
-        f8.synchronize_scales(model)
-        optimizer.zero_grad()
-        assert graphs.frame_count == 1, f"after {len(others)} others were alive"
+    for step in range(3):
+        step_of(model, batch(0, step), optimizer)
+    f8.synchronize_scales(model)
+    names = {"weight", "bias"} if make is layer else {"weight"}
+    assert set(model.state_dict()) == names, "those of what was not converted"
+    copied = copy.deepcopy(model)
+    other.load_state_dict(model.state_dict())
+    f8.DelayedState(other).load_state_dict(f8.DelayedState(model).state_dict())
+    for twin in (copied, other):
+        assert torch.equal(twin(batch(9)), model(batch(9)))
+        pairs = zip(delayed_scales(twin), delayed_scales(model), strict=True)
+        assert all(torch.equal(a.scale, b.scale) and a is not b for a, b in pairs)
+    f8.DelayedState(other).load_state_dict({})
+    assert not any(state.ready.any() for state in delayed_scales(other))
+    assert torch.equal(other.weight.plain, model.weight.plain)
+    plain = f8.unconvert(model)
+    assert set(plain.state_dict()) == names
+    assert not list(plain.children())
 
 
-def test_state_survives_a_round_trip_and_without_it_scales_start_anew():
-    model, twin = layer(), layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        train_step(model, torch.randn(8, 32), optimizer)
-    assert set(model.state_dict()) == {"weight", "bias"}, "those of the unconverted layer"
-    state = f8.DelayedState(model).state_dict()
-    twin.load_state_dict(model.state_dict())
-    f8.DelayedState(twin).load_state_dict(state)
-    x = torch.randn(8, 32)
-    assert torch.equal(model(x), twin(x))
-    f8.DelayedState(twin).load_state_dict({})
-    assert not twin.fp8_input.ready
-    assert torch.equal(twin.weight.plain, model.weight.plain)
+def test_an_edited_stack_takes_the_scale_of_the_edited_expert_anew():
+    low = stack()
+    optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
+    for _ in range(2):
+        step_of(low, batch(0), optimizer)
+    with torch.no_grad():
+        low.weight.mul_(torch.tensor([8.0, 1.0])[:, None, None])
+    low(batch(0))
+    amax, state = low.weight.detach().abs().amax((1, 2)), low.fp8_weight_weight
+    used = state.current(amax, record=False)
+    assert torch.equal(used, torch.stack([amax_to_scale(amax, "e4m3")[0], state.scale[1]]))
 
 
 def test_meta_initialisation():
     with torch.device("meta"):
-        model = f8.convert_to_float8_training(nn.Linear(32, 16), recipe="tensorwise_delayed")
-    assert isinstance(model.weight, f8.ShardedFloat8Weight)
+        model = converted(nn.Linear(24, 16), "tensorwise_delayed")
     model.to_empty(device="cpu")
     for module in model.modules():
         module.reset_parameters()
     assert isinstance(model.weight, f8.ShardedFloat8Weight)
-    train_step(model, torch.randn(8, 32))
+    step_of(model, batch(0))
     assert model.fp8_input.observed >= 0
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_scales_are_float32_whatever_the_default_dtype_is(default):
+def test_scales_are_float32_whatever_the_default_dtype_is_and_the_model_becomes(default):
     torch.set_default_dtype(default)
     try:
-        model = f8.convert_to_float8_training(nn.Linear(32, 16).float(), recipe="tensorwise_delayed")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model = converted(nn.Linear(24, 16).float(), "tensorwise_delayed")
         for _ in range(2):
-            train_step(model, torch.full((8, 32), 1.1, dtype=torch.float32), optimizer)
+            step_of(model, torch.full((8, 24), 1.1, dtype=torch.float32))
         f8.synchronize_scales(model)
     finally:
         torch.set_default_dtype(torch.float32)
-    scale, amax = model.fp8_input.scale, torch.tensor(1.1)
+    scale = model.to(torch.bfloat16).fp8_input.scale
     assert (scale.dtype, model.fp8_input.history.dtype) == (torch.float32, torch.float32)
-    assert scale == torch.div(torch.tensor(448.0), amax)
+    assert scale == torch.div(torch.tensor(448.0), torch.tensor(1.1))
+
+
+# ---------------------------------------------------------------- zeros, and steps at other places
 
 
 class ZeroBranch(nn.Module):
@@ -205,8 +209,7 @@ class ZeroBranch(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.first, self.last = nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False)
         nn.init.zeros_(self.last.weight)
 
     def forward(self, x):
@@ -214,25 +217,24 @@ class ZeroBranch(nn.Module):
 
 
 def test_a_branch_that_starts_at_zero_learns_from_its_second_step_on():
-    model = f8.convert_to_float8_training(ZeroBranch(), recipe="tensorwise_delayed")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    seen = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        (model(torch.ones(8, 16)) * 1e-3).square().mean().backward()
-        seen.append(bool(model.first.weight.grad.any()))
-        optimizer.step()
+    model, seen = converted(seeded(ZeroBranch), "tensorwise_delayed"), []
+    train(
+        model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), before_step=lambda _: seen.append(gradient(model)) or 0
+    )
     assert seen == [False, True, True], "an amax of 0 says nothing about the scale of the next gradient"
     assert model.first.fp8_grad_output.ready
 
 
+def gradient(model):
+    return bool(model.first.weight.grad.any())
+
+
 def test_a_weight_that_is_edited_to_zero_takes_the_scale_of_its_next_values():
-    model = layer()
+    model, x = layer(), torch.ones(8, 24)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    x = torch.ones(8, 32)
-    train_step(model, x, optimizer)
+    step_of(model, x, optimizer)
     nn.init.zeros_(model.weight)
-    train_step(model, x, optimizer)
+    step_of(model, x, optimizer)
     assert (model(x) - model.bias).abs().min() > 0, "weights of 1e-4 are not 0 after the step"
 
 
@@ -241,7 +243,7 @@ class Recomputed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.layer, self.head = nn.Linear(24, 24), nn.Linear(24, 4)
 
     def forward(self, x):
         # both from the input: a step of the head's optimizer leaves what the layer's backward needs
@@ -249,11 +251,10 @@ class Recomputed(nn.Module):
 
 
 def test_a_step_before_the_backward_leaves_recomputation_alone():
-    torch.manual_seed(0)
-    model = f8.convert_to_float8_training(Recomputed(), recipe="tensorwise_delayed")
+    model = converted(seeded(Recomputed), "tensorwise_delayed")
     head = torch.optim.SGD(model.head.parameters(), lr=0.1)
     for _ in range(3):
-        recomputed, output = model(torch.ones(4, 16))
+        recomputed, output = model(torch.ones(4, 24))
         output.sum().backward()
         head.step()
         recomputed.sum().backward()
@@ -262,24 +263,35 @@ def test_a_step_before_the_backward_leaves_recomputation_alone():
     assert model.layer.fp8_input.history.count_nonzero() == 2
 
 
+# ---------------------------------------------------------------- compilers
+
+
+def test_a_compiled_optimizer_is_captured_once_whatever_else_comes_and_goes():
+    graphs, others, model = CompileCounter(), [], layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(optimizer.step, backend=graphs)
+    for step in range(4):
+        step_of(model, batch(0))
+        assert not model.fp8_input.late
+        compiled()
+        assert model.fp8_input.late, "the step is noticed"
+        others = [layer() for _ in range(3 - step)]
+        f8.synchronize_scales(model)
+        assert graphs.frame_count == 1, f"after {len(others)} others were alive"
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_dynamic_shapes_are_one_graph(recipe):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)), recipe=recipe)
-    counter = CompileCounter()
+    model, counter = converted(nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 16)), recipe), CompileCounter()
     compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
-    for rows in (16, 32, 48, 7):
-        x = torch.randn(rows, 32)
-        assert torch.equal(compiled(x), model(x))
+    for rows in (16, 48, 7):
+        assert torch.equal(compiled(batch(0, 0, (rows, 24))), model(batch(0, 0, (rows, 24))))
     assert counter.frame_count == 1
 
 
 def test_synchronization_in_a_compiled_step_breaks_the_graph_once():
-    torch._dynamo.reset()
-    model = nn.Sequential(layer())
+    model, counter = nn.Sequential(layer()), CompileCounter()
     f8.synchronize_scales(model)
-    counter = CompileCounter()
 
     @torch.compile(backend=counter)
     def after_step(x):
@@ -288,23 +300,19 @@ def test_synchronization_in_a_compiled_step_breaks_the_graph_once():
         return y + 1
 
     for step in range(3):
-        train_step(model, torch.full((8, 32), step + 1.0))
+        step_of(model, torch.full((8, 24), step + 1.0))
         after_step(torch.ones(4))
         assert model[0].fp8_input.history[0] == step + 1
     assert counter.frame_count == 2, "what is before and what is after"
 
 
+# ---------------------------------------------------------------- scales that are ready
+
+
 def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_step(monkeypatch):
     def trained():
-        model, losses = layer(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(6):
-            x = torch.linspace(-1, 1, 8 * 32).reshape(8, 32) * 2.0 ** (step % 3)
-            losses.append(model(x).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, torch.stack(losses)
+        model = layer()
+        return model, train(model, steps=6, inputs=lambda rank, step: batch(rank, step) * 2.0 ** (step % 3))
 
     settled, got = trained()
     assert settled.fp8_input.always_ready
@@ -312,31 +320,29 @@ def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_s
     monkeypatch.setattr(sync, "SETTLES_AFTER", 0)
     looked_at, want = trained()
     assert not looked_at.fp8_input.always_ready
-    assert torch.equal(got, want)
-    states = [f8.DelayedState(model).state_dict() for model in (settled, looked_at)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    assert got == want
+    assert unlike(whole(settled), whole(looked_at)) == []
     assert copy.deepcopy(settled).fp8_input.settled
     # a checkpoint may be of a model that was not trained
     f8.DelayedState(settled).load_state_dict(f8.DelayedState(layer()).state_dict())
     settled.load_state_dict(layer().state_dict())
     assert not settled.fp8_input.always_ready
-    assert torch.equal(settled(torch.ones(8, 32)), layer()(torch.ones(8, 32)))
+    assert torch.equal(settled(batch(0)), layer()(batch(0)))
 
 
 def test_settled_scales_are_observed_in_one_pass(monkeypatch):
-    model = layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        train_step(model, torch.ones(8, 32), optimizer)
-    model(torch.ones(8, 32))  # whose synchronization finds that the scales are ready
-    passes = []
-    cast = casts.quantize_with_amax
+    model, passes, read = layer(), [], []
+    train(model, steps=2)
+    model(batch(0))  # whose synchronization finds that the scales are ready
+    cast, amax = casts.quantize_with_amax, casts.amax
     monkeypatch.setattr(casts, "quantize_with_amax", lambda *x, **y: (passes.append(1), cast(*x, **y))[1])
-    read, amax = [], casts.amax
     monkeypatch.setattr(casts, "amax", lambda x: (read.append(x.shape), amax(x))[1])
-    train_step(model, torch.ones(8, 32))
+    step_of(model, batch(0))
     assert len(passes) == 2
-    assert read == [(16, 32)], "the weight alone, whose scale has to fit it"
+    assert read == [(16, 24)], "the weight alone, whose scale has to fit it"
+
+
+# ---------------------------------------------------------------- forwards that were left by an exception
 
 
 class Interrupted(Exception):
@@ -346,54 +352,49 @@ class Interrupted(Exception):
 class Fragile(nn.Module):
     """Raises after what came before it has observed its operands, if told to."""
 
+    breaks = False
+
     def forward(self, x):
         if self.breaks:
             raise Interrupted
         return x
 
 
-def losses_without_and_with_an_aborted_forward(at, sharded, recipe="tensorwise_delayed", accumulate=2):
+def losses_without_and_with_an_aborted_forward(at, recipe="tensorwise_delayed", place=lambda model: model):
     """Return the losses of a run, and of one in which a forward of a far larger batch was left by an exception."""
     found = []
     for aborted in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 32), Fragile(), nn.Linear(32, 16))
-        f8.convert_to_float8_training(model, config=f8.Float8LinearConfig.from_recipe_name(recipe))
-        model[1].breaks = False
-        if sharded:
-            for part in (model[0], model[2], model):
-                fully_shard(part)
+        model = place(converted(seeded(lambda: nn.Sequential(nn.Linear(24, 32), Fragile(), nn.Linear(32, 16))), recipe))
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for batch in range(6 * accumulate):
-            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(batch))
-            if aborted and batch == at:
+        for step in range(8):
+            if aborted and step == at:
                 model[1].breaks = True
                 with pytest.raises(Interrupted):
-                    model(x * 100)
+                    model(batch(0, step) * 100)
                 model[1].breaks = False
-                if sharded:
+                if isinstance(model, FSDPModule):
                     model.reset_iter_state()
-            loss = model(x).square().mean()
+            loss = loss_of(model, batch(0, step))
             loss.backward()
-            losses.append(loss.detach())
-            if batch % accumulate == accumulate - 1:
+            losses.append(loss.item())
+            if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        found.append(torch.stack(losses))
+        found.append(losses)
     return found
 
 
 @pytest.mark.parametrize("at", [0, 4, 5])
 def test_what_an_aborted_forward_observed_is_dropped(at):
-    without, with_ = losses_without_and_with_an_aborted_forward(at, sharded=False)
-    assert torch.equal(without, with_)
+    without, with_ = losses_without_and_with_an_aborted_forward(at)
+    assert without == with_
 
 
 def aborted_under_fsdp(rank, world_size):
     for recipe in ("tensorwise_delayed", "tensorwise", "rowwise"):
         for at in (0, 4):  # the first of two batches of a step: later, a reset loses the gradients of earlier ones
-            without, with_ = losses_without_and_with_an_aborted_forward(at, sharded=True, recipe=recipe)
-            assert torch.equal(without, with_), (recipe, at)
+            without, with_ = losses_without_and_with_an_aborted_forward(at, recipe, shard)
+            assert without == with_, (recipe, at)
 
 
 @pytest.mark.distributed

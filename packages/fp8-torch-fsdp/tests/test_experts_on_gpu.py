@@ -22,6 +22,9 @@ SIZES = {"uneven": [5, 0, 17, 40], "aligned": [16, 32, 0, 16], "one": [0, 0, 0, 
 BEHIND = 3
 """Rows of no expert."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_EACH = pytest.mark.parametrize(
+    ("recipe", "device"), [(NATIVE[1], "cpu"), *(pytest.param(r, "cuda", marks=pytest.mark.gpu) for r in NATIVE)]
+)
 
 
 class Experts(nn.Module):
@@ -85,8 +88,7 @@ def test_products_are_those_of_a_cpu(recipe, sizes, width, device):
         assert not found[0][sum(SIZES[sizes]) :].any(), "rows of no expert give zeros"
 
 
-@pytest.mark.parametrize("recipe", NATIVE)
-@pytest.mark.parametrize("device", DEVICES)
+@ON_EACH
 def test_compiled_experts_compute_what_eager_ones_do(recipe, device):
     eager, twin = experts_on(device, recipe), experts_on(device, recipe)
     # on a CPU the graphs are captured and not compiled
@@ -99,8 +101,7 @@ def test_compiled_experts_compute_what_eager_ones_do(recipe, device):
         close(got, want)
 
 
-@pytest.mark.parametrize("recipe", NATIVE)
-@pytest.mark.parametrize("device", DEVICES)
+@ON_EACH
 def test_the_host_does_not_wait_for_the_offsets(recipe, device):
     experts, (x, offsets) = experts_on(device, recipe), rows_on(device, SIZES["uneven"])
     results(experts, x, offsets)

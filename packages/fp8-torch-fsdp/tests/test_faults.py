@@ -14,36 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
+from tests.helpers.fsdp_models import DIM, RECIPES, Experts, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_training import adamw, batch, unlike, whole
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
 
-RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 
-
-def build(world_size, recipe, all_gather=True, reshard=True):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, 24))
-    gather = all_gather
-    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather)
-    f8.convert_to_float8_training(model, config=config)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(model, mesh=mesh)
-
-
-def batch(rank, step):
-    return torch.randn(16, 24, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def whole_weights(model):
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+def layers():
+    return nn.Sequential(nn.Linear(DIM, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, DIM))
 
 
 def fingerprint(tensors):
@@ -65,8 +48,8 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
 
     With `compressed` gradients it stops after the reduction of the last layer and before those of the others.
     """
-    model = build(world_size, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = shard(converted(seeded(layers), recipe))
+    optimizer = adamw(model.parameters())
     more = {"scales": f8.DelayedState(model)}
     if compressed:
         more["gradients"] = f8.compress_communication(model, weights=False)
@@ -97,7 +80,7 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
             state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             dcp.save(state | more, checkpoint_id=f"{folder}/{step + 1}")
             del state
-    return losses, fingerprint(whole_weights(model).values())
+    return losses, fingerprint(parameter.full_tensor() for parameter in model.parameters())
 
 
 def check_death(pool, tmp_path, recipe, death, compressed=False):
@@ -119,26 +102,24 @@ def check_death(pool, tmp_path, recipe, death, compressed=False):
         assert later_weights == weights
 
 
-@pytest.mark.timeout(900)
-def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, full):
-    """SIGSTOP is the slow death: the connection stays open, only the time-out of the collective ends the wait."""
-    cases = [("tensorwise_delayed", signal.SIGKILL)]
-    if full:
-        cases = [("tensorwise", signal.SIGSTOP), *((recipe, signal.SIGKILL) for recipe in RECIPES)]
-    for recipe, death in cases:
-        pool = RankPool(2, collective_timeout=20.0)
-        try:
-            check_death(pool, tmp_path, recipe, death)
-        finally:
-            pool.close()
+DEATHS = {
+    "killed in a backward": ("tensorwise_delayed", signal.SIGKILL, False),
+    # stochastic rounding's counter is saved: the resumed run has the bits of one that never broke
+    "killed between reductions of codes": ("tensorwise", signal.SIGKILL, True),
+    # the slow death: the connection stays open, only the time-out of the collective ends the wait
+    "stopped": ("tensorwise", signal.SIGSTOP, False),
+    **{f"killed in a backward, {recipe}": (recipe, signal.SIGKILL, False) for recipe in RECIPES[2:]},
+}
 
 
 @pytest.mark.timeout(900)
-def test_a_rank_that_dies_between_reductions_of_codes_is_an_error_and_the_run_resumes(tmp_path):
-    """With stochastic rounding, whose counter is saved: the resumed run has the bits of one that never broke."""
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, full, death):
+    if not full and death not in list(DEATHS)[:2]:
+        pytest.skip("takes a start of ranks or the time-out of a collective: run it with --full")
     pool = RankPool(2, collective_timeout=20.0)
     try:
-        check_death(pool, tmp_path, "tensorwise", signal.SIGKILL, compressed=True)
+        check_death(pool, tmp_path, *DEATHS[death])
     finally:
         pool.close()
 
@@ -146,26 +127,14 @@ def test_a_rank_that_dies_between_reductions_of_codes_is_an_error_and_the_run_re
 # ---------------------------------------------------------------- a rank whose input does not fit
 
 
-class Experts(nn.Module):
-    """Two experts of one layer, which keeps its features."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(2, 16, 16))
-
-
 def wrong_offsets(rank, world_size, folder):
     """Multiply by two sharded modules of experts; the last rank has offsets that fall, and its error ends it."""
-    layout = f8.ExpertLayout(forward=lambda own, x, offsets: own.grouped_product("up", x, offsets), weights=("up",))
-    layers = nn.ModuleList(Experts() for _ in range(2))
-    f8.convert_to_float8_training(layers, experts={Experts: layout})
-    for layer in layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+    stacks = nn.ModuleList(fully_shard(converted(Experts(2, up=(16, 16))), mesh=mesh_of()) for _ in range(2))
     x, offsets = torch.randn(8, 16), torch.tensor([8, 4] if rank == world_size - 1 else [4, 8])
     began = time.monotonic()
     try:
-        for layer in layers:
-            x = layer(x, offsets)
+        for stack in stacks:
+            x = stack(x, offsets)
     except Fp8Error as error:
         Path(folder, f"refused{rank}").write_text(str(error))
         os._exit(1)
@@ -188,6 +157,11 @@ def test_offsets_that_do_not_fit_on_one_rank_end_the_others_with_its_process(tmp
 # ---------------------------------------------------------------- NaN and infinity on one rank
 
 POISONED = 1  # the step
+PLACES = {
+    "weight": "0.weight/wire/nonfinite",
+    "activation": "0/input/nonfinite",
+    "gradient": "4/grad_output/nonfinite",
+}
 
 
 def poison_weight(model, rank, world_size, value):
@@ -202,12 +176,10 @@ def poison_weight(model, rank, world_size, value):
     return lambda: local.copy_(good)
 
 
-def poisoned_run(rank, world_size, recipe, all_gather, place, value):
+def poisoned_run(rank, world_size, recipe, gather, place, value):
     """Train; one step meets a bad value and, like with a gradient scaler, is skipped on all ranks."""
-    model = build(world_size, recipe, all_gather, reshard=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    results, prints, bad_entries, skipped = [], [], {}, []
-    monitor = f8.Float8Monitor(model)
+    model = shard(converted(seeded(layers), recipe, gather=gather), reshard_after_forward=False)
+    optimizer, monitor, outputs, entries, skipped = adamw(model.parameters()), f8.Float8Monitor(model), {}, {}, []
     for step in range(4):
         here = step == POISONED and rank == world_size - 1
         undo = poison_weight(model, rank, world_size, value) if step == POISONED and place == "weight" else None
@@ -215,16 +187,14 @@ def poisoned_run(rank, world_size, recipe, all_gather, place, value):
         if place == "activation" and here:
             x[2, 3] = value
         y = model(x)
-        prints.append(fingerprint(_gathered(model)))
         upstream = (y.detach() - 1) / y.numel()
         if place == "gradient" and here:
             upstream[2, 3] = value
         y.backward(upstream)
-        gradients = torch.stack([p.grad.to_local().isfinite().all() for p in model.parameters()])
-        finite = gradients.all().int()
+        finite = torch.tensor(int(all(p.grad.to_local().isfinite().all() for p in model.parameters())))
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         model.reshard()
-        bad_entries[step] = {k for k, v in monitor.collect().items() if k.endswith("/nonfinite") and v > 0}
+        entries[step] = {name for name, v in monitor.collect().items() if name.endswith("/nonfinite") and v > 0}
         if finite:
             optimizer.step()
         else:
@@ -233,48 +203,30 @@ def poisoned_run(rank, world_size, recipe, all_gather, place, value):
         if undo is not None:
             with torch.no_grad():
                 undo()
-        results.append(y.detach())
-    f8.synchronize_scales(model)
-    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in model.state_dict().items()}
-    return {**state, **dict(enumerate(results))}, prints, bad_entries, skipped
-
-
-def _gathered(model):
-    """Return what this rank computes with: codes and scales, or whole weights."""
-    for layer in model[::2]:
-        weight = layer.weight
-        yield from (weight.codes, weight.scale) if isinstance(weight, f8.GatheredWeight) else (weight,)
+        outputs[f"output {step}"] = y.detach()
+    return whole(model), outputs, entries, skipped
 
 
 def poison(rank, world_size, recipe, place, value):
     runs = [poisoned_run(rank, world_size, recipe, gather, place, value) for gather in (True, False)]
-    (low, prints, entries, skipped), (high, _, _, skipped_high) = runs
-    different = [name for name in high if not torch.allclose(low[name], high[name], rtol=0, atol=0, equal_nan=True)]
-    finite = all(bool(value.isfinite().all()) for name, value in low.items() if isinstance(name, str))
-    buffers = fingerprint(value for name, value in low.items() if isinstance(name, str))
-    observed = [int((value > 0).sum()) for name, value in low.items() if str(name).endswith("input.history")]
-    return different, finite, [*prints, buffers], entries, (skipped, skipped_high), observed
+    (state, outputs, entries, skipped), (other, others, _, skipped_high) = runs
+    assert unlike(state | outputs, other | others) == [], "the high-precision gather meets the same"
+    assert all(bool(v.isfinite().all()) for v in state.values()), "a skipped step leaves nothing behind"
+    assert skipped == skipped_high == [POISONED]
+    observed = {int((value > 0).sum()) for name, value in state.items() if name.endswith("input.history")}
+    assert observed == ({3} if recipe == "tensorwise_delayed" else set()), "it hides no good value from a history"
+    return entries, fingerprint(state.values())
 
 
 @pytest.mark.matrix(
     recipe=RECIPES,
-    place=["weight", "activation", "gradient"],
+    place=list(PLACES),
     value=[float("nan"), float("inf"), float("-inf")],
     world_size=[2, 3],
 )
 def test_a_bad_value_on_one_rank_gives_the_same_numbers_on_all(run_ranks, recipe, place, value, world_size):
     results = run_ranks(world_size, poison, recipe, place, value)
-    for different, finite, _, _, skipped, observed in results:
-        assert not different, "the high-precision gather meets the same"
-        assert finite, "a skipped step leaves neither weights nor scales behind"
-        assert skipped == ([POISONED], [POISONED])
-        assert set(observed) <= {3}, "a bad value hides no good one from a history"
-    assert len({tuple(prints) for _, _, prints, *_ in results}) == 1, "codes, scales and buffers"
-    entries = results[-1][3]
-    expected = {
-        "weight": "0.weight/wire/nonfinite",
-        "activation": "0/input/nonfinite",
-        "gradient": "4/grad_output/nonfinite",
-    }
-    assert expected[place] in entries[POISONED]
-    assert not any(entries[step] for step in entries if step != POISONED)
+    assert len({prints for _, prints in results}) == 1, "weights, scales and histories"
+    entries = results[-1][0]
+    assert PLACES[place] in entries.pop(POISONED)
+    assert not any(entries.values())

@@ -1,6 +1,7 @@
 """No configuration at all makes FP8 on the wire change a number: random ones, whose seed is printed."""
 
 import dataclasses
+import functools
 import itertools
 import secrets
 from typing import Any
@@ -10,15 +11,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import CANONICAL, POWER_OF_2
+from tests.helpers.fsdp_models import shard
+from tests.helpers.fsdp_rows import Row, both_gathers, compared
+from tests.helpers.fsdp_training import adamw, batch
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 3
 EXAMPLES = {"subset": 8, "full": 200}
 SUBSET_SEED = 3  # whose few examples hold every granularity on several ranks
 
@@ -76,52 +77,22 @@ RUNS = st.fixed_dictionaries(
 )
 
 
-def train(
-    rank: int, world_size: int, config: f8.Float8LinearConfig, run: dict[str, Any]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    layers = [nn.Linear(a, b, bias=run["bias"]) for a, b in itertools.pairwise(run["widths"])]
-    with torch.no_grad():
-        for layer in layers:  # rows of different sizes, or all row scales would be the same power of two
-            layer.weight.mul_(torch.exp2(torch.randint(-2, 3, (layer.out_features, 1))))
-    model = f8.convert_to_float8_training(nn.Sequential(*layers).to(run["dtype"]), config=config)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=run["reshard"])
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _, microbatch in itertools.product(range(STEPS), range(run["microbatches"])):
-        last = microbatch == run["microbatches"] - 1
-        model.set_requires_gradient_sync(last)
-        x = torch.randn(run["rows"], run["widths"][0], generator=generator).to(run["dtype"])
-        loss = (model(x).float() - 1).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    f8.synchronize_scales(model)
-    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
-    return losses, state
-
-
-def bits(losses: list[float]) -> list[str]:
-    return [loss.hex() for loss in losses]
-
-
 def compare(rank: int, world_size: int, config: f8.Float8LinearConfig, run: dict[str, Any]) -> list[str]:
     """Return what differs between the FP8 gather and the high-precision gather."""
-    plain = dataclasses.replace(config, all_gather=False)
-    (low, low_state), (high, high_state) = (train(rank, world_size, c, run) for c in (config, plain))
-    different = ["losses"] if bits(low) != bits(high) else []
-    different += sorted(low_state.keys() ^ high_state.keys())
-    for name in low_state.keys() & high_state.keys():
-        a, b = low_state[name], high_state[name]
-        if a.dtype != b.dtype or not torch.equal(torch.nan_to_num(a.float()), torch.nan_to_num(b.float())):
-            different.append(name)
-    return different
+
+    def make() -> nn.Module:
+        layers = [nn.Linear(a, b, bias=run["bias"]) for a, b in itertools.pairwise(run["widths"])]
+        for layer in layers:  # rows of different sizes, or all row scales would be the same power of two
+            layer.weight.data.mul_(torch.exp2(torch.randint(-2, 3, (layer.out_features, 1))))
+        return nn.Sequential(*layers).to(run["dtype"])
+
+    def inputs(rank: int, step: int) -> torch.Tensor:
+        return batch(rank, step, (run["rows"], run["widths"][0])).to(run["dtype"])
+
+    place = functools.partial(shard, reshard_after_forward=run["reshard"])
+    models = both_gathers(make, place, pad_inner_dim=config.pad_inner_dim)
+    row = Row(models, loop={"optimizer": adamw, "inputs": inputs, "microbatches": run["microbatches"]})
+    return compared(rank, row, config.recipe).different
 
 
 @pytest.mark.timeout(3600)

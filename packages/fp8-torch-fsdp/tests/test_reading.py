@@ -1,247 +1,245 @@
 """To read a weight changes nothing, whoever reads and when; and no rank waits for what another one alone did."""
 
 import copy
+import functools
 import io
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
+from fp8_common import Fp8Error
+from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_training import batch, loss_of, plain_twin
 
 pytestmark = pytest.mark.distributed
 
-ERRORS = (RuntimeError, ValueError)  # what an Fp8Error may be
-RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise"]
+
+def layers():
+    return nn.Sequential(nn.Linear(24, 10), nn.GELU(), nn.Linear(10, 8), nn.Linear(8, 6, bias=False))
 
 
-def build(world_size, recipe="tensorwise"):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 10), nn.GELU(), nn.Linear(10, 8), nn.Linear(8, 6, bias=False))
-    f8.convert_to_float8_training(model, recipe=recipe)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for layer in (model[0], model[2], model[3]):
-        # every one: state_dict() lets go of what FSDP2 keeps gathered of the root, on the rank that calls it alone
-        fully_shard(layer, mesh=mesh)
+def build(recipe="tensorwise"):
+    """Every layer is a group: state_dict() lets go of what FSDP2 keeps gathered of the root, on the rank that calls."""
+    model = converted(seeded(layers), recipe)
     model[3].weight.requires_grad_(False)
-    fully_shard(model, mesh=mesh)
+    shard(model)
     return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
 
 
-def save(model):
-    torch.save(model.state_dict(), io.BytesIO())
-
+# ---------------------------------------------------------------- reading
 
 READERS = {
     "state_dict": lambda model: model.state_dict(),
     "state_dict_with_vars": lambda model: model.state_dict(keep_vars=True),
     "copied_state_dict": lambda model: copy.deepcopy(model.state_dict()),
-    "saved_state_dict": save,
+    "saved_state_dict": lambda model: torch.save(model.state_dict(), io.BytesIO()),
     "repr": repr,
     "named_parameters": lambda model: [(n, p.shape, p.to_local().sum()) for n, p in model.named_parameters()],
     "data": lambda model: [p.data.to_local() for p in model.parameters() if hasattr(p, "to_local")],
     "values": lambda model: [v.to_local().detach().clone() for v in model.state_dict().values() if hasattr(v, "mesh")],
 }
-MOMENTS = ["before_forward", "before_backward", "in_window", "after_backward", "after_step", "after_precompute"]
+MOMENTS = ["before_backward", "in_window", "after_precompute", "before_forward", "after_backward", "after_step"]
 
 
-class Reader:
-    """Reads at one moment of a step, and keeps what it gets or lets it go."""
+def train(recipe, read=None, at=None, keep=False):
+    """Return losses, casts and all values of a run in which `read` reads at one moment of each step."""
+    (model, optimizer), losses, kept = build(recipe), [], None
 
-    def __init__(self, model, name, moment, keep):
-        self.model, self.name, self.moment, self.keep, self.kept = model, name, moment, keep, None
+    def here(moment):
+        nonlocal kept
+        if moment == at:
+            kept = read(model)
+            kept = kept if keep else None
 
-    def at(self, moment):
-        if moment == self.moment:
-            result = READERS[self.name](self.model)
-            self.kept = result if self.keep else None
-
-
-def train(world_size, recipe, reader_of):
-    model, optimizer = build(world_size, recipe)
-    reader = reader_of(model)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(3):
+    for step in range(3):
         for microbatch in range(2):
             model.set_requires_gradient_sync(microbatch == 1)
-            reader.at("before_forward")
-            loss = model(torch.randn(4, 16, generator=generator)).square().mean()
-            reader.at("before_backward")
+            here("before_forward")
+            loss = loss_of(model, batch(0, 2 * step + microbatch))
+            here("before_backward")
             loss.backward()
-            reader.at("after_backward" if microbatch else "in_window")
+            here("after_backward" if microbatch else "in_window")
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        reader.at("after_step")
+        here("after_step")
         f8.synchronize_scales(model)
-        reader.at("after_precompute")
+        here("after_precompute")
     return losses, f8.float8_report(model).casts
 
 
-def read_on_one_rank(rank, world_size, recipe, keep, names, moments):
-    """Return the readers and moments that changed losses or casts."""
-    alone = train(world_size, recipe, lambda model: Reader(model, None, None, False))
-    changed = []
-    for name in names:
-        for moment in moments:
-            where = moment if rank == 0 else None
-            result = train(world_size, recipe, lambda model, name=name, at=where: Reader(model, name, at, keep))
-            if result != alone:
-                changed.append((name, moment))
-    return changed
+def read_on_one_rank(rank, world_size, recipe, name, moments, keep):
+    """Return the moments at which reading on the first rank changed losses or casts."""
+    alone = train(recipe)
+    ours = [(moment, train(recipe, READERS[name], moment if rank == 0 else None, keep)) for moment in moments]
+    return [moment for moment, found in ours if found != alone]
 
 
-@pytest.mark.matrix("each", recipe=RECIPES, keep=[False, True])
-def test_reading_on_one_rank_changes_nothing(run_ranks, recipe, keep, full):
-    names = list(READERS) if full else ["state_dict", "data"]
-    moments = MOMENTS if full else ["before_backward", "in_window", "after_precompute"]
-    assert run_ranks(2, read_on_one_rank, recipe, keep, names, moments) == [[], []]
+@pytest.mark.matrix(
+    "each", name=list(READERS), recipe=["tensorwise_delayed", "rowwise", "tensorwise"], keep=[True, False]
+)
+def test_reading_on_one_rank_changes_nothing(run_ranks, name, recipe, keep, full):
+    moments = MOMENTS if full or name in ("state_dict", "data") else MOMENTS[:1]
+    assert run_ranks(2, read_on_one_rank, recipe, name, moments, keep) == [[], []]
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_every_way_to_read_leaves_the_other_ranks_alone(run_ranks, name):
-    assert run_ranks(2, read_on_one_rank, "tensorwise_delayed", False, [name], ["before_backward"]) == [[], []]
+# ---------------------------------------------------------------- what one rank does, and what moments allow
 
 
-def skip_with_late_flag(rank, world_size):
-    """The gradient synchronization flag is set between forward and backward, and rank 0 skips its second step."""
-    model, optimizer = build(world_size)
+def right(model):
+    """Whether a forward is that of the present values."""
+    with torch.no_grad():
+        return torch.equal(model(batch(7)), plain_twin(model, layers)(batch(7)))
+
+
+def skip(rank, *, late=False, unshard=False):
+    """Rank 0 skips its second step. `late`: the flag is set after the forward; `unshard`: gathers start before it."""
+    model, optimizer = build()
     for step in range(3):
-        for microbatch in range(2):
-            loss = model(torch.ones(4, 16)).sum()
-            model.set_requires_gradient_sync(microbatch == 1)
+        for last in (False, True):
+            if unshard:
+                model.unshard()
+            model.set_requires_gradient_sync(last and not late)
+            loss = loss_of(model, batch(0))
+            model.set_requires_gradient_sync(last)
             loss.backward()
-            model.set_requires_gradient_sync(False)
         if not (rank == 0 and step == 1):
             optimizer.step()
         optimizer.zero_grad()
-    return compare(model)
-
-
-def skip_and_unshard(rank, world_size):
-    """The next gathers are started before the forward, and rank 0 skips its second step."""
-    model, optimizer = build(world_size)
-    for step in range(3):
+    if unshard:
         model.unshard()
-        model(torch.ones(4, 16)).sum().backward()
-        if not (rank == 0 and step == 1):
-            optimizer.step()
-        optimizer.zero_grad()
-    model.unshard()
-    return compare(model)
+    return right(model)
 
 
-def skip_and_call_a_part(rank, world_size):
-    """A part of the model is called alone after rank 0 has skipped a step."""
-    model, optimizer = build(world_size)
-    model(torch.ones(4, 16)).sum().backward()
+def skip_and_call_a_part(rank):
+    model, optimizer = build()
+    loss_of(model, batch(0)).backward()
     if rank:
         optimizer.step()
-    optimizer.zero_grad()
-    twin = plain(model)
     with torch.no_grad():
-        return torch.equal(model[0](torch.ones(4, 16)), twin[0](torch.ones(4, 16)))
+        return torch.equal(model[0](batch(7)), plain_twin(model, layers)[0](batch(7)))
 
 
-def step_between_forward_and_backward(rank, world_size):
-    """Another forward's gradients are stepped before the backward, on all ranks but one."""
-    model, optimizer = build(world_size)
-    loss = model(torch.ones(4, 16)).sum()
-    model(torch.ones(4, 16)).sum().backward()
+def step_between_forward_and_backward(rank):
+    model, optimizer = build()
+    loss = loss_of(model, batch(0))
+    loss_of(model, batch(1)).backward()
     if rank:
         optimizer.step()
     loss.backward()
     optimizer.step()
-    return compare(model)
+    return right(model)
 
 
-def plain(model):
-    """Return an unsharded model of the same values."""
-    twin = nn.Sequential(nn.Linear(16, 10), nn.GELU(), nn.Linear(10, 8), nn.Linear(8, 6, bias=False))
-    twin.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-    return f8.convert_to_float8_training(twin, recipe="tensorwise")
-
-
-def compare(model):
-    twin, x = plain(model), torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        return torch.equal(model(x), twin(x))
-
-
-@pytest.mark.parametrize(
-    "program", [skip_with_late_flag, skip_and_unshard, skip_and_call_a_part, step_between_forward_and_backward]
-)
-def test_a_rank_that_skips_a_step_leaves_nobody_waiting(run_ranks, program):
-    assert all(run_ranks(2, program))
-
-
-def write_in_the_forward(rank, world_size, factor):
-    model, _ = build(world_size)
-    x = torch.ones(4, 16)
-    model(x)
-
-    def scale(module, args):
-        with torch.no_grad():
-            model[2].weight.mul_(factor)
-
-    handle = model[0].register_forward_pre_hook(scale, prepend=True)
-    try:
-        with torch.no_grad():
-            output = model(x)
-    except ERRORS as error:
-        return str(error)
-    handle.remove()
-    return torch.allclose(output, plain(model)(x), rtol=0.05, atol=0.05)
-
-
-def test_a_write_inside_of_the_forward_is_gathered_where_it_fits_its_scale(run_ranks):
-    assert run_ranks(2, write_in_the_forward, 0.5) == [True, True]
-    messages = run_ranks(2, write_in_the_forward, 4.0)
-    assert messages[0] == messages[1]
-    assert "2.weight was changed inside of the forward" in messages[0]
-
-
-def edit_in_a_window(rank, world_size, ranks):
-    model, _ = build(world_size)
-    x = torch.ones(4, 16)
+def edit_in_a_window(rank):
+    model, _ = build()
     model.set_requires_gradient_sync(False)
-    for _ in range(2):
-        model(x).sum().backward()
-    if rank in ranks:
+    for step in range(2):
+        loss_of(model, batch(0, step)).backward()
+    if rank:
         with torch.no_grad():
             model[0].weight.mul_(8)
-    return compare(model)
+    return right(model)
 
 
-def edit_of_gathered_rows(rank, world_size):
+@torch.no_grad()
+def edit_what_the_root_keeps(rank, *, explicit=False):
+    """FSDP2 keeps the root's weights gathered after an evaluation."""
+    model = fully_shard(converted(seeded(layers)), mesh=mesh_of())
+    model(batch(0))
+    for value in model.state_dict().values():
+        value.to_local().mul_(100)
+    if explicit:
+        f8.synchronize_scales(model)
+    report = f8.float8_report(model)
+    assert (report.casts, report.reductions) == ((6, 2) if explicit else (3, 1))
+    return right(model)
+
+
+@torch.no_grad()
+def write_in_the_forward(factor):
+    model, _ = build()
+    model(batch(0))
+
+    def write(layer, args):
+        model[2].weight.mul_(factor)
+
+    handle = model[0].register_forward_pre_hook(write, prepend=True)
+    y = model(batch(0))
+    handle.remove()
+    return model, y
+
+
+def write_what_fits(rank):
+    model, y = write_in_the_forward(0.5)
+    return torch.allclose(y, plain_twin(model, layers)(batch(0)), rtol=0.05, atol=0.05)
+
+
+def write_what_does_not_fit(rank):
+    with pytest.raises((RuntimeError, ValueError), match=r"2\.weight was changed inside of the forward"):
+        write_in_the_forward(4.0)
+    return True
+
+
+def edit_of_gathered_rows(rank):
     """FSDP2 keeps weights gathered over an accumulation window, inside of which one rank writes to its rows."""
-    model, optimizer = build(world_size, "rowwise")
+    model, optimizer = build("rowwise")
     own = optimizer.param_groups[0]["params"][0]  # the model's are gathered
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
-    x = torch.ones(4, 16)
-    before = model(x)
+    before = model(batch(0))
     before.sum().backward()
     if rank:
         with torch.no_grad():
             own.mul_(8)
-    kept = torch.equal(model(x), before)
+    kept = torch.equal(model(batch(0)), before)
     model.set_requires_gradient_sync(True)
     model.set_reshard_after_backward(True)
-    return kept, not torch.equal(model(x), before)
+    return kept and not torch.equal(model(batch(0)), before)
 
 
-def test_weights_that_are_told_to_stay_gathered_stay_so_until_told_otherwise(run_ranks):
-    assert run_ranks(2, edit_of_gathered_rows) == [(True, True)] * 2
+PROGRAMS = {
+    "a rank skips a step, the gradient flag is set between forward and backward": functools.partial(skip, late=True),
+    "a rank skips a step, the next gathers are started before the forward": functools.partial(skip, unshard=True),
+    "a rank skips a step, and a part of the model is called alone": skip_and_call_a_part,
+    "all ranks but one step between another forward and its backward": step_between_forward_and_backward,
+    "one rank edits in an accumulation window": edit_in_a_window,
+    "weights that the root keeps gathered are gathered again after an edit": edit_what_the_root_keeps,
+    "an explicit synchronization sees edits of weights that are gathered": functools.partial(
+        edit_what_the_root_keeps, explicit=True
+    ),
+    "a write inside of the forward is gathered where it fits its scale": write_what_fits,
+    "a write inside of the forward that does not fit is refused on all ranks": write_what_does_not_fit,
+    "weights that are told to stay gathered stay so until told otherwise": edit_of_gathered_rows,
+}
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=str)
-def test_an_edit_in_an_accumulation_window_is_seen(run_ranks, ranks):
-    assert run_ranks(2, edit_in_a_window, ranks) == [True, True]
+def run_program(rank, world_size, name):
+    return PROGRAMS[name](rank)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nobody_waits_and_nothing_is_stale_when(run_ranks, name):
+    assert run_ranks(2, run_program, name) == [True, True]
+
+
+def reshard_to_an_integer(rank, world_size):
+    model = converted(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)))
+    fully_shard(model[0], mesh=mesh_of(), reshard_after_forward=2)
+    fully_shard(model, mesh=mesh_of())
+    with pytest.raises(Fp8Error, match="HSDP") as raised:
+        model(torch.randn(4, 16))
+    return str(raised.value)
+
+
+def test_resharding_to_part_of_the_mesh_is_refused_on_all_ranks(run_ranks):
+    messages = run_ranks(4, reshard_to_an_integer)
+    assert len(set(messages)) == 1
+    assert "0.weight" in messages[0]
 
 
 class NumbersRead(TorchDispatchMode):
@@ -255,9 +253,9 @@ class NumbersRead(TorchDispatchMode):
 
 
 def collect_once(rank, world_size):
-    model, _ = build(world_size)
+    model, _ = build()
     monitor = f8.Float8Monitor(model)
-    model(torch.ones(2, 16)).sum().backward()
+    loss_of(model, batch(0)).backward()
     with NumbersRead() as numbers:
         collected = monitor.collect()
     return numbers.count, {name for name in collected if name.startswith("0")}

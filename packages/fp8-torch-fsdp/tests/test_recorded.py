@@ -1,8 +1,9 @@
 """Ten steps of every recipe have the bits, and the collectives, that they had when they were recorded.
 
-The record stands in `recorded/ten_steps.json`: hashes of what each rank computed. It was written before the scales of
-weights were computed in every forward, and is the measure of every change since. To write it anew, where a change of
-numbers is meant:
+The record stands in `recorded/ten_steps.json`: hashes of what each rank computed. Its numbers were
+written before the scales of weights were computed in every forward, and are the measure of every change since. Its
+collectives were decided later: codes alone in gathers, and one all-reduce in a step, of an int32 for each scale, for
+each delayed one, and for whether windows roll. To write it anew, where a change of numbers is meant:
 
     FP8_WRITE_RECORD=1 pytest packages/fp8-torch-fsdp/tests/test_recorded.py --full
 
@@ -23,21 +24,13 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
 from tests.helpers.collectives import CollectiveCounter
+from tests.helpers.fsdp_models import RECIPES, seeded
 
 pytestmark = pytest.mark.distributed
 
 RECORD = Path(__file__).parent / "recorded" / "ten_steps.json"
-RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 MODES = ("eager", "compiled_block", "traceable")
 STEPS = 10
-ALL_REDUCE = {
-    "tensorwise": [1, 4 * 7],
-    "tensorwise_delayed": [1, 4 * (7 + 3 * 7 + 1)],
-    "rowwise": [1, 4 * 592],
-    "rowwise_with_gw_hp": [1, 4 * 592],
-    "blockwise": [1, 4 * 22],
-}
-"""Bytes of the one all-reduce of a step: int32 for each scale and each delayed one, and whether windows roll."""
 
 
 class Block(nn.Module):
@@ -69,8 +62,7 @@ class Model(nn.Module):
 
 
 def build(recipe: str | None, mode: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = Model()
+    model = seeded(Model)
     if recipe is None:
         return model
     # with `head` of its default name left as it is, whatever is left by default later
@@ -129,6 +121,11 @@ def ten_steps(rank: int, world_size: int, recipe: str | None, mode: str) -> dict
     return found | {name: digest(*all_of) for name, all_of in gathered.items() if all_of}
 
 
+@pytest.fixture(scope="module")
+def without_fp8(run_ranks) -> str:
+    return run_ranks(1, ten_steps, None, "eager")[0]["losses"]
+
+
 def recorded() -> dict:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
@@ -139,30 +136,14 @@ def write(found: dict) -> None:
     RECORD.write_text("{\n" + ",\n".join(cells) + "\n}\n")
 
 
-def as_decided(recipe: str, world_size: int, mode: str) -> list[dict]:
-    """Return a recorded cell with the collectives that were changed on purpose; no bit of a number was.
-
-    Delayed scaling agrees once in a step, before the forward, and no longer after the backward. No flags travel that
-    tell who wrote to a weight. Scales of rows are agreed on with all others, and do not travel beside the codes: every
-    recipe gathers what "tensorwise" gathers.
-    """
-    cell, codes = recorded()[f"{recipe}/{world_size}/{mode}"], recorded()[f"tensorwise/{world_size}/{mode}"]
-    changed = [] if world_size == 1 or mode == "compiled_block" else ["all_gather", "all_reduce"]
-    for own, gathers in zip(cell, codes, strict=True):
-        for kind in changed:
-            own["collectives"][kind] = ALL_REDUCE[recipe] if kind == "all_reduce" else gathers["collectives"][kind]
-    return cell
-
-
 @pytest.mark.matrix("each", mode=list(MODES), recipe=list(RECIPES), world_size=[2, 3, 1])
-def test_ten_steps_are_those_recorded(run_ranks, recipe, world_size, mode):
+def test_ten_steps_are_those_recorded(run_ranks, without_fp8, recipe, world_size, mode):
     found = run_ranks(world_size, ten_steps, recipe, mode, timeout=170.0)
-    (alone,) = run_ranks(1, ten_steps, None, "eager")
     key = f"{recipe}/{world_size}/{mode}"
     if os.environ.get("FP8_WRITE_RECORD"):
-        write(recorded() | {"float32": alone["losses"], key: found})
+        write(recorded() | {"float32": without_fp8, key: found})
         return
-    if alone["losses"] != recorded()["float32"]:
+    if without_fp8 != recorded()["float32"]:
         pytest.skip("float32 matmuls of this machine or this torch have other bits than those of the record")
-    for now, before in zip(found, as_decided(recipe, world_size, mode), strict=True):
+    for now, before in zip(found, recorded()[key], strict=True):
         assert now == before

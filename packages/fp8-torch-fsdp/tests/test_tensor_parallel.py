@@ -1,11 +1,12 @@
-"""Tensor parallelism: one scale over both meshes, FP8 on every gather, and the same numbers with and without FSDP2."""
+"""Tensor parallelism: one scale over both meshes, FP8 on every gather, and the same numbers whatever is done first."""
+
+import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -17,12 +18,11 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch import dequantize_mx, quantize_mx
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.whole_states import unlike, whole
+from tests.helpers.fsdp_models import DIM, RECIPES, Block, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_rows import Row, both_gathers, check, compared
+from tests.helpers.fsdp_training import batch, train
 
 pytestmark = pytest.mark.distributed
-
-DIM, HIDDEN, BATCH, SEQUENCE = 24, 40, 2, 8
-RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 
 
 class Attention(nn.Module):
@@ -37,148 +37,172 @@ class Attention(nn.Module):
         return self.out(torch.sigmoid(self.q(x)) * self.v(x))
 
 
-class Block(nn.Module):
+class Transformer(Block):
+    """An attention, then the feed-forward block."""
+
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.before, self.attention = nn.LayerNorm(DIM), Attention()
 
     def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return super().forward(x + self.attention(self.before(x)))
+
+
+FEED_FORWARD = {"up": f8.Float8ColwiseParallel, "down": f8.Float8RowwiseParallel}
+
+
+def whole_plan():
+    """Activations between the layers are whole on every rank."""
+    columns = dict.fromkeys(("attention.q", "attention.v", "up"), f8.Float8ColwiseParallel)
+    rows = dict.fromkeys(("attention.out", "down"), f8.Float8RowwiseParallel)
+    return {name: style() for name, style in (columns | rows).items()}
 
 
 def sequence_plan():
     """Activations between the layers are cut along the sequence."""
-    return {
-        "norm1": SequenceParallel(use_local_output=True),
-        "norm2": SequenceParallel(use_local_output=True),
+    return whole_plan() | {
+        "before": SequenceParallel(use_local_output=True),
+        "norm": SequenceParallel(use_local_output=True),
         "attention": f8.PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "attention.q": f8.Float8ColwiseParallel(),
-        "attention.v": f8.Float8ColwiseParallel(),
         "attention.out": f8.Float8RowwiseParallel(output_layouts=Shard(1)),
         "up": f8.Float8ColwiseParallel(input_layouts=Shard(1)),
         "down": f8.Float8RowwiseParallel(output_layouts=Shard(1)),
     }
 
 
-def whole_plan():
-    """Activations between the layers are whole on every rank."""
-    return {
-        "attention.q": f8.Float8ColwiseParallel(),
-        "attention.v": f8.Float8ColwiseParallel(),
-        "attention.out": f8.Float8RowwiseParallel(),
-        "up": f8.Float8ColwiseParallel(),
-        "down": f8.Float8RowwiseParallel(),
-    }
-
-
 PLANS = {"sequence": sequence_plan, "whole": whole_plan}
 
 
-def blocks(recipe, all_gather=True, layers=1):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(layers)))
-    config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=all_gather)
-    return f8.convert_to_float8_training(model, config=config)
+def transformer():
+    return nn.Sequential(Transformer())
+
+
+def meshes(dp, tp):
+    return mesh_of(dp, tp, names=("dp", "tp"))
 
 
 def parallel(model, mesh, plan, fsdp=True, **options):
     for block in model:
         parallelize_module(block, mesh["tp"], PLANS[plan]())
-        if fsdp:
-            fully_shard(block, mesh=mesh["dp"], **options)
-    return fully_shard(model, mesh=mesh["dp"], **options) if fsdp else model
+    return shard(model, mesh["dp"], **options) if fsdp else model
 
 
-def mesh_of(dp, tp):
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+def sequences(rank, step, tp, plan):
+    """Return what FSDP2's ranks differ in, or this rank's part of it along the sequence."""
+    x = batch(rank // tp, step, (2, 8, DIM))
+    return x.chunk(tp, 1)[rank % tp] if plan == "sequence" else x
 
 
-def batch(step, dp_rank, mesh, plan):
-    generator = torch.Generator().manual_seed(100 * step + dp_rank)
-    x = torch.randn(BATCH, SEQUENCE, DIM, generator=generator)
-    return x.chunk(mesh["tp"].size(), 1)[mesh["tp"].get_local_rank()] if plan == "sequence" else x
+# ---------------------------------------------------------------- two models that train alike
 
 
-def train(model, mesh, plan, steps=3, after_step=None):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        y = model(batch(0, mesh["dp"].get_local_rank(), mesh, plan))
-        (loss := (y - 1).square().sum() / (BATCH * SEQUENCE * DIM)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if after_step is not None:
-            after_step(model)
-        losses.append(loss.item())
-    return losses
+def gathers_row(dp, plan, reshard):
+    def place(model):
+        return parallel(model, meshes(dp, 2), plan, reshard_after_forward=reshard)
+
+    def reductions(recipe):
+        # scales of rows that tensor parallelism cuts whole concern the ranks of FSDP2 alone: a group of their own;
+        # blocks belong to one rank's part
+        return (2 if recipe.startswith("rowwise") and dp > 1 else 1) if recipe != "blockwise" or dp > 1 else 0
+
+    inputs = functools.partial(sequences, tp=2, plan=plan)
+    return Row(both_gathers(transformer, place), 2 * dp, casts=5, reductions=reductions, loop={"inputs": inputs})
 
 
-# ---------------------------------------------------------------- what the gather changes: nothing
+def run_gathers(rank, world_size, recipe, *row):
+    return compared(rank, gathers_row(*row), recipe)
 
 
-def compare_gathers(rank, world_size, dp, recipe, plan, options):
-    mesh = mesh_of(dp, world_size // dp)
-    low, high = (parallel(blocks(recipe, gather), mesh, plan, **options) for gather in (True, False))
-    losses = train(low, mesh, plan), train(high, mesh, plan)
-    counts = f8.float8_report(low).casts, f8.float8_report(low).reductions
-    return losses, unlike(whole(low), whole(high)), *counts
+@pytest.mark.matrix(recipe=RECIPES, dp=[2, 1], plan=list(PLANS), reshard=[True, False])
+def test_fp8_gather_equals_a_high_precision_gather(run_ranks, recipe, dp, plan, reshard):
+    row = dp, plan, reshard
+    check(gathers_row(*row), recipe, run_ranks(2 * dp, run_gathers, recipe, *row))
 
 
-@pytest.mark.matrix(recipe=RECIPES, plan=list(PLANS), dp=[1, 2], reshard=[True, False])
-def test_fp8_gather_equals_a_high_precision_gather(run_ranks, recipe, plan, dp, reshard):
-    results = run_ranks(2 * dp, compare_gathers, dp, recipe, plan, {"reshard_after_forward": reshard})
-    for (low, high), different, casts, reductions in results:
-        assert low == high
-        assert low[-1] < low[0]
-        assert not different
-        assert casts == 5 * 3, "one cast per weight and step"
-        # scales of row-parallel weights are agreed on by row-wise recipes too; blocks belong to one rank's part
-        # delayed scaling combines what it saw when a backward ends, too
-        # scales of rows that tensor parallelism cuts whole concern the ranks of FSDP2 alone: a group of their own
-        per_step = 2 if recipe.startswith("rowwise") and dp > 1 else 1
-        assert reductions == (3 * per_step if recipe != "blockwise" or dp > 1 else 0)
-
-
-def compare_with_tp_alone(rank, world_size, recipe, plan):
+def without_fsdp(plan):
     """Every group of tensor-parallel ranks gets the same batch: FSDP2 then averages equal gradients."""
-    mesh = mesh_of(2, world_size // 2)
-    sharded = parallel(blocks(recipe), mesh, plan)
-    alone = parallel(blocks(recipe), mesh, plan, fsdp=False)
-    results = []
-    for model in (sharded, alone):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(3):
-            y = model(batch(step, 0, mesh, plan))
-            (loss := (y - 1).square().sum() / (BATCH * SEQUENCE * DIM)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append((losses, whole(model)))
-    (losses, weights), (losses_alone, weights_alone) = results
-    return losses, losses_alone, unlike(weights, weights_alone)
+
+    def models(recipe):
+        return [
+            parallel(converted(seeded(transformer), recipe), meshes(2, 2), plan, fsdp=fsdp) for fsdp in (True, False)
+        ]
+
+    return Row(models, loop={"inputs": lambda rank, step: sequences(rank % 2, step, 2, plan)}, ranks=4)
 
 
-@pytest.mark.matrix("each", recipe=RECIPES, plan=list(PLANS))
-def test_equals_the_same_layout_without_fsdp(run_ranks, recipe, plan):
-    for losses, alone, different in run_ranks(4, compare_with_tp_alone, recipe, plan):
-        assert losses == alone
-        assert not different
+def wrapped_forward(layer, inside, outside):
+    """Put a function around the forward of a layer, as Transformers and torchtitan do."""
+    forward = layer.forward
+    layer.forward = lambda x: outside(forward(inside(x)))
+
+
+def distribute(block, mesh, way):
+    if way == "torch":
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return
+    for layer, cut, bias_cut in ((block.up, Shard(0), Shard(0)), (block.down, Shard(1), Replicate())):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [cut]))
+        if layer.bias is not None:
+            layer.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [bias_cut]))
+    local = functools.partial(DTensor.from_local, device_mesh=mesh, run_check=False)
+    wrapped_forward(block.up, lambda x: local(x, placements=[Replicate()]), lambda y: y.to_local())
+    wrapped_forward(
+        block.down,
+        lambda x: local(x, placements=[Shard(x.ndim - 1)]),
+        lambda y: y.redistribute(placements=[Replicate()]).to_local(),
+    )
+
+
+def distributed_first(way, dp, bias=False):
+    """Convert after the distribution by `way`, and before that by this package's styles; then FSDP2 over the rest."""
+
+    def models(recipe):
+        mesh = meshes(dp, 2)
+        later, first = (seeded(lambda: nn.Sequential(Block(bias=bias), Block(bias=bias))) for _ in range(2))
+        for block in later:
+            distribute(block, mesh["tp"], way)
+        before = [(name, p.placements) for name, p in later.named_parameters() if isinstance(p, DTensor)]
+        converted(later, recipe)
+        assert [(name, p.placements) for name, p in later.named_parameters() if isinstance(p, DTensor)] == before
+        converted(first, recipe)
+        for block in first:
+            parallelize_module(block, mesh["tp"], {name: style() for name, style in FEED_FORWARD.items()})
+        if dp > 1:
+            later, first = shard(later, mesh["dp"]), shard(first, mesh["dp"])
+        report = f8.float8_report(later)
+        assert min(report.converted, report.gathered) > 0.9
+        return later, first
+
+    return Row(models, loop={"inputs": lambda rank, step: batch(rank // 2, step, (2, 8, DIM))}, ranks=2 * dp)
+
+
+ORDERS = {
+    "the same layout without FSDP2, sequences whole": without_fsdp("whole"),
+    "the same layout without FSDP2, sequences cut": without_fsdp("sequence"),
+    "converted after parallelize_module": distributed_first("torch", 1, bias=True),
+    "converted after a distribution by forwards around layers": distributed_first("forward", 1, bias=True),
+    "converted after a distribution, then sharded further": distributed_first("forward", 2),
+}
+
+
+def run_order(rank, world_size, name, recipe):
+    return compared(rank, ORDERS[name]._replace(casts=None, reductions=None), recipe)
+
+
+@pytest.mark.matrix("each", name=list(ORDERS), recipe=RECIPES)
+def test_equals(run_ranks, name, recipe):
+    row = ORDERS[name]._replace(casts=None, reductions=None)
+    check(row, recipe, run_ranks(row.ranks, run_order, name, recipe))
 
 
 # ---------------------------------------------------------------- scales
 
 
-def scales(rank, world_size, recipe, explicit):
-    mesh = mesh_of(2, 2)
-    model = parallel(blocks(recipe), mesh, "sequence")
-    train(model, mesh, "sequence", after_step=f8.synchronize_scales if explicit else None)
-    model(batch(9, 0, mesh, "sequence"))
-    model.reshard()
-    found = {}
+def scales(rank, world_size, recipe):
+    """Return, for each weight whose scales are agreed on, those and the amax that they are made of."""
+    mesh, inputs, found = meshes(2, 2), functools.partial(sequences, tp=2, plan="sequence"), {}
+    model = parallel(converted(seeded(transformer), recipe), mesh, "sequence")
+    train(model, rank, inputs=inputs, after_step=f8.synchronize_scales)
     for name, parameter in model.named_parameters():
         local = parameter._local_tensor
         if isinstance(local, f8.ShardedFloat8Weight) and local.info.slot is not None:
@@ -186,33 +210,28 @@ def scales(rank, world_size, recipe, explicit):
             if recipe == "rowwise" and parameter.placements[-1].is_shard(0):
                 # rows that tensor parallelism cuts have their scales on the ranks that hold them
                 amax = amax.chunk(2)[mesh.get_local_rank(-1)]
-            found[name] = (local.info.slot.scale.flatten().tolist(), amax.flatten().tolist())
+            found[name] = local.info.slot.scale.flatten(), amax.flatten()
     return found, f8.float8_report(model).reductions
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_scales_are_those_of_the_whole_weight_with_and_without_precompute(run_ranks, recipe):
-    without, with_precompute = (run_ranks(4, scales, recipe, explicit) for explicit in (False, True))
-    assert without[0][0], "some scales are agreed on"
-    for (found, _), (again, reductions) in zip(without, with_precompute, strict=True):
-        assert found == again
-        groups = 2 if recipe == "rowwise" else 1
-        assert reductions == groups * (4 + 3), "before each forward, and for each request"
-    for scale, amax in (pair for found, _ in without for pair in found.values()):
-        expected = 448 / torch.tensor(amax, dtype=torch.float64)
-        if recipe == "rowwise":
-            expected = torch.exp2(torch.log2(expected).floor())
-        torch.testing.assert_close(torch.tensor(scale, dtype=torch.float64), expected, rtol=1e-6, atol=0)
+def test_scales_are_those_of_the_whole_weight_after_precompute(run_ranks, recipe):
+    for found, reductions in run_ranks(4, scales, recipe):
+        assert reductions == (2 if recipe == "rowwise" else 1) * (3 + 3), "before each forward, and for each request"
+        assert found, "some scales are agreed on"
+        for scale, amax in found.values():
+            expected = 448 / amax.double()
+            expected = torch.exp2(torch.log2(expected).floor()) if recipe == "rowwise" else expected
+            torch.testing.assert_close(scale.double(), expected, rtol=1e-6, atol=0)
 
 
 # ---------------------------------------------------------------- what travels
 
 
 def travelling(rank, world_size, recipe):
-    mesh = mesh_of(1, world_size)
-    model = parallel(blocks(recipe), mesh, "sequence")
-    for _ in range(2):
-        x = batch(0, 0, mesh, "sequence").requires_grad_()
+    model = parallel(converted(seeded(transformer), recipe), meshes(1, world_size), "sequence")
+    for step in range(2):
+        x = sequences(rank, step, 2, "sequence").requires_grad_()
         with CollectiveCounter() as forward:
             y = model(x)
         with CollectiveCounter() as backward:
@@ -229,29 +248,28 @@ def test_activations_and_gradients_travel_in_fp8(run_ranks, recipe):
         assert set(backward) == {wire}
 
 
-# ---------------------------------------------------------------- against other layouts, and refusals
+# ---------------------------------------------------------------- against other layouts
 
 
 def gradients(model, x):
     y = model(x)
     y.sum().backward()
-    grads = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
-    return {"output": y.detach(), **grads}
+    full = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    return {"output": y.detach(), **full}
 
 
 def against_one_process(rank, world_size, recipe, plan):
     """Return, for output and gradients, the relative errors of the parallel and of the single FP8 model."""
-    mesh = mesh_of(1, world_size)
-    torch.manual_seed(0)
-    exact = gradients(nn.Sequential(Block()), batch(0, 0, mesh, "whole"))
-    single = gradients(blocks(recipe), batch(0, 0, mesh, "whole"))
-    parallel_one = gradients(parallel(blocks(recipe), mesh, plan, fsdp=False), batch(0, 0, mesh, plan))
+    exact = gradients(seeded(transformer), batch(0, 0, (2, 8, DIM)))
+    single = gradients(converted(seeded(transformer), recipe), batch(0, 0, (2, 8, DIM)))
+    model = parallel(converted(seeded(transformer), recipe), meshes(1, world_size), plan, fsdp=False)
+    own = gradients(
+        model, batch(0, 0, (2, 8, DIM)).chunk(2, 1)[rank] if plan == "sequence" else batch(0, 0, (2, 8, DIM))
+    )
     if plan == "sequence":
         exact["output"], single["output"] = (found["output"].chunk(world_size, 1)[rank] for found in (exact, single))
     return {
-        name: [float((found[name] - exact[name]).norm() / exact[name].norm()) for found in (parallel_one, single)]
+        name: [float((found[name] - exact[name]).norm() / exact[name].norm()) for found in (own, single)]
         for name in exact
     }
 
@@ -264,81 +282,43 @@ def test_outputs_and_gradients_are_as_close_to_exact_as_those_of_one_process(run
         assert {name: (p, single) for name, (p, single) in errors.items() if p > 1.5 * single + 0.01} == {}
 
 
+def replicated(rank, world_size):
+    mesh, twin, model = mesh_of(), converted(seeded(Block)), seeded(Block)
+    distribute_module(model, mesh)
+    converted(model)
+    found = model(distribute_tensor(batch(1), mesh, [Shard(0)])).full_tensor()
+    found.square().sum().backward()
+    twin(batch(1)).square().sum().backward()
+    assert torch.equal(found, twin(batch(1)))
+    for own, wanted in zip((model.up, model.down), (twin.up, twin.down), strict=True):
+        assert torch.equal(own.weight.grad.full_tensor(), wanted.weight.grad)
+        assert torch.equal(own.bias.grad.full_tensor(), wanted.bias.grad)
+
+
+def test_weights_that_all_ranks_hold_compute_as_on_one(run_ranks):
+    run_ranks(2, replicated)
+
+
 def communicate_only(rank, world_size):
-    mesh = mesh_of(2, 2)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False))
+    mesh, model = meshes(2, 2), seeded(lambda: nn.Sequential(nn.Linear(DIM, 40, bias=False), nn.Linear(40, DIM, False)))
     rounded = [dequantize_mx(*quantize_mx(layer.weight.detach(), "e4m3"), "e4m3") for layer in model]
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     f8.compress_communication(model)
-    x = torch.randn(4, DIM)
-    return torch.allclose(model(x), x @ rounded[0].t() @ rounded[1].t(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(batch(0)), batch(0) @ rounded[0].t() @ rounded[1].t(), rtol=1e-4, atol=1e-5)
 
 
 def test_communication_only_works_with_torchs_own_styles(run_ranks):
-    assert all(run_ranks(4, communicate_only))
-
-
-def own_styles(rank, world_size, fsdp):
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)))
-    mesh = mesh_of(2, 2)
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    if fsdp:
-        fully_shard(model, mesh=mesh["dp"])
-    try:
-        model(torch.randn(4, 16))
-    except Fp8Error as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_fp8_layers_with_torchs_own_styles_are_refused_on_all_ranks(run_ranks, fsdp):
-    messages = run_ranks(4, own_styles, fsdp)
-    assert len(set(messages)) == 1
-    assert "Float8ColwiseParallel" in messages[0]
-
-
-def refusals(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    mixed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    mixed[0] = f8.convert_to_float8_training(mixed[0])
-    mixed[1] = f8.convert_to_float8_training(mixed[1], recipe="rowwise")
-    prepare = f8.PrepareFloat8ModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-    twice = parallelize_module(f8.convert_to_float8_training(nn.Linear(8, 8)), mesh, f8.Float8ColwiseParallel())
-    cases = {
-        "plain layer": lambda: parallelize_module(nn.Linear(8, 8), mesh, f8.Float8ColwiseParallel()),
-        "nothing to follow": lambda: parallelize_module(nn.ReLU(), mesh, prepare),
-        "layers differ": lambda: parallelize_module(mixed, mesh, prepare),
-        "twice": lambda: parallelize_module(twice, mesh, f8.Float8RowwiseParallel()),
-    }
-    messages = {}
-    for name, call in cases.items():
-        try:
-            call()
-        except Fp8Error as error:
-            messages[name] = str(error)
-    return messages
-
-
-def test_what_cannot_be_parallel_is_refused(run_ranks):
-    for messages in run_ranks(2, refusals):
-        assert "convert_to_float8_training first" in messages["plain layer"]
-        assert "no Float8Linear" in messages["nothing to follow"]
-        assert "cast theirs differently" in messages["layers differ"]
-        assert "already distributed" in messages["twice"]
+    run_ranks(4, communicate_only)
 
 
 def one_style_for_many(rank, world_size):
     """One style object for several modules: each follows its own layer."""
-    mesh = mesh_of(1, world_size)
-    model = blocks("tensorwise_delayed", layers=2)
+    mesh, model = meshes(1, world_size), converted(nn.Sequential(Transformer(), Transformer()), "tensorwise_delayed")
     style = f8.PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     for block in model:
-        plan = {**sequence_plan(), "attention": style}
-        parallelize_module(block, mesh["tp"], plan)
-    model(batch(0, 0, mesh, "sequence")).sum().backward()
+        parallelize_module(block, mesh["tp"], {**sequence_plan(), "attention": style})
+    model(sequences(rank, 0, 2, "sequence")).sum().backward()
     return [int(block.attention.q.fp8_input.observed) for block in model]
 
 
@@ -346,3 +326,61 @@ def test_one_style_object_serves_many_modules(run_ranks):
     for keys in run_ranks(2, one_style_for_many):
         assert min(keys) >= 0, "each module observed its own input"
         assert len(set(keys)) == 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def torchs_styles(mesh, fsdp):
+    model = converted(nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    (fully_shard(model, mesh=mesh["dp"]) if fsdp else model)(torch.randn(4, 16))
+
+
+def prepare(mesh, module):
+    style = f8.PrepareFloat8ModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    parallelize_module(module, mesh["tp"], style)
+
+
+def two_casts():
+    return nn.Sequential(converted(nn.Linear(8, 8)), converted(nn.Linear(8, 8), "rowwise"))
+
+
+def parallel_twice(mesh):
+    layer = parallelize_module(converted(nn.Linear(8, 8)), mesh["tp"], f8.Float8ColwiseParallel())
+    parallelize_module(layer, mesh["tp"], f8.Float8RowwiseParallel())
+
+
+def cut_twice(mesh):
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0), Shard(1)]))
+    converted(layer)
+
+
+REFUSED = {
+    "Float8ColwiseParallel": lambda mesh: torchs_styles(mesh, False),
+    "use Float8ColwiseParallel": lambda mesh: torchs_styles(mesh, True),
+    "convert_to_float8_training first": lambda mesh: parallelize_module(
+        nn.Linear(8, 8), mesh["tp"], f8.Float8ColwiseParallel()
+    ),
+    "no Float8Linear": lambda mesh: prepare(mesh, nn.ReLU()),
+    "cast theirs differently": lambda mesh: prepare(mesh, two_casts()),
+    "already distributed": parallel_twice,
+    "cannot compute in FP8. Cut it along its rows or its columns": cut_twice,
+    "must run before fully_shard": lambda mesh: converted(fully_shard(nn.Sequential(Block()), mesh=mesh["dp"])),
+}
+
+
+def refusals(rank, world_size):
+    mesh, told = meshes(2, 2), []
+    for call in REFUSED.values():
+        with pytest.raises(Fp8Error) as raised:
+            call(mesh)
+        told.append(str(raised.value))
+    return told
+
+
+def test_what_cannot_be_parallel_is_refused_with_one_sentence_on_all_ranks(run_ranks):
+    first, *others = run_ranks(4, refusals)
+    assert others == [first] * 3
+    assert [words for words, text in zip(REFUSED, first, strict=True) if words.removeprefix("use ") not in text] == []

@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.scales import sync
+from tests.helpers.fsdp_models import converted
 
-LAYERS, ROWS, COLUMNS = 3, 512, 128
+LAYERS, ROWS, COLUMNS = 2, 512, 128
 # What reads a weight in the captured graph; the amax was taken before, when the ranks agreed on scales.
 CASTS = {
     "tensorwise": "quantize_with_amax",
@@ -22,6 +23,8 @@ CASTS = {
     "rowwise": "quantize",
     "blockwise": "quantize",
 }
+# what copies, cuts and sends reads no values; gradients have the shapes of shards too
+MOVES = ("copy", "view", "permute", "detach", "alias", "slice", "wait_tensor")
 
 
 @contextlib.contextmanager
@@ -35,38 +38,26 @@ def ranks(world_size):
 
 def reads_of_a_step(recipe, rows):
     """Return the operators of the captured graphs that read a weight's shard, and how many amax are made besides."""
-    torch._dynamo.reset()
     model = nn.Sequential(*(nn.Linear(COLUMNS if i == 0 else rows, rows, bias=False) for i in range(LAYERS)))
-    f8.convert_to_float8_training(model, recipe=recipe)
-    f8.fully_shard_traceable(model)
+    f8.fully_shard_traceable(converted(model, recipe))
     shards = {(rows // 2, COLUMNS), (rows // 2, rows)}
-    seen, outside = collections.Counter(), collections.Counter()
+    seen, looked, made = collections.Counter(), [], sync.amax_bits
 
     def inspect(graph, inputs):
         for node in graph.graph.nodes:
             inputs = node.all_input_nodes if node.op == "call_function" else []
             values = [a.meta["val"] for a in inputs if isinstance(a.meta["val"], torch.Tensor)]
-            # what copies, cuts and sends reads no values; gradients have the shapes of shards too
-            moves = any(
-                word in str(node.target)
-                for word in ("copy", "view", "permute", "detach", "alias", "slice", "wait_tensor")
-            )
             wide = any(tuple(v.shape) in shards and v.is_floating_point() and v.itemsize > 1 for v in values)
-            if wide and not moves:
+            if wide and not any(word in str(node.target) for word in MOVES):
                 seen[str(node.target).split(".")[1]] += 1
         return make_boxed_func(graph.forward)
 
-    def looked(slots):
-        outside["weights"] += len(slots)
-        return made(slots)
-
-    made = sync.amax_bits
     compiled = torch.compile(nn.Sequential.forward, backend=aot_autograd(fw_compiler=inspect, bw_compiler=inspect))
     model.forward = compiled.__get__(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync, "amax_bits", looked)
+        patch.setattr(sync, "amax_bits", lambda slots: looked.extend(slots) or made(slots))
         model(torch.randn(128, COLUMNS)).sum().backward()
-    return dict(seen), outside["weights"]
+    return dict(seen), len(looked)
 
 
 @pytest.mark.parametrize("recipe", CASTS)

@@ -1,0 +1,101 @@
+"""Which layers compute in FP8: heads, adapters, filters; what report and log say of them is what they do."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_torch_fsdp as f8
+from fp8_common import Fp8Error
+
+
+class Decoder(nn.Module):
+    """Embedding, positions, one hidden layer and a head: the form of GPT-2 and Llama."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(96, 32), nn.Embedding(32, 32)
+        self.hidden, self.lm_head = nn.Linear(32, 32), nn.Linear(32, 96, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+
+def no_head(layer, name):
+    return name != "lm_head"
+
+
+WIDE = "gathered in high precision"
+SHARED = f"weight shared with embedding, {WIDE}"
+HEADS = {
+    "a head that is an embedding too stays in high precision": (True, {}, False, "bfloat16", SHARED),
+    "a tied head that is asked for computes in FP8": (True, {"heads": True}, True, "bfloat16", SHARED),
+    "a head with a weight of its own is converted": (False, {}, True, "float8_e4m3fn", "weight gathered in FP8"),
+    "a head that the filter leaves": (False, {"module_filter_fn": no_head}, False, "bfloat16", f"weight {WIDE}"),
+    "the filter has the last word": (True, {"heads": True, "module_filter_fn": no_head}, False, "bfloat16", SHARED),
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("case", HEADS)
+def test_heads(case, recipe):
+    tied, options, fp8, wire, words = HEADS[case]
+    model = f8.convert_to_float8_training(Decoder(tied=tied).bfloat16(), recipe=recipe, **options)
+    assert (model.lm_head.weight is model.embedding.weight) == tied
+    assert isinstance(model.lm_head, f8.Float8Linear) == fp8
+    x = torch.randn(32, 32, dtype=torch.bfloat16)
+    assert torch.equal(model.lm_head(x), nn.functional.linear(x, model.lm_head.weight.detach().clone())) != fp8
+    assert type(model.embedding.weight) is nn.Parameter, "an embedding is looked up as it is"
+    report = f8.float8_report(model)
+    (weight,) = [weight for weight in report.weights if weight.head]
+    assert (weight.name, weight.fp8, weight.wire) == ("embedding.weight" if tied else "lm_head.weight", fp8, wire)
+    assert weight.head == f"Output head lm_head: {'FP8' if fp8 else 'high-precision'} matmul, {words}."
+    assert weight.head in report.headline
+    assert [one.fp8 for one in report.weights if one.name == "positions.weight"] == [False]
+    assert type(f8.unconvert(model).lm_head) is nn.Linear
+    assert (model.lm_head.weight is model.embedding.weight) == tied
+
+
+def test_a_model_whose_only_layer_is_a_tied_head_says_how_to_convert_it():
+    model = Decoder(tied=True)
+    del model.hidden
+    with pytest.raises(Fp8Error, match=r"whose weight is an embedding's \(heads=True converts it\) \(lm_head\)"):
+        f8.convert_to_float8_training(model)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_one_visible_line_on_rank_0_says_what_was_converted(rank, lines, monkeypatch, caplog):
+    monkeypatch.setattr(torch.distributed, "get_node_local_rank", lambda fallback_rank=0: rank)
+    with caplog.at_level(logging.WARNING):
+        f8.convert_to_float8_training(nn.Linear(32, 32))  # a layer alone is converted without a line
+        f8.convert_to_float8_training(Decoder(tied=True))
+    assert len(caplog.messages) == lines
+    head = "Output head lm_head: high-precision matmul, weight shared with embedding"
+    for words in ("1 linear layers. ", "Left: ", "% of the weights converted", head):
+        assert (words in caplog.text) == bool(lines)
+
+
+def test_layers_without_a_weight_yet_are_no_obstacle():
+    low = f8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(8)), module_filter_fn=["0"])
+    assert isinstance(low[0], f8.Float8Linear)
+    assert f8.float8_report(low).bytes == (16 * 16 + 16) * 2
+
+
+class Corrected(nn.Module):
+    """A layer with an adapter of rank 4, named as PEFT and torchtitan name theirs."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.base_layer = nn.Linear(32, 48)
+        self.add_module(first, nn.ModuleDict({"default": nn.Linear(32, 4, bias=False)}))
+        self.add_module(second, nn.ModuleDict({"default": nn.Linear(4, 48, bias=False)}))
+
+
+@pytest.mark.parametrize("names", [("lora_A", "lora_B"), ("lora_a", "lora_b")])
+def test_adapters_stay_wide_whatever_the_filter_says(names, caplog):
+    caplog.set_level("INFO", "fp8_torch_fsdp")
+    model = f8.convert_to_float8_training(nn.Sequential(Corrected(*names)), module_filter_fn=lambda layer, name: True)
+    kinds = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
+    assert kinds == [f8.Float8Linear, nn.Linear, nn.Linear]
+    assert "2 an adapter (0.lora_" in caplog.text
+    assert [count for _, why, count, _ in f8.float8_report(model).left if why == "adapter"] == [2]

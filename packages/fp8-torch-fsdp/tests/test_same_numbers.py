@@ -1,0 +1,301 @@
+"""FP8 on the wire changes no number, and works with what large trainings combine with FSDP2: the guide's table.
+
+Each row is two models that train alike, bit for bit; mostly one is gathered in FP8 and the other in high precision.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fp8_torch_fsdp as f8
+from fp8_common import POWER_OF_2
+from tests.helpers.fsdp_models import (
+    DIM,
+    HIDDEN,
+    RECIPES,
+    STATIC,
+    WIDTHS,
+    Block,
+    Conv1D,
+    Tied,
+    blocks,
+    chain,
+    converted,
+    mesh_of,
+    seeded,
+    shard,
+    with_delayed,
+)
+from tests.helpers.fsdp_rows import Row, both_gathers, check, check_row, compared, run_row
+from tests.helpers.fsdp_training import adamw, batch, tokens, train
+
+pytestmark = pytest.mark.distributed
+
+# ---------------------------------------------------------------- every recipe, dtype and form of shards
+
+FNUZ = f8.Recipe(
+    name="fnuz",
+    input=f8.CastConfig(format="e4m3fnuz"),
+    weight=f8.CastConfig(format="e4m3fnuz", policy=POWER_OF_2),
+    grad_output=f8.CastConfig(format="e5m2fnuz"),
+)
+FROM_ONE = {"delayed": with_delayed(scale_fn="most_recent", margin=1, initial="one")}
+CASTS = {name: (name, {}) for name in RECIPES} | {
+    "delayed_from_one": ("tensorwise_delayed", FROM_ONE),
+    "static": (STATIC, {}),
+    "fnuz_power_of_2": (FNUZ, {}),
+}
+
+
+def chain_row(world_size, widths, recipe, dtype, reshard):
+    options, make = CASTS[recipe][1], functools.partial(chain, widths, dtype)
+    return Row(
+        both_gathers(make, functools.partial(shard, reshard_after_forward=reshard), **options),
+        casts=3,
+        reductions=int(world_size > 1 and recipe != "static"),  # one MAX all-reduce per forward, none for constants
+        loop={"steps": 6, "optimizer": adamw, "inputs": lambda rank, step: batch(rank, step).to(dtype)},
+    )
+
+
+def run_chain(rank, world_size, *row):
+    return compared(rank, chain_row(world_size, *row), CASTS[row[1]][0])
+
+
+# in this order, so that by default recipes whose scales the ranks agree on run on several
+@pytest.mark.matrix(
+    "each",
+    world_size=[2, 3, 4, 1],
+    widths=list(WIDTHS),
+    recipe=list(CASTS),
+    dtype=[torch.float32, torch.bfloat16],
+    reshard=[True, False],
+)
+def test_adamw_steps_equal_those_with_a_high_precision_gather(run_ranks, world_size, widths, recipe, dtype, reshard):
+    row = widths, recipe, dtype, reshard
+    check(chain_row(world_size, *row), recipe, run_ranks(world_size, run_chain, *row))
+
+
+# ---------------------------------------------------------------- what is combined with FSDP2
+
+
+def replicated(recipe):
+    model = converted(seeded(blocks), recipe)
+    return shard(converted(seeded(blocks), recipe)), DistributedDataParallel(model)
+
+
+def combine_replicas(model):
+    f8.synchronize_scales(getattr(model, "module", model), group=dist.group.WORLD)
+
+
+def hsdp(*shape):
+    return both_gathers(place=lambda model: shard(model, mesh_of(*shape)))
+
+
+def delayed_alone(recipe):
+    """Of weights that every rank has whole nothing is agreed on."""
+    return int(recipe == "tensorwise_delayed")
+
+
+def placed(**options):
+    return both_gathers(place=functools.partial(shard, **options))
+
+
+def uploaded(recipe):
+    """What `weight.to("cuda")` gives on a machine with a GPU: a copy, gathered instead of the shard."""
+    models = placed(offload_policy=CPUOffloadPolicy(pin_memory=False))(recipe)
+    for parameter in models[0].parameters():
+        if isinstance(parameter._local_tensor, f8.ShardedFloat8Weight):
+            local = parameter._local_tensor
+            local.to = lambda *_, local=local, **__: torch.ops.aten._to_copy.default(local)
+    return models
+
+
+def under_autocast(model):
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    return shard(model)
+
+
+def clip(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor()
+
+
+class Adapted(nn.Module):
+    """A frozen FP8 layer beside a trained low-rank product in high precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(DIM, 4, bias=False), nn.Linear(4, DIM, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+def save_products(context, operator, *args, **kwargs):
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(**options):
+    def models(recipe):
+        recomputed, plain = (shard(converted(seeded(blocks), recipe)) for _ in range(2))
+        for block in recomputed:
+            block.forward = functools.partial(checkpoint, block.forward, **options)
+        for model in (recomputed, plain):  # a reentrant checkpoint needs an input with a gradient
+            model.register_forward_pre_hook(lambda model, args: (args[0].requires_grad_(),))
+        return recomputed, plain
+
+    return models
+
+
+def evaluate(model):
+    with torch.inference_mode():
+        under_inference = model(batch(0)).clone()
+    with torch.no_grad():
+        assert torch.equal(under_inference, model(batch(0)))
+
+
+def twice(recipe):
+    return [shard(converted(seeded(blocks), recipe)) for _ in range(2)]
+
+
+def copied(recipe):
+    original = converted(seeded(blocks), recipe)
+    return [shard(model) for model in (original, copy.deepcopy(original))]
+
+
+def assigned(recipe):
+    model, source = twice(recipe)
+    train(source, dist.get_rank())
+    model.load_state_dict({name: value.clone() for name, value in source.state_dict().items()}, assign=True)
+    f8.DelayedState(model).load_state_dict(f8.DelayedState(source).state_dict())
+    assert {weight.wire for weight in f8.float8_report(model).weights} == {"float8_e4m3fn", "bfloat16"}
+    return model, source
+
+
+def tied_in_one_group(model):
+    model = shard(nn.Sequential(model))[0]
+    assert model.head.weight is model.embedding.weight
+    assert model.a.weight is model.b.weight
+    local = [weight._local_tensor for weight in (model.embedding.weight, model.a.weight)]
+    gathers = model.a.config.all_gather
+    assert [isinstance(one, f8.ShardedFloat8Weight) for one in local] == [False, gathers], "an embedding stays exact"
+    return model
+
+
+def three_dtypes():
+    model = nn.Sequential(*(nn.Linear(24, 24, bias=False, dtype=d) for d in (None, torch.bfloat16, torch.float16)))
+    for layer in model:
+        layer.register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
+    return model
+
+
+def conv1d():
+    return nn.Sequential(Conv1D(HIDDEN, DIM), nn.GELU(), Conv1D(7, HIDDEN))
+
+
+def mx_blocks():
+    """On three ranks 96 rows are even and 64 are not."""
+    return nn.Sequential(Block(64, 96), Block(64, 96)).bfloat16()
+
+
+def mxfp8(ranks, place=shard):
+    inputs = {"inputs": lambda rank, step: batch(rank, step, (32, 64)).bfloat16()}
+    return Row(both_gathers(mx_blocks, place), ranks, ["mxfp8"], reductions=0, loop=inputs)
+
+
+def compiled_blocks(model):
+    for block in model:
+        block.compile(backend="aot_eager")
+    return shard(model)
+
+
+ROWS = {
+    "DDP: replicas that average all gradients": Row(
+        replicated, recipes=RECIPES, casts=None, reductions=2, loop={"after_step": combine_replicas}
+    ),
+    "HSDP 2x2": Row(hsdp(2, 2), 4, ("tensorwise", "tensorwise_delayed", "rowwise")),
+    "HSDP 4x1": Row(hsdp(4, 1), 4, ("tensorwise", "tensorwise_delayed"), reductions=delayed_alone),
+    "shards of columns": Row(placed(shard_placement_fn=lambda p: Shard(p.ndim - 1)), recipes=RECIPES),
+    "CPU offload": Row(placed(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "CPU offload, shards uploaded": Row(uploaded, recipes=RECIPES, casts=None),  # codes are not kept there
+    "autocast": Row(both_gathers(place=under_autocast)),
+    "activation checkpointing, reentrant": Row(checkpointed(use_reentrant=True)),
+    "activation checkpointing, not reentrant": Row(checkpointed(use_reentrant=False)),
+    "activation checkpointing, selective": Row(
+        checkpointed(
+            use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, save_products)
+        )
+    ),
+    "gradient clipping": Row(both_gathers(), loop={"before_step": clip}),
+    "gradient accumulation": Row(both_gathers(), casts=4 * 3, reductions=3, loop={"microbatches": 3}),
+    "frozen base and LoRA": Row(both_gathers(lambda: nn.Sequential(Adapted(), Adapted())), casts=2),
+    "evaluations in inference mode between the steps": Row(
+        twice, casts=12, reductions=3, first={"after_step": evaluate}
+    ),
+    "a deepcopy before sharding: training the original leaves the copy alone": Row(copied),
+    "load_state_dict(assign=True) drops the subclass": Row(assigned),
+    "tied weights silently untied": Row(
+        both_gathers(Tied, tied_in_one_group), recipes=("tensorwise",), casts=1, loop={"inputs": tokens}
+    ),
+    "mixed weight dtypes crash precompute": Row(
+        both_gathers(three_dtypes), casts=6, reductions=2, loop={"after_step": f8.synchronize_scales}
+    ),
+    "an empty shard crashes precompute": Row(
+        both_gathers(lambda: chain((24, 1, 40, 1))), casts=6, reductions=2, loop={"after_step": f8.synchronize_scales}
+    ),
+    "optimizer and precompute: other numbers, more casts": Row(
+        twice, casts=8, reductions=2, first={"after_step": f8.synchronize_scales}
+    ),
+    "weights that are stored transposed": Row(both_gathers(conv1d), recipes=RECIPES, casts=2),
+    "MXFP8 on one rank": mxfp8(1),
+    "MXFP8 on three ranks, shards uneven": mxfp8(3),
+    "MXFP8, compiled": mxfp8(2, compiled_blocks),
+    "MXFP8, kept gathered": mxfp8(2, functools.partial(shard, reshard_after_forward=False)),
+    "MXFP8, replicas": mxfp8(4, lambda model: shard(model, mesh_of(2, 2))),
+}
+
+
+def run(rank, ranks, name, recipes):
+    return run_row(rank, ranks, ROWS[name], recipes)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_trains_alike(run_ranks, full, name):
+    check_row(run_ranks, run, name, ROWS[name], full and "MXFP8" not in name)
+
+
+def mixed_precision(rank, world_size, recipe):
+    """The wire holds codes of the float32 weights; layers compute in bfloat16, gradients are reduced in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    make = lambda: nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))  # noqa: E731
+    twin, model = converted(seeded(make), recipe), shard(converted(seeded(make), recipe), mp_policy=policy)
+    y = model(batch(rank, 0, (32, 64)))
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(y, twin(batch(rank, 0, (32, 64)).bfloat16()))
+
+
+def test_mixed_precision_gathers_the_codes_of_float32_weights(run_ranks):
+    for recipe in ("tensorwise", "rowwise", "mxfp8"):
+        run_ranks(3, mixed_precision, recipe)
+
+
+def forget(rank, world_size):
+    ddp = DistributedDataParallel(converted(seeded(blocks), "tensorwise_delayed"))
+    train(ddp, rank, 1)
+    with pytest.warns(UserWarning, match="what it has observed alone"):
+        ddp(batch(rank))
+
+
+def test_replicas_that_are_not_told_to_combine_are_warned(run_ranks):
+    run_ranks(2, forget)
