@@ -2,9 +2,11 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fp8_te_init as fti
 from fp8_common.torch.compat import local_of
+from tests.helpers.sharded_models import WIDTHS, mlp, shard
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 
@@ -17,6 +19,22 @@ def plain(seed=0, dtype=torch.float32) -> nn.Sequential:
 def built(recipe=None, seed=0, dtype=torch.float32, *, preserve=True, **options) -> nn.Sequential:
     with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve, **options):
         return plain(seed, dtype)
+
+
+def deep(recipe=None, seed=0, dtype=torch.float32, *, widths=WIDTHS, preserve=True, device="cpu") -> nn.Sequential:
+    """Layers whose rows are uneven over ranks."""
+    torch.manual_seed(seed)
+    with torch.device(device), fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
+        return mlp(widths, dtype)
+
+
+def plain_deep(seed=0, dtype=torch.float32, widths=WIDTHS) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return mlp(widths, dtype)
+
+
+def sharded(world_size, *args, **options) -> nn.Sequential:
+    return shard(deep(*args, **options), world_size)
 
 
 def masters_for(model, cls=torch.optim.SGD, *, seed=True, **options) -> fti.MasterOptimizer:
@@ -57,6 +75,10 @@ def are_codes_of_masters(model, optimizer) -> bool:
     own = [local_of(weight).state for weight in weights(model)]
     made = [state.quantized(local_of(one)) for state, one in zip(own, masters(model, optimizer), strict=True)]
     return equal(made, codes(model))
+
+
+def whole(tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def equal(ours, theirs) -> bool:

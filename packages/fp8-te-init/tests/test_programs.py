@@ -3,7 +3,7 @@
 The twin holds float32 weights, or bfloat16 ones with float32 masters as TransformerEngine's models do, and computes the
 same FP8 products; what is done to the FP8 model is done to it. Losses and masters must be equal bit for bit after every
 operation (three recipes of four: the twin has no history for delayed scaling), and codes must be the rounding of the
-masters in all. 30 programs by default, 300 with --full.
+masters in all. 20 programs by default, 300 with --full.
 """
 
 import copy
@@ -365,7 +365,7 @@ def resumed(rank, world_size, seed, mode, folder):
 
 
 def programs_of(mode, full):
-    wanted = (300 if full else 30) * MODES.count(mode) // len(MODES)
+    wanted = (300 if full else 20) * MODES.count(mode) // len(MODES)
     return range(1, wanted + 1)
 
 
@@ -381,5 +381,5 @@ def test_programs_of_several_ranks_follow_their_twins(run_ranks, full, mode, tmp
     for seed in programs_of(mode, full):
         folder = str(tmp_path / str(seed))
         assert all(run_ranks(2 + seed % 2, on_ranks, seed, mode, folder))
-        if mode == "fsdp":
+        if mode == "fsdp" and (full or seed % 2):
             assert all(run_ranks(3 - seed % 2, resumed, seed, mode, folder))
