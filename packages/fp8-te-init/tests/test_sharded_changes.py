@@ -238,8 +238,8 @@ def train_tied(model, optimizer):
     optimizer.zero_grad()
 
 
-def other_models(rank, world_size):
-    """Return by name what is wrong of full state dicts in models of other kinds, and in optimizers."""
+def other_models(rank, world_size, folder):
+    """Return by name what is wrong of state dicts in models of other kinds, and in optimizers."""
     wrong, mesh = {}, init_device_mesh("cpu", (world_size,))
     model, unsharded = fully_shard(tied(1), mesh=mesh), tied(0)
     train_tied(unsharded, masters_for(unsharded))
@@ -249,7 +249,14 @@ def other_models(rank, world_size):
     train_tied(unsharded, masters_for(unsharded, seed=False))
     model.reshard()
     wrong["tied"] = unlike(model.state_dict(), unsharded.state_dict())
-    wrong["tie"] = len(optimizer.masters()) != 1 or model.head.weight is not model.embedding.weight
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    loaded = fully_shard(tied(2), mesh=mesh)
+    target = loaded.state_dict()
+    dcp.load(target, checkpoint_id=folder)
+    loaded.load_state_dict(target)
+    wrong["tied, by dcp"] = unlike(loaded.state_dict(), unsharded.state_dict())
+    ties = [each.head.weight is each.embedding.weight for each in (model, loaded)]
+    wrong["tie"] = len(optimizer.masters()) != 1 or not all(ties)
     reference, ddp = deep("tensorwise_delayed").state_dict(), DistributedDataParallel(deep("tensorwise_delayed", 1))
     full(ddp, reference, broadcast_from_rank0=True)
     wrong["ddp"] = unlike(ddp.module.state_dict(), reference)
@@ -267,8 +274,8 @@ def other_models(rank, world_size):
     return [name for name, one in wrong.items() if one]
 
 
-def test_full_state_dicts_reach_tied_weights_ddp_and_optimizers(run_ranks):
-    assert run_ranks(2, other_models) == [[], []]
+def test_state_dicts_reach_tied_weights_ddp_and_optimizers(run_ranks, tmp_path):
+    assert run_ranks(2, other_models, str(tmp_path)) == [[], []]
 
 
 # ---------------------------------------------------------------- refusals
