@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fp8_te_init as fti
-from tests.helpers.primary_models import are_codes_of_masters, built, codes, equal, masters, masters_for, step
+from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters
+from tests.helpers.primary_models import built, masters_for, step
 from tests.helpers.ranks import PRELOADED
 
 

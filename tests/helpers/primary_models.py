@@ -1,11 +1,10 @@
-"""Models with FP8 primary weights, their masters, and what must hold of both, on one rank and on several."""
+"""Models with FP8 primary weights, and what trains their masters, on one rank and on several."""
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fp8_te_init as fti
-from fp8_common.torch.compat import local_of
+from fp8_common.torch.linear.function import fp8_linear
 from tests.helpers.sharded_models import WIDTHS, mlp, shard
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
@@ -58,37 +57,44 @@ def step(model, *optimizers) -> float:
     return loss.item()
 
 
-def weights(model) -> list[nn.Parameter]:
-    return [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+class Tied(nn.Module):
+    """`first` says what is built first, and gives the other its weight."""
+
+    def __init__(self, first="linear", size=16):
+        super().__init__()
+        other = nn.Embedding(size, 16) if first == "embedding" else nn.Linear(16, size, bias=False)
+        self.other, self.head = other, nn.Linear(16, size, bias=False)
+        if first == "embedding":
+            self.head.weight = self.other.weight
+        elif first == "head":
+            self.other = nn.Embedding(size, 16)
+            self.other.weight = self.head.weight
+            self.other.weight = self.head.weight  # again
+        else:
+            self.head.weight = self.other.weight
+
+    def forward(self, x):
+        x = self.other(x.argmax(-1)) if isinstance(self.other, nn.Embedding) else self.other(x)
+        return self.head(torch.tanh(x))
 
 
-def masters(model, optimizer) -> list[torch.Tensor]:
-    return [optimizer.master_of(weight) for weight in weights(model)]
+def tied(seed=0, first="linear", recipe=None, *, size=16, converted=False):
+    torch.manual_seed(seed)
+    if converted:
+        return fti.convert_linear(Tied(first, size), recipe=recipe)
+    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        return Tied(first, size)
 
 
-def codes(model) -> list[torch.Tensor]:
-    """The codes of the rows that are held here."""
-    return [local_of(weight).state.own_codes.clone() for weight in weights(model)]
+def train_tied(model, optimizer):
+    model(torch.eye(16)[:3]).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def are_codes_of_masters(model, optimizer) -> bool:
-    own = [local_of(weight).state for weight in weights(model)]
-    made = [state.quantized(local_of(one)) for state, one in zip(own, masters(model, optimizer), strict=True)]
-    return equal(made, codes(model))
+class CastAtEachForward(nn.Linear):
+    """Plain weights that each forward casts with `spec`, TransformerEngine's method without FP8 primary weights."""
 
-
-def whole(tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def equal(ours, theirs) -> bool:
-    """Whether tensors of two lists are equal in every bit."""
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def rounded(values, recipe="tensorwise") -> torch.Tensor:
-    """Values after quantization as a new weight."""
-    layer = nn.Linear(values.shape[1], values.shape[0], bias=False, dtype=values.dtype)
-    with torch.no_grad():
-        layer.weight.copy_(values)
-    return fti.convert_linear(layer, recipe=recipe).weight.dequantize()
+    def forward(self, x):
+        output = fp8_linear(x, self.weight, self.spec)
+        return output if self.bias is None else output + self.bias.to(output.dtype)

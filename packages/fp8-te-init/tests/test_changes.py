@@ -13,20 +13,9 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error, Fp8UnsupportedError
-from tests.helpers.primary_models import (
-    RECIPES,
-    are_codes_of_masters,
-    built,
-    codes,
-    equal,
-    loss_of,
-    masters,
-    masters_for,
-    plain,
-    rounded,
-    step,
-)
+from fp8_common import Fp8Error
+from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, rounded
+from tests.helpers.primary_models import RECIPES, Tied, built, loss_of, masters_for, plain, step, tied, train_tied
 
 # ---------------------------------------------------------------- values and codes that take a weight's place
 
@@ -335,11 +324,6 @@ def test_what_cannot_be_right_is_refused(change):
         assert torch.equal(net[0].weight.state.codes, before)
 
 
-def test_sharing_between_processes_is_unsupported():
-    with pytest.raises(Fp8UnsupportedError):
-        built().share_memory()
-
-
 def test_the_backward_of_a_forward_before_a_step_is_refused_as_for_plain_weights():
     net = built()
     optimizer, late = masters_for(net), loss_of(net)
@@ -349,41 +333,6 @@ def test_the_backward_of_a_forward_before_a_step_is_refused_as_for_plain_weights
 
 
 # ---------------------------------------------------------------- two layers, or a layer and an embedding, share one
-
-
-class Tied(nn.Module):
-    """`first` says what is built first, and gives the other its weight."""
-
-    def __init__(self, first="linear", size=16):
-        super().__init__()
-        other = nn.Embedding(size, 16) if first == "embedding" else nn.Linear(16, size, bias=False)
-        self.other, self.head = other, nn.Linear(16, size, bias=False)
-        if first == "embedding":
-            self.head.weight = self.other.weight
-        elif first == "head":
-            self.other = nn.Embedding(size, 16)
-            self.other.weight = self.head.weight
-            self.other.weight = self.head.weight  # again
-        else:
-            self.head.weight = self.other.weight
-
-    def forward(self, x):
-        x = self.other(x.argmax(-1)) if isinstance(self.other, nn.Embedding) else self.other(x)
-        return self.head(torch.tanh(x))
-
-
-def tied(seed=0, first="linear", recipe=None, *, converted=False):
-    torch.manual_seed(seed)
-    if converted:
-        return fti.convert_linear(Tied(first), recipe=recipe)
-    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        return Tied(first)
-
-
-def train_tied(model, optimizer):
-    model(torch.eye(16)[:3]).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def shares(state):

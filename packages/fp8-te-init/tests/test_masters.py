@@ -11,19 +11,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.primary_models import (
-    RECIPES,
-    are_codes_of_masters,
-    built,
-    codes,
-    equal,
-    masters,
-    masters_for,
-    plain,
-    rounded,
-    step,
-    weights,
-)
+from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, rounded, weights
+from tests.helpers.primary_models import RECIPES, built, masters_for, plain, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -9,20 +9,8 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
-from fp8_common.torch.linear.function import fp8_linear
-from tests.helpers.primary_models import (
-    RECIPES,
-    are_codes_of_masters,
-    built,
-    equal,
-    loss_of,
-    masters,
-    masters_for,
-    plain,
-    rounded,
-    step,
-    weights,
-)
+from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, rounded, weights
+from tests.helpers.primary_models import RECIPES, CastAtEachForward, built, loss_of, masters_for, plain, step
 
 OPTIMIZERS = sorted(
     name
@@ -313,13 +301,6 @@ def test_rescale_mends_the_unit_scale_that_delayed_scaling_starts_with():
         assert ((values - start).norm() / start.norm() > 0.3) == fails
         assert ((values == 0).float().mean() > 1e-3) == fails
         assert fti.rescale_(layer) == 0, "one process: nothing to reduce"
-
-
-class CastAtEachForward(nn.Linear):
-    """TransformerEngine's method without FP8 primary weights: bfloat16 weights that each forward casts."""
-
-    def forward(self, x):
-        return fp8_linear(x, self.weight, self.spec)
 
 
 def test_rounded_through_bfloat16_codes_and_losses_equal_those_of_bfloat16_weights_that_are_cast():

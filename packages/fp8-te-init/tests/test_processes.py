@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from tests.helpers.fresh_processes import bits, go_on, in_fresh_process, killed_saves, memory_of, trained
-from tests.helpers.primary_models import RECIPES, equal, step
+from tests.helpers.primary_facts import equal
+from tests.helpers.primary_models import RECIPES, step
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forks a process with a model in it, or reads /proc")
 

@@ -26,20 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_te_init as fti
 from fp8_common import Fp8Error
 from fp8_common.torch.compat import local_of
-from tests.helpers.primary_models import (
-    RECIPES,
-    are_codes_of_masters,
-    codes,
-    deep,
-    equal,
-    masters,
-    masters_for,
-    plain_deep,
-    sharded,
-    step,
-    weights,
-    whole,
-)
+from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights, whole
+from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step, tied, train_tied
 from tests.helpers.sharded_models import WIDTHS, mlp, shard
 
 pytestmark = pytest.mark.distributed
@@ -216,32 +204,11 @@ def test_state_dicts_have_the_bits_of_the_unsharded_model_and_hold_plain_tensors
         assert not elsewhere, "offloaded to the first rank alone"
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(13, 8), nn.Linear(8, 13, bias=False)
-        self.embedding.weight = self.head.weight
-
-    def forward(self, x):
-        return self.head(self.embedding(x))
-
-
-def tied(seed):
-    torch.manual_seed(seed)
-    with fti.fp8_model_init(recipe="rowwise", preserve_high_precision_init_val=True):
-        return Tied()
-
-
-def train_tied(model, optimizer):
-    model(torch.tensor([1, 2])).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def other_models(rank, world_size, folder):
     """Return by name what is wrong of state dicts in models of other kinds, and in optimizers."""
     wrong, mesh = {}, init_device_mesh("cpu", (world_size,))
-    model, unsharded = fully_shard(tied(1), mesh=mesh), tied(0)
+    uneven = {"first": "head", "recipe": "rowwise", "size": 13}
+    model, unsharded = fully_shard(tied(1, **uneven), mesh=mesh), tied(**uneven)
     train_tied(unsharded, masters_for(unsharded))
     full(model, unsharded.state_dict(), broadcast_from_rank0=True)
     optimizer = masters_for(model, seed=False)
@@ -250,12 +217,12 @@ def other_models(rank, world_size, folder):
     model.reshard()
     wrong["tied"] = unlike(model.state_dict(), unsharded.state_dict())
     dcp.save(model.state_dict(), checkpoint_id=folder)
-    loaded = fully_shard(tied(2), mesh=mesh)
+    loaded = fully_shard(tied(2, **uneven), mesh=mesh)
     target = loaded.state_dict()
     dcp.load(target, checkpoint_id=folder)
     loaded.load_state_dict(target)
     wrong["tied, by dcp"] = unlike(loaded.state_dict(), unsharded.state_dict())
-    ties = [each.head.weight is each.embedding.weight for each in (model, loaded)]
+    ties = [each.head.weight is each.other.weight for each in (model, loaded)]
     wrong["tie"] = len(optimizer.masters()) != 1 or not all(ties)
     reference, ddp = deep("tensorwise_delayed").state_dict(), DistributedDataParallel(deep("tensorwise_delayed", 1))
     full(ddp, reference, broadcast_from_rank0=True)

@@ -6,19 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8_te_init as fti
-from tests.helpers.primary_models import (
-    RECIPES,
-    are_codes_of_masters,
-    deep,
-    equal,
-    masters,
-    masters_for,
-    plain_deep,
-    sharded,
-    step,
-    weights,
-    whole,
-)
+from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights, whole
+from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step
 
 pytestmark = pytest.mark.distributed
 

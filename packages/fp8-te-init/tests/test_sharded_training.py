@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.primary_models import RECIPES, codes, deep, equal, masters, masters_for, sharded, weights, whole
+from tests.helpers.primary_facts import codes, equal, masters, weights, whole
+from tests.helpers.primary_models import RECIPES, deep, masters_for, sharded
 from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard, train
 
 pytestmark = pytest.mark.distributed
