@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8_te_init as fti
@@ -221,6 +222,15 @@ def test_checkpoints_of_optimizers_that_do_not_fit_are_refused():
             optimizer.load_state_dict(wrong)
 
 
+def test_the_step_that_torch_makes_to_have_an_optimizer_build_its_state_moves_nothing():
+    net = built("tensorwise_delayed")
+    optimizer = masters_for(net, torch.optim.AdamW, seed=False)
+    before, state = [*codes(net), net[0].weight.state.history.clone()], net[0].weight.state
+    get_state_dict(net, optimizer)
+    assert equal([*codes(net), state.history], before)
+    assert state.start is not None
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_model_is_copied_together_with_its_optimizer(how):
     net = built()
@@ -234,6 +244,7 @@ def test_a_model_is_copied_together_with_its_optimizer(how):
         file.seek(0)
         other, copied = torch.load(file, weights_only=False)
     assert step(other, copied) == step(net, optimizer)
+    assert other[0].weight_scale_e4m3 is other[0].weight.scale, "its state dict shows the scales of its own codes"
     assert copied.master_of(net[0].weight) is None
     assert equal(masters(other, copied), masters(net, optimizer))
 

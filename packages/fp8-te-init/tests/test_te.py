@@ -56,9 +56,6 @@ def test_both_kinds_of_layers_are_built_as_their_recipe_and_backend_say(options,
     with fti.fp8_model_init(preserve_high_precision_init_val=True, **options):
         net = nn.Sequential(te.Linear(64, 32), nn.Linear(32, 8))
     assert (type(net[0].weight), type(net[1])) == (theirs, ours)
-
-
-def test_nothing_is_kept_unless_asked():
     assert fp8_of(te.built(preserve=False)[0].weight).init_values() is None
 
 
@@ -75,13 +72,10 @@ def test_tensors_are_read_as_they_read_themselves_and_copies_are_theirs(recipe, 
         assert rows.amax_bits(start).numel() == (recipe not in BLOCK_RECIPES), "blocks need no agreement"
 
 
-def test_memory_is_counted():
-    report = fti.memory_report(te.built())
+def test_memory_is_counted_and_the_format_is_read_from_the_name_of_the_dtype():
+    net = te.built()
+    report, weight = fti.memory_report(net), net[0].weight
     assert (report.codes, report.scales, report.copies) == (24 * 40 + 40 * 16, 8, 2 * (24 * 40 + 40 * 16))
-
-
-def test_the_format_is_read_from_the_name_of_the_dtype():
-    weight = te.built()[0].weight
     assert fp8_of(weight).fmt.name == "e4m3"
     weight._fp8_dtype = "DType.kFloat8E5M2"
     assert fp8_of(weight).fmt.name == "e5m2"
@@ -93,19 +87,16 @@ def test_the_format_is_read_from_the_name_of_the_dtype():
 @pytest.mark.parametrize("makes", [[te.FusedAdam], [sgd], [functools.partial(te.FusedAdam, dtype=torch.float16), sgd]])
 def test_masters_of_all_optimizers_start_from_the_copies_which_are_released(makes):
     """A fused optimizer that scales its masters does it in place, which must not reach the next optimizer's."""
-    net = te.built()
+    net = te.built(dtype=torch.float32)
     optimizers = [make(net if make is sgd else net.parameters()) for make in makes]
     report = fti.seed_masters(optimizers, net)
     assert set(report.sources.values()) == {"init"}
-    for layer, start in zip(net, starts(), strict=True):
+    for layer, start in zip(net, starts(dtype=torch.float32), strict=True):
         for optimizer in optimizers:
-            if isinstance(optimizer, fti.MasterOptimizer):
-                assert torch.equal(optimizer.master_of(layer.weight), start.float())
-            else:
-                factor = 1 if optimizer.dtype == torch.float32 else 8
-                assert torch.equal(
-                    optimizer.state[layer.weight]["master_param"], (start.float() * factor).to(optimizer.dtype)
-                )
+            is_fused = isinstance(optimizer, te.FusedAdam)
+            held = optimizer.state[layer.weight]["master_param"] if is_fused else optimizer.master_of(layer.weight)
+            factor = 8 if held.dtype == torch.float16 else 1
+            assert torch.equal(held, (start * factor).to(held.dtype))
     assert fti.memory_report(net).copies == 0
 
 
