@@ -89,7 +89,7 @@ MOMENTS = ["before the first gather", "before it, nothing preserved", "after see
 
 def changed(rank, world_size, recipe, turn, folder):
     """Return, for each form of load at one of the moments in turn, what is wrong after it."""
-    wrong = {}
+    wrong, gathered = {}, StateDictOptions(full_state_dict=True)
     for number, (form, kind) in enumerate(ROWS):
         is_meta, is_values, moment = "meta" in kind, kind == "values", MOMENTS[(number + turn) % len(MOMENTS)]
         is_new = is_meta or "assign" in form  # parameters that no earlier optimizer can hold
@@ -103,14 +103,16 @@ def changed(rank, world_size, recipe, turn, folder):
             optimizer = masters_for(model, lr=0.0, seed=False)
             found += ["codes are not those of masters"] * (not are_codes_of_masters(model, optimizer))
         if not is_seeded and is_values:
-            fti.seed_masters(optimizer, model)
+            if preserve:
+                fti.seed_masters(optimizer, model)
+            else:  # a save is the first to need a scale that all ranks agree on
+                found += unlike(get_model_state_dict(model, options=gathered), expected.state_dict())
             before = codes(model)
         model(torch.ones(1, WIDTHS[0]))
         model.reshard()
         found += ["codes are not those of masters after a gather"] * (not are_codes_of_masters(model, optimizer))
         found += ["a gather changed codes"] * (not is_seeded and is_values and not equal(codes(model), before))
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        found += unlike(state, expected.state_dict())
+        found += unlike(get_model_state_dict(model, options=gathered), expected.state_dict())
         step(model, optimizer)
         model.reshard()
         starts = weights(given) if is_values and not is_seeded else [w.dequantize() for w in weights(expected)]

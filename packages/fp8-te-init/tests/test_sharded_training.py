@@ -32,6 +32,8 @@ def sharded_and_replicated(rank, world_size, recipe, widths):
         for net, optimizers, seen in zip(nets, pairs, losses, strict=True):
             loss = loss_of(net, x)
             loss.backward()
+            with torch.no_grad():
+                net(x)  # an evaluation leaves the root's weights gathered: a step has to gather them anew
             for parameter in net.parameters() if net is twin else ():
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(world_size)
