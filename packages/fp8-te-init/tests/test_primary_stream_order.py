@@ -40,7 +40,7 @@ def ranks(world_size):
         dist.destroy_process_group()
 
 
-def train(recipe, order, *, event=False, accumulate=False, evaluate=False, reshard=True):
+def built(recipe=None, reshard=True):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     fti.convert_linear(model, recipe=recipe)
@@ -48,7 +48,11 @@ def train(recipe, order, *, event=False, accumulate=False, evaluate=False, resha
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
+    return model, fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
+
+
+def train(recipe, order, *, event=False, accumulate=False, evaluate=False, reshard=True):
+    model, optimizer = built(recipe, reshard)
     x, optimizing = torch.randn(16, 64), torch.cpu.Stream(name="optimizer")
     with order:
         for _ in range(3):
@@ -82,10 +86,7 @@ def test_every_access_is_ordered(recipe, scenario):
 def test_an_optimizer_that_gathers_do_not_wait_for_is_found():
     order = StreamOrder(parts)
     with ranks(2), order.streams():
-        model = nn.Sequential(nn.Linear(64, 64, bias=False))
-        fti.convert_linear(model)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
+        model, optimizer = built()
         with order:
             model(torch.randn(16, 64)).sum().backward()
             begun = torch.cpu.current_stream().record_event()

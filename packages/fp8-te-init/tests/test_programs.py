@@ -3,7 +3,7 @@
 The twin holds float32 weights, or bfloat16 ones with float32 masters as TransformerEngine's models do, and computes the
 same FP8 products; what is done to the FP8 model is done to it. Losses and masters must be equal bit for bit after every
 operation (three recipes of four: the twin has no history for delayed scaling), and codes must be the rounding of the
-masters in all. 30 programs by default, 300 with --full.
+masters in all. 20 programs by default, 300 with --full.
 """
 
 import copy
@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common.torch.compat import local_of
-from fp8_common.torch.linear.function import fp8_linear
-from tests.helpers.sharded_models import shard
+from tests.helpers.primary_facts import rounded, whole
+from tests.helpers.primary_models import CastAtEachForward
+from tests.helpers.sharded_models import mlp, shard
 
 WIDTHS = (24, 40, 136, 16)
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
@@ -35,15 +36,7 @@ MODES = [*["single"] * 6, "ddp", "fsdp", "fsdp", "fsdp"]
 
 def plain(seed: int, dtype=torch.float32) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(WIDTHS)))
-
-
-class TwinLinear(nn.Linear):
-    """Plain weights, cast at each forward."""
-
-    def forward(self, x):
-        output = fp8_linear(x, self.weight, self.spec)
-        return output + self.bias.to(output.dtype)
+    return mlp(WIDTHS, dtype)
 
 
 class Program:
@@ -91,17 +84,11 @@ class Program:
     def _twin_of(self, seed):
         twin = plain(seed, self.dtype)
         for layer in twin:
-            layer.__class__, layer.spec = TwinLinear, self.spec
+            layer.__class__, layer.spec = CastAtEachForward, self.spec
         return twin
 
     def rounded(self, values):
-        """Return float32 values after quantization as a new weight."""
-        layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
-        with torch.no_grad():
-            layer.weight.copy_(values.float())
-        return fti.convert_linear(
-            layer, recipe=self.recipe, preserve_high_precision_init_val=False
-        ).weight.state.values()
+        return rounded(values.float(), self.recipe)
 
     # ------------------------------------------------------------ operations
 
@@ -133,7 +120,7 @@ class Program:
     def restart(self):
         """Do to the twin what a step does to masters of weights that something else wrote to."""
         for layer in self.twin if self.restarts else ():
-            values = self.rounded(full(layer.weight))
+            values = self.rounded(whole(layer.weight.detach()))
             with torch.no_grad():
                 for each in {id(t): t for t in (self.master_of(layer), layer.weight)}.values():
                     set_to(each, values)
@@ -203,8 +190,8 @@ class Program:
     def change(self, edit, given=None, *, ours=None, reads=False):
         """Do to the twin what was done to the FP8 weights, with the roundings that it goes through."""
         for index, (layer, own) in enumerate(zip(self.twin, self.net, strict=True)):
-            whole = full(layer.weight)
-            base = whole if self.held or (self.exact and not reads) else self.rounded(whole)
+            base = whole(layer.weight.detach())
+            base = base if self.held or (self.exact and not reads) else self.rounded(base)
             values = edit(base.to(self.dtype), *(() if given is None else (given[index],)))
             with torch.no_grad():
                 if ours:
@@ -249,15 +236,13 @@ class Program:
 
     def clone(self):
         if self.mode == "single":
-            self.net, self.twin, self.optimizer, self.reference = copy.deepcopy(
-                (self.net, self.twin, self.optimizer, self.reference)
-            )
+            self.net, self.optimizer, self.twin, self.reference = copy.deepcopy(self.all_four())
             self.wrapped, self.wrapped_twin = self.net, self.twin
 
     def save_and_resume(self):
         """Save both models, build others with other values, and go on with these."""
         self.step()  # takes up edits, which checkpoints of masters do not know
-        saved = self.states() if self.sharded else copy.deepcopy(self.plain_states())
+        saved = self.states() if self.sharded else copy.deepcopy([each.state_dict() for each in self.all_four()])
         preserve, (cls, options) = self.preserve, self.rule
         self.preserve, self.rule = False, (cls, {"lr": 0.5})
         self.build(77)
@@ -274,9 +259,6 @@ class Program:
 
     def all_four(self):
         return self.net, self.optimizer, self.twin, self.reference
-
-    def plain_states(self):
-        return [each.state_dict() for each in self.all_four()]
 
     def take(self, states):
         for name, (net, optimizer) in self.pairs().items():
@@ -301,7 +283,9 @@ class Program:
             codes = rows.quantized(master.to(self.dtype))
             assert torch.equal(codes, rows.own_codes), " ".join([after, *self.log])
             if self.follows:
-                expected = self.rounded(full(twin.weight)) if self.restarts else full(self.master_of(twin))
+                expected = (
+                    self.rounded(whole(twin.weight.detach())) if self.restarts else whole(self.master_of(twin).detach())
+                )
                 assert same(master, local_of(dist_like(expected, layer.weight))), " ".join([after, *self.log])
 
     def run(self, length=10):
@@ -325,11 +309,6 @@ class Program:
 def same(a, b):
     """Return whether values are equal, NaN too: edits by a factor of 100 make some programs diverge, both models."""
     return torch.equal(a.detach().nan_to_num(1e30), b.detach().nan_to_num(1e30))
-
-
-def full(parameter):
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def dist_like(value, like):
@@ -365,7 +344,7 @@ def resumed(rank, world_size, seed, mode, folder):
 
 
 def programs_of(mode, full):
-    wanted = (300 if full else 30) * MODES.count(mode) // len(MODES)
+    wanted = (300 if full else 20) * MODES.count(mode) // len(MODES)
     return range(1, wanted + 1)
 
 
@@ -381,5 +360,5 @@ def test_programs_of_several_ranks_follow_their_twins(run_ranks, full, mode, tmp
     for seed in programs_of(mode, full):
         folder = str(tmp_path / str(seed))
         assert all(run_ranks(2 + seed % 2, on_ranks, seed, mode, folder))
-        if mode == "fsdp":
+        if mode == "fsdp" and (full or seed % 2):
             assert all(run_ranks(3 - seed % 2, resumed, seed, mode, folder))

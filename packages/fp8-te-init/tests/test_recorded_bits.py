@@ -99,19 +99,15 @@ def name_of(recipe, dtype, rounded):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
 def test_one_process_makes_the_recorded_bits(case):
-    rows, reductions = trained(0, 0, *case)
-    assert rows == json.loads(RECORD.read_text())[name_of(*case)]
-    assert reductions == 0
+    assert trained(0, 0, *case) == (json.loads(RECORD.read_text())[name_of(*case)], 0)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
-def test_any_number_of_ranks_makes_the_recorded_bits(run_ranks, world_size, case):
-    recorded = json.loads(RECORD.read_text())[name_of(*case)]
-    for rows, reductions in run_ranks(world_size, trained, *case):
-        assert rows == recorded
-        assert reductions == (STEPS if world_size > 1 else 0), "one for each step, whatever the number of weights"
+@pytest.mark.matrix("each", case=CASES, world_size=[2, 3, 1, 2, 3])
+def test_any_number_of_ranks_makes_the_recorded_bits(run_ranks, case, world_size):
+    reductions = STEPS if world_size > 1 else 0  # one for each step, whatever the number of weights
+    expected = json.loads(RECORD.read_text())[name_of(*case)], reductions
+    assert run_ranks(world_size, trained, *case) == [expected] * world_size
 
 
 if __name__ == "__main__":

@@ -1,203 +1,113 @@
-"""Several ranks: what is kept of a sharded model, for every way to make one, and every number of ranks."""
+"""Several ranks: what is kept of a sharded model and what its masters start from, for every number of ranks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 import fp8_te_init as fti
-from tests.helpers.sharded_models import WIDTHS, batches, loss_of, mlp, shard
+from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights, whole
+from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step
 
 pytestmark = pytest.mark.distributed
 
-RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
-PRESERVE = [True]
+WIDTHS = (24, 200, 130, 2, 24)
+"""Uneven over ranks; shards cut blocks, and two rows leave one of three ranks without any."""
 
 
-def eager_then_shard(world_size, recipe, preserve, dtype):
-    torch.manual_seed(0)
-    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
-        model = mlp(dtype=dtype)
-    return shard(model, world_size)
-
-
-def meta_then_shard(world_size, recipe, preserve, dtype):
-    with torch.device("meta"), fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
-        model = mlp(dtype=dtype)
-    shard(model, world_size)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
+def deferred(world_size, recipe, dtype, seed=0):
+    """A model that is initialized after it was sharded."""
+    model = sharded(world_size, recipe, dtype=dtype, widths=WIDTHS, device="meta").to_empty(device="cpu")
+    torch.manual_seed(seed)
     for layer in model:
         layer.reset_parameters()
     return model
 
 
-def starts(model) -> list[torch.Tensor]:
-    return [layer.weight.to_local().get_high_precision_init_val() for layer in model]
-
-
-def local_and_whole(rank, world_size, build, recipe, preserve, dtype):
-    model = globals()[build](world_size, recipe, preserve, dtype)
-    kept = fti.memory_report(model).copies
-    before = [start.clone() for start in starts(model)]
-    fti.rescale_(model)
-    assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "a rescaling moves no start"
-    loss_of(model, next(batches(rank, 1, dtype))).backward()
-    assert all(torch.equal(a, b) for a, b in zip(before, starts(model), strict=True)), "nor does training, so far"
-    weights = [layer.weight.full_tensor() for layer in model]
-    scales = [layer.weight_scale_e4m3 for layer in model]
-    return before, kept, [weight + 0 for weight in weights], scales
+def started(rank, world_size, is_deferred, recipe, dtype):
+    build = deferred if is_deferred else lambda *args: sharded(*args[:2], dtype=dtype, widths=WIDTHS)
+    model = build(world_size, recipe, dtype)
+    optimizer, kept = masters_for(model, seed=False), fti.memory_report(model).copies
+    for master in masters(model, optimizer):
+        master.to_local().fill_(7.0)  # what the optimizer took by itself must not matter
+    starts = [weight.to_local().get_high_precision_init_val().clone() for weight in weights(model)]
+    assert fti.rescale_(model) == (world_size > 1), "one all-reduce"
+    model(torch.ones(2, 24, dtype=dtype)).sum().backward()
+    values = [whole(weight) + 0 for weight in weights(model)]
+    again = [weight.to_local().get_high_precision_init_val() for weight in weights(model)]
+    assert equal(starts, again), "neither a rescaling nor a gather moves a start"
+    assert set(fti.seed_masters(optimizer, model).sources.values()) == {"init"}
+    assert are_codes_of_masters(model, optimizer)
+    exported = fti.export_fp32_state_dict(model, optimizer, full_tensors=True)
+    found = {
+        "masters": list(map(whole, masters(model, optimizer))),
+        "values": values,
+        "scales": [layer.weight_scale_e4m3 for layer in model],
+    }
+    return starts, kept, found, exported
 
 
 @pytest.mark.matrix(
-    world_size=[1, 2, 3, 4],
-    build=["eager_then_shard", "meta_then_shard"],
+    "each",
+    world_size=[3, 2, 1, 4],
+    is_deferred=[False, True, True],
     recipe=RECIPES,
-    preserve=PRESERVE,
     dtype=[torch.float32, torch.bfloat16],
 )
-def test_the_shares_make_up_the_whole_start_and_nobody_keeps_more(
-    run_ranks, world_size, build, recipe, preserve, dtype
+def test_shards_make_up_the_start_scales_and_masters_of_the_unsharded_model_and_keep_no_more(
+    run_ranks, world_size, is_deferred, recipe, dtype
 ):
-    torch.manual_seed(0)
-    reference = mlp(dtype=dtype)
-    results = run_ranks(world_size, local_and_whole, build, recipe, preserve, dtype)
-    for index, layer in enumerate(reference):
-        union = torch.cat([shares[index] for shares, *_ in results])
-        assert torch.equal(union, layer.weight), "all ranks together hold the whole start, bit for bit"
-    torch.manual_seed(0)
-    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        whole = mlp(dtype=dtype)
-    for _, kept, weights, scales in results:
-        for layer, weight, scale in zip(whole, weights, scales, strict=True):
-            assert torch.equal(layer.weight_scale_e4m3, scale), "every rank knows the scales of the whole weight"
-            assert torch.equal(layer.weight.dequantize(), weight.view_as(layer.weight))
-        bound = sum(
-            (-(-layer.weight.shape[0] // world_size) + 1) * layer.weight.shape[1] * layer.weight.element_size()
-            for layer in reference
-        )
-        assert kept <= bound, "a share, and a row for the rounding"
-
-
-def biases(rank, world_size):
-    return [layer.bias.full_tensor() for layer in meta_then_shard(world_size, "tensorwise", True, torch.float32)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_biases_of_deferred_layers_are_those_of_an_unsharded_model(run_ranks, world_size):
-    torch.manual_seed(0)
-    reference = mlp()
-    for gathered in run_ranks(world_size, biases):
-        assert all(torch.equal(layer.bias, bias) for layer, bias in zip(reference, gathered, strict=True))
-
-
-def seeded(rank, world_size, recipe, widths):
-    torch.manual_seed(0)
-    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        model = shard(mlp(widths), world_size)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    for master in optimizer.masters():
-        master.to_local().fill_(7.0)  # what the optimizer took by itself must not matter
-    reductions = fti.rescale_(model)
-    assert reductions == 1
-    report = fti.seed_masters(optimizer, model)
-    checked = [layer.weight.to_local().state for layer in model]
-    masters = [optimizer.master_of(layer.weight) for layer in model]
-    same = [
-        torch.equal(rows.quantized(master.to_local()), rows.own_codes)
-        for rows, master in zip(checked, masters, strict=True)
-    ]
-    scales = [layer.weight_scale_e4m3 for layer in model]
-    return [master.full_tensor() for master in masters], scales, set(report.sources.values()), same, checked[-2].rows
-
-
-@pytest.mark.parametrize("widths", [WIDTHS, (24, 200, 130, 2, 24)])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_masters_of_row_and_block_scaled_weights_are_those_of_the_unsharded_model(
-    run_ranks, recipe, world_size, widths
-):
-    torch.manual_seed(0)
-    with fti.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        model = mlp(widths)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    fti.seed_masters(optimizer, model)
-    results = run_ranks(world_size, seeded, recipe, widths)
-    empty = [rows == 0 for *_, rows in results]
-    assert any(empty) == (world_size == 3), "two rows leave one of three ranks without any"
-    for masters, scales, sources, same, _ in results:
-        assert sources == {"init"}
-        assert all(same), "every rank's codes are those of its masters"
-        for layer, master, scale in zip(model, masters, scales, strict=True):
-            assert torch.equal(master, optimizer.master_of(layer.weight))
-            assert torch.equal(scale, layer.weight_scale_e4m3), "found again from the rows of all ranks"
+    reference, unsharded = plain_deep(0, dtype, WIDTHS), deep(recipe, dtype=dtype, widths=WIDTHS)
+    optimizer = masters_for(unsharded)
+    expected = {
+        "masters": masters(unsharded, optimizer),
+        "values": [weight.dequantize() for weight in weights(unsharded)],
+        "scales": [layer.weight_scale_e4m3 for layer in unsharded],
+    }
+    results = run_ranks(world_size, started, is_deferred, recipe, dtype)
+    assert any(len(starts[2]) == 0 for starts, *_ in results) == (world_size > 2)
+    for index, weight in enumerate(weights(reference)):
+        assert torch.equal(torch.cat([starts[index] for starts, *_ in results]), weight), "with all its bits"
+    share = sum(
+        (-(-weight.shape[0] // world_size) + 1) * weight.shape[1] * weight.element_size()
+        for weight in weights(reference)
+    )
+    for _, kept, found, exported in results:
+        assert [name for name in expected if not equal(found[name], expected[name])] == []
+        assert kept <= share, "a share, and a row for the rounding"
+        assert exported.keys() == reference.state_dict().keys()
+        assert equal(exported.values(), (value.float() for value in reference.state_dict().values()))
 
 
 def rescaled(rank, world_size):
     torch.manual_seed(rank)
     with fti.fp8_model_init(preserve_high_precision_init_val=True):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-    with torch.no_grad():
-        model[2].weight.mul_(1.0 + rank)
-    amax = [layer.weight.get_high_precision_init_val().abs().max().item() for layer in model]
+    amax = [weight.get_high_precision_init_val().abs().max() for weight in weights(model)]
     before = [layer.weight_scale_e4m3.item() for layer in model]
     reductions = fti.rescale_(model, group=dist.group.WORLD)
-    kept = [layer.weight.get_high_precision_init_val() for layer in model]
-    return amax, before, [layer.weight_scale_e4m3.item() for layer in model], reductions, len(kept)
+    return torch.stack(amax), before, [layer.weight_scale_e4m3.item() for layer in model], reductions
 
 
 def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks):
     results = run_ranks(3, rescaled)
-    for layer in range(5):
-        wanted = torch.tensor(448.0) / torch.tensor(max(amax[layer] for amax, *_ in results))
-        assert {scales[layer] for _, _, scales, _, _ in results} == {wanted.item()}
-    assert {reductions for *_, reductions, _ in results} == {1}
+    wanted = 448.0 / torch.stack([amax for amax, *_ in results]).amax(0)
     assert len({tuple(before) for _, before, *_ in results}) == 3, "each rank had a scale of its own before"
+    for _, _, scales, reductions in results:
+        assert (scales, reductions) == (wanted.tolist(), 1)
 
 
 def different_generators(rank, world_size):
-    with torch.device("meta"), fti.fp8_model_init(preserve_high_precision_init_val=True):
-        model = mlp()
-    shard(model, world_size)
-    model.to_empty(device="cpu")
-    torch.manual_seed(rank)
-    for layer in model:
-        layer.reset_parameters()
+    model = deferred(world_size, None, torch.float32, seed=rank)
     guess = [layer.weight_scale_e4m3.item() for layer in model]
-    loss_of(model, next(batches(0, 1)))
-    scales = [layer.weight_scale_e4m3.item() for layer in model]
-    model.reshard()
-    return guess, scales, starts(model)[0]
+    model(torch.ones(2, 24))
+    return guess, [layer.weight_scale_e4m3.item() for layer in model]
 
 
 def test_ranks_that_drew_different_weights_still_agree_on_a_scale_before_the_first_gather(run_ranks):
-    results = run_ranks(2, different_generators)
-    assert results[0][0] != results[1][0]
-    assert results[0][1] == results[1][1]
-
-
-def seeded_with_one_stale_rank(rank, world_size, recipe):
-    model = eager_then_shard(world_size, recipe, True, torch.float32)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    if rank == 1:
-        model[0].weight.to_local().state.codes[0, 0] ^= 1
-    with pytest.raises(fti.StaleInitError) as caught:
-        fti.seed_masters(optimizer, model)
-    return str(caught.value), fti.memory_report(model).copies
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks, recipe, world_size):
-    results = run_ranks(world_size, seeded_with_one_stale_rank, recipe)
-    for rank, (message, _) in enumerate(results):
-        told = "0.weight: The values before rounding" if rank == 1 else "Another rank could not seed its masters"
-        assert told in message
-    assert all(kept > 0 for _, kept in results)
-
-
-# ---------------------------------------------------------------- two-dimensional meshes, and groups
+    (guess, scales), (other_guess, other_scales) = run_ranks(2, different_generators)
+    assert guess != other_guess
+    assert scales == other_scales
 
 
 def owned_by_others(rank, world_size):
@@ -209,37 +119,29 @@ def owned_by_others(rank, world_size):
     model[0].weight.requires_grad_(False)
     optimizer = fti.MasterOptimizer(torch.optim.SGD, [model[1 + rank].weight], lr=0.1)
     before = fti.memory_report(model).copies
-    sources = fti.seed_masters(optimizer, model).sources
-    return before, sources, fti.memory_report(model).copies
+    return before, fti.seed_masters(optimizer, model).sources, fti.memory_report(model).copies
 
 
 def test_no_rank_keeps_copies_of_what_it_does_not_own(run_ranks):
-    for rank, (before, sources, after) in enumerate(run_ranks(3, owned_by_others)):
-        assert before == 4 * 4 * 24 * 24
-        assert sources == {f"{1 + rank}.weight": "init"}
-        assert after == 0
+    for rank, found in enumerate(run_ranks(3, owned_by_others)):
+        assert found == (4 * 4 * 24 * 24, {f"{1 + rank}.weight": "init"}, 0)
 
 
-def loaded_after_seeding(rank, world_size):
-    model = eager_then_shard(world_size, "tensorwise", True, torch.float32)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.0)
-    fti.seed_masters(optimizer, model)
-    torch.manual_seed(5)
-    own = model.state_dict()
-    state = {
-        name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-        for name, value in mlp().state_dict().items()
-    }
-    model.load_state_dict(state)
-    loss_of(model, next(batches(rank, 1))).backward()
-    optimizer.step()
-    return [optimizer.master_of(layer.weight).full_tensor() for layer in model], optimizer.reductions
+def memory(rank, world_size):
+    """Return bytes before seeding, after it, and after a step, on this rank."""
+    model = sharded(world_size, dtype=torch.bfloat16, widths=(24, 128, 64))
+    before = fti.memory_report(model)
+    optimizer = masters_for(model, torch.optim.AdamW)
+    seeded = fti.memory_report(model, optimizer)
+    step(model, optimizer)
+    return before, seeded, fti.memory_report(model, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_trap_a_checkpoint_that_is_loaded_after_seeding_is_not_undone_on_any_rank(run_ranks, world_size):
-    torch.manual_seed(5)
-    loaded = fti.convert_linear(mlp())
-    for masters, reductions in run_ranks(world_size, loaded_after_seeding):
-        assert all(torch.equal(a, layer.weight.dequantize()) for a, layer in zip(masters, loaded, strict=True))
-        assert reductions == 0, "a step that moves nothing reduces nothing"
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bytes_of_each_weight_by_a_count(run_ranks, world_size):
+    elements, biases = (24 * 128 + 128 * 64) // world_size, (128 + 64) // world_size
+    for before, seeded, stepped in run_ranks(world_size, memory):
+        assert (before.parameters, before.codes, before.copies) == (elements, elements, 2 * elements)
+        assert (seeded.codes, seeded.copies, seeded.masters) == (elements, 0, 4 * (elements + biases))
+        assert stepped.copies == 0
+        assert 8 * elements <= stepped.optimizer_state < 8.2 * elements

@@ -4,74 +4,78 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
-from fp8_common import Fp8Error, get_recipe
 from tests.helpers.collectives import CollectiveCounter
+from tests.helpers.primary_facts import codes, equal, masters, weights, whole
+from tests.helpers.primary_models import RECIPES, deep, masters_for, sharded
 from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard, train
 
 pytestmark = pytest.mark.distributed
 
-RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
-STEPS = 20
+STEPS = 8
 
 
-def built(recipe, dtype=torch.float32, widths=WIDTHS) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = mlp(widths, dtype=dtype)
-    return fti.convert_linear(model, config=fti.LinearConfig(recipe=get_recipe(recipe)))
-
-
-def optimizer_for(model):
-    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
-    fti.seed_masters(optimizer, model)
-    return optimizer
-
-
-def whole_masters(model, optimizer):
-    masters = [optimizer.master_of(layer.weight) for layer in model]
-    return [master.full_tensor() if hasattr(master, "full_tensor") else master for master in masters]
+def adamw(model):
+    return masters_for(model, torch.optim.AdamW, lr=1e-2)
 
 
 def sharded_and_replicated(rank, world_size, recipe, widths):
-    sharded = shard(built(recipe, widths=widths), world_size)
-    optimizer = optimizer_for(sharded)
-    losses = train(sharded, optimizer, rank, STEPS)
-
-    twin = built(recipe, widths=widths)
-    reference = optimizer_for(twin)
-    expected = []
-    for x in batches(rank, STEPS):
-        loss = loss_of(twin, x)
-        loss.backward()
-        for parameter in twin.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(world_size)
-        reference.step()
-        reference.zero_grad()
-        expected.append(loss.item())
-    pairs = zip(whole_masters(sharded, optimizer), whole_masters(twin, reference), strict=True)
-    return losses == expected, all(torch.equal(a, b) for a, b in pairs)
+    """Return the losses and masters of both; two optimizers take turns with the masters of each."""
+    model, twin, losses = sharded(world_size, recipe, widths=widths), deep(recipe, widths=widths), ([], [])
+    nets = (model, twin)
+    pairs = [(adamw(net), masters_for(net, seed=False, lr=1e-3)) for net in nets]
+    for number, x in enumerate(batches(rank, STEPS)):
+        for net, optimizers, seen in zip(nets, pairs, losses, strict=True):
+            loss = loss_of(net, x)
+            loss.backward()
+            with torch.no_grad():
+                net(x)  # an evaluation leaves the root's weights gathered: a step has to gather them anew
+            for parameter in net.parameters() if net is twin else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(world_size)
+            optimizers[number % 4 == 3].step()
+            net.zero_grad()
+            seen.append(loss.item())
+    model.reshard()
+    shared = all(a is b for a, b in zip(masters(model, pairs[0][0]), masters(model, pairs[0][1]), strict=True))
+    ours, theirs = (masters(net, optimizers[0]) for net, optimizers in zip(nets, pairs, strict=True))
+    return losses[0] == losses[1], equal(map(whole, ours), theirs), shared
 
 
 # the ranks' rows of the wide layers meet inside a block
 @pytest.mark.parametrize(("recipe", "widths"), [*((recipe, WIDTHS) for recipe in RECIPES), ("blockwise", WIDE)])
-def test_twenty_steps_equal_a_replicated_model(run_ranks, recipe, widths):
-    assert run_ranks(2, sharded_and_replicated, recipe, widths) == [(True, True)] * 2
+def test_steps_of_two_optimizers_equal_those_of_a_replicated_model(run_ranks, recipe, widths):
+    assert run_ranks(2, sharded_and_replicated, recipe, widths) == [(True, True, True)] * 2
+
+
+def hybrid(rank, world_size, recipe):
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    model, twin = deep(recipe), deep(recipe)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    state = {name: whole(value) for name, value in get_model_state_dict(model).items()}
+    found = [equal(state.values(), twin.state_dict().values())]
+    optimizers = []
+    for net in (model, twin):
+        optimizers.append(masters_for(net))
+        loss_of(net, torch.ones(2, WIDTHS[0])).backward()
+        optimizers[-1].step()
+    model.reshard()
+    return [*found, equal(map(whole, masters(model, optimizers[0])), masters(twin, optimizers[1]))]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_hybrid_shards_gather_and_train_the_bits_of_the_unsharded_model(run_ranks, recipe):
+    assert run_ranks(4, hybrid, recipe) == [[True, True]] * 4
 
 
 def collectives_of_steps(rank, world_size):
-    model = fti.convert_linear(mlp((24, 40, 60, 24), bias=False))
-    mesh = init_device_mesh("cpu", (world_size,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = optimizer_for(model)
-    seen = []
+    model = shard(fti.convert_linear(mlp((24, 40, 60, 24), bias=False)), world_size)
+    optimizer, seen = adamw(model), []
     for x in batches(rank, 3):
         with CollectiveCounter() as forward:
             loss_of(model, x).backward()
@@ -83,124 +87,50 @@ def collectives_of_steps(rank, world_size):
 
 
 def test_a_gather_sends_one_byte_per_element_and_the_forward_reduces_nothing(run_ranks):
-    share = (24 * 40 + 40 * 60 + 60 * 24) // 2
+    share, last = (24 * 40 + 40 * 60 + 60 * 24) // 2, 60 * 24 // 2
     for steps in run_ranks(2, collectives_of_steps):
         for gathers, reductions, in_step in steps:
             assert {one.dtype for one in gathers} == {torch.uint8}
-            assert sum(one.elements for one in gathers) == 2 * share, "forward and backward"
+            # forward and backward; the root keeps what it gathered
+            assert sum(one.elements for one in gathers) == 2 * share - last
             assert reductions == []
-            assert [one.dtype for one in in_step] == [torch.int32]
-            assert in_step[0].elements == 3, "one number for each weight"
+            assert [(one.dtype, one.elements) for one in in_step] == [(torch.int32, 3)], "a number for each weight"
 
 
-def save_sharded(rank, world_size, folder, recipe):
-    model = shard(built(recipe), world_size)
-    optimizer = optimizer_for(model)
+def bits_of(model, optimizer):
+    """Codes, scales, masters and moments of the whole model."""
+    bits, parts = [], [None] * dist.get_world_size()
+    dist.all_gather_object(parts, codes(model))
+    for index, weight in enumerate(weights(model)):
+        master = optimizer.master_of(weight)
+        bits += [whole(v).clone() for v in (master, *optimizer.inner.state[master].values()) if v.ndim]
+        bits += [torch.cat([part[index] for part in parts]), weight.to_local().state.scale.clone()]
+    return bits
+
+
+def saved(rank, world_size, folder, recipe):
+    model = sharded(world_size, recipe)
+    optimizer = adamw(model)
     train(model, optimizer, rank, 3)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
     return bits_of(model, optimizer)
 
 
-def load_sharded(rank, world_size, folder, recipe):
-    torch.manual_seed(99)
-    model = shard(fti.convert_linear(mlp(), recipe=recipe, preserve_high_precision_init_val=False), world_size)
-    optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+def loaded(rank, world_size, folder, recipe):
+    model = sharded(world_size, recipe, 99, preserve=False)
+    optimizer = masters_for(model, torch.optim.AdamW, seed=False, lr=1e-2)
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
     bits = bits_of(model, optimizer)
     train(model, optimizer, rank, 2)
     return bits
 
 
-def bits_of(model, optimizer):
-    """Codes, scales, masters and moments of the whole model."""
-    bits = []
-    for layer in model:
-        local = layer.weight.to_local()
-        master = optimizer.master_of(layer.weight)
-        values = [master, *(v for v in optimizer.inner.state[master].values() if v.ndim)]
-        bits += [value.full_tensor().clone() for value in values]
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, local.state.own_codes)
-        bits += [torch.cat(parts), local.state.scale.clone()]
-    return bits
-
-
-@pytest.mark.matrix(save_with=[2, 3], load_with=[1, 2, 4], recipe=["tensorwise", "tensorwise_delayed", "blockwise"])
+@pytest.mark.matrix(
+    "each", save_with=[2, 3], load_with=[4, 1, 2], recipe=["tensorwise", "tensorwise_delayed", "blockwise"]
+)
 def test_checkpoints_come_back_bit_for_bit_on_any_number_of_ranks(run_ranks, tmp_path, save_with, load_with, recipe):
-    saved = run_ranks(save_with, save_sharded, str(tmp_path), recipe)
-    loaded = run_ranks(load_with, load_sharded, str(tmp_path), recipe)
-    for bits in [*saved, *loaded]:
-        assert all(torch.equal(a, b) for a, b in zip(bits, saved[0], strict=True))
-
-
-def load_plain_values(rank, world_size):
-    """A checkpoint of the unconverted model, loaded into a sharded one."""
-    torch.manual_seed(5)
-    plain = mlp()
-    model = shard(built("tensorwise"), world_size)
-    own = model.state_dict()
-    state = {
-        name: dist.tensor.distribute_tensor(value, own[name].device_mesh, own[name].placements)
-        for name, value in plain.state_dict().items()
-    }
-    model.load_state_dict(state)
-    loss_of(model, torch.ones(4, 24))
-    model.reshard()
-    starts = [layer.weight.to_local().get_high_precision_init_val() for layer in model]
-    return starts, [layer.weight_scale_e4m3.item() for layer in model]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_loaded_high_precision_values_get_their_own_scale_and_become_the_start(run_ranks, world_size):
-    torch.manual_seed(5)
-    plain = mlp()
-    results = run_ranks(world_size, load_plain_values)
-    for index, layer in enumerate(plain):
-        assert torch.equal(torch.cat([starts[index] for starts, _ in results]), layer.weight)
-        scale = torch.tensor(448.0) / layer.weight.abs().max()
-        assert {scales[index] for _, scales in results} == {scale.item()}
-
-
-def refused(rank, world_size):
-    messages = []
-    model = shard(built("tensorwise"), world_size, reshard_after_forward=2)
-    try:
-        loss_of(model, torch.ones(4, 24))
-    except Fp8Error as error:
-        messages.append(str(error))
-    model = shard(mlp(), world_size)
-    try:
-        fti.convert_linear(model)
-    except Fp8Error as error:
-        messages.append(str(error))
-    try:
-        model = shard(built("tensorwise"), world_size)
-        fti.PrimaryFloat8Linear.forward(model[0], torch.ones(4, 24))
-    except Fp8Error as error:
-        messages.append(str(error))
-    return messages
-
-
-def test_what_cannot_work_is_refused_on_all_ranks(run_ranks):
-    for messages in run_ranks(4, refused):
-        assert "shard over a two-dimensional mesh (HSDP)" in messages[0]
-        assert "Convert the model first, then apply fully_shard" in messages[1]
-        assert "call the model through the module that fully_shard was applied to" in messages[2]
-
-
-def exported(rank, world_size):
-    model = shard(built("tensorwise"), world_size)
-    optimizer = optimizer_for(model)
-    return fti.export_fp32_state_dict(model, optimizer, full_tensors=True)
-
-
-def test_export_gathers_the_masters(run_ranks):
-    torch.manual_seed(0)
-    plain = mlp().state_dict()
-    for state in run_ranks(3, exported):
-        assert state.keys() == plain.keys()
-        assert all(torch.equal(state[name], plain[name]) for name in plain)
+    first, *others = run_ranks(save_with, saved, str(tmp_path), recipe)
+    for bits in [*others, *run_ranks(load_with, loaded, str(tmp_path), recipe)]:
+        assert equal(bits, first)

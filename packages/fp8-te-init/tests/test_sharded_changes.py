@@ -1,0 +1,399 @@
+"""Loads, edits and saves of FP8 weights on several ranks: the bits of the unsharded model, or a sentence."""
+
+import copy
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_te_init as fti
+from fp8_common import Fp8Error
+from fp8_common.torch.compat import local_of
+from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights, whole
+from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step, tied, train_tied
+from tests.helpers.sharded_models import WIDTHS, mlp, shard
+
+pytestmark = pytest.mark.distributed
+
+
+def unlike(a, b):
+    """Names of entries of two state dicts that differ in dtype or in a bit."""
+    same = {k for k in a.keys() & b.keys() if a[k].dtype == b[k].dtype and torch.equal(whole(a[k]), whole(b[k]))}
+    return sorted((a.keys() | b.keys()) - same)
+
+
+# ---------------------------------------------------------------- loads and edits
+
+
+def placed(model, state):
+    own = model.state_dict()
+    return {
+        name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
+        if isinstance(own[name], DTensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def copied(model, state):
+    with torch.no_grad():
+        for name, value in placed(model, state).items():
+            model.get_parameter(name).copy_(value)
+
+
+def full(model, state, **options):
+    given = state if dist.get_rank() == 0 or not options else {}
+    set_model_state_dict(model, dict(given), options=StateDictOptions(full_state_dict=True, **options))
+
+
+def through_dcp(model, state, folder):
+    target = model.state_dict()
+    dcp.async_save(placed(model, state), checkpoint_id=folder).result()
+    dcp.load(target, checkpoint_id=folder)
+    model.load_state_dict(target)
+
+
+FORMS = {
+    "load_state_dict": lambda model, state, _: model.load_state_dict(placed(model, state)),
+    "load_state_dict(assign=True)": lambda model, state, _: model.load_state_dict(placed(model, state), assign=True),
+    "copy_": lambda model, state, _: copied(model, state),
+    "each rank has all": lambda model, state, _: full(model, state),
+    "broadcast": lambda model, state, _: full(model, state, broadcast_from_rank0=True),
+    "broadcast, offloaded": lambda model, state, _: full(model, state, broadcast_from_rank0=True, cpu_offload=True),
+    "dcp": through_dcp,
+}
+ROWS = [
+    *((form, "values") for form in ("load_state_dict", "copy_", "broadcast")),
+    *((form, "codes") for form in FORMS if form != "copy_"),
+    ("broadcast", "codes into a meta model"),
+]
+MOMENTS = ["before the first gather", "before it, nothing preserved", "after seeding"]
+
+
+def changed(rank, world_size, recipe, turn, folder):
+    """Return, for each form of load at one of the moments in turn, what is wrong after it."""
+    wrong, gathered = {}, StateDictOptions(full_state_dict=True)
+    for number, (form, kind) in enumerate(ROWS):
+        is_meta, is_values, moment = "meta" in kind, kind == "values", MOMENTS[(number + turn) % len(MOMENTS)]
+        is_new = is_meta or "assign" in form  # parameters that no earlier optimizer can hold
+        is_seeded, preserve = moment == MOMENTS[2] and not is_new, moment != MOMENTS[1]
+        given, expected = plain_deep(5), fti.convert_linear(plain_deep(5), recipe=recipe)
+        model = sharded(world_size, recipe, 1, preserve=preserve, device="meta" if is_meta else "cpu")
+        optimizer = masters_for(model, lr=0.0, seed=preserve) if is_seeded else None
+        FORMS[form](model, (given if is_values else expected).state_dict(), f"{folder}/{number}")
+        found = []
+        if not is_seeded:
+            optimizer = masters_for(model, lr=0.0, seed=False)
+            found += ["codes are not those of masters"] * (not are_codes_of_masters(model, optimizer))
+        if not is_seeded and is_values:
+            if preserve:
+                fti.seed_masters(optimizer, model)
+            else:  # a save is the first to need a scale that all ranks agree on
+                found += unlike(get_model_state_dict(model, options=gathered), expected.state_dict())
+            before = codes(model)
+        model(torch.ones(1, WIDTHS[0]))
+        model.reshard()
+        found += ["codes are not those of masters after a gather"] * (not are_codes_of_masters(model, optimizer))
+        found += ["a gather changed codes"] * (not is_seeded and is_values and not equal(codes(model), before))
+        found += unlike(get_model_state_dict(model, options=gathered), expected.state_dict())
+        step(model, optimizer)
+        model.reshard()
+        starts = weights(given) if is_values and not is_seeded else [w.dequantize() for w in weights(expected)]
+        found += ["masters"] * (not equal(map(whole, masters(model, optimizer)), starts))
+        found += ["a step that moves nothing reduces"] * (optimizer.reductions != 0)
+        found += ["copies stay"] * (fti.memory_report(model).copies != 0)
+        if found:
+            wrong[f"{form} of {kind} {moment}"] = found
+    return wrong
+
+
+@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES, turn=[0, 1, 2])
+def test_loads_and_edits_of_shards_give_the_codes_and_masters_of_the_unsharded_model(
+    run_ranks, world_size, recipe, turn, tmp_path
+):
+    """Seeding before the first gather rounded twice: a quarter of the codes were not those of their masters."""
+    assert run_ranks(world_size, changed, recipe, turn, str(tmp_path)) == [{}] * world_size
+
+
+def frozen_base(rank, world_size, recipe):
+    """LoRA: the base is loaded after sharding and frozen, an optimizer trains something else."""
+    same = {}
+    for moment in ("unseeded", "seeded", "cleared"):
+        model, values = sharded(world_size, recipe), plain_deep(5)
+        full(model, values.state_dict(), broadcast_from_rank0=True)
+        for layer in model[:-1]:
+            layer.requires_grad_(False)
+        optimizer = masters_for(model[-1], seed=False)
+        if moment == "seeded":
+            fti.seed_masters(optimizer, model)
+        if moment == "cleared":
+            for layer in model[:-1]:
+                layer.weight.to_local().clear_high_precision_init_val()
+        for _ in range(2):
+            step(model, optimizer)
+        model.reshard()
+        base = fti.convert_linear(values, recipe=recipe)[:-1]
+        same[moment] = equal((whole(w) + 0 for w in weights(model[:-1])), (w.dequantize() for w in weights(base)))
+    return same
+
+
+@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES)
+def test_a_frozen_base_that_was_loaded_into_shards_has_the_codes_of_an_unsharded_one(run_ranks, world_size, recipe):
+    for same in run_ranks(world_size, frozen_base, recipe):
+        assert same == {"unseeded": True, "seeded": True, "cleared": True}
+
+
+# ---------------------------------------------------------------- saves
+
+
+def saved(rank, world_size, recipe, folder):
+    """Return by name how entries of a sharded state dict, and what users do with them, differ from plain ones."""
+    reference = deep(recipe).state_dict()
+    model = sharded(world_size, recipe)
+    state = model.state_dict()
+    gathered, offloaded = (
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+        for offload in (False, True)
+    )
+    buffer = io.BytesIO()
+    torch.save(gathered, buffer)
+    buffer.seek(0)
+    forms = {
+        "gathered": gathered,
+        "offloaded": reference if rank else offloaded,
+        "saved and read": torch.load(buffer, weights_only=True),
+        "deepcopy": copy.deepcopy(state),
+        "clone": {k: v.clone() for k, v in state.items()},
+        "cpu": {k: v.cpu() for k, v in state.items()},
+        "detach": {k: v.detach() for k, v in state.items()},
+    }
+    found = {name: unlike(form, reference) for name, form in forms.items()}
+    found["float"] = unlike({k: v.float() for k, v in state.items()}, {k: v.float() for k, v in reference.items()})
+    classes = {type(value) for form in list(forms.values())[:3] for value in form.values()}
+    torch.save(state, f"{folder}/{rank}.pt")
+    with torch.serialization.safe_globals([DTensor]):
+        read = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    classes |= {type(value.to_local()) for value in read.values() if isinstance(value, DTensor)}
+    model.load_state_dict(state)
+    found["own state"] = unlike(model.state_dict(), reference)
+    return {name: names for name, names in found.items() if names}, classes, rank and offloaded
+
+
+@pytest.mark.matrix("each", world_size=[2, 3], recipe=RECIPES)
+def test_state_dicts_have_the_bits_of_the_unsharded_model_and_hold_plain_tensors(
+    run_ranks, world_size, recipe, tmp_path
+):
+    for unlike_names, classes, elsewhere in run_ranks(world_size, saved, recipe, str(tmp_path)):
+        assert unlike_names == {}
+        assert classes == {torch.Tensor}
+        assert not elsewhere, "offloaded to the first rank alone"
+
+
+def other_models(rank, world_size, folder):
+    """Return by name what is wrong of state dicts in models of other kinds, and in optimizers."""
+    wrong, mesh = {}, init_device_mesh("cpu", (world_size,))
+    uneven = {"first": "head", "recipe": "rowwise", "size": 13}
+    model, unsharded = fully_shard(tied(1, **uneven), mesh=mesh), tied(**uneven)
+    train_tied(unsharded, masters_for(unsharded))
+    full(model, unsharded.state_dict(), broadcast_from_rank0=True)
+    optimizer = masters_for(model, seed=False)
+    train_tied(model, optimizer)
+    train_tied(unsharded, masters_for(unsharded, seed=False))
+    model.reshard()
+    wrong["tied"] = unlike(model.state_dict(), unsharded.state_dict())
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    loaded = fully_shard(tied(2, **uneven), mesh=mesh)
+    target = loaded.state_dict()
+    dcp.load(target, checkpoint_id=folder)
+    loaded.load_state_dict(target)
+    wrong["tied, by dcp"] = unlike(loaded.state_dict(), unsharded.state_dict())
+    ties = [each.head.weight is each.other.weight for each in (model, loaded)]
+    wrong["tie"] = len(optimizer.masters()) != 1 or not all(ties)
+    reference, ddp = deep("tensorwise_delayed").state_dict(), DistributedDataParallel(deep("tensorwise_delayed", 1))
+    full(ddp, reference, broadcast_from_rank0=True)
+    wrong["ddp"] = unlike(ddp.module.state_dict(), reference)
+    both = []
+    for seed in (0, 1):
+        model = sharded(world_size, seed=seed)
+        optimizer = masters_for(model, torch.optim.AdamW, lr=0.01)
+        step(model, optimizer)
+        both.append((model, optimizer))
+    options = StateDictOptions(full_state_dict=True)
+    of_model, of_optimizer = get_state_dict(*both[0], options=options)
+    set_state_dict(*both[1], model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+    for part in (masters, lambda model, _: codes(model)):
+        wrong[part.__name__] = not equal(*(map(local_of, part(*each)) for each in both))
+    return [name for name, one in wrong.items() if one]
+
+
+def test_state_dicts_reach_tied_weights_ddp_and_optimizers(run_ranks, tmp_path):
+    assert run_ranks(2, other_models, str(tmp_path)) == [[], []]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def told(call):
+    try:
+        call()
+    except (Fp8Error, RuntimeError) as error:  # the same on all ranks, so that none waits
+        return f"{type(error).__name__}: {error}"
+    return "nothing was told"
+
+
+def without_scales(world_size):
+    model = sharded(world_size, seed=1)
+    state = {name: value for name, value in deep().state_dict().items() if "scale" not in name}
+    full(model, state, broadcast_from_rank0=True, strict=False)
+    model(torch.ones(2, WIDTHS[0]))
+
+
+def made_too_early(world_size):
+    model = deep()
+    optimizer = masters_for(model, seed=False)
+    try:
+        fti.seed_masters(optimizer, shard(model, world_size))
+    finally:
+        assert fti.memory_report(model).copies > 0, "nothing is dropped"
+
+
+REFUSED = {
+    "broadcast codes without scales": (without_scales, "without the scales that belong to them"),
+    "reshard_after_forward=2": (
+        lambda size: shard(deep(), size, reshard_after_forward=2)(torch.ones(2, WIDTHS[0])),
+        "shard over a two-dimensional mesh (HSDP)",
+    ),
+    "converted after sharding": (
+        lambda size: fti.convert_linear(shard(mlp(), size)),
+        "Convert the model first, then apply fully_shard",
+    ),
+    "a forward around fully_shard": (
+        lambda size: fti.PrimaryFloat8Linear.forward(sharded(size)[0], torch.ones(2, WIDTHS[0])),
+        "call the model through the module that fully_shard was applied to",
+    ),
+    "torch's tensor parallelism": (
+        lambda size: parallelize_module(deep(), init_device_mesh("cpu", (size,)), {"0": ColwiseParallel()}),
+        "torch's tensor parallelism cannot cut FP8 primary weights",
+    ),
+    "an optimizer that was made before the sharding": (made_too_early, "holds none of the 4 trained FP8 weights"),
+}
+
+
+def refused(rank, world_size):
+    return {name: told(lambda call=call: call(world_size)) for name, (call, _) in REFUSED.items()}
+
+
+def test_what_cannot_work_is_refused_on_all_ranks(run_ranks):
+    for sentences in run_ranks(4, refused):
+        assert [name for name, (_, wanted) in REFUSED.items() if wanted not in sentences[name]] == []
+
+
+def stale_on_one_rank(rank, world_size):
+    found = []
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        model = sharded(world_size, recipe)
+        optimizer = masters_for(model, seed=False)
+        if rank == 1:
+            model[0].weight.to_local().state.codes[0, 0] ^= 1
+        sentence = told(lambda model=model, optimizer=optimizer: fti.seed_masters(optimizer, model))
+        found.append((sentence, fti.memory_report(model).copies > 0))
+    return found
+
+
+def test_a_start_that_is_stale_on_one_rank_is_an_error_on_all_and_nothing_is_dropped(run_ranks):
+    for rank, found in enumerate(run_ranks(3, stale_on_one_rank)):
+        wanted = "0.weight: The values before rounding" if rank == 1 else "Another rank could not seed its masters"
+        for sentence, kept in found:
+            assert sentence.startswith("StaleInitError")
+            assert wanted in sentence
+            assert kept
+
+
+CASTS = {"to": lambda m: m.to(torch.bfloat16), "half": nn.Module.half, "bfloat16": nn.Module.bfloat16}
+
+
+def change_dtype(rank, world_size, recipe, cast, reshard):
+    """Return whether an early cast equals one rank's; the sentence of a late one, and whether the model goes on."""
+    x = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
+    pairs = []
+    for is_late in (False, True):
+        unsharded = deep(recipe)
+        model = shard(copy.deepcopy(unsharded), world_size, reshard_after_forward=reshard)
+        if is_late:
+            model(x)
+        for each in (model, unsharded):
+            CASTS[cast](each)
+        pairs.append((model, unsharded))
+    (model, unsharded), (late, late_unsharded) = pairs
+    low = x.to(unsharded[0].bias.dtype)
+    model(low).sum().backward()
+    model.reshard()
+    with torch.no_grad():
+        sentence = told(lambda: late(low))
+    return torch.equal(model(low), unsharded(low)), sentence, torch.equal(late.float()(x), late_unsharded.float()(x))
+
+
+@pytest.mark.matrix("each", world_size=[1, 2], cast=CASTS, reshard=[True, False], recipe=["tensorwise", "rowwise"])
+def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(
+    run_ranks, world_size, recipe, cast, reshard
+):
+    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took the bytes of biases for another dtype."""
+    for early, message, goes_on in run_ranks(world_size, change_dtype, recipe, cast, reshard):
+        assert early
+        assert "weight became torch." in message
+        assert "Call model.to(dtype) before the first forward" in message
+        assert goes_on
+
+
+def facts(model):
+    """Codes and scales held here, of each layer."""
+    held = [local_of(weight).state for weight in weights(model)]
+    return [(state.codes.clone(), state.scale.clone()) for state in held]
+
+
+def cut_off(rank, world_size, recipe, folder):
+    """Return whether a model is right or refuses after a checkpoint was read whose last file ends in the middle."""
+    source, model = (sharded(world_size, recipe, seed) for seed in (0, 1))
+    for name in ("whole", "cut"):
+        dcp.save(source.state_dict(), checkpoint_id=f"{folder}/{name}")
+    if rank == 0:
+        last = max(Path(f"{folder}/cut").glob("*.distcp"))
+        os.truncate(last, last.stat().st_size // 2)
+    dist.barrier()
+    before, state, wanted = facts(model), model.state_dict(), facts(source)
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load(state, checkpoint_id=f"{folder}/cut")
+    right = [
+        equal(after, old) or equal(after, new) or "Fp8Error" in told(local_of(weight).state.check)
+        for weight, after, old, new in zip(weights(model), facts(model), before, wanted, strict=True)
+    ]
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/whole")
+    model.load_state_dict(state)
+    model(torch.ones(2, WIDTHS[0]))
+    model.reshard()
+    return all(right), all(equal(a, b) for a, b in zip(wanted, facts(model), strict=True))
+
+
+@pytest.mark.matrix("each", world_size=[1, 2], recipe=["tensorwise", "tensorwise_delayed", "blockwise"])
+def test_a_checkpoint_that_ends_in_the_middle_leaves_old_weights_new_ones_or_a_refusal(
+    run_ranks, world_size, recipe, tmp_path
+):
+    assert run_ranks(world_size, cut_off, recipe, str(tmp_path)) == [(True, True)] * world_size
