@@ -61,7 +61,7 @@ MACHINES = {
 }
 NOTES = {
     "a GPU that no framework can use": "The driver sees a GPU that no installed framework can use",
-    "torch that is broken": "torch is installed but cannot be used: OSError: libcudart.so.12: cannot open shared object file",
+    "torch that is broken": "torch is installed but cannot be used: OSError: libcudart.so.12: cannot open shared",
 }
 
 
