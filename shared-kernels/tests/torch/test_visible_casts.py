@@ -30,49 +30,60 @@ def compiled(function):
 
 
 def assert_cast(made, x, scale, fmt):
-    """Compare codes, scale and its reciprocal with the definition; the codes once more where they are both ways."""
+    """Compare codes, scale and its reciprocal with the definition."""
     assert_same_bits(made.scale, scale)
     assert_same_bits(made.scale_inv, f8.reciprocal(scale))
     assert_same_bits(made.codes, f8.quantize(x, scale, fmt), fmt=fmt, source=x)
-    if isinstance(made.by_columns, torch.Tensor):
-        assert_same_bits(made.by_columns.t().contiguous(), f8.quantize(x, scale, fmt), fmt=fmt, source=x)
 
 
 def assert_rows(made, x, fmt):
     assert_cast(made, x, f8.quantize_rowwise(x, fmt).scale, fmt)
 
 
-@pytest.mark.matrix("each", dtype=list(DTYPES), fmt=["e4m3", "e5m2"])
-def test_every_cast_of_a_matrix(dtype, fmt):
-    """With one scale, by rows, by columns and both ways, folded and not: the fold is that of the rows alone."""
-    form, given = f8.get_format(fmt), torch.tensor(0.37)
+def dynamic(x, fmt, block=(), **options):
+    return casts.quantize_dynamic(x, f8.get_format(fmt), f8.CANONICAL, block, **options)
 
-    @compiled
-    def program(x):
-        one = [casts.quantize_dynamic(x, form, f8.CANONICAL, both=both) for both in (False, True)]
-        rows = [casts.quantize_dynamic(y, form, f8.CANONICAL, (1, 0)) for y in (x, x.t())]
-        folded = casts.quantize_dynamic(x, form, f8.CANONICAL, (1, 0), fold=FOLD)
-        both = [casts.quantize_dynamic(x, form, f8.CANONICAL, (1, 0), fold=fold, both=True) for fold in (None, FOLD)]
-        return *one, *rows, folded, *both, casts.quantize_with_amax(x, given, form)
 
+CASTS = {
+    "one scale": lambda x, fmt: dynamic(x, fmt),
+    "one scale, both ways": lambda x, fmt: dynamic(x, fmt, both=True),
+    "rows": lambda x, fmt: dynamic(x, fmt, (1, 0)),
+    "columns": lambda x, fmt: dynamic(x.t(), fmt, (1, 0)),
+    "folded rows": lambda x, fmt: dynamic(x, fmt, (1, 0), fold=FOLD),
+    "rows and columns": lambda x, fmt: dynamic(x, fmt, (1, 0), both=True),
+    "folded rows and columns": lambda x, fmt: dynamic(
+        x, fmt, (1, 0), fold=FOLD, both=True
+    ),
+    "a given scale": lambda x, fmt: casts.quantize_with_amax(x, torch.tensor(0.37), f8.get_format(fmt)),
+}
+
+
+@pytest.mark.matrix("each", name=list(CASTS), dtype=list(DTYPES), fmt=["e4m3", "e5m2"])
+def test_every_cast_of_a_matrix(name, dtype, fmt):
     rng = np.random.default_rng(0)
     calm = (rng.normal(size=(48, 96)) * np.exp2(rng.integers(-9, 9, size=(48, 96)))).astype(DTYPES[dtype])
     planted = calm.copy()
     planted[:20] = np.resize(adversarial(fmt, DTYPES[dtype]), (20, 96))
+    program = compiled(lambda x: CASTS[name](x, fmt))
     for x in (calm, planted, np.zeros_like(calm)):
-        one, one_both, rows, columns, folded, both, both_folded, (codes, amax, _) = program(as_tensor(x))
-        scale, turned = f8.amax_to_scale(f8.amax(x), fmt), np.ascontiguousarray(x.T)
+        made = program(as_tensor(x))
+        if name == "a given scale":
+            assert_same_bits(made[0], f8.quantize(x, np.float32(0.37), fmt), fmt=fmt, source=x)
+            assert_same_bits(made[1], f8.amax(x))
+            continue
+        assert (made.by_columns is not None) == ("both" in name or "and columns" in name)
+        turned = np.ascontiguousarray(x.T)
+        if name.startswith("one"):
+            scale = f8.amax_to_scale(f8.amax(x), fmt)
+            assert_cast(made, x, scale, fmt)
+            if made.by_columns is not None:
+                assert_same_bits(made.by_columns.codes, f8.quantize(turned, scale, fmt), fmt=fmt, source=turned)
+            continue
         with np.errstate(all="ignore"):
-            product = x.astype(np.float32) * as_numpy(FOLD)
-        assert one.by_columns is None
-        assert_cast(one, x, scale, fmt)
-        assert_cast(one_both._replace(by_columns=one_both.by_columns.codes), x, scale, fmt)
-        for made, source in ((rows, x), (columns, turned), (folded, product), (both, x), (both.by_columns, turned)):
-            assert_rows(made, source, fmt)
-        assert_rows(both_folded, product, fmt)
-        assert_rows(both_folded.by_columns, turned, fmt)
-        assert_same_bits(codes, f8.quantize(x, np.float32(0.37), fmt), fmt=fmt, source=x)
-        assert_same_bits(amax, f8.amax(x))
+            folded = x.astype(np.float32) * as_numpy(FOLD) if "fold" in name else x
+        assert_rows(made, turned if name == "columns" else folded, fmt)
+        if made.by_columns is not None:
+            assert_rows(made.by_columns, turned, fmt)
 
 
 def test_every_rule_for_scales():
@@ -94,7 +105,7 @@ def test_what_is_cast_is_what_others_see():
         for a, b in pairs:
             x = torch.nn.functional.silu(a) * b + a
             rows = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0))
-            whole = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, both=True)
+            whole = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)
             found.append((x, rows, whole, casts.quantize_with_amax(x, torch.full((), 3.0), f8.E4M3)))
         return found
 
@@ -103,7 +114,7 @@ def test_what_is_cast_is_what_others_see():
     for x, rows, whole, (codes, amax, _) in program(*pairs):
         seen = as_numpy(x)
         assert_rows(rows, seen, "e4m3")
-        assert_cast(whole._replace(by_columns=None), seen, f8.amax_to_scale(f8.amax(seen), "e4m3"), "e4m3")
+        assert_cast(whole, seen, f8.amax_to_scale(f8.amax(seen), "e4m3"), "e4m3")
         assert_same_bits(codes, f8.quantize(seen, np.float32(3), "e4m3"), fmt="e4m3", source=seen)
         assert_same_bits(amax, f8.amax(seen))
 
