@@ -108,7 +108,10 @@ def frameworks() -> tuple[Implementation, ...]:
         from fp8_common import torch as fp8_torch
 
         in_torch = partial(Implementation, f8=fp8_torch, dtypes=torch, array=as_tensor)
-        found += [in_torch(name="torch eager", prepare=eager), in_torch(name="torch.compile", prepare=compiled, every=3)]
+        found += [
+            in_torch(name="torch eager", prepare=eager),
+            in_torch(name="torch.compile", prepare=compiled, every=3),
+        ]
     if importlib.util.find_spec("jax"):
         import jax
         import jax.numpy as jnp

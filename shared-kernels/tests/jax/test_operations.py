@@ -1,4 +1,4 @@
-"""What the conformance table does not ask of JAX: names, constants, programs for other devices, native codes, refusals."""
+"""What the conformance table does not ask of JAX: names, constants, programs of GPUs, native codes, refusals."""
 
 import dataclasses
 import inspect

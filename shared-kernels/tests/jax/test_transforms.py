@@ -138,4 +138,3 @@ def test_fake_quantize_gradient_under_vmap_and_shard_map(x, mesh):
     assert_same_bits(jax.vmap(jax.grad(loss))(x), want)
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED)
     assert_same_bits(jax.grad(lambda x: mapped(x).sum())(x), want)
-

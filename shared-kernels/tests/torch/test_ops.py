@@ -3,18 +3,16 @@
 import dataclasses
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import fp8_common as f8
 import fp8_common.torch.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
-from fp8_common.testing import adversarial, assert_same_bits
+from fp8_common.testing import assert_same_bits
 from fp8_common.testing.compare import as_numpy
 from fp8_common.torch import casts, decoding, delayed, foreach
 from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key

@@ -40,7 +40,7 @@ def assert_rows(made, x, fmt):
     assert_cast(made, x, f8.quantize_rowwise(x, fmt).scale, fmt)
 
 
-def dynamic(x, fmt, block=(), **options):
+def dynamic(x, fmt, block=None, **options):
     return casts.quantize_dynamic(x, f8.get_format(fmt), f8.CANONICAL, block, **options)
 
 
@@ -51,9 +51,7 @@ CASTS = {
     "columns": lambda x, fmt: dynamic(x.t(), fmt, (1, 0)),
     "folded rows": lambda x, fmt: dynamic(x, fmt, (1, 0), fold=FOLD),
     "rows and columns": lambda x, fmt: dynamic(x, fmt, (1, 0), both=True),
-    "folded rows and columns": lambda x, fmt: dynamic(
-        x, fmt, (1, 0), fold=FOLD, both=True
-    ),
+    "folded rows and columns": lambda x, fmt: dynamic(x, fmt, (1, 0), fold=FOLD, both=True),
     "a given scale": lambda x, fmt: casts.quantize_with_amax(x, torch.tensor(0.37), f8.get_format(fmt)),
 }
 
