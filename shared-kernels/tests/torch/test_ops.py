@@ -210,6 +210,7 @@ def test_gradients():
         (lambda: f8t.encode_stochastic(X, "e4m3", BITS[:1]), "random_bits must be"),
         (lambda: f8t.quantize_blockwise(torch.ones(4), "e4m3", (128, 128)), "cannot cut"),
         (lambda: f8t.dequantize_blockwise(CODES, torch.ones(4, 2), "e4m3"), "must have shape"),
+        (lambda: f8t.dequantize_mx(CODES[0, 0], CODES[0, :1], "e4m3"), "cannot cut a tensor of 0 dimension"),
     ],
 )
 def test_errors_say_what_and_what_to_do(call, message):
