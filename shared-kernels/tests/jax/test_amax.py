@@ -16,9 +16,12 @@ def test_every_value_alone(x):
     assert_same_bits(f8.amax(x[:, None], axis=1), fp8_common.amax(x[:, None], axis=1), source=x)
 
 
-@pytest.mark.parametrize("shape", [(1 << 16,), (512, 128), (3, 8, 4096), (257, 300)])
-@pytest.mark.parametrize(
-    ("keepdims", "dtype", "axis"), [(False, "float32", None), (True, "float32", -1), (False, "bfloat16", 0)]
+@pytest.mark.matrix(
+    "each",
+    shape=[(1 << 16,), (512, 128), (3, 8, 4096), (257, 300)],
+    keepdims=[False, True],
+    dtype=["float32", "bfloat16"],
+    axis=[None, -1, 0],
 )
 def test_large_arrays_are_compared_exactly_wherever_the_largest_is(shape, keepdims, dtype, axis):
     largest = jax.jit(lambda x: f8.amax(x, axis=axis, keepdims=keepdims))

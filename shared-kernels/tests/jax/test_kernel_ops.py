@@ -51,7 +51,6 @@ OPERATIONS = {
     ),
     "mx": (lambda x: f8j.quantize_mx(x, "e4m3"), lambda x: f8.quantize_mx(x, "e4m3"), "fp8_mx"),
 }
-operations = pytest.mark.parametrize("name", OPERATIONS)
 
 
 @pytest.fixture
@@ -68,8 +67,7 @@ def assert_equal(got, want):
 
 
 @pytest.mark.usefixtures("selected")
-@operations
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.matrix("each", name=list(OPERATIONS), dtype=[np.float32, ml_dtypes.bfloat16, np.float16])
 def test_operations_equal_numpy_and_have_no_gradient(name, dtype):
     operation, definition, _ = OPERATIONS[name]
     x = jnp.asarray(X.astype(dtype))

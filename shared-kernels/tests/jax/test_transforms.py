@@ -69,9 +69,9 @@ def test_transformed_equals_eager(operation, transform, x):
         operation(np.zeros_like(x))
 
 
-@operations
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(operation, x, mesh, check_vma):
+@pytest.mark.matrix("each", name=list(BY_ROW), check_vma=[True, False])
+def test_shard_map(name, x, mesh, check_vma):
+    operation = BY_ROW[name]
     mapped = jax.shard_map(operation, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED, check_vma=check_vma)
     assert_same(jax.jit(mapped)(x), operation(x))
 

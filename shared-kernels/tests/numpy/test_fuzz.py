@@ -62,7 +62,7 @@ def test_a_value_or_one_error(name, full):
     check, values = CHECKS[name]
 
     # tables of characters are built once, on the first draw
-    @settings(max_examples=5000 if full else 150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=5000 if full else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(values)
     def never_another_exception(value):
         # rules that match nothing warn, and Python does about odd regular expressions

@@ -24,7 +24,7 @@ from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed
 from tests.helpers import strategies
 from tests.helpers.repository import ROOT
 
-quick = settings(max_examples=150, deadline=None, derandomize=True)
+quick = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def stable(margin=0):
