@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8_common import _kernels as kernels
 from fp8_common._reference.gradients import MessageRows
-from fp8_common.policy import CANONICAL
+from fp8_common.policy import CANONICAL, MX_MODES
 from tests.helpers.sass import Sass, disassemble
 
 ARCHITECTURES = (89, 90, 100)
@@ -30,7 +30,7 @@ SIZE = 8192
 INPUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     """A kernel to compile and what it should need.
 
@@ -82,280 +82,65 @@ class Figures:
 
 def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
     """Return every kernel in its usual variants for one input dtype and one format."""
-    families = (
-        _flat_cases,
-        _transposed_cases,
-        _both_cases,
-        _scaled_cases,
-        _mx_cases,
-        _dequantize_cases,
-        _gradient_cases,
-        _group_cases,
-    )
-    return [case for family in families for case in family(dtype, fmt)]
-
-
-def _flat_cases(dtype: str, fmt: str) -> list[Case]:
-    """Kernels that see flat memory."""
-    b, n = INPUT_BYTES[dtype], SIZE * SIZE
-    x = {"dtype": dtype, "fmt": fmt}
-    return [
-        Case(name="amax", plan=kernels.amax(n, dtype), elements=16384, read=b, written=0, tail=True),
-        Case(name="cast", plan=kernels.cast(n, **x), elements=4096, read=b, written=1, narrow=1, tail=True),
-        Case(
-            name="cast + amax",
-            plan=kernels.cast(n, **x, with_amax=True),
-            elements=4096,
-            read=b,
-            written=1,
-            narrow=1,
-            tail=True,
-        ),
-        Case(
-            name="cast, dynamic scale",
-            plan=kernels.cast(n, **x, policy=CANONICAL),
-            elements=4096,
-            read=b,
-            written=1,
-            narrow=2,
-            tail=True,
-        ),
-        Case(
-            name="foreach amax",
-            plan=kernels.foreach_amax(1000, 1000, dtype, aligned=True),
-            elements=16384,
-            read=b,
-            written=0,
-            narrow=2,
-            tail=True,
-        ),
-        Case(
-            name="foreach cast",
-            plan=kernels.foreach_cast(1000, SIZE * SIZE, dtype, fmt, aligned=True),
-            elements=16384,
-            read=b,
-            written=1,
-            narrow=3,
-            tail=True,
-        ),
-    ]
-
-
-def _transposed_cases(dtype: str, fmt: str) -> list[Case]:
-    """Casts that also write the transpose."""
-    b, x = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}
-    square, tile = (SIZE, SIZE), 128 * 64
-    return [
-        Case(name=name, plan=plan, elements=tile, read=b, written=2, narrow=narrow)
-        for name, plan, narrow in (
-            ("cast + transpose", kernels.cast_transpose(*square, **x), 1),
-            ("cast + transpose + amax", kernels.cast_transpose(*square, **x, with_amax=True), 1),
-            ("cast + transpose, dynamic", kernels.cast_transpose(*square, **x, policy=CANONICAL), 3),
-        )
-    ]
-
-
-def _both_cases(dtype: str, fmt: str) -> list[Case]:
-    """A scale for every row and one for every column."""
-    b, square = INPUT_BYTES[dtype], (SIZE, SIZE)
-    # Each thread reads scales and factors of its columns, which the tiles of a processor have in its cache: bytes that
-    # no memory moves. The amax of folded rows takes two thirds of what an H100 issues while the bytes move.
-    return [
-        case
-        for name, fold in (("", False), (", folded", True))
-        for case in (
-            Case(
-                name=f"rows and columns{name}, amax",
-                plan=kernels.amax_both(*square, dtype, fold=fold),
-                elements=128 * 128,
-                read=b + 0.5 * fold,
-                written=0,
-                narrow=int(fold),
-                memory_bound=not fold,
-            ),
-            Case(
-                name=f"rows and columns{name}",
-                plan=kernels.cast_both(*square, dtype, fmt, fold=fold),
-                elements=128 * 64,
-                read=b + 1 + fold,
-                written=2,
-                narrow=4,
-            ),
-        )
-    ]
-
-
-def _scaled_cases(dtype: str, fmt: str) -> list[Case]:
-    """A scale for every row or block."""
-    b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
-    return [
-        Case(
-            name="row-wise",
-            plan=kernels.rowwise(*square, **x),
-            elements=SIZE,
-            read=b,
-            written=1,
-            narrow=2,
-        ),
-        Case(
-            name="row-wise, folded",
-            plan=kernels.rowwise(*square, **x, fold=True),
-            elements=SIZE,
-            read=b + 4,
-            written=1,
-            narrow=2,
-        ),
-        Case(
-            # without the scales back, whose division takes it 2 % beyond what an H100 issues while the bytes move
-            name="row-wise, 1024 columns",
-            plan=kernels.rowwise(SIZE, 1024, **x, inverse=False),
-            elements=4096,
-            read=b,
-            written=1,
-            narrow=1,
-        ),
-        Case(
-            name="row-wise, 32768 columns",
-            plan=kernels.rowwise(SIZE, 32768, **x),
-            elements=4096,
-            read=2 * b,
-            written=1,
-            narrow=2,
-            memory_bound=False,
-        ),
-        Case(
-            name="1x128",
-            plan=kernels.blockwise(*square, **x, rows=1),
-            elements=SIZE,
-            read=b,
-            written=1,
-            narrow=2,
-        ),
-        Case(
-            name="128x128",
-            plan=kernels.blockwise(*square, **x, rows=128),
-            elements=16384,
-            read=b,
-            written=1,
-            narrow=2,
-        ),
-    ]
-
-
-def _mx_cases(dtype: str, fmt: str) -> list[Case]:
-    """The modes of MX."""
-    b, x, square = INPUT_BYTES[dtype], {"dtype": dtype, "fmt": fmt}, (SIZE, SIZE)
-    return [
-        Case(
-            name=f"MX {mode}",
-            plan=kernels.mx(*square, **x, mode=mode),  # pyrefly: ignore[bad-argument-type]
-            elements=4096,
-            read=b,
-            written=1,
-            narrow=1,
-        )
-        for mode in ("floor", "ceil", "even", "rceil", "stable")
-    ]
-
-
-def _dequantize_cases(dtype: str, fmt: str) -> list[Case]:
-    """Dequantization, and scales from amax and histories, too small for their speed to matter."""
-    b = INPUT_BYTES[dtype]
-    blocks = {"tensor": (SIZE, SIZE), "row": (1, SIZE), "1x128": (1, 128), "128x128": (128, 128)}
-    back = [
-        Case(
-            name=f"dequantize, {name}",
-            plan=kernels.dequantize(SIZE, SIZE, fmt, dtype, block),
-            elements=4096,
-            read=1,
-            written=b,
-            narrow=8,
-        )
-        for name, block in blocks.items()
-    ]
-    back_of_mx = kernels.dequantize_mx(SIZE, SIZE, fmt, dtype)
-    back.append(Case(name="dequantize, MX", plan=back_of_mx, elements=2048, read=1, written=b, narrow=8))
-    update = kernels.delayed_update(400, 16, CANONICAL)
-    scales = kernels.scales_of_amax(SIZE, fmt, CANONICAL)
-    return [
-        *back,
-        Case(name="scales", plan=scales, elements=256, read=0, written=0, narrow=99, memory_bound=False),
-        Case(
-            name="delayed scale in use",
-            plan=kernels.delayed_current(record=True, check=True),
-            elements=1,
-            read=0,
-            written=0,
-            narrow=99,
-            memory_bound=False,
-        ),
-        Case(
-            name="delayed update",
-            plan=update,
-            elements=512,
-            read=0,
-            written=0,
-            narrow=99,
-            memory_bound=False,
-        ),
-    ]
-
-
-def _gradient_cases(dtype: str, fmt: str) -> list[Case]:
-    """Gradients into a message for eight ranks, and the sum of such messages: its text adds one rank."""
-    b, rows, columns = INPUT_BYTES[dtype], 8, SIZE * SIZE // 8
+    b, size, square, x = INPUT_BYTES[dtype], SIZE * SIZE, (SIZE, SIZE), (dtype, fmt)
+    k, tile, rows, columns = kernels, 128 * 64, 8, SIZE * SIZE // 8
     pitches = columns, MessageRows(compressed=columns, wide_bytes=0).nbytes
-    ways: tuple[tuple[str, dict[str, Any], int], ...] = (("", {}, 64), (", stochastic", {"random": (0, 0)}, 16))
-    out = [
-        Case(
-            name=f"pack gradients{name}",
-            plan=kernels.pack_gradients(rows, columns, pitches, dtype, fmt, **settings),
-            elements=128 * blocks,
-            read=b,
-            written=1,
-            narrow=1,
-            memory_bound="random" not in settings,
-        )
-        for name, settings, blocks in ways
-    ]
-    # whatever the gradients were, their sum is written in float32
-    total = kernels.sum_gradients(rows, columns, pitches[1], fmt, "float32", rows)
-    return [*out, Case(name="sum gradients", plan=total, elements=2048, read=1, written=4, narrow=8)]
-
-
-def _group_cases(dtype: str, fmt: str) -> list[Case]:
-    """Rows in groups; the text has the loop over the groups of a tile once, which is what most tiles make."""
-    b, square, count = INPUT_BYTES[dtype], (SIZE, SIZE), 128
-    fold = kernels.rowwise(*square, dtype, fmt, fold=True, groups=True)
-    clear = kernels.clear_rows(*square, dtype)
-    grouped = [
-        case
-        for name, columns in (("groups", False), ("columns of groups", True))
-        for case in (
-            Case(
-                name=f"{name}, amax",
-                plan=kernels.group_amax(*square, count, dtype, columns=columns),
-                elements=128 * 64,
-                read=b,
-                written=0,
-                narrow=8,
-            ),
-            Case(
-                # each thread reads the scales of its columns, which the threads of a tile have in their cache
-                name=name,
-                plan=kernels.group_cast(*square, count, dtype, fmt, columns=columns),
-                elements=128 * 64,
-                read=b + columns,
-                written=1,
-                narrow=8,
-            ),
-        )
-    ]
+    # columns of all three: name, plan, elements, read, written, narrow
+    in_flat_memory = (
+        ("amax", k.amax(size, dtype), 16384, b, 0, 0),
+        ("cast", k.cast(size, *x), 4096, b, 1, 1),
+        ("cast + amax", k.cast(size, *x, with_amax=True), 4096, b, 1, 1),
+        ("cast, dynamic scale", k.cast(size, *x, policy=CANONICAL), 4096, b, 1, 2),
+        ("foreach amax", k.foreach_amax(1000, 1000, dtype, aligned=True), 16384, b, 0, 2),
+        ("foreach cast", k.foreach_cast(1000, size, *x, aligned=True), 16384, b, 1, 3),
+    )
+    bound_by_memory = (
+        ("cast + transpose", k.cast_transpose(*square, *x), tile, b, 2, 1),
+        ("cast + transpose + amax", k.cast_transpose(*square, *x, with_amax=True), tile, b, 2, 1),
+        ("cast + transpose, dynamic", k.cast_transpose(*square, *x, policy=CANONICAL), tile, b, 2, 3),
+        # Each thread reads scales and factors of its columns, which the tiles of a processor have in its cache: bytes
+        # that no memory moves.
+        ("rows and columns, amax", k.amax_both(*square, dtype), 128 * 128, b, 0, 0),
+        ("rows and columns", k.cast_both(*square, *x), tile, b + 1, 2, 4),
+        ("rows and columns, folded", k.cast_both(*square, *x, fold=True), tile, b + 2, 2, 4),
+        ("row-wise", k.rowwise(*square, *x), SIZE, b, 1, 2),
+        ("row-wise, folded", k.rowwise(*square, *x, fold=True), SIZE, b + 4, 1, 2),
+        # without the scales back, whose division takes it 2 % beyond what an H100 issues while the bytes move
+        ("row-wise, 1024 columns", k.rowwise(SIZE, 1024, *x, inverse=False), 4096, b, 1, 1),
+        ("1x128", k.blockwise(*square, *x, rows=1), SIZE, b, 1, 2),
+        ("128x128", k.blockwise(*square, *x, rows=128), 16384, b, 1, 2),
+        *((f"MX {mode}", k.mx(*square, *x, mode=mode), 4096, b, 1, 1) for mode in MX_MODES),
+        ("dequantize, tensor", k.dequantize(*square, fmt, dtype, square), 4096, 1, b, 8),
+        ("dequantize, row", k.dequantize(*square, fmt, dtype, (1, SIZE)), 4096, 1, b, 8),
+        ("dequantize, 1x128", k.dequantize(*square, fmt, dtype, (1, 128)), 4096, 1, b, 8),
+        ("dequantize, 128x128", k.dequantize(*square, fmt, dtype, (128, 128)), 4096, 1, b, 8),
+        ("dequantize, MX", k.dequantize_mx(*square, fmt, dtype), 2048, 1, b, 8),
+        ("pack gradients", k.pack_gradients(rows, columns, pitches, *x), 128 * 64, b, 1, 1),
+        # the text adds one rank; whatever the gradients were, their sum is written in float32
+        ("sum gradients", k.sum_gradients(rows, columns, pitches[1], fmt, "float32", rows), 2048, 1, 4, 8),
+        # the text has the loop over the groups of a tile once, which is what most tiles make
+        ("groups, amax", k.group_amax(*square, 128, dtype, columns=False), tile, b, 0, 8),
+        ("columns of groups, amax", k.group_amax(*square, 128, dtype, columns=True), tile, b, 0, 8),
+        ("groups", k.group_cast(*square, 128, *x, columns=False), tile, b, 1, 8),
+        # each thread reads the scales of its columns, which the threads of a tile have in their cache
+        ("columns of groups", k.group_cast(*square, 128, *x, columns=True), tile, b + 1, 1, 8),
+        ("groups, folded", k.rowwise(*square, *x, fold=True, groups=True), SIZE, b + 4, 1, 4),
+        ("groups, turned", k.turn_rows(*square), tile, 1, 1, 8),
+    )
+    bound_by_something_else = (
+        # it takes two thirds of what an H100 issues while the bytes move
+        ("rows and columns, folded, amax", k.amax_both(*square, dtype, fold=True), 128 * 128, b + 0.5, 0, 1),
+        ("row-wise, 32768 columns", k.rowwise(SIZE, 32768, *x), 4096, 2 * b, 1, 2),
+        ("scales", k.scales_of_amax(SIZE, fmt, CANONICAL), 256, 0, 0, 99),
+        ("delayed scale in use", k.delayed_current(record=True, check=True), 1, 0, 0, 99),
+        ("delayed update", k.delayed_update(400, 16, CANONICAL), 512, 0, 0, 99),
+        ("pack gradients, stochastic", k.pack_gradients(rows, columns, pitches, *x, random=(0, 0)), 128 * 16, b, 1, 1),
+        ("rows cleared", k.clear_rows(*square, dtype), 4096, 0, b, 4),
+    )
     return [
-        *grouped,
-        Case(name="groups, folded", plan=fold, elements=SIZE, read=b + 4, written=1, narrow=4),
-        Case(name="groups, turned", plan=kernels.turn_rows(*square), elements=128 * 64, read=1, written=1, narrow=8),
-        Case(name="rows cleared", plan=clear, elements=4096, read=0, written=b, narrow=4, memory_bound=False),
+        *(Case(*row, tail=True) for row in in_flat_memory),
+        *(Case(*row) for row in bound_by_memory),
+        *(Case(*row, memory_bound=False) for row in bound_by_something_else),
     ]
 
 

@@ -43,6 +43,7 @@ class Implementation:
         array: Makes the implementation's array from a NumPy array, bit for bit.
         prepare: Turns a function of arrays into the one that is run: compiles it, or not.
         only_full: Whether it is compared only when the whole matrix is asked for.
+        every: Compare only every so-manieth call of a row, unless the whole matrix is asked for.
         partial: Whether it may leave calls out by raising `NotDefinedError`.
         active: Makes a context in which it runs.
     """
@@ -53,6 +54,7 @@ class Implementation:
     array: Callable[[NDArray[Any]], Any]
     prepare: Callable[[Function], Function]
     only_full: bool = False
+    every: int = 1
     partial: bool = False
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -106,7 +108,10 @@ def frameworks() -> tuple[Implementation, ...]:
         from fp8_common import torch as fp8_torch
 
         in_torch = partial(Implementation, f8=fp8_torch, dtypes=torch, array=as_tensor)
-        found += [in_torch(name="torch eager", prepare=eager), in_torch(name="torch.compile", prepare=compiled)]
+        found += [
+            in_torch(name="torch eager", prepare=eager),
+            in_torch(name="torch.compile", prepare=compiled, every=3),
+        ]
     if importlib.util.find_spec("jax"):
         import jax
         import jax.numpy as jnp
@@ -114,7 +119,7 @@ def frameworks() -> tuple[Implementation, ...]:
         from fp8_common import jax as fp8_jax
 
         in_jax = partial(Implementation, f8=fp8_jax, dtypes=jnp, array=jnp.asarray)
-        found += [in_jax(name="jax eager", prepare=eager), in_jax(name="jax jit", prepare=jax.jit)]
+        found += [in_jax(name="jax eager", prepare=eager, every=3), in_jax(name="jax jit", prepare=jax.jit)]
         found.append(in_jax(name="jax op by op", prepare=op_by_op, only_full=True))
     return tuple(found)
 

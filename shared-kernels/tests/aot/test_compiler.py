@@ -1,6 +1,5 @@
 """Ahead-of-time compilation: the same PTX however it is reached, refusals with reasons, known crashes."""
 
-import ctypes
 import inspect
 
 import pytest
@@ -57,7 +56,6 @@ def test_compiling_twice_gives_the_same_machine_code():
     with triton.knobs.cache.scope():
         triton.knobs.compilation.always_compile = True
         assert compile_launch(plan, 90) == first
-    assert ctypes.sizeof(ctypes.c_void_p) == 8
 
 
 def test_every_kernel_is_compiled_by_some_case():

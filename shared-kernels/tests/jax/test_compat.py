@@ -50,7 +50,7 @@ def selected(request, monkeypatch):
 
 @pytest.mark.usefixtures("selected")
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P()], ids=str)
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
 def test_results_vary_along_the_axes_of_their_operand(name, spec):
     found = []
 

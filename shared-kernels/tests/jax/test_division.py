@@ -17,8 +17,7 @@ TOPS = sorted({float(np.frexp(fmt.max)[0] * 2) for fmt in FORMATS.values()} | {1
 """The significands of the greatest values, and of one."""
 
 
-@pytest.mark.parametrize("above", [False, True], ids=["below", "above"])
-@pytest.mark.parametrize("top", TOPS)
+@pytest.mark.matrix("each", top=TOPS, above=[False, True])
 def test_every_significand_is_mended_from_every_estimate(top, above):
     """Scales and reciprocals divide `top`, DeepGEMM's rule divides by it; a GPU's quotient is up to two units off."""
     every = SIGNIFICANDS.view(np.float32)

@@ -60,18 +60,18 @@ def test_every_operation_is_in_the_list():
 
 
 @operations
-def test_jit_equals_eager(operation, x):
-    assert_same(jax.jit(operation)(x), operation(x))
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_transformed_equals_eager(operation, transform, x):
+    """Unused lanes and constants must not make a NaN either where neither the input nor the result has one."""
+    assert_same(transform(operation)(x), operation(x))
+    with jax.debug_nans(True):
+        operation(x)
+        operation(np.zeros_like(x))
 
 
-@operations
-def test_vmap(operation, x):
-    assert_same(jax.vmap(operation)(x), operation(x))
-
-
-@operations
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(operation, x, mesh, check_vma):
+@pytest.mark.matrix("each", name=list(BY_ROW), check_vma=[True, False])
+def test_shard_map(name, x, mesh, check_vma):
+    operation = BY_ROW[name]
     mapped = jax.shard_map(operation, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED, check_vma=check_vma)
     assert_same(jax.jit(mapped)(x), operation(x))
 
@@ -138,26 +138,3 @@ def test_fake_quantize_gradient_under_vmap_and_shard_map(x, mesh):
     assert_same_bits(jax.vmap(jax.grad(loss))(x), want)
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED)
     assert_same_bits(jax.grad(lambda x: mapped(x).sum())(x), want)
-
-
-def test_same_shapes_do_not_trace_again(x):
-    traced = []
-
-    @jax.jit
-    def step(x, scale):
-        traced.append(x.shape)
-        q = f8.quantize(x, scale, "e4m3")
-        return f8.amax_to_scale(f8.amax(x), "e4m3"), q
-
-    scale = jnp.float32(1)
-    for _ in range(10):
-        scale, _ = step(x, scale)
-    assert len(traced) == 1
-
-
-@operations
-def test_debug_nans_finds_none(operation, x):
-    """Unused lanes and constants must not make a NaN where neither the input nor the result has one."""
-    with jax.debug_nans(True):
-        operation(x)
-        operation(np.zeros_like(x))

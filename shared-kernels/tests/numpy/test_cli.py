@@ -15,41 +15,34 @@ from fp8_common.hardware import Device
 from fp8_common.hardware import Path as HardwarePath
 from fp8_common.plugin import Machine, PluginInfo, PluginReport
 
+CPU = Device(kind="cpu", name="a processor")
 MACHINE = Machine(
     system="Linux x86_64",
     python="3.11.7",
     cores=4,
-    devices=(
-        Device(kind="cpu", name="a processor"),
-        Device(kind="nvidia", name="H100", capability=(9, 0), cuda=(12, 9)),
-    ),
+    devices=(CPU, Device(kind="nvidia", name="H100", capability=(9, 0), cuda=(12, 9))),
     versions={"numpy": "2.1", "triton": "3.6.0"},
     notes=("Something to know.",),
 )
-GOOD = PluginReport(
-    entry="torch-fsdp = x:y",
-    info=PluginInfo(
-        name="fp8-torch-fsdp",
-        version="0.1.0",
-        summary="FP8 all-gather.",
-        paths=(HardwarePath(name="wire", status="native", why="It can."),),
-    ),
-)
+WIRE = HardwarePath(name="wire", status="native", why="It can.")
+INFO = PluginInfo(name="fp8-torch-fsdp", version="0.1.0", summary="FP8 all-gather.", paths=(WIRE,))
+GOOD = PluginReport(entry="torch-fsdp = x:y", info=INFO)
 BROKEN = PluginReport(entry="bad = x:y", problem="ImportError: no such thing")
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Return a function that runs the command and gives (exit code, stdout, stderr)."""
+    """Return a function that runs the command on `MACHINE` and gives (exit code, stdout, stderr)."""
     monkeypatch.delenv("FP8_COMMON_BACKEND", raising=False)
+    monkeypatch.setattr(command, "detect", lambda: MACHINE)
 
-    def call(*arguments):
+    def call(*arguments, plugins=(GOOD,)):
+        monkeypatch.setattr(command, "discover", lambda machine: plugins)
         try:
             code = command.main(list(arguments))
         except SystemExit as exit:
             code = exit.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return code, *capsys.readouterr()
 
     return call
 
@@ -57,15 +50,17 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "fp8: the following arguments are required: COMMAND. See fp8 --help."),
-        (["cast"], "invalid choice: 'cast'"),
-        (["advise", "extra"], "unrecognized arguments: extra"),
-        (["advise", "--ranks", "12"], "fp8 advise: 12 ranks do not fill nodes of 8."),
-        (["advise", "--model", "no/such/config.json"], "cannot be read as a model's configuration"),
+        ("", "fp8: the following arguments are required: COMMAND. See fp8 --help."),
+        ("cast", "invalid choice: 'cast'"),
+        ("advise extra", "unrecognized arguments: extra"),
+        ("advise --ranks 12", "fp8 advise: 12 ranks do not fill nodes of 8."),
+        ("advise --model no/such/config.json", "cannot be read as a model's configuration"),
+        ("doctor", "fp8 doctor: FP8_COMMON_BACKEND must be one of auto, triton, reference, got 'cuda'"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(run, arguments, sentence):
-    code, out, err = run(*arguments)
+def test_bad_input_is_one_sentence_and_exit_code_2(run, monkeypatch, arguments, sentence):
+    monkeypatch.setenv("FP8_COMMON_BACKEND", "cuda" if arguments == "doctor" else "auto")
+    code, out, err = run(*arguments.split())
     assert (code, out) == (2, "")
     assert sentence in err
     assert err.count("\n") == 1
@@ -81,8 +76,9 @@ def test_advise_says_first_what_to_take(run):
     assert [row["choice"]["name"] for row in facts["estimates"]] == [choice.name for choice in advise.CHOICES]
 
 
-def test_doctor_in_words():
-    text = command.doctor_text(MACHINE, [GOOD, BROKEN], "auto")
+def test_doctor_in_words_and_a_broken_plugin_exits_with_1(run):
+    code, text, err = run("doctor", plugins=(GOOD, BROKEN))
+    assert (code, err) == (1, "")
     for words in (
         f"fp8-common {__version__} on Linux x86_64, Python 3.11.7, 4 cores",
         "sm_90  H100, multiplies e4m3 and e5m2",
@@ -101,47 +97,28 @@ def test_doctor_in_words():
         "Something to know.",
     ):
         assert words in text
-    assert "none installed" in command.doctor_text(MACHINE, [], "auto")
+    assert "none installed" in run("doctor", plugins=())[1]
 
 
 def test_doctor_says_each_sentence_once():
-    processor = dataclasses.replace(MACHINE, devices=tuple(d for d in MACHINE.devices if d.kind == "cpu"))
-    info = PluginInfo(
-        name="p", version="1", summary="S.", paths=command.paths(processor, processor.accelerator, "auto")
-    )
+    processor = dataclasses.replace(MACHINE, devices=(CPU,))
+    info = dataclasses.replace(INFO, paths=command.paths(processor, processor.accelerator, "auto"))
     text = command.doctor_text(processor, [PluginReport(entry="p", info=info, problem=None)] * 2, "auto")
     assert text.count("it has no FP8 units") == 1
     assert "emulated   tensorwise, rowwise, blockwise_1x128, blockwise_128x128, mx: cpu: it has no FP8 units" in text
     assert text.count("as above: cast, tensorwise, ") == 2
 
 
-def test_doctor_as_json(run, monkeypatch):
-    monkeypatch.setattr(command, "detect", lambda: MACHINE)
-    monkeypatch.setattr(command, "discover", lambda machine: (GOOD,))
+def test_doctor_as_json(run):
     code, out, _ = run("doctor", "--json")
     facts = json.loads(out)
-    assert code == 0
-    assert facts["schema"] == 1
+    assert (code, facts["schema"], facts["versions"]["triton"]) == (0, 1, "3.6.0")
     assert facts["machine"] == {"system": "Linux x86_64", "python": "3.11.7", "cores": 4}
     gpu = facts["devices"][1]
     assert (gpu["label"], gpu["capability"], gpu["native_formats"]) == ("sm_90", [9, 0], ["e4m3", "e5m2"])
     assert [path["name"] for path in gpu["paths"]][:2] == ["cast", "tensorwise"]
-    assert gpu["status"]["key"] == "sm_90"
-    assert gpu["status"]["status"]["mxfp8"] == ["emulated", "measured"]
+    assert (gpu["status"]["key"], gpu["status"]["status"]["mxfp8"]) == ("sm_90", ["emulated", "measured"])
     assert facts["plugins"][0]["info"]["paths"][0]["why"] == "It can."
-    assert facts["versions"]["triton"] == "3.6.0"
-
-
-def test_doctor_exits_1_for_a_broken_plugin_and_2_for_a_bad_variable(run, monkeypatch):
-    monkeypatch.setattr(command, "detect", lambda: MACHINE)
-    monkeypatch.setattr(command, "discover", lambda machine: (GOOD, BROKEN))
-    code, out, err = run("doctor")
-    assert (code, err) == (1, "")
-    assert "PROBLEM" in out
-    monkeypatch.setenv("FP8_COMMON_BACKEND", "cuda")
-    code, out, err = run("doctor")
-    assert (code, out) == (2, "")
-    assert err.startswith("fp8 doctor: FP8_COMMON_BACKEND must be one of auto, triton, reference, got 'cuda'")
 
 
 def test_version_and_help(run):
@@ -151,41 +128,36 @@ def test_version_and_help(run):
     assert all(command in out for command in ("doctor", "advise"))
 
 
-def test_the_module_runs_with_numpy_only():
-    """The whole command in a process of its own, where every framework refuses to be imported."""
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'jax', 'triton', 'flax'): sys.modules[name] = None\n"
-        "from fp8_common._command import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    for arguments in (["advise"], ["doctor"]):
-        done = subprocess.run([sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True)
-        assert done.returncode in (0, 1), done.stderr
-        assert done.stderr == ""
-        assert done.stdout
+def process(*arguments, code="from fp8_common._command import main; import sys; sys.exit(main())", **settings):
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **settings)
+
+
+@pytest.mark.parametrize("arguments", ["advise", "doctor"])
+def test_the_command_runs_with_numpy_only(arguments):
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'jax', 'triton', 'flax'))\n"
+    code += "from fp8_common._command import main; sys.exit(main())"
+    done = process(arguments, code=code, stdout=subprocess.PIPE)
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stderr == ""
+    assert done.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["doctor"], ["advise", "--json"], ["--version"]], ids=" ".join)
-def test_an_output_that_cannot_be_written_is_one_sentence(arguments, unbuffered):
-    process = [sys.executable, "-m", "fp8_common._command", *arguments]
-    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered", "name"),
+    [("doctor", "", "fp8 doctor"), ("advise --json", "1", "fp8 advise"), ("--version", "", "fp8")],
+)
+def test_an_output_that_cannot_be_written_is_one_sentence(arguments, unbuffered, name):
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(process, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    if arguments == ["--version"] and unbuffered:
-        assert done.stderr == "", "argparse writes it, and passes over what fails"
-        return
+        done = process(*arguments.split(), env=os.environ | {"PYTHONUNBUFFERED": unbuffered}, stdout=full)
     assert done.returncode == 2
-    name = " ".join(["fp8", *(argument for argument in arguments[:1] if argument != "--version")])
     assert done.stderr == f"{name}: the output cannot be written (No space left on device).\n"
 
 
 def test_a_reader_that_leaves_is_no_error():
-    process = [sys.executable, "-m", "fp8_common._command", "advise"]
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(process, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    done = process("advise", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

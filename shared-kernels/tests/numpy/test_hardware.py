@@ -4,13 +4,7 @@ import pytest
 
 from fp8_common import Fp8Error
 from fp8_common import _env as env
-from fp8_common.hardware import (
-    GATHER,
-    Device,
-    cast_path,
-    native_formats,
-    product_path,
-)
+from fp8_common.hardware import GATHER, Device, cast_path, native_formats, product_path
 from fp8_common.recipe import GRANULARITIES
 
 CPU = Device(kind="cpu", name="a processor")
@@ -25,32 +19,37 @@ def amd(arch):
     return Device(kind="amd", name="GPU", arch=arch)
 
 
-NATIVE = {
-    "sm_80": (nvidia(8, 0), (), ()),
-    "sm_86": (nvidia(8, 6), (), ()),
-    "sm_89": (nvidia(8, 9), OCP, ("tensorwise", "rowwise")),
-    "sm_90": (nvidia(9, 0), OCP, ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128")),
-    "sm_100": (nvidia(10, 0), OCP, ("tensorwise", "rowwise", "mx")),
-    "sm_120": (nvidia(12, 0), OCP, ("tensorwise", "rowwise")),
-    "gfx90a": (amd("gfx90a"), (), ()),
-    "gfx942": (amd("gfx942"), FNUZ, ()),
-    "gfx950": (amd("gfx950"), OCP, ()),
-    "gfx1201": (amd("gfx1201"), OCP, ()),
-    "cpu": (CPU, (), ()),
-    "tpu": (Device(kind="tpu", name="TPU"), (), ()),
-}
+NATIVE = [
+    ("sm_80", nvidia(8, 0), (), ()),
+    ("sm_86", nvidia(8, 6), (), ()),
+    ("sm_89", nvidia(8, 9), OCP, ("tensorwise", "rowwise")),
+    ("sm_90", nvidia(9, 0), OCP, ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128")),
+    ("sm_100", nvidia(10, 0), OCP, ("tensorwise", "rowwise", "mx")),
+    ("sm_120", nvidia(12, 0), OCP, ("tensorwise", "rowwise")),
+    ("gfx90a", amd("gfx90a"), (), ()),
+    ("gfx942", amd("gfx942"), FNUZ, ()),
+    ("gfx950", amd("gfx950"), OCP, ()),
+    ("gfx1201", amd("gfx1201"), OCP, ()),
+    ("cpu", CPU, (), ()),
+    ("tpu", Device(kind="tpu", name="TPU"), (), ()),
+]
 
 
-@pytest.mark.parametrize("label", NATIVE)
-def test_what_each_device_multiplies_natively(label):
-    device, formats, granularities = NATIVE[label]
+@pytest.mark.parametrize(("label", "device", "formats", "granularities"), NATIVE, ids=[row[0] for row in NATIVE])
+def test_what_each_device_multiplies_natively(label, device, formats, granularities):
     assert device.label == label
     assert native_formats(device) == formats
     paths = [product_path(device, granularity) for granularity in GRANULARITIES]
     assert [path.name for path in paths] == list(GRANULARITIES)
-    assert {path.name for path in paths if path.status == "native"} == set(granularities)
-    assert {path.status for path in paths} <= {"native", "emulated"}
-    assert all(label in path.why and path.why.endswith(".") for path in paths)
+    for path in paths:
+        assert path.status == ("native" if path.name in granularities else "emulated")
+        assert label in path.why
+        assert path.why.endswith(".")
+
+
+@pytest.mark.parametrize("kind", ["nvidia", "amd"])
+def test_unknown_capabilities_promise_nothing(kind):
+    assert native_formats(Device(kind=kind, name="GPU")) == ()
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,6 @@ def test_products_with_scales_of_blocks_need_their_cublas(device, native, why):
     path = product_path(device, "blockwise_1x128")
     assert (path.status == "native") is native
     assert why in path.why
-
-
-def test_unknown_capabilities_promise_nothing():
-    assert native_formats(Device(kind="nvidia", name="GPU")) == ()
-    assert native_formats(Device(kind="amd", name="GPU")) == ()
 
 
 @pytest.mark.parametrize(
@@ -99,22 +93,15 @@ def test_the_wire_is_uint8_everywhere():
     assert "uint8" in GATHER.why
 
 
-def test_no_path_is_native_without_native_formats():
-    for device, formats, _ in NATIVE.values():
-        if not formats:
-            assert product_path(device, "tensorwise").status == "emulated"
-
-
-@pytest.mark.parametrize("value", ["auto", "triton", "reference"])
-def test_the_backend_variable(monkeypatch, value):
-    monkeypatch.setenv("FP8_COMMON_BACKEND", value)
-    assert env.backend() == value
-
-
-def test_an_unset_or_empty_backend_is_auto(monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "backend"),
+    [("auto", "auto"), ("triton", "triton"), ("reference", "reference"), ("", "auto"), (None, "auto")],
+)
+def test_the_backend_variable(monkeypatch, value, backend):
     monkeypatch.delenv("FP8_COMMON_BACKEND", raising=False)
-    assert env.backend() == "auto"
-    assert env.backend({"FP8_COMMON_BACKEND": ""}) == "auto"
+    if value is not None:
+        monkeypatch.setenv("FP8_COMMON_BACKEND", value)
+    assert env.backend() == backend
 
 
 @pytest.mark.parametrize("value", ["cuda", "Triton", " auto"])

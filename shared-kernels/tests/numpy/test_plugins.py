@@ -18,33 +18,6 @@ def info(name="my-plugin", version="3.1"):
     return PluginInfo(name=name, version=version, summary="Does things.", paths=(PATH,))
 
 
-@pytest.fixture
-def entry(monkeypatch):
-    """Return a function that makes an entry point for an object, or for a module that is not there."""
-
-    def make(name, target=None, module=None):
-        if module is None:
-            module = f"plugin_{name}"
-            monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(describe=target))
-        return EntryPoint(name, f"{module}:describe", GROUP)
-
-    return make
-
-
-def test_functions_are_told_the_machine_and_objects_are_taken_as_they_are(entry):
-    told = []
-
-    def describe(machine):
-        told.append(machine)
-        return info()
-
-    reports = discover(MACHINE, [entry("b", describe), entry("a", info(name="other"))])
-    assert [report.entry for report in reports] == ["a = plugin_a:describe", "b = plugin_b:describe"]
-    assert [report.info.name for report in reports] == ["other", "my-plugin"]
-    assert [report.problem for report in reports] == [None, None]
-    assert told == [MACHINE]
-
-
 def raises(error):
     def describe(machine):
         raise error
@@ -52,36 +25,45 @@ def raises(error):
     return describe
 
 
-def test_broken_plugins_are_reported_and_do_not_hide_the_others(entry):
-    entries = [
-        entry("absent", module="no_such_module"),
-        entry("fails", raises(RuntimeError("no CUDA\nmore"))),
-        entry("lies", lambda machine: {"name": "x"}),
-        entry("works", info()),
-    ]
-    absent, fails, lies, works = discover(MACHINE, entries)
-    assert absent.problem == "ModuleNotFoundError: No module named 'no_such_module'"
-    assert fails.problem == "RuntimeError: no CUDA"
-    assert lies.problem == "Fp8Error: it must give a PluginInfo, got dict"
-    assert (absent.info, fails.info, lies.info) == (None, None, None)
-    assert works.info == info()
+CONFLICT = (
+    f"fp8-torch-fsdp 9.0 needs fp8-common 9.0, but fp8-common {__version__} is installed. Install one version of both: "
+    "python -m pip install fp8-torch-fsdp==9.0 fp8-common==9.0"
+)
+# what the entry point leads to, the information and the problem that are reported
+PLUGINS = {
+    "an object is taken as it is": (info(), info(), None),
+    "a function is told the machine": (lambda machine: info(machine.system), info("s"), None),
+    "absent": (None, None, "ModuleNotFoundError: No module named 'plugin_absent'"),
+    "fails": (raises(RuntimeError("no CUDA\nmore")), None, "RuntimeError: no CUDA"),
+    "lies": (lambda machine: {"name": "x"}, None, "Fp8Error: it must give a PluginInfo, got dict"),
+    "of another version": (info("fp8-torch-fsdp", "9.0"), info("fp8-torch-fsdp", "9.0"), CONFLICT),
+}
 
 
-def test_a_sibling_of_another_version_is_reported_with_the_remedy(entry):
-    (report,) = discover(MACHINE, [entry("torch", info("fp8-torch-fsdp", "9.0"))])
-    assert report.info is not None
-    assert report.problem == (
-        f"fp8-torch-fsdp 9.0 needs fp8-common 9.0, but fp8-common {__version__} is installed. Install one version of "
-        "both: python -m pip install fp8-torch-fsdp==9.0 fp8-common==9.0"
-    )
+@pytest.fixture
+def entry(monkeypatch):
+    """Return a function that makes an entry point for a row of `PLUGINS`."""
+
+    def make(name):
+        target, module = PLUGINS[name][0], f"plugin_{name.replace(' ', '_')}"
+        if target is not None:
+            monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(describe=target))
+        return EntryPoint(name, f"{module}:describe", GROUP)
+
+    return make
+
+
+def test_every_plugin_is_reported_and_a_broken_one_does_not_hide_the_others(entry):
+    reports = discover(MACHINE, [entry(name) for name in PLUGINS])
+    assert [report.entry.partition(" = ")[0] for report in reports] == sorted(PLUGINS)
+    assert [(r.info, r.problem) for r in reports] == [PLUGINS[name][1:] for name in sorted(PLUGINS)]
 
 
 def test_the_version_is_the_reason_when_a_mismatched_sibling_cannot_be_loaded(entry, monkeypatch):
-    broken = entry("torch", raises(ImportError("cannot import name 'new'")))
     dist = types.SimpleNamespace(name="fp8-torch-fsdp", version="9.0")
     monkeypatch.setattr(EntryPoint, "dist", dist)
-    (report,) = discover(MACHINE, [broken])
-    assert report.problem.startswith("fp8-torch-fsdp 9.0 needs fp8-common 9.0")
+    (report,) = discover(MACHINE, [entry("fails")])
+    assert report.problem == CONFLICT
 
 
 def test_versions():
@@ -93,8 +75,6 @@ def test_versions():
 
 
 def test_installed_plugins_are_looked_up_in_their_group(monkeypatch, entry):
-    asked = []
-    found = [entry("one", info())]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: asked.append(group) or found)
+    found = {"fp8.plugins": [entry("an object is taken as it is")]}
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found[group])
     assert [report.info for report in discover(MACHINE)] == [info()]
-    assert asked == ["fp8.plugins"]

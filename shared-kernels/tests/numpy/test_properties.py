@@ -39,14 +39,6 @@ def test_encoding_is_monotone_odd_and_idempotent(x, fmt):
 
 
 @quick
-@given(x=strategies.arrays(np.float16), fmt=strategies.formats())
-def test_float16_and_float32_inputs_agree(x, fmt):
-    with np.errstate(invalid="ignore"):
-        wide = x.astype(np.float32)
-    assert_same_bits(encode(x, fmt), encode(wide, fmt), fmt=fmt, source=x)
-
-
-@quick
 @given(x=strategies.arrays(ml_dtypes.bfloat16, (7, 70)), seed=st.integers(0, 99))
 def test_amax_does_not_depend_on_order(x, seed):
     shuffled = np.random.default_rng(seed).permutation(x.reshape(-1))

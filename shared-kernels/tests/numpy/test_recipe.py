@@ -6,178 +6,140 @@ import json
 import pytest
 
 from fp8_common import CANONICAL, POWER_OF_2, PRESETS, RECIPES, CastRecipe, Fp8Error, Recipe, ScalePolicy, get_recipe
-from fp8_common.presets import deepgemm, flax, mx, te_delayed
+from fp8_common.presets import mx, te_delayed
 from fp8_common.recipe import PRODUCTS
 
 DELAYED = dataclasses.replace(CANONICAL, history=16)
-
-
-def through_json(record):
-    return type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-def test_named_recipes_survive_json(recipe):
-    again = through_json(recipe)
-    assert again == recipe
-    assert hash(again) == hash(recipe)
-    assert get_recipe(recipe.name) is get_recipe(recipe) is recipe
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [CANONICAL, POWER_OF_2, ScalePolicy(margin=-3, eps=2.0**-126, lower=0.5), *(make() for make in PRESETS.values())],
-    ids=lambda policy: policy.name,
+OFF, ROWS, MX = CastRecipe(scaling="disabled"), CastRecipe(granularity="rowwise"), RECIPES["mxfp8"].input
+E5M2 = CastRecipe(format="e5m2")
+MINE = Recipe(
+    name="mine",
+    input_for_grad_weight=ROWS,
+    weight_for_grad_input=E5M2,
+    grad_output=CastRecipe(),
+    grad_output_for_grad_weight=CastRecipe(format="e5m2", granularity="rowwise"),
 )
-def test_policies_survive_json_with_infinite_limits(policy):
-    assert through_json(policy) == policy
+RECORDS = {
+    **RECIPES,
+    "overrides": MINE,
+    "rows beside one scale": Recipe(name="r", input=ROWS),
+    "nothing in FP8": Recipe(name="off", input=OFF, weight=OFF, grad_output=OFF),
+    "a static scale, which may be a whole number": CastRecipe(scaling="static", static_scale=2),
+    "canonical": CANONICAL,
+    "power of 2": POWER_OF_2,
+    "numbers at their limits": ScalePolicy(margin=-3, eps=2.0**-126, lower=0.5),
+    **{f"preset {name}": make() for name, make in PRESETS.items()},
+}
 
 
-def test_infinity_is_a_string_because_json_has_none():
-    assert flax().to_dict()["upper"] == "inf"
-    assert ScalePolicy.from_dict({"upper": "inf"}).upper == float("inf")
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_survive_json_and_are_frozen(name):
+    record = RECORDS[name]
+    again = type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
+    assert again == record
+    assert hash(again) == hash(record)
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+        record.name = "other"
 
 
-def test_left_out_fields_take_their_defaults_and_whole_numbers_serve_as_floats():
+def test_left_out_fields_take_their_defaults_and_infinity_is_a_string_because_json_has_none():
     assert ScalePolicy.from_dict({}) == CANONICAL
     assert Recipe.from_dict({"name": "tensorwise"}) == RECIPES["tensorwise"]
     assert ScalePolicy.from_dict({"upper": 4}).upper == 4.0
+    assert ScalePolicy.from_dict({"upper": "inf"}).upper == float("inf")
+    assert PRESETS["flax"]().to_dict()["upper"] == "inf"
+    assert CastRecipe(format="float8_e5m2") == E5M2
+    assert E5M2.fp8_format.max == 57344
 
 
-CASTS = {
-    "tensorwise": ("e4m3", "dynamic", "tensorwise"),
-    "rowwise": ("e4m3", "dynamic", "rowwise"),
-    "blockwise": ("e4m3", "dynamic", "blockwise_1x128"),
-    "mxfp8": ("e4m3", "dynamic", "mx"),
-    "tensorwise_delayed": ("e4m3", "delayed", "tensorwise"),
-    "rowwise_with_gw_hp": ("e4m3", "dynamic", "rowwise"),
+# name: format, scaling and granularity of the input, granularity of the weight, format of gradients, policy of weights
+NAMED = {
+    "tensorwise": ("e4m3", "dynamic", "tensorwise", "tensorwise", "e5m2", CANONICAL),
+    "rowwise": ("e4m3", "dynamic", "rowwise", "rowwise", "e4m3", POWER_OF_2),
+    "blockwise": ("e4m3", "dynamic", "blockwise_1x128", "blockwise_128x128", "e4m3", CANONICAL),
+    "mxfp8": ("e4m3", "dynamic", "mx", "mx", "e4m3", mx("rceil")),
+    "tensorwise_delayed": ("e4m3", "delayed", "tensorwise", "tensorwise", "e5m2", DELAYED),
+    "rowwise_with_gw_hp": ("e4m3", "dynamic", "rowwise", "rowwise", "e4m3", POWER_OF_2),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_the_named_recipes_are(name):
     recipe = RECIPES[name]
-    assert (recipe.input.format, recipe.input.scaling, recipe.input.granularity) == CASTS[name]
-    assert recipe.grad_output.format == ("e5m2" if name.startswith("tensorwise") else "e4m3")
-    assert recipe.weight.granularity == ("blockwise_128x128" if name == "blockwise" else recipe.input.granularity)
+    assert get_recipe(name) is get_recipe(recipe) is recipe
+    x, w = recipe.input, recipe.weight
+    assert (x.format, x.scaling, x.granularity, w.granularity, recipe.grad_output.format, w.policy) == NAMED[name]
     high_precision = [product for product in PRODUCTS if not recipe.operands(product)[0].enabled]
     assert high_precision == (["grad_weight"] if name == "rowwise_with_gw_hp" else [])
 
 
-def test_policies_of_the_named_recipes():
-    assert RECIPES["tensorwise_delayed"].weight.policy.history == 16
-    assert RECIPES["rowwise"].input.policy == POWER_OF_2
-    assert RECIPES["mxfp8"].input.policy == mx("rceil")
-    assert RECIPES["tensorwise"].grad_output.policy == CANONICAL
-
-
 def test_operands_follow_the_products_and_their_overrides():
-    recipe = Recipe(
-        name="mine",
-        input_for_grad_weight=CastRecipe(granularity="rowwise"),
-        weight_for_grad_input=CastRecipe(format="e5m2"),
-        grad_output=CastRecipe(),
-        grad_output_for_grad_weight=CastRecipe(format="e5m2", granularity="rowwise"),
-    )
-    assert recipe.operands("output") == (recipe.input, recipe.weight)
-    assert recipe.operands("grad_input") == (recipe.grad_output, recipe.weight_for_grad_input)
-    assert recipe.operands("grad_weight") == (recipe.input_for_grad_weight, recipe.grad_output_for_grad_weight)
-    assert through_json(recipe) == recipe
-    with pytest.raises(Fp8Error, match="product must be one of output, grad_input, grad_weight, got 'forward'"):
-        recipe.operands("forward")
+    assert MINE.operands("output") == (MINE.input, MINE.weight)
+    assert MINE.operands("grad_input") == (MINE.grad_output, MINE.weight_for_grad_input)
+    assert MINE.operands("grad_weight") == (MINE.input_for_grad_weight, MINE.grad_output_for_grad_weight)
 
 
-def test_formats_are_named_shortly_and_found():
-    cast = CastRecipe(format="float8_e5m2")
-    assert cast.format == "e5m2"
-    assert cast.fp8_format.max == 57344
+def cast(**settings):
+    return lambda: CastRecipe(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"format": "e8m0"}, "E8M0 holds block scales"),
-        ({"format": "fp8"}, "Unknown FP8 format 'fp8'"),
-        ({"scaling": "late"}, "scaling must be one of 'dynamic', 'delayed', 'static', 'disabled', got 'late'"),
-        ({"granularity": "row"}, "granularity must be one of 'tensorwise', 'rowwise'"),
-        ({"scaling": "static"}, 'static_scale belongs to scaling="static"'),
-        ({"static_scale": 2.0}, "got scaling='dynamic' and static_scale=2.0"),
-        ({"scaling": "static", "static_scale": 0.0}, "static_scale must be a positive normal float32, got 0.0"),
-        ({"scaling": "static", "static_scale": float("inf")}, "static_scale must be a positive normal float32"),
-        ({"scaling": "static", "static_scale": 1e-40}, "static_scale must be a positive normal float32"),
-        ({"scaling": "static", "static_scale": 1.0, "granularity": "rowwise"}, "keeps one scale for each tensor"),
-        ({"scaling": "delayed"}, 'scaling="delayed" needs a policy with history >= 1.*history=0'),
-        ({"policy": te_delayed()}, "got scaling='dynamic' and history=1024"),
-        ({"scaling": "delayed", "policy": DELAYED, "granularity": "rowwise"}, "keeps one scale for each tensor"),
-        ({"granularity": "mx"}, 'granularity="mx" and a policy made by mx'),
-        ({"policy": mx()}, 'granularity="mx" and a policy made by mx'),
-    ],
-)
-def test_casts_refuse_combinations_that_mean_nothing(settings, message):
+def recipe(**settings):
+    return lambda: Recipe(name="r", **settings)
+
+
+def read(**data):
+    return lambda: Recipe.from_dict(data)
+
+
+def read_policy(**data):
+    return lambda: Recipe.from_dict({"name": "x", "input": {"policy": data}})
+
+
+STATIC = {"scaling": "static"}
+REFUSED = [
+    (cast(format="e8m0"), "E8M0 holds block scales"),
+    (cast(format="fp8"), "Unknown FP8 format 'fp8'"),
+    (cast(scaling="late"), "scaling must be one of 'dynamic', 'delayed', 'static', 'disabled', got 'late'"),
+    (cast(granularity="row"), "granularity must be one of 'tensorwise', 'rowwise'"),
+    (cast(**STATIC), 'static_scale belongs to scaling="static"'),
+    (cast(static_scale=2.0), "got scaling='dynamic' and static_scale=2.0"),
+    (cast(**STATIC, static_scale=0.0), "static_scale must be a positive normal float32, got 0.0"),
+    (cast(**STATIC, static_scale=float("inf")), "static_scale must be a positive normal float32"),
+    (cast(**STATIC, static_scale=1e-40), "static_scale must be a positive normal float32"),
+    (cast(**STATIC, static_scale=1.0, granularity="rowwise"), "keeps one scale for each tensor"),
+    (cast(scaling="delayed"), 'scaling="delayed" needs a policy with history >= 1.*history=0'),
+    (cast(policy=te_delayed()), "got scaling='dynamic' and history=1024"),
+    (cast(scaling="delayed", policy=DELAYED, granularity="rowwise"), "keeps one scale for each tensor"),
+    (cast(granularity="mx"), 'granularity="mx" and a policy made by mx'),
+    (cast(policy=mx()), 'granularity="mx" and a policy made by mx'),
+    # operands that do not multiply
+    (recipe(input=OFF), "Recipe 'r', product 'output': one operand is FP8 and the other is not"),
+    (recipe(grad_output=OFF), "product 'grad_input': one operand is FP8"),
+    (recipe(input_for_grad_weight=OFF), "product 'grad_weight': one operand is FP8"),
+    (recipe(input=MX), "granularities 'mx' and 'tensorwise' do not multiply"),
+    (recipe(weight=CastRecipe(granularity="blockwise_128x128")), "'tensorwise' and 'blockwise_128x128' do not"),
+    (recipe(input=CastRecipe(format="e4m3fnuz")), "e4m3fnuz and e4m3 do not multiply. Use FNUZ formats on both"),
+    (recipe(weight=E5M2), "product 'grad_input': no hardware multiplies e5m2 by e5m2"),
+    # dictionaries that say something else
+    (read(), "Recipe needs 'name', got nothing"),
+    (read(schema=1, name="x"), "Recipe does not know 'schema'"),
+    (read(name=3), "Recipe.name must be of type str, got 3"),
+    (read(name="x", colour=1), "Recipe does not know 'colour'. It has name, input"),
+    (read(name="x", input=[]), "CastRecipe must be read from a dictionary, got list"),
+    (read(name="x", input=None), "CastRecipe must be read from a dictionary, got NoneType"),
+    (read(name="x", input={"scaling": 1}), "CastRecipe.scaling must be one of"),
+    (read_policy(x=1, a=2), "ScalePolicy does not know 'a', 'x'"),
+    (read_policy(margin="1"), "ScalePolicy.margin must be of type int"),
+    (read_policy(margin=True), "ScalePolicy.margin must be of type int"),
+    (read_policy(eps="tiny"), "ScalePolicy.eps must be of type float"),
+    (read_policy(power_of_2=1), "ScalePolicy.power_of_2 must be of type"),
+    (lambda: Recipe.from_dict([]), "Recipe must be read from a dictionary, got list"),
+    (lambda: get_recipe("rows"), r"Unknown recipe 'rows'\. Use one of tensorwise, tensorwise_delayed, rowwise"),
+    (lambda: MINE.operands("forward"), "product must be one of output, grad_input, grad_weight, got 'forward'"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_means_nothing_is_refused(make, message):
     with pytest.raises(Fp8Error, match=message):
-        CastRecipe(**settings)
-
-
-def test_static_scaling_takes_a_number():
-    cast = CastRecipe(scaling="static", static_scale=2)
-    assert through_json(cast) == cast
-
-
-OFF, ROWS, MX = CastRecipe(scaling="disabled"), CastRecipe(granularity="rowwise"), RECIPES["mxfp8"].input
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"input": OFF}, "Recipe 'r', product 'output': one operand is FP8 and the other is not"),
-        ({"grad_output": OFF}, "product 'grad_input': one operand is FP8"),
-        ({"input_for_grad_weight": OFF}, "product 'grad_weight': one operand is FP8"),
-        ({"input": MX}, "granularities 'mx' and 'tensorwise' do not multiply"),
-        ({"weight": CastRecipe(granularity="blockwise_128x128")}, "'tensorwise' and 'blockwise_128x128' do not"),
-        ({"input": CastRecipe(format="e4m3fnuz")}, "e4m3fnuz and e4m3 do not multiply. Use FNUZ formats on both"),
-        ({"weight": CastRecipe(format="e5m2")}, "product 'grad_input': no hardware multiplies e5m2 by e5m2"),
-    ],
-)
-def test_recipes_refuse_operands_that_do_not_multiply(settings, message):
-    with pytest.raises(Fp8Error, match=message):
-        Recipe(name="r", **settings)
-
-
-def test_tensorwise_and_rowwise_operands_multiply():
-    assert Recipe(name="r", input=ROWS).input.granularity == "rowwise"
-    assert Recipe(name="off", input=OFF, weight=OFF, grad_output=OFF).input.enabled is False
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({}, "Recipe needs 'name', got nothing"),
-        ({"schema": 1, "name": "x"}, "Recipe does not know 'schema'"),
-        ({"name": 3}, "Recipe.name must be of type str, got 3"),
-        ({"name": "x", "colour": 1}, "Recipe does not know 'colour'. It has name, input"),
-        ({"name": "x", "input": {"policy": {"x": 1, "a": 2}}}, "ScalePolicy does not know 'a', 'x'"),
-        ({"name": "x", "input": []}, "CastRecipe must be read from a dictionary, got list"),
-        ({"name": "x", "input": None}, "CastRecipe must be read from a dictionary, got NoneType"),
-        ({"name": "x", "input": {"scaling": 1}}, "CastRecipe.scaling must be one of"),
-        ({"name": "x", "input": {"policy": {"margin": "1"}}}, "ScalePolicy.margin must be of type int"),
-        ({"name": "x", "input": {"policy": {"margin": True}}}, "ScalePolicy.margin must be of type int"),
-        ({"name": "x", "input": {"policy": {"eps": "tiny"}}}, "ScalePolicy.eps must be of type float"),
-        ({"name": "x", "input": {"policy": {"power_of_2": 1}}}, "ScalePolicy.power_of_2 must be of type"),
-        ([], "Recipe must be read from a dictionary, got list"),
-    ],
-)
-def test_dictionaries_that_say_something_else_are_refused(data, message):
-    with pytest.raises(Fp8Error, match=message):
-        Recipe.from_dict(data)
-
-
-def test_an_unknown_recipe_is_refused_with_the_known_ones():
-    with pytest.raises(Fp8Error, match=r"Unknown recipe 'rows'\. Use one of tensorwise, tensorwise_delayed, rowwise"):
-        get_recipe("rows")
-
-
-def test_records_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RECIPES["mxfp8"].name = "other"
-    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
-        deepgemm().colour = 1
+        make()

@@ -8,7 +8,6 @@ from fp8_common.torch import rounding
 from fp8_common.torch.casts import quantize_dynamic
 
 FMT = get_format("e4m3")
-SHAPES = [(1000,), (37, 64), (3, 50, 8), (2, 4, 5, 16)]
 
 
 @pytest.fixture
@@ -16,12 +15,7 @@ def in_pieces(monkeypatch):
     """Casts of 100 elements and more are cut; returns the numbers of pieces that were asked for."""
     monkeypatch.setattr(rounding, "PIECE", 50 // torch.get_num_threads() or 1)
     asked, count = [], rounding._pieces
-
-    def counted(x, scale):
-        asked.append(count(x, scale))
-        return asked[-1]
-
-    monkeypatch.setattr(rounding, "_pieces", counted)
+    monkeypatch.setattr(rounding, "_pieces", lambda x, scale: asked.append(count(x, scale)) or asked[-1])
     return asked
 
 
@@ -36,15 +30,16 @@ def bits(x):
 
 
 @pytest.mark.matrix(
-    shape=SHAPES, dtype=[torch.float32, torch.bfloat16, torch.float16], rows=[True, False], known=[True, False]
+    shape=[(1000,), (37, 64), (3, 50, 8), (2, 4, 5, 16)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    rows=[True, False],
+    known=[True, False],
 )
 def test_pieces_have_the_codes_of_the_whole(in_pieces, shape, dtype, rows, known):
     x = values(shape, dtype)
-    if known:
-        x = x.nan_to_num(posinf=9.0, neginf=-9.0)
+    x = x.nan_to_num(posinf=9.0, neginf=-9.0) if known else x
     scale = torch.rand(shape[0], *(1 for _ in shape[1:])) * 100 if rows else torch.tensor(30.0)
-    amax = x.float().abs().max()
-    found = rounding.quantize(x, scale, FMT, amax)
+    found = rounding.quantize(x, scale, FMT, x.float().abs().max())
     assert in_pieces[-1] > 1
     # one element after the other is the definition
     flat, scales = x.reshape(-1), scale.expand(shape).reshape(-1)
@@ -64,23 +59,21 @@ def test_blocks_of_pieces_keep_their_scales(in_pieces, monkeypatch, block):
         assert torch.equal(bits(actual), bits(wanted))
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.ones(40, 30).t(),
-        torch.ones(1, 1000),
-        torch.ones(30, 30, requires_grad=True),
-        torch.ones(30, 30, device="meta"),
-        torch.ones(9, 9),
-    ],
-    ids=["turned", "one row", "differentiated", "meta", "small"],
-)
-def test_others_are_cast_as_a_whole(in_pieces, x):
-    scale = torch.tensor(2.0, device=x.device)
-    assert rounding.quantize(x, scale, FMT).stride() == x.stride()
-    assert max(in_pieces) < 2
+TWO = torch.tensor(2.0)
+AS_A_WHOLE = {
+    "turned": (torch.ones(40, 30).t(), TWO),
+    "one row": (torch.ones(1, 1000), TWO),
+    "differentiated": (torch.ones(30, 30, requires_grad=True), TWO),
+    "meta": (torch.ones(30, 30, device="meta"), TWO.to("meta")),
+    "small": (torch.ones(9, 9), TWO),
+    "a scale that widens the result": (torch.ones(200, 1), torch.ones(200, 3)),
+}
 
 
-def test_a_scale_that_widens_the_result_is_cast_as_a_whole(in_pieces):
-    assert rounding.quantize(torch.ones(200, 1), torch.ones(200, 3), FMT).shape == (200, 3)
+@pytest.mark.parametrize("name", AS_A_WHOLE)
+def test_others_are_cast_as_a_whole(in_pieces, name):
+    x, scale = AS_A_WHOLE[name]
+    found = rounding.quantize(x, scale, FMT)
+    assert found.shape == torch.broadcast_shapes(x.shape, scale.shape)
+    assert found.shape != x.shape or found.stride() == x.stride()
     assert max(in_pieces) < 2

@@ -21,14 +21,8 @@ TENSOR = f8.CastRecipe()
 ROWS = f8.CastRecipe(granularity="rowwise", policy=f8.POWER_OF_2)
 BLOCKS = f8.CastRecipe(granularity="blockwise_128x128")
 STATIC = f8.CastRecipe(scaling="static", static_scale=3.0)
-CASES = [
-    (TENSOR, "compressed-tensors"),
-    (ROWS, "compressed-tensors"),
-    (BLOCKS, "compressed-tensors"),
-    (STATIC, "compressed-tensors"),
-    (TENSOR, "deepseek"),
-    (BLOCKS, "deepseek"),
-]
+CASES = [(cast, "compressed-tensors") for cast in (TENSOR, ROWS, BLOCKS, STATIC)]
+CASES += [(cast, "deepseek") for cast in (TENSOR, BLOCKS)]
 SAVED = [(ROWS, "compressed-tensors"), (TENSOR, "compressed-tensors"), (BLOCKS, "deepseek")]
 SUFFIXES = {"compressed-tensors": "_scale", "deepseek": "_scale_inv"}
 
@@ -144,13 +138,8 @@ def test_the_config_names_groups_and_layers_in_high_precision():
     assert config["quant_method"] == "compressed-tensors"
     assert config["ignore"] == ["head"]
     assert group["targets"] == ["Linear"]
-    assert group["weights"] == {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "channel",
-        "dynamic": False,
-    }
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    assert group["weights"] == weights
     assert group["input_activations"]["strategy"] == "token"
     mixed = quantization_config(model, {"up": BLOCKS, "down": TENSOR}, "compressed-tensors")["config_groups"]
     assert [group["targets"] for group in mixed.values()] == [["up"], ["down"]]

@@ -47,38 +47,30 @@ CALLS = {
 }
 
 
-def outputs(found):
+def outputs(name, tables):
+    """Call after the tables are made, or after they are forgotten."""
+    if tables == "none yet":
+        for kept in (values_table, pairs_table, delayed._has_format, delayed._numerators):
+            kept.cache_clear()
+    found = CALLS[name]("cpu")
     return found if isinstance(found, tuple | list) else (found,)
 
 
 @pytest.mark.parametrize("tables", ["none yet", "kept"])
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_have_the_shapes_of_real_ones_and_leave_nothing_behind(name, tables):
-    for kept in (values_table, pairs_table, delayed._has_format, delayed._numerators):
-        kept.cache_clear()
-    want = None
-    if tables == "kept":
-        want = outputs(CALLS[name]("cpu"))
+    before = outputs(name, "none yet")
     with FakeTensorMode():
-        fakes = outputs(CALLS[name]("cpu"))
-    real = outputs(CALLS[name]("cpu"))
-    for fake, found, before in zip(fakes, real, want or real, strict=True):
-        assert (fake.shape, fake.dtype, fake.device) == (found.shape, found.dtype, found.device)
-        assert isinstance(fake, FakeTensor)
-        assert type(found) is torch.Tensor
-        assert_same_bits(found, before)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_default_device_decides_nothing(name):
-    want = outputs(CALLS[name]("cpu"))
-    for kept in (values_table, pairs_table, delayed._has_format, delayed._numerators):
-        kept.cache_clear()
+        fakes = outputs(name, tables)
     with torch.device("meta"):
-        found = outputs(CALLS[name]("cpu"))
-    for now, before in zip(found, want, strict=True):
-        assert now.device.type == "cpu"
-        assert_same_bits(now, before)
+        found = outputs(name, tables)
+    for fake, now, real, want in zip(fakes, found, outputs(name, "kept"), before, strict=True):
+        assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
+        assert isinstance(fake, FakeTensor)
+        assert type(real) is torch.Tensor
+        assert_same_bits(real, want)
+        assert now.device.type == "cpu", "a default device decides nothing"
+        assert_same_bits(now, want)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

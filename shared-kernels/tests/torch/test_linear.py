@@ -74,17 +74,6 @@ def test_matmuls_are_those_of_numpys_casts(recipe):
         np.testing.assert_allclose(got.detach().numpy(), want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "saved"), [("tensorwise", torch.float8_e4m3fn), ("rowwise", torch.float32), ("blockwise", torch.float32)]
-)
-def test_the_backward_keeps_codes_where_one_cast_serves_twice(recipe, saved):
-    kept = []
-    x, w = torch.randn(ROWS, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        fp8_linear(x, w, spec_of(LinearConfig(recipe=recipe)))
-    assert [t.dtype for t in kept if t.numel() == ROWS * IN] == [saved]
-
-
 def test_only_the_gradients_that_are_asked_for_are_made():
     x, w = torch.randn(ROWS, IN), torch.randn(OUT, IN)
     for needs in itertools.product((True, False), repeat=2):
@@ -127,14 +116,13 @@ class Counted:
         return started
 
 
-def gradients(spec, **options):
+def gradients(spec, transposed=False, **options):
     generator = torch.Generator().manual_seed(0)
     x, w, grad = (torch.randn(s, generator=generator) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
-    x.requires_grad_()
-    w.requires_grad_()
+    x, w = x.requires_grad_(), (w.t().contiguous() if transposed else w).requires_grad_()
     y = fp8_linear(x, w, spec, **options)
     y.backward(grad)
-    return y.detach(), x.grad, w.grad
+    return y.detach(), x.grad, w.grad.t() if transposed else w.grad
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -157,18 +145,24 @@ def test_codes_of_the_forward_serve_the_backward_where_they_stay_in_memory(recip
     assert len(casts) == 3
 
 
+def kept_inputs(config):
+    """Return the dtypes in which the backward keeps the input."""
+    kept, (x, w) = [], (torch.randn(shape, requires_grad=True) for shape in ((ROWS, IN), (OUT, IN)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fp8_linear(x, w, spec_of(config))
+    return [t.dtype for t in kept if t.numel() == ROWS * IN]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_of_the_input_give_the_numbers_of_the_input(recipe):
-    saved, kept = gradients(spec_of(LinearConfig(recipe=recipe, fp8_saved_input=True))), []
-    wanted = gradients(spec_of(LinearConfig(recipe=recipe)))
-    assert torch.equal(saved[0], wanted[0])
-    assert torch.equal(saved[1], wanted[1])
-    assert torch.equal(saved[2], wanted[2]) == (recipe != "rowwise_with_gw_hp")
+    """The backward keeps codes where one cast serves twice, or where it is told to."""
+    plain, saving = LinearConfig(recipe=recipe), LinearConfig(recipe=recipe, fp8_saved_input=True)
+    assert kept_inputs(plain) == [torch.float8_e4m3fn if recipe == "tensorwise" else torch.float32]
+    assert all(dtype.itemsize == 1 for dtype in kept_inputs(saving))
+    wanted, saved = gradients(spec_of(plain)), gradients(spec_of(saving))
+    same = [torch.equal(one, other) for one, other in zip(saved, wanted, strict=True)]
+    assert same == [True, True, recipe != "rowwise_with_gw_hp"]
     torch.testing.assert_close(saved[2], wanted[2], rtol=0.05, atol=1.0)
-    x, w = torch.randn(ROWS, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        fp8_linear(x, w, spec_of(LinearConfig(recipe=recipe, fp8_saved_input=True)))
-    assert not any(t.numel() == ROWS * IN and t.element_size() > 1 for t in kept)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -179,17 +173,8 @@ def test_a_transposed_weight_gives_the_same_numbers(recipe):
     def weight(weight, record):
         return Operand.of_cast(grid.quantize_whole(weight), config.weight.fp8_format, grid.tile).transposed()
 
-    spec = LinearSpec(config, weight, transposed=True)
-    generator = torch.Generator().manual_seed(0)
-    x, w, grad = (torch.randn(s, generator=generator) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
-    x.requires_grad_()
-    w = w.t().contiguous().requires_grad_()
-    y = fp8_linear(x, w, spec)
-    y.backward(grad)
-    wanted = gradients(spec_of(config))
-    assert torch.equal(y, wanted[0])
-    assert torch.equal(x.grad, wanted[1])
-    assert torch.equal(w.grad, wanted[2].t())
+    turned = gradients(LinearSpec(config, weight, transposed=True), transposed=True)
+    assert all(map(torch.equal, turned, gradients(spec_of(config))))
 
 
 def test_who_watches_sees_the_operands_of_activation_and_gradient():
@@ -269,33 +254,16 @@ def test_float32_is_asked_of_the_device_where_it_writes_it(monkeypatch, capabili
     assert (y == 16).all()
 
 
-class Module(torch.nn.Module):
-    """A module that multiplies by its weight in FP8."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)))
-        self.grid = ScaleGrid(config.weight)
-        self.spec = LinearSpec(config, self.operand, name="Module")
-
-    def operand(self, weight, record):
-        return Operand.of_cast(self.grid.quantize_whole(weight), self.grid.cast.fp8_format, self.grid.tile)
-
-    def forward(self, x):
-        return fp8_linear(x, self.weight, self.spec, record=self.training)
-
-
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_layers_are_one_graph_with_the_same_bits(recipe, saved):
-    config, results = LinearConfig(recipe=recipe, fp8_saved_input=saved), []
-    grad = torch.randn(2, ROWS, OUT, generator=torch.Generator().manual_seed(2))
-    for compiled in (False, True):
-        module = Module(config)
-        run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
-        x = torch.randn(2, ROWS, IN, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        y = run(x)
+    spec, results = spec_of(LinearConfig(recipe=recipe, fp8_saved_input=saved)), []
+    for function in (fp8_linear, torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)):
+        generator = torch.Generator().manual_seed(1)
+        x, w, grad = (torch.randn(s, generator=generator) for s in ((2, ROWS, IN), (OUT, IN), (2, ROWS, OUT)))
+        x.requires_grad_()
+        w.requires_grad_()
+        y = function(x, w, spec, record=True)
         y.backward(grad)
-        results.append((y.detach(), x.grad, module.weight.grad))
-    for eager, one_graph in zip(*results, strict=True):
-        assert torch.equal(eager, one_graph)
+        results.append((y.detach(), x.grad, w.grad))
+    assert all(map(torch.equal, *results))

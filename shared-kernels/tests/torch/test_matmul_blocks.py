@@ -157,16 +157,6 @@ def test_scales_of_rows_that_do_not_fill_a_tile_are_padded():
     assert codes.count_nonzero() == 5
 
 
-@pytest.mark.parametrize("scale", [3.0, 0.7])
-def test_emulated_products_keep_scales_that_are_no_powers_of_two(scale):
-    """Values times such scales have more bits than bfloat16, which must not round the operands again."""
-    a = operand(16, 128, THIN)
-    a = Operand(a.codes, torch.full_like(a.scale_inv, scale), a.fmt, THIN)
-    identity = Operand(torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1, 1), a.fmt, SQUARE)
-    product = matmul.matmul(a, identity, MatmulOptions(torch.float32, True))
-    torch.testing.assert_close(product, a.codes.float() * scale, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_with_scales_that_are_no_powers_of_two_operands_are_the_fp8_numbers(products, emulate, out_dtype, monkeypatch):
