@@ -12,7 +12,6 @@ accelerate = pytest.importorskip("accelerate", reason=REASON)
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 import fp8_torch_fsdp as f8
-from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
@@ -31,16 +30,15 @@ def prepared(rank, world_size):
     torch.manual_seed(0)
     model = f8.convert_to_float8_training(nn.Sequential(Block(), Block()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plugin = FullyShardedDataParallelPlugin(
+    accelerator = accelerate.Accelerator(cpu=True)
+    # Accelerate chooses FSDP on accelerators only; from here on everything is its own FSDP2 path
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
         cpu_ram_efficient_loading=False,
     )
-    accelerator = accelerate.Accelerator(cpu=True)
-    # Accelerate chooses FSDP on accelerators only; from here on everything is its own FSDP2 path
-    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
     model, optimizer = accelerator.prepare(model, optimizer)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     x, losses = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)), []
@@ -50,25 +48,14 @@ def prepared(rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    wire = {w.wire for w in f8.float8_report(model).weights if w.name.endswith("weight")}
-    return (
-        known == {id(p) for p in model.parameters()},
-        len(known),
-        losses,
-        f8.float8_report(model).casts,
-        wire,
-    )
+    report = f8.float8_report(model)
+    wire = {weight.wire for weight in report.weights if weight.name.endswith("weight")}
+    return known == {id(p) for p in model.parameters()}, len(known), losses, report.casts, wire
 
 
 @pytest.mark.distributed
-def test_prepare_shards_fp8_weights_and_the_optimizer_follows():
-    pool = RankPool(2)
-    try:
-        for same, count, losses, casts, wire in pool.run(prepared):
-            assert count == 8
-            assert same, "the optimizer holds the sharded parameters, each once"
-            assert losses[-1] < losses[0]
-            assert casts == 4 * 5
-            assert wire == {"float8_e4m3fn"}
-    finally:
-        pool.close()
+def test_prepare_shards_fp8_weights_and_the_optimizer_follows(run_ranks):
+    for same, count, losses, casts, wire in run_ranks(2, prepared):
+        assert same, "the optimizer holds the sharded parameters, each once"
+        assert (count, casts, wire) == (8, 4 * 5, {"float8_e4m3fn"})
+        assert losses[-1] < losses[0]

@@ -1,12 +1,13 @@
 """Every example runs as its docstring says, and its loss falls."""
 
-import importlib.util
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ COMMANDS = {
     "lightning_module.py": [sys.executable, "lightning_module.py", "--devices", "2"],
 }
 SECONDS = 150
-NEEDS = {"accelerate_transformers.py": ("accelerate", "transformers"), "lightning_module.py": ("lightning",)}
+# the first needs nothing of others, but runs with them, in `nox -s ecosystem`
+NEEDS = {"accelerate_transformers.py": ("accelerate", "transformers")}
 
 
 def test_every_example_has_a_command():
@@ -35,11 +37,8 @@ def test_every_example_has_a_command():
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_example_runs_and_its_loss_falls(name):
-    for package in NEEDS.get(name.partition(",")[0], ()):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: `nox -s ecosystem` installs it")
-    if not NEEDS.get(name.partition(",")[0]) and importlib.util.find_spec("lightning") is None:
-        pytest.skip("the examples run in `nox -s ecosystem`")
+    for package in NEEDS.get(name.partition(",")[0], ("lightning",)):
+        pytest.importorskip(package, reason=f"{package} is not installed: `nox -s ecosystem` installs it")
     code, output, errors = run(COMMANDS[name])
     assert code == 0, output[-2000:] + errors
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
@@ -48,25 +47,30 @@ def test_an_example_runs_and_its_loss_falls(name):
     assert "fp8" in output or "float8" in output
 
 
-def run(command: list[str], seconds: float = SECONDS) -> tuple[int, str, str]:
-    """Return the exit status, output and errors of `command`; after `seconds` with the stack of each process."""
+def run(command: list[str], seconds: float = SECONDS, hangs: Callable[[], bool] = bool) -> tuple[int, str, str]:
+    """Return the exit status, output and errors of `command`; after `seconds` with the stack of each process.
+
+    If `hangs` tells that it does, `seconds` are over.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    end = time.monotonic() + seconds
     with subprocess.Popen(command, cwd=EXAMPLES, env=environment, **pipes) as process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            import psutil
+        while time.monotonic() < end and not hangs():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(timeout=0.5)
+                return process.returncode, output, errors
+        import psutil
 
-            # The handler of this signal prints the stacks, one process after another. torchrun sleeps meanwhile,
-            # because it ends all ranks as soon as one has died.
-            root = psutil.Process(process.pid)
-            root.suspend()
-            for one in [*root.children(recursive=True), root]:
-                one.send_signal(signal.SIGABRT)
-                time.sleep(1)
-            root.resume()
-            output, errors = process.communicate()
+        # The handler of this signal prints the stacks, one process after another. torchrun sleeps meanwhile,
+        # because it ends all ranks as soon as one has died.
+        root = psutil.Process(process.pid)
+        root.suspend()
+        for one in [*root.children(recursive=True), root]:
+            one.send_signal(signal.SIGABRT)
+            time.sleep(1)
+        root.resume()
+        output, errors = process.communicate()
     return process.returncode, output, errors
 
 
@@ -74,8 +78,12 @@ def run(command: list[str], seconds: float = SECONDS) -> tuple[int, str, str]:
 def test_of_an_example_that_hangs_the_stacks_of_all_ranks_are_told(tmp_path):
     pytest.importorskip("psutil", reason="psutil is not installed: `nox -s ecosystem` installs it")
     script = tmp_path / "hangs.py"
-    script.write_text("import time\n\ndef waits():\n    time.sleep(60)\n\nwaits()\n")
-    code, _, errors = run([*TORCHRUN, str(script)], seconds=20)
+    script.write_text(
+        "import pathlib, sys, time, os\n\ndef waits():\n"
+        "    pathlib.Path(sys.argv[1], os.environ['RANK'] + '.rank').touch()\n    time.sleep(60)\n\nwaits()\n"
+    )
+    hang = lambda: len(list(tmp_path.glob("*.rank"))) == 2  # noqa: E731
+    code, _, errors = run([*TORCHRUN, str(script), str(tmp_path)], seconds=60, hangs=hang)
     assert code != 0
     assert errors.count("in waits") == 2, errors
 
@@ -83,10 +91,9 @@ def test_of_an_example_that_hangs_the_stacks_of_all_ranks_are_told(tmp_path):
 def test_the_slurm_script_starts_an_example_that_exists():
     script = EXAMPLES / "train_fsdp2.sbatch"
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    text = script.read_text()
-    named = re.findall(r"examples/(\S+\.py)(.*)", text)
-    assert [name for name, _ in named] == ["train_fsdp2.py"]
-    source = (EXAMPLES / "train_fsdp2.py").read_text()
-    options = re.findall(r"(--[a-z]+)", named[0][1])
+    ((name, options),) = re.findall(r"examples/(\S+\.py)(.*)", script.read_text())
+    assert name == "train_fsdp2.py"
+    options = re.findall(r"(--[a-z]+)", options)
     assert {"--dim", "--layers", "--replicas"} <= set(options)
+    source = (EXAMPLES / name).read_text()
     assert [option for option in options if f'"{option}"' not in source] == []

@@ -23,10 +23,11 @@ from torchtitan.models.llama3 import model_registry
 
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
-from tests.helpers.ranks import RankPool
+from tests.ecosystem.small import train
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
+RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
 
 
 def feed_forward(**options):
@@ -71,14 +72,8 @@ def test_torchtitans_initialisation_reaches_fp8_weights_from_the_meta_device():
         model.to_empty(device="cpu")
         with torch.no_grad():
             model.init_states(buffer_device=torch.device("cpu"))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        x, losses = torch.randn(16, 32), []
-        for _ in range(5):
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        x = torch.randn(16, 32)
+        losses = train(model, lambda model: (model(x) - x).square().mean(), steps=5)
         weights = [p._local_tensor for p in model.parameters()]
         assert all(isinstance(w, f8.ShardedFloat8Weight) for w in weights)
         assert losses[-1] < losses[0]
@@ -106,36 +101,24 @@ def parallel(rank, world_size, recipe):
     split.parallelize(dims)
     assert all(isinstance(p, DTensor) for p in split.parameters())
     assert all(isinstance(p._local_tensor, f8.ShardedFloat8Weight) for p in split.parameters())
-    x, found = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)), []
-    for model in (split, plain):
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for _ in range(3):
-            y = model(x[None])
-            y = y.full_tensor() if isinstance(y, DTensor) else y
-            loss = (y[0] - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+
+    def loss_of(model):
+        y = model(x[None])
+        return ((y.full_tensor() if isinstance(y, DTensor) else y)[0] - x).square().mean()
+
+    found = [train(model, loss_of) for model in (split, plain)]
     kinds = {type(layer.distribution).__name__ for layer in split.modules() if isinstance(layer, f8.Float8Linear)}
     return found, kinds
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
-def test_torchtitans_tensor_parallelism_trains_like_one_process(recipe):
-    pool = RankPool(2)
-    try:
-        for (split, plain), kinds in pool.run(parallel, recipe):
-            assert kinds == {"Colwise", "Rowwise"}
-            assert split == pytest.approx(plain, rel=2e-2)
-            assert split[-1] < split[0]
-    finally:
-        pool.close()
-
-
-RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchtitans_tensor_parallelism_trains_like_one_process(run_ranks, recipe):
+    for (split, plain), kinds in run_ranks(2, parallel, recipe):
+        assert kinds == {"Colwise", "Rowwise"}
+        assert split == pytest.approx(plain, rel=2e-2)
+        assert split[-1] < split[0]
 
 
 @pytest.mark.distributed
