@@ -1,4 +1,4 @@
-"""Transformers' Trainer: runs that are saved and resumed equal those that were not, alone and sharded by FSDP2."""
+"""Transformers' Trainer, alone and under Accelerate's FSDP2: runs that are resumed equal those that were not stopped."""
 
 import itertools
 import os
@@ -144,6 +144,8 @@ def sharded(rank, world_size, recipe, folder, ram_efficient, dtype):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     trainer = type("Chosen", (Sharding,), {"ram_efficient": ram_efficient})
     whole, resumed = whole_and_resumed(recipe, folder, trainer=trainer, dtype=dtype)
+    known = {id(p) for group in whole.optimizer.param_groups for p in group["params"]}
+    assert known == {id(p) for p in whole.model.parameters()}, "Accelerate's `prepare` leaves sharded parameters there"
     reports = f8.float8_report(whole.model).weights
     converted = [w.wire for w in reports if ".mlp." in w.name or ".self_attn." in w.name]
     return differences(whole, resumed), set(converted), {p.dtype for p in whole.model.parameters()}
