@@ -109,43 +109,54 @@ def test_checkpoints_in_the_repository_are_refused(train, capsys):
 # ---------------------------------------------------------------- tables
 
 
-@pytest.fixture
-def document(tmp_path):
-    """`document((loss, spec, device), ...)` is the page of runs that end with such losses; None is a run that broke."""
+RECIPES_OF_SEEDS = [{"bf16": 2.0, "rowwise": 2.02, "blockwise": 2.0}, {"bf16": 3.0, "rowwise": 3.03}]
+RECIPES_OF_SEEDS += [{"bf16": 1.0, "rowwise": 1.01}, {}, {"mxfp8": 9.0}]
+SMALL = {"question": "breaks", "dim": 128, "layers": 2, "rows": 4, "steps": 400, "outlier": 16}
+MODEL = {"question": "architectures", "model": "Mamba2", "rows": 4, "steps": 200}
+SAID = {
+    "runs and what made them are counted": "9 of 55 runs are finished. Made by commit c0ffee, PyTorch 2.13.0 on H100;",
+    "recipes are compared with bf16 of their own seed": "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 %, +1.00 %,",
+    "one seed has no interval": "| blockwise | 1 | 2.0000 | +0.00 % | +0.00 % | one seed: nothing |",
+    "what suffers is marked by its interval, one seed only if it diverged": "| outlier 2^16 | 2.0000 | **+5.10 % ± "
+    "1.27 %** | not run | +5.00 % | not run | **diverged** | not run |",
+    "a model": "| Mamba2 | 1 | 2.0000 | +10.00 % | not run |",
+    "layers left in bf16 have the same control": "| Mamba2, in_proj in bf16 | 1 | 2.0000 | +1.00 % | not run |",
+}
 
-    def made(*runs):
-        for loss, fields, device in runs:
-            spec = Spec(**fields)
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of made-up runs, and its folder."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def write(losses, seed=0, device="cpu", **fields):
+        for recipe, loss in losses.items():
+            spec = Spec(recipe=recipe, seed=seed, **fields)
             run = {"spec": asdict(spec), "held_out": [loss], "diverged_at": None if loss else 7, "commits": ["c0ffee"]}
             run |= {"torch": "2.13.0", "device": device}
-            (tmp_path / f"{spec.name}.json").write_text(json.dumps(run))
-        return figures.of_runs(tmp_path, tmp_path)
+            (folder / f"{spec.name}.json").write_text(json.dumps(run))
 
-    return made
+    for seed, losses in enumerate(RECIPES_OF_SEEDS):
+        write(losses, seed, question="recipes")
+    write({"tensorwise": 2.0}, device="H100", question="recipes")
+    write({"bf16": 2.0, "tensorwise": 2.1, "rowwise": 2.1, "blockwise": None}, **SMALL)
+    write({"bf16": 2.0, "tensorwise": 2.104}, 1, **SMALL)
+    write({"bf16": 2.0, "tensorwise": 2.2}, **MODEL)
+    write({"tensorwise": 2.02}, without="in_proj", **MODEL)
+    return figures.of_runs(folder, folder), folder
 
 
-def with_recipes(losses, seed=0, device="cpu", **fields):
-    return [(loss, {"recipe": recipe, "seed": seed, **fields}, device) for recipe, loss in losses.items()]
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_tables_say(page, said):
+    assert said in page[0]
 
 
-def test_recipes_are_compared_with_bf16_of_their_own_seed(document, tmp_path):
-    runs = with_recipes({"bf16": 2.0, "rowwise": 2.02, "blockwise": 2.0}, question="recipes")
-    runs += with_recipes({"bf16": 3.0, "rowwise": 3.03}, 1, question="recipes")
-    runs += with_recipes({"bf16": 1.0, "rowwise": 1.01}, 2, question="recipes")
-    runs += with_recipes({"blockwise": 9.0}, 4, question="recipes")  # its control is not finished
-    text = document(*runs)
-    assert "8 of 55 runs are finished. Made by commit c0ffee, PyTorch 2.13.0 on cpu." in text
-    assert "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 %, +1.00 %, +1.00 % | above the bar of 0.25 % |" in text
-    assert "| blockwise | 1 | 2.0000 | +0.00 % | +0.00 % | one seed: nothing |" in text
+def test_tables_compare_nothing_with_a_control_of_another_device_or_one_that_is_not_finished(page):
+    text, folder = page
+    assert "| tensorwise | 1 |" not in text
+    assert "| mxfp8 | 1 |" not in text
     assert text.index("| rowwise |") < text.index("| blockwise |"), "the worst first"
-    assert (tmp_path / "recipes.svg").read_text().startswith("<?xml")
-
-
-def test_what_another_device_computed_is_not_compared(document):
-    on_cpu = with_recipes({"bf16": 2.0, "rowwise": 2.0}, question="recipes")
-    text = document(*on_cpu, *with_recipes({"blockwise": 2.0}, device="H100", question="recipes"))
-    assert "| rowwise | 1 |" in text
-    assert "| blockwise | 1 |" not in text
+    assert all((folder / f"{name}.svg").read_text().startswith("<?xml") for name in ("recipes", "breaks"))
 
 
 @pytest.mark.parametrize(
@@ -159,25 +170,6 @@ def test_what_another_device_computed_is_not_compared(document):
 )
 def test_only_what_the_interval_carries_is_said(values, said):
     assert _runs.verdict(values) == said
-
-
-def test_what_suffers_under_a_perturbation_is_marked(document, tmp_path):
-    """By its interval; one seed says nothing, unless it diverged."""
-    small = {"question": "breaks", "dim": 128, "layers": 2, "rows": 4, "steps": 400, "outlier": 16}
-    runs = with_recipes({"bf16": 2.0, "tensorwise": 2.1, "rowwise": 2.1, "blockwise": None}, **small)
-    text = document(*runs, *with_recipes({"bf16": 2.0, "tensorwise": 2.104}, 1, **small))
-    marked = "**+5.10 % ± 1.27 %** | not run | +5.00 % | not run | **diverged** | not run |"
-    assert f"| outlier 2^16 | 2.0000 | {marked}" in text
-    assert (tmp_path / "breaks.svg").exists()
-
-
-def test_layers_left_in_bf16_are_compared_with_the_same_control(document):
-    model = {"question": "architectures", "model": "Mamba2", "rows": 4, "steps": 200}
-    runs = with_recipes({"bf16": 2.0, "tensorwise": 2.2}, **model)
-    text = document(*runs, *with_recipes({"tensorwise": 2.02}, without="in_proj", **model))
-    rest = " | not run" * 5
-    assert f"| Mamba2 | 1 | 2.0000 | +10.00 %{rest} |" in text
-    assert f"| Mamba2, in_proj in bf16 | 1 | 2.0000 | +1.00 %{rest} |" in text
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):

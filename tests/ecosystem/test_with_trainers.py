@@ -1,4 +1,4 @@
-"""Transformers' Trainer, alone and under Accelerate's FSDP2: runs that are resumed equal those that were not stopped."""
+"""Transformers' Trainer, alone and under Accelerate's FSDP2: runs that were resumed equal those that never stopped."""
 
 import itertools
 import os
