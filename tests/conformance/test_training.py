@@ -27,15 +27,6 @@ DELAYED = f8.DelayedScalingConfig(history_len=WINDOW, initial="one")
 CONFIG = f8.Float8LinearConfig.from_recipe_name("tensorwise_delayed", delayed=DELAYED)
 
 
-def torch_layer(weight):
-    model = f8.convert_to_float8_training(
-        torch.nn.Sequential(torch.nn.Linear(*weight.shape, bias=False)), config=CONFIG
-    )
-    with torch.no_grad():
-        model[0].weight.copy_(torch.from_numpy(weight.T.copy()))
-    return model
-
-
 class Assign(torch.optim.Optimizer):
     """A step that gives the weight values of the test; written to otherwise, it would take its scale anew."""
 
@@ -44,17 +35,14 @@ class Assign(torch.optim.Optimizer):
         self.param_groups[0]["params"][0].copy_(torch.from_numpy(weight.T.copy()))
 
 
-def jax_product(meta, x, w):
-    dimensions = (((1,), (0,)), ((), ()))
-    return owg.fp8_dot_general(x, w, dimensions, preferred_element_type=jnp.float32, meta=meta, scaling=SCALING)
-
-
 @jax.jit
 def jax_step(meta, x, w, dy):
     """Return the next state after a step with a given output gradient, and the gradients of x and w."""
 
     def loss(variables):
-        return jnp.sum(jax_product(owg.read(variables["meta"].value), variables["x"], variables["w"]) * dy)
+        scaling = {"meta": owg.read(variables["meta"].value), "scaling": SCALING}
+        operands, dimensions = (variables["x"], variables["w"]), (((1,), (0,)), ((), ()))
+        return jnp.sum(owg.fp8_dot_general(*operands, dimensions, preferred_element_type=jnp.float32, **scaling) * dy)
 
     variables = {"meta": owg.Overwrite(meta), "x": x, "w": w}
     found = owg.grad(loss)(variables)
@@ -75,7 +63,8 @@ def awkward(rng, step, shape):
 
 def test_scales_and_histories_are_equal_at_every_step():
     rng, seen = np.random.default_rng(0), set()
-    model, meta = torch_layer(np.zeros((IN, OUT), np.float32)), owg.init_meta(SCALING)
+    model, meta = torch.nn.Sequential(torch.nn.Linear(IN, OUT, bias=False)), owg.init_meta(SCALING)
+    f8.convert_to_float8_training(model, config=CONFIG)
     assign = Assign(model.parameters(), {})
     for step in range(STEPS):
         x, w, dy = (awkward(rng, step, shape) for shape in [(ROWS, IN), (IN, OUT), (ROWS, OUT)])
