@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,7 +52,8 @@ def faults(tmp_path, monkeypatch):
                 time.sleep(0.05)
             return super().wait(0.1 if output.stem == "hangs" and timeout else timeout)
 
-    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    names = {"Popen": Impatient, "STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(**names))
     import planted_faults
 
     return planted_faults
