@@ -26,7 +26,8 @@ from benchmarks._drawings import (
     picture,
 )
 from benchmarks._runs import break_rows, breaks, by_architecture, compared, differences, finished, losses, on_wires
-from fp8_common.testing import certify
+from fp8_common.testing.certify import PROPERTIES, rows
+from fp8_common.testing.certify import table as table_of_answers
 
 PICTURES = ROOT / "docs/assets"
 
@@ -67,7 +68,7 @@ def of_packages() -> str:
     told = ", ".join(f"{package} {sizes[package]:,}" for package in found)
     settings = "{steps} steps of {rows} x {length} bytes; width {dim}, {layers} blocks".format(**known["settings"])
     head = ["package", "recipe", "seeds", "held-out loss", "spread of the seeds"]
-    rows = [[*head, "above the control: mean, standard error", "per seed"]]
+    lines = [[*head, "above the control: mean, standard error", "per seed"]]
     for package, recipes in found.items():
         for recipe, by_seed in recipes.items():
             seeds = list(by_seed.values())
@@ -76,8 +77,8 @@ def of_packages() -> str:
                 above = above_control(recipes, recipe)
                 cells[3] = f"{fmean(above):+.2f} ± {stdev(above) / len(above) ** 0.5:.2f} %"
                 cells[4] = ", ".join(f"{one:+.2f} %" for one in above)
-            rows.append([package, recipe, *cells])
-    return f"{settings}; parameters: {told}.\n\n{table(rows)}\n"
+            lines.append([package, recipe, *cells])
+    return f"{settings}; parameters: {told}.\n\n{table(lines)}\n"
 
 
 def of_gradients() -> str:
@@ -86,16 +87,16 @@ def of_gradients() -> str:
     runs, settings = known["runs"], known["settings"]
     words = {"bf16": "bf16 gathers, float32 gradients", "fp8": "FP8 gathers, FP8 gradients"}
     seeds = (f"seed {seed}" for seed in range(settings["seeds"]))
-    rows = [["run", *seeds, "mean", "largest difference", "received per step"]]
+    lines = [["run", *seeds, "mean", "largest difference", "received per step"]]
     spread = {name: max(runs[name]["held_out"]) - min(runs[name]["held_out"]) for name in words}
     for name, what in words.items():
         run = runs[name]
         figures = (*run["held_out"], fmean(run["held_out"]), spread[name])
         received = f"{(run['gathered_bytes'] + run['gradient_bytes']) / 1e6:.2f} MB"
-        rows.append([what, *(f"{figure:.4f}" for figure in figures), received])
+        lines.append([what, *(f"{figure:.4f}" for figure in figures), received])
     apart = abs(fmean(runs["fp8"]["held_out"]) - fmean(runs["bf16"]["held_out"]))
     return (
-        f"{table(rows)}\n\n"
+        f"{table(lines)}\n\n"
         f"{settings['steps']} steps of {settings['params']:,} parameters on {settings['ranks']} ranks. "
         f"The means differ by {apart:.4f}, within bf16's own spread of {spread['bf16']:.4f}.\n"
     )
@@ -104,9 +105,9 @@ def of_gradients() -> str:
 def write_certificates(folder: Path) -> None:
     """Ask all recipes that are installed, torchao's too, and write what they answer."""
     logging.disable(logging.WARNING)  # of models that are made and thrown away
-    found = {name: make() for name, make in certify.rows(certify.PROPERTIES)}
+    found = {name: make() for name, make in rows(PROPERTIES)}
     facts = {name: {each: dataclasses.asdict(answer) for each, answer in row.items()} for name, row in found.items()}
-    save(folder, "certificates", {"certificates": facts}, certify.table(found, certify.PROPERTIES))
+    save(folder, "certificates", {"certificates": facts}, table_of_answers(found, PROPERTIES))
 
 
 TABLES = {"convergence-packages": of_packages, "gradient_convergence": of_gradients}

@@ -19,7 +19,8 @@ import pytest
 from tests.helpers import programs
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.timeout(600)  # a few seconds each, but pip starts many processes on a busy machine
+# a few seconds each, but pip starts many processes on a busy machine; in one stream, so that one environment is made
+pytestmark = [pytest.mark.timeout(600), pytest.mark.distributed]
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^(?:\$ )?((?:pip install \./|fp8 ).*)$", README, re.MULTILINE)
@@ -125,7 +126,6 @@ def test_the_other_lines_resolve(environment):
     assert "fp8-te-init-" in said.rpartition("Would install ")[2]
 
 
-@pytest.mark.distributed
 def test_the_first_change_is_a_program_that_trains_on_two_ranks(installed, tmp_path):
     (tmp_path / "train.py").write_text(CHANGES[0].after)
     run("python -m torch.distributed.run --nproc-per-node 2 train.py", installed | {"OMP_NUM_THREADS": "1"}, tmp_path)
