@@ -5,8 +5,8 @@
 
 A process makes the runs of `queue()` that no other one makes, the most useful first: start as many as there are cores,
 on a GPU too. Stopped or killed, the same command goes on from the newest checkpoint in FOLDER, on a CPU bit for bit. A
-finished run is one JSON file in benchmarks/results/convergence; `benchmarks.convergence_table` makes table and pictures
-of them.
+finished run is one JSON file in benchmarks/results/convergence; `benchmarks.figures` makes tables and pictures of
+them.
 
 A run trains the layers of `convert_to_float8_training`, float32 weights under bfloat16 autocast, on the source of
 Python's standard library. Gathers in FP8 under FSDP2 change no number, so many ranks would train the same. All recipes

@@ -10,20 +10,21 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import programs
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.timeout(600)  # a few seconds each, but pip starts many processes on a busy machine
+# a few seconds each, but pip starts many processes on a busy machine; in one stream, so that one environment is made
+pytestmark = [pytest.mark.timeout(600), pytest.mark.distributed]
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^(?:\$ )?((?:pip install \./|fp8 ).*)$", README, re.MULTILINE)
-CHANGES = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+CHANGES = list(programs.changes(README))
 OURS = re.compile(r"(_+editable.*)?fp8[_-].*")
 """Entries of an environment's site-packages that belong to the packages of this repository."""
 
@@ -66,16 +67,6 @@ print(model[0])
 """
 
 
-def before(change: str) -> str:
-    """Return a block of differences as it was before the change."""
-    return "".join(line[1:] for line in change.splitlines(keepends=True) if not line.startswith("+"))
-
-
-def after(change: str) -> str:
-    """Return a block of differences as it is after the change."""
-    return "".join(line[1:] or line for line in change.splitlines(keepends=True) if not line.startswith("-"))
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """Return the folder of the programs of an environment that holds this Python's own pip, and its settings."""
@@ -86,16 +77,12 @@ def environment(tmp_path_factory):
     venv.create(folder, with_pip=True)
     paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
-    settings |= {
-        "PATH": os.pathsep.join([paths["scripts"], settings["PATH"]]),
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_NO_INDEX": "1",
-        "PIP_NO_CACHE_DIR": "1",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",  # to pip, this means that builds see what is installed
-    }
-    # Python 3.11 brings an old setuptools with its pip, which would hide the one that torch asks for
-    run("pip uninstall --quiet --yes setuptools", settings)
+    settings |= dict.fromkeys(("PIP_NO_INDEX", "PIP_NO_CACHE_DIR", "PIP_DISABLE_PIP_VERSION_CHECK"), "1")
+    settings |= {"PATH": os.pathsep.join([paths["scripts"], settings["PATH"]]), "PIP_CONFIG_FILE": os.devnull}
+    settings["PIP_NO_BUILD_ISOLATION"] = "0"  # to pip, this means that builds see what is installed
+    if (Path(paths["purelib"]) / "setuptools").exists():
+        # Python 3.11 brings an old one with its pip, which would hide the one that torch asks for
+        run("pip uninstall --quiet --yes setuptools", settings)
     dependencies = folder / "dependencies"
     dependencies.mkdir()
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
@@ -130,33 +117,31 @@ def test_the_first_line_installs_and_doctor_answers(installed, tmp_path):
     assert "PROBLEM" not in said
 
 
-@pytest.mark.parametrize("line", COMMANDS[1:-1])
-def test_the_other_lines_resolve(line, environment):
-    assert "Would install fp8-" in run(f"{line} --dry-run", environment)
+def test_the_other_lines_resolve(environment):
+    """In one go, which each of them does alone once a week."""
+    assert all(line.startswith("pip install ./shared-kernels ") for line in COMMANDS[1:-1])
+    wanted = " ".join(line.removeprefix("pip install ") for line in COMMANDS[1:-1])
+    said = run(f"pip install --dry-run {wanted}", environment)
+    assert "fp8-jax-owg-" in said.rpartition("Would install ")[2]
+    assert "fp8-te-init-" in said.rpartition("Would install ")[2]
 
 
-@pytest.mark.distributed
 def test_the_first_change_is_a_program_that_trains_on_two_ranks(installed, tmp_path):
-    (tmp_path / "train.py").write_text(after(CHANGES[0]))
+    (tmp_path / "train.py").write_text(CHANGES[0].after)
     run("python -m torch.distributed.run --nproc-per-node 2 train.py", installed | {"OMP_NUM_THREADS": "1"}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "job", "needs"),
-    [
-        (CHANGES[1], JAX_JOB.replace("{KEYS}", "{'params', '_overwrite_with_gradient'}"), "flax"),
-        (CHANGES[2], TORCH_JOB, "torch"),
-    ],
-    ids=["jax", "te-init"],
-)
-def test_the_other_changes_fit_a_plain_job(change, job, needs, tmp_path):
-    if importlib.util.find_spec(needs) is None:
-        pytest.skip(f"{needs} is not installed")
-    assert before(change) in job
-    (tmp_path / "train.py").write_text(job.replace(before(change), after(change)))
-    # as users run it: the tests' strictness about promotion is off
-    settings = {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_DTYPE_PROMOTION"}
-    run(f"{sys.executable} train.py", settings, tmp_path)
+JOBS = {
+    "jax": (CHANGES[1], JAX_JOB.replace("{KEYS}", "{'params', '_overwrite_with_gradient'}"), "flax"),
+    "te-init": (CHANGES[2], TORCH_JOB, "torch"),
+}
+
+
+@pytest.mark.parametrize(("change", "job", "needs"), JOBS.values(), ids=JOBS)
+def test_the_other_changes_fit_a_plain_job(change, job, needs):
+    pytest.importorskip(needs)
+    assert change.before in job
+    programs.run(job.replace(change.before, change.after), "train.py")
 
 
 def test_the_readme_is_short():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from tests.helpers.collectives import Collective, CollectiveCounter, kind_of
+from tests.helpers.collectives import CollectiveCounter, kind_of
 from tests.helpers.repository import ROOT, packages, tracked_files
 
 VERSION = packages()["fp8-common"].config["project"]["version"]
@@ -67,11 +67,10 @@ def test_actions_are_pinned_by_commit_and_ci_runs_the_command_of_the_readme():
 
 def test_importing_fp8_common_loads_no_framework():
     heavy = ["torch", "jax", "jaxlib", "flax", "triton", "matplotlib", "hypothesis", "pytest"]
-    light = {path.relative_to(ROOT / "shared-kernels/src") for path in packages()["fp8-common"].source.rglob("*.py")}
-    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in light}
-    parts = ("torch", "jax", "_kernels", "testing")
-    names = sorted(name for name in names if name.split(".")[1:2] not in [[part] for part in parts])
-    names = [name for name in names if not name.endswith("__main__")]
+    source = packages()["fp8-common"].source
+    files = [path.relative_to(source.parent).with_suffix("") for path in source.rglob("*.py")]
+    light = [path.parts for path in files if path.parts[1] not in ("torch", "jax", "_kernels", "testing")]
+    names = sorted(".".join(parts) for parts in light if parts[-1] not in ("__main__", "__init__"))
     code = f"import sys, json, importlib; [importlib.import_module(name) for name in {names}]"
     code += f"; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -99,18 +98,14 @@ def is_internal(module, name):
     return any(part.startswith("_") and not part.endswith("__") for part in [*module.split("."), name])
 
 
-@pytest.mark.parametrize(
-    ("folder", "own"),
-    [*((package.source, package.module) for package in packages().values()), (ROOT / "examples", "examples")],
-    ids=[*packages(), "examples"],
-)
-def test_internals_of_other_packages_are_not_imported(folder, own):
-    modules = {package.module for package in packages().values()} - {own}
+def test_internals_of_other_packages_are_not_imported():
+    folders = {package.module: package.source for package in packages().values()} | {"examples": ROOT / "examples"}
     found = {
         f"{path.relative_to(ROOT)}: {module}.{name}"
+        for own, folder in folders.items()
         for path in folder.rglob("*.py")
         for module, name in imports(path)
-        if module.partition(".")[0] in modules and is_internal(module, name)
+        if module.partition(".")[0] in folders.keys() - {own} and is_internal(module, name)
     }
     assert found == set()
 
@@ -118,31 +113,17 @@ def test_internals_of_other_packages_are_not_imported(folder, own):
 # ---------------------------------------------------------------- which tests run, and where
 
 
-@pytest.fixture(scope="session")
-def subsets(pytestconfig):
-    """The root conftest, which cannot be imported by name."""
-    return pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
-
-
-@pytest.mark.parametrize("sizes", [(4,), (2, 3), (4, 3, 5, 2), (2, 2, 2, 2, 2, 7), (4, 4, 4, 4, 4, 4)])
-def test_pairs_of_values_meet_in_few_cases_and_each_value_in_fewer(subsets, sizes):
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (4, 3, 5, 2), (4, 4, 4, 4, 4, 4)])
+def test_pairs_of_values_meet_in_few_cases_and_each_value_in_fewer(pytestconfig, sizes):
+    subsets = pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))  # it cannot be imported by name
     axes = [[f"{axis}-{i}" for i in range(size)] for axis, size in enumerate(sizes)]
     cases = list(subsets.pairwise(axes))
-    for first, second in itertools.combinations(axes, 2):
-        assert set(itertools.product(first, second)) <= {
-            pair for case in cases for pair in itertools.combinations(case, 2)
-        }
+    met = {pair for case in cases for pair in itertools.combinations(case, 2)}
+    assert all(set(itertools.product(*pair)) <= met for pair in itertools.combinations(axes, 2))
     assert len(cases) == len(set(cases)) <= 40
     each = list(subsets.each(axes))
     assert {value for case in each for value in case} == set(itertools.chain(*axes))
     assert len(each) == max(sizes)
-
-
-@pytest.mark.matrix("each", left=["a", "b", "c"], right=[1, 2])
-def test_the_marker_gives_values_by_name_and_takes_the_smaller_subset(request, left, right, full):
-    assert (left, right) in itertools.product("abc", (1, 2))
-    siblings = [item for item in request.session.items if item.name.startswith(request.node.originalname)]
-    assert len(siblings) == (6 if full else 3)
 
 
 def one_of_each(rank, world_size):
@@ -157,23 +138,15 @@ def one_of_each(rank, world_size):
         functional.wait_tensor(functional.all_gather_tensor(part, 0, dist.group.WORLD))
         functional.wait_tensor(functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD))
         functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, dist.group.WORLD))
-    return counter.seen, functionals.seen, functionals.nbytes("reduce_scatter")
+    seen = ([tuple(one) for one in each.seen] for each in (counter, functionals))
+    return *seen, functionals.nbytes("reduce_scatter")
 
 
 @pytest.mark.distributed
 def test_every_collective_is_counted_with_what_a_rank_contributes(run_ranks):
-    for eager, functionals, nbytes in run_ranks(2, one_of_each):
-        assert eager == [
-            Collective("all_gather", torch.bfloat16, 3),
-            Collective("all_gather", torch.float32, 2),
-            Collective("all_reduce", torch.int32, 5),
-            Collective("broadcast", torch.float32, 4),
-        ]
-        assert functionals == [
-            Collective("all_gather", torch.bfloat16, 3),
-            Collective("all_reduce", torch.float32, 5),
-            Collective("reduce_scatter", torch.bfloat16, 6),
-        ]
-        assert nbytes == 12
+    bf16, wide = torch.bfloat16, torch.float32
+    eager = [("all_gather", bf16, 3), ("all_gather", wide, 2), ("all_reduce", torch.int32, 5), ("broadcast", wide, 4)]
+    functionals = [("all_gather", bf16, 3), ("all_reduce", wide, 5), ("reduce_scatter", bf16, 6)]
+    assert run_ranks(2, one_of_each) == [(eager, functionals, 12)] * 2
     names = ["_allgather_base_", "all_gather_into_tensor_out", "_reduce_scatter_base_", "allreduce_", "alltoall_base_"]
     assert [*map(kind_of, names)] == ["all_gather", "all_gather", "reduce_scatter", "all_reduce", "alltoall_base"]

@@ -10,25 +10,35 @@ import sys
 from dataclasses import asdict
 
 import pytest
+import torch
 
-from benchmarks import convergence_table as tables
+from benchmarks import _runs, convergence, figures
 from benchmarks.convergence import ALL, RECIPES, WIRES, Spec, learning_rate, queue
 from tests.helpers.repository import ROOT
 
-TINY = {"question": "test", "seed": 0, "dim": 128, "layers": 1, "rows": 2, "steps": 10}
+TINY = {"question": "test", "seed": 0, "dim": 128, "layers": 1, "rows": 2}
 
 
-def command(folder, *specs, every=0.0):
-    """Return the call of the runner with state and results in `folder`, a checkpoint after each step."""
+def arguments(folder, *specs, every=1e9):
+    """Return what the runner is told: state and results in `folder`, and seconds between checkpoints."""
     places = ["--state", str(folder / "state"), "--results", str(folder / "results"), "--device", "cpu"]
-    wanted = [part for spec in specs for part in ("--spec", json.dumps(spec))]
-    return [sys.executable, "-m", "benchmarks.convergence", *places, "--checkpoint-seconds", str(every), *wanted]
+    wanted = [part for spec in specs for part in ("--spec", json.dumps(asdict(spec)))]
+    return ["convergence", *places, "--checkpoint-seconds", str(every), *wanted]
 
 
-def results(folder):
-    """Return the results in `folder` without what differs between equal runs."""
-    found = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
-    return [{name: value for name, value in one.items() if name != "cpu_seconds"} for one in found]
+@pytest.fixture
+def train(monkeypatch):
+    """`train(folder, *specs)` runs the runner in this process and returns its results, less what no run repeats."""
+    threads = torch.get_num_threads()
+
+    def run(folder, *specs, **options):
+        monkeypatch.setattr(sys, "argv", arguments(folder, *specs, **options))
+        assert convergence.main() == 0
+        found = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
+        return [{name: value for name, value in one.items() if name != "cpu_seconds"} for one in found]
+
+    yield run
+    torch.set_num_threads(threads)
 
 
 def test_the_queue_compares_all_recipes_of_a_seed_before_the_next():
@@ -53,93 +63,100 @@ def test_the_rate_rises_then_falls_to_a_tenth():
     assert rates[-1] == pytest.approx(0.1 * 1.5e-3, rel=1e-3)
 
 
-@pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys):
     # of all recipes the one with state of its own
-    spec = TINY | {"recipe": "tensorwise_delayed"}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    call = command(tmp_path / "killed", spec)
-    child = subprocess.Popen(call, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    for line in child.stdout:
-        if "step 4," in line:
-            break
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    child.stdout.close()
-    assert not results(tmp_path / "killed")
-    again = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    spec = Spec(**TINY, recipe="tensorwise_delayed", steps=8)
+    call = [sys.executable, "-m", "benchmarks.convergence", *arguments(tmp_path / "killed", spec, every=0)[1:]]
+    child = subprocess.Popen(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+    with child:
+        next(line for line in child.stdout if b"step 2," in line)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert not list((tmp_path / "killed/results").iterdir())
+    (killed,) = train(tmp_path / "killed", spec, every=0)
     # had it begun anew, both runs would be equal for no reason
-    resumed = int(re.search(r"from step (\d+) of 10", again.stdout)[1])
-    assert 4 <= resumed < 10
-    whole = command(tmp_path / "whole", spec, every=1e9)
-    subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, check=True)
-    (killed,), (uninterrupted,) = results(tmp_path / "killed"), results(tmp_path / "whole")
+    assert 2 <= int(re.search(r"from step (\d+) of 8", capsys.readouterr().out)[1]) < 8
+    (uninterrupted,) = train(tmp_path / "whole", spec)
     assert killed == uninterrupted
-    assert len(killed["held_out"]) == 10
+    assert len(killed["held_out"]) == 8
     assert killed["held_out"][-1] < killed["held_out"][0]
     assert not list((tmp_path / "killed/state").glob("*.pt")), "checkpoints of a finished run are of no more use"
 
 
-def test_processes_beside_each_other_make_different_runs(tmp_path):
+def test_processes_beside_each_other_make_different_runs(train, tmp_path):
     (tmp_path / "state").mkdir()
-    taken, free = (Spec(**TINY | {"recipe": "bf16", "seed": seed, "steps": 2}) for seed in (0, 1))
+    taken, free = (Spec(**TINY | {"seed": seed}, recipe="bf16", steps=1) for seed in (0, 1))
     with (tmp_path / f"state/{taken.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run(command(tmp_path, asdict(taken), asdict(free)), cwd=ROOT, capture_output=True, check=True)
-    assert [path.stem for path in (tmp_path / "results").iterdir()] == [free.name]
+        (made,) = train(tmp_path, taken, free)
+    assert made["spec"] == asdict(free)
 
 
-def test_a_wire_of_codes_changes_what_is_trained_and_little_of_it(tmp_path):
-    specs = [TINY | {"recipe": recipe} for recipe in ("bf16", *WIRES[:3])]
-    subprocess.run(command(tmp_path, *specs, every=1e9), cwd=ROOT, capture_output=True, check=True)
-    losses = [run["held_out"][-1] for run in results(tmp_path)]
+def test_a_wire_of_codes_changes_what_is_trained_and_little_of_it(train, tmp_path):
+    runs = train(tmp_path, *(Spec(**TINY, recipe=recipe, steps=3) for recipe in ("bf16", *WIRES[:3])))
+    losses = [run["held_out"][-1] for run in runs]
     assert len(set(losses)) == 4, "each wire sends something else"
     assert max(losses) - min(losses) < 0.01 * min(losses)
 
 
-def test_checkpoints_in_the_repository_are_refused():
-    call = [sys.executable, "-m", "benchmarks.convergence", "--state", str(ROOT / "somewhere")]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "outside of the repository" in done.stderr
+def test_checkpoints_in_the_repository_are_refused(train, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train(ROOT / "somewhere")
+    assert "outside of the repository" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- tables
 
 
-@pytest.fixture
-def made_up(tmp_path):
-    """Write results with given final losses."""
+RECIPES_OF_SEEDS = [{"bf16": 2.0, "rowwise": 2.02, "blockwise": 2.0}, {"bf16": 3.0, "rowwise": 3.03}]
+RECIPES_OF_SEEDS += [{"bf16": 1.0, "rowwise": 1.01}, {}, {"mxfp8": 9.0}]
+SMALL = {"question": "breaks", "dim": 128, "layers": 2, "rows": 4, "steps": 400, "outlier": 16}
+MODEL = {"question": "architectures", "model": "Mamba2", "rows": 4, "steps": 200}
+SAID = {
+    "runs and what made them are counted": "9 of 55 runs are finished. Made by commit c0ffee, PyTorch 2.13.0 on H100;",
+    "recipes are compared with bf16 of their own seed": "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 %, +1.00 %,",
+    "one seed has no interval": "| blockwise | 1 | 2.0000 | +0.00 % | +0.00 % | one seed: nothing |",
+    "what suffers is marked by its interval, one seed only if it diverged": "| outlier 2^16 | 2.0000 | **+5.10 % ± "
+    "1.27 %** | not run | +5.00 % | not run | **diverged** | not run |",
+    "a model": "| Mamba2 | 1 | 2.0000 | +10.00 % | not run |",
+    "layers left in bf16 have the same control": "| Mamba2, in_proj in bf16 | 1 | 2.0000 | +1.00 % | not run |",
+}
 
-    def write(loss, device="cpu", **fields):
-        spec = Spec(**fields)
-        run = {"spec": asdict(spec), "held_out": [loss], "diverged_at": None if loss else 7, "commits": ["c0ffee"]}
-        places = {"torch": "2.13.0", "device": device}
-        (tmp_path / f"{spec.name}.json").write_text(json.dumps(run | places))
 
-    return write
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of made-up runs, and its folder."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def write(losses, seed=0, device="cpu", **fields):
+        for recipe, loss in losses.items():
+            spec = Spec(recipe=recipe, seed=seed, **fields)
+            run = {"spec": asdict(spec), "held_out": [loss], "diverged_at": None if loss else 7, "commits": ["c0ffee"]}
+            run |= {"torch": "2.13.0", "device": device}
+            (folder / f"{spec.name}.json").write_text(json.dumps(run))
+
+    for seed, losses in enumerate(RECIPES_OF_SEEDS):
+        write(losses, seed, question="recipes")
+    write({"tensorwise": 2.0}, device="H100", question="recipes")
+    write({"bf16": 2.0, "tensorwise": 2.1, "rowwise": 2.1, "blockwise": None}, **SMALL)
+    write({"bf16": 2.0, "tensorwise": 2.104}, 1, **SMALL)
+    write({"bf16": 2.0, "tensorwise": 2.2}, **MODEL)
+    write({"tensorwise": 2.02}, without="in_proj", **MODEL)
+    return figures.of_runs(folder, folder), folder
 
 
-def test_recipes_are_compared_with_bf16_of_their_own_seed(made_up, tmp_path):
-    for seed, (control, loss) in enumerate([(2.0, 2.02), (3.0, 3.03), (1.0, 1.01)]):
-        made_up(control, question="recipes", recipe="bf16", seed=seed)
-        made_up(loss, question="recipes", recipe="rowwise", seed=seed)
-    made_up(2.0, question="recipes", recipe="blockwise", seed=0)
-    made_up(9.0, question="recipes", recipe="blockwise", seed=4)  # its control is not finished
-    text = tables.document(tmp_path, tmp_path)
-    assert "8 of 55 runs are finished. Made by commit c0ffee, PyTorch 2.13.0 on cpu." in text
-    assert "| rowwise | 3 | 2.0200 | +1.00 % ± 0.00 % | +1.00 %, +1.00 %, +1.00 % | above the bar of 0.25 % |" in text
-    assert "| blockwise | 1 | 2.0000 | +0.00 % | +0.00 % | one seed: nothing |" in text
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_tables_say(page, said):
+    assert said in page[0]
+
+
+def test_tables_compare_nothing_with_a_control_of_another_device_or_one_that_is_not_finished(page):
+    text, folder = page
+    assert "| tensorwise | 1 |" not in text
+    assert "| mxfp8 | 1 |" not in text
     assert text.index("| rowwise |") < text.index("| blockwise |"), "the worst first"
-    assert (tmp_path / "recipes.svg").read_text().startswith("<?xml")
-
-
-def test_what_another_device_computed_is_not_compared(made_up, tmp_path):
-    for recipe, device in {"bf16": "cpu", "rowwise": "cpu", "blockwise": "H100"}.items():
-        made_up(2.0, device, question="recipes", recipe=recipe, seed=0)
-    text = tables.document(tmp_path, tmp_path)
-    assert "| rowwise | 1 |" in text
-    assert "| blockwise | 1 |" not in text
+    assert all((folder / f"{name}.svg").read_text().startswith("<?xml") for name in ("recipes", "breaks"))
 
 
 @pytest.mark.parametrize(
@@ -152,34 +169,10 @@ def test_what_another_device_computed_is_not_compared(made_up, tmp_path):
     ],
 )
 def test_only_what_the_interval_carries_is_said(values, said):
-    assert tables.verdict(values) == said
-
-
-def test_what_suffers_under_a_perturbation_is_marked(made_up, tmp_path):
-    """By its interval; one seed says nothing, unless it diverged."""
-    small = {"question": "breaks", "dim": 128, "layers": 2, "rows": 4, "steps": 400, "outlier": 16}
-    for seed, loss in enumerate((2.1, 2.104)):
-        made_up(2.0, recipe="bf16", seed=seed, **small)
-        made_up(loss, recipe="tensorwise", seed=seed, **small)
-    for recipe, loss in {"rowwise": 2.1, "blockwise": None}.items():
-        made_up(loss, recipe=recipe, seed=0, **small)
-    text = tables.document(tmp_path, tmp_path)
-    marked = "**+5.10 % ± 1.27 %** | not run | +5.00 % | not run | **diverged** | not run |"
-    assert f"| outlier 2^16 | 2.0000 | {marked}" in text
-    assert (tmp_path / "breaks.svg").exists()
-
-
-def test_layers_left_in_bf16_are_compared_with_the_same_control(made_up, tmp_path):
-    model = {"question": "architectures", "seed": 0, "model": "Mamba2", "rows": 4, "steps": 200}
-    made_up(2.0, recipe="bf16", **model)
-    made_up(2.2, recipe="tensorwise", **model)
-    made_up(2.02, recipe="tensorwise", without="in_proj", **model)
-    text = tables.document(tmp_path, tmp_path)
-    rest = " | not run" * 5
-    assert f"| Mamba2 | 1 | 2.0000 | +10.00 %{rest} |" in text
-    assert f"| Mamba2, in_proj in bf16 | 1 | 2.0000 | +1.00 %{rest} |" in text
+    assert _runs.verdict(values) == said
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
-    made = tables.document(tables.RESULTS / "convergence", tmp_path)
-    assert (tables.RESULTS / "convergence.md").read_text() == made
+    tables = {"convergence": lambda: figures.of_runs(figures.RESULTS / "convergence", tmp_path), **figures.TABLES}
+    for name, made in tables.items():
+        assert (figures.RESULTS / f"{name}.md").read_text() == made(), f"python -m benchmarks.figures {name}"

@@ -12,21 +12,15 @@ from fp8_common import Fp8Error, Recipe, _command
 from fp8_common.presets import mx
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing import certify
-from fp8_common.testing.certify import PROPERTIES, cast_of, casts_of, explanations, rows, table
+from fp8_common.testing.certify import cast_of, casts_of, explanations, rows, table
 from fp8_common.torch.certify import ranks
 from tests.helpers import planted
 from tests.helpers.repository import ROOT
 
-LOCAL = tuple(name for name in PROPERTIES if name not in ("mesh-invariant", "idempotent"))
 INPUTS = torch.randint(-8, 9, (4, 4, 6), generator=torch.Generator().manual_seed(0)).float()
+HONEST = planted.Planted(planted.Keep())
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with ranks() as found:
-        yield found
-
-
+# the layer that breaks a property, and what it keeps
 VIOLATIONS = {
     "causal": (planted.Peek, ("batch-invariant", "replayable")),
     "batch-invariant": (planted.BatchScale, ("causal", "replayable")),
@@ -36,18 +30,25 @@ VIOLATIONS = {
 }
 
 
+def asked(model, *properties, inputs=INPUTS, **options):
+    return certify(model, inputs, properties=properties, **options)
+
+
+def says(found):
+    return [answer.says for answer in found.values()]
+
+
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_a_planted_violation_is_named_with_its_layer(name):
     layer, kept = VIOLATIONS[name]
-    found = certify(planted.Planted(layer()), INPUTS, properties=(name, *kept))
-    assert found[name].says == "no"
+    found = asked(planted.Planted(layer()), name, *kept)
     assert found[name].layer == ("step 3: middle" if name == "replayable" else "middle")
     assert found[name].output is not None
-    assert [found[each].says for each in kept] == ["yes"] * len(kept)
+    assert says(found) == ["no", *["yes"] * len(kept)]
 
 
 def test_a_counterexample_is_one_element_and_small():
-    found = certify(planted.Planted(planted.Peek()), INPUTS, properties=["causal"])["causal"]
+    found = asked(planted.Planted(planted.Peek()), "causal")["causal"]
     example, token, _ = found.input
     assert found.output[:2] == (example, token - 1)
     before, after = map(float, re.findall(r"input\[.*?\] (\S+) -> (\S+),", found.why)[0])
@@ -55,51 +56,45 @@ def test_a_counterexample_is_one_element_and_small():
 
 
 def test_an_honest_model_has_no_violation():
-    found = certify(
-        planted.Planted(planted.Keep()), INPUTS, properties=("causal", "batch-invariant", "padding-invariant")
-    )
-    assert {each.says for each in found.values()} == {"yes"}
+    assert set(says(asked(HONEST, "causal", "batch-invariant", "padding-invariant"))) == {"yes"}
 
 
 @pytest.mark.distributed
-def test_a_constant_of_the_rank_is_named(pool):
-    broken, honest = planted.Planted(planted.WorldConstant()), planted.Planted(planted.Keep())
-    found = certify(broken, INPUTS, properties=["mesh-invariant"], pool=pool)["mesh-invariant"]
-    assert (found.says, found.layer) == ("no", "middle")
-    assert "on 2 ranks, rank 1" in found.why
-    assert certify(honest, INPUTS, properties=["mesh-invariant"], pool=pool)["mesh-invariant"].says == "yes"
+def test_a_constant_of_the_rank_is_named():
+    with ranks() as pool:
+        found = asked(planted.Planted(planted.WorldConstant()), "mesh-invariant", pool=pool)["mesh-invariant"]
+        assert (found.says, found.layer) == ("no", "middle")
+        assert "on 2 ranks, rank 1" in found.why
+        assert says(asked(HONEST, "mesh-invariant", pool=pool)) == ["yes"]
 
 
-def test_a_model_that_cannot_travel_is_not_asked():
-    found = certify(lambda x: 2 * x, INPUTS, properties=["mesh-invariant"])["mesh-invariant"]
-    assert found.says == "not asked"
-    assert "build=" in found.why
+def test_a_model_that_cannot_travel_is_not_asked_and_explanations_are_sentences():
+    found = asked(lambda x: torch.round(x), "idempotent", "mesh-invariant")
+    assert says(found) == ["yes", "not asked"]
+    assert "build=" in found["mesh-invariant"].why
+    assert table({"mine": found}, ["idempotent"]) == "|  | idempotent |\n| --- | --- |\n| mine | yes |"
+    assert all(line.endswith(".") for line in explanations({"mine": found}))
 
 
-def test_a_cast_that_is_not_idempotent_is_named():
+def test_a_cast_or_a_function_that_is_not_idempotent_is_named():
     up, down = (CastRecipe(granularity="mx", policy=mx(mode)) for mode in ("stable", "rceil"))
-    casts = {"up": cast_of(up), "down": cast_of(down)}
-    found = certify(planted.Planted(planted.Keep()), INPUTS, properties=["idempotent"], casts=casts)["idempotent"]
+    found = asked(HONEST, "idempotent", casts={"up": cast_of(up), "down": cast_of(down)})["idempotent"]
     assert (found.says, found.layer) == ("no", "down")
     assert "scale" in found.why
-    recipe = Recipe(name="stable", input=up, weight=up, grad_output=up)
-    found = certify(planted.Planted(planted.Keep()), INPUTS, properties=["idempotent"], casts=casts_of(recipe))
-    assert found["idempotent"].says == "yes"
+    stable = Recipe(name="stable", input=up, weight=up, grad_output=up)
+    assert says(asked(HONEST, "idempotent", casts=casts_of(stable))) == ["yes"]
 
-
-def test_a_function_that_rounds_is_asked_whether_it_is_idempotent():
     def truncated(x):
         return torch.floor(x * 4) / 4 - 2.0**-3
 
-    assert certify(truncated, INPUTS, properties=["idempotent"])["idempotent"].layer == "truncated"
-    assert certify(torch.round, INPUTS, properties=["idempotent"])["idempotent"].says == "yes"
+    assert asked(truncated, "idempotent")["idempotent"].layer == "truncated"
 
 
 def test_tokens_are_numbers_too():
     model = torch.nn.Sequential(torch.nn.Embedding(11, 6), planted.Peek())
     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(0))
-    found = certify(model, tokens, properties=["causal", "batch-invariant"])
-    assert (found["causal"].says, found["causal"].layer, found["batch-invariant"].says) == ("no", "1", "yes")
+    found = asked(model, "causal", "batch-invariant", inputs=tokens)
+    assert (says(found), found["causal"].layer) == (["no", "yes"], "1")
 
 
 def test_a_jax_function_that_peeks_is_named():
@@ -110,15 +105,14 @@ def test_a_jax_function_that_peeks_is_named():
         middle = up + jnp.concatenate([up[:, 1:], jnp.zeros_like(up[:, :1])], 1)
         return middle @ weight, {"up": up, "middle": middle}
 
-    model = function, jnp.asarray(np.eye(6, dtype=np.float32))
-    found = certify(model, INPUTS.numpy(), properties=("causal", "batch-invariant", "mesh-invariant", "replayable"))
-    assert (found["causal"].says, found["causal"].layer) == ("no", "middle")
-    assert [each.says for each in list(found.values())[1:]] == ["yes", "not asked", "yes"]
+    model, properties = (function, jnp.asarray(np.eye(6, dtype=np.float32))), ("causal", "batch-invariant")
+    found = asked(model, *properties, "mesh-invariant", "replayable", inputs=INPUTS.numpy())
+    assert (says(found), found["causal"].layer) == (["no", "yes", "not asked", "yes"], "middle")
 
 
 def test_bad_questions_are_refused():
     with pytest.raises(Fp8Error, match=r"Properties are causal, .*, got 'casual'"):
-        certify(torch.round, INPUTS, properties=["casual"])
+        asked(torch.round, "casual")
     with pytest.raises(Fp8Error, match=r"inputs must be \[examples, tokens, ...\], at least 2 of each, got \(4, 1\)"):
         certify(torch.round, torch.ones(4, 1))
 
@@ -136,7 +130,7 @@ def cells(text):
 
 
 def test_the_table_in_the_page_is_what_runs_say():
-    """Some rows and properties; `python -m benchmarks.certificates` writes all of them."""
+    """Some rows and properties; `python -m benchmarks.figures certificates` writes all of them."""
     found = {name: make() for name, make in rows(ASKED) if name in CHEAP}
     peers = importlib.util.find_spec("torchao") is not None
     assert set(found) == {name for name in CHEAP if peers or not name.startswith("torchao")}
@@ -166,9 +160,3 @@ def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
     for target, message in ((f"{file}:other", "has no function 'other'"), ("no.py:f", "there is no file 'no.py'")):
         assert _command.main(["certify", target]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_explanations_are_sentences():
-    found = {"mine": certify(torch.round, INPUTS, properties=["idempotent", "mesh-invariant"])}
-    assert table(found, ["idempotent"]) == "|  | idempotent |\n| --- | --- |\n| mine | yes |"
-    assert all(line.endswith(".") for line in explanations(found))

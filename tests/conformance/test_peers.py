@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_common import DATA_FORMATS, E4M3, E5M2, PRESETS
+from fp8_common import DATA_FORMATS, E4M3, E5M2, PRESETS, Format, ScalePolicy, amax_to_scale
 from fp8_common.testing import adversarial_amax, assert_same_bits
-from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, Implementation, as_tensor
+from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, as_tensor, eager
 
 SEED = 31
 COUNT = 2**20
 INF = 0x7F800000
-ALL = [NUMPY, *(one for one in IMPLEMENTATIONS if not one.only_full)]
-implementations = pytest.mark.parametrize("implementation", ALL, ids=lambda one: one.name.replace(" ", "-"))
 
 
 def peer(module: str) -> ModuleType:
@@ -35,24 +33,21 @@ def amaxes(low: float = 0.0, end: int = INF) -> np.ndarray:
     return np.concatenate([drawn, corners[(corners >= start) & (corners < end)]]).view(np.float32)
 
 
-def run(implementation: Implementation, name: str, fmt: object, policy: object, *arrays: np.ndarray) -> object:
-    """Call a scale function of one implementation, compiled where that is what the implementation does."""
+def assert_all_give(want: object, full: bool, name: str, fmt: Format, policy: ScalePolicy, *arrays: np.ndarray) -> None:
+    """Compare a scale function of NumPy, PyTorch and JAX with what a peer gave; compiled ones with --full."""
+    for one in (NUMPY, *IMPLEMENTATIONS):
+        if full or one.prepare is eager:
+            compute = one.prepare(lambda inputs, one=one: [getattr(one.f8, name)(inputs[0], fmt, policy, *inputs[1:])])
+            (got,) = compute([one.array(array) for array in arrays])
+            assert_same_bits(got, want, source=arrays[0], seed=SEED, name=one.name)
 
-    def compute(inputs: list[tuple[object, ...]]) -> list[object]:
-        return [getattr(implementation.f8, name)(inputs[0][0], fmt, policy, *inputs[0][1:])]
 
-    return implementation.prepare(compute)([tuple(implementation.array(one) for one in arrays)])[0]
-
-
-@implementations
 @pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
-def test_torchao(implementation, fmt):
+def test_torchao(fmt, full):
     theirs = peer("torchao.float8.float8_utils").amax_to_scale
     amax = np.concatenate([amaxes(), np.float32([np.inf, np.nan])])
     want = theirs(as_tensor(amax), getattr(torch, fmt.dtype_name))
-    assert_same_bits(
-        run(implementation, "amax_to_scale", fmt, PRESETS["torchao"](), amax), want, source=amax, seed=SEED
-    )
+    assert_all_give(want, full, "amax_to_scale", fmt, PRESETS["torchao"](), amax)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
@@ -60,19 +55,17 @@ def test_torchao_rounds_some_powers_of_two_up_which_the_preset_does_not(fmt):
     """torchao computes exp2(floor(log2(scale))): just below a power of two the logarithm rounds up to it."""
     theirs = peer("torchao.float8.float8_utils").amax_to_scale
     amax = amaxes()
-    got = run(NUMPY, "amax_to_scale", fmt, PRESETS["torchao"](power_of_2=True), amax)
+    got = amax_to_scale(amax, fmt, PRESETS["torchao"](power_of_2=True))
     want = theirs(as_tensor(amax), getattr(torch, fmt.dtype_name), round_scales_to_power_of_2=True).numpy()
     differs = got != want
     assert np.array_equal(want[differs], 2 * got[differs])
-    exact = run(NUMPY, "amax_to_scale", fmt, PRESETS["torchao"](), amax)
-    assert (exact[differs] < want[differs]).all()
+    assert (amax_to_scale(amax, fmt, PRESETS["torchao"]())[differs] < want[differs]).all()
     assert differs.mean() < 1e-4
 
 
-@implementations
 @pytest.mark.parametrize("margin", [0, 3, -1])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_flax(implementation, fmt, margin):
+def test_flax(fmt, margin, full):
     """flax stores the scale that goes back. Subnormal amax and results are left out: its own XLA code flushes them."""
     theirs = peer("flax.linen.fp8_ops").compute_scale
     amax = np.concatenate([amaxes(low=fmt.max * 2.0**-122), np.float32([0, np.inf, np.nan])])
@@ -80,5 +73,4 @@ def test_flax(implementation, fmt, margin):
     want = jax.jit(lambda amax, scale: theirs(amax, scale, fmt.max, margin))(amax, previous)
     # Ours takes the scale into FP8; theirs derives it from the stored one by the same division.
     into = np.float32(1) / previous
-    got = run(implementation, "amax_to_scale_inv", fmt, PRESETS["flax"](margin=margin), amax, into)
-    assert_same_bits(got, want, source=amax, seed=SEED)
+    assert_all_give(want, full, "amax_to_scale_inv", fmt, PRESETS["flax"](margin=margin), amax, into)

@@ -71,11 +71,9 @@ def test_bytes_are_the_same_where_rules_agree(name):
 @pytest.mark.parametrize("name", RULES)
 def test_elsewhere_they_differ_as_the_table_says(name):
     rule, x = RULES[name], normal()
-    (codes, scale), (their_codes, their_scale) = ours(x, rule), theirs(x, name)
-    found, steps = far(scale, their_scale)
-    assert (found, steps <= 1) == (rule.scales, True)
-    found, steps = far(codes, their_codes)
-    assert (found, steps <= 1) == (rule.codes, True)
+    found = [far(one, other) for one, other in zip(ours(x, rule), theirs(x, name), strict=True)]
+    assert [count for count, _ in found] == [rule.codes, rule.scales]
+    assert max(steps for _, steps in found) <= 1
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
     said = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= of)", line)]
     assert said == [rule.scales, rule.codes]

@@ -16,43 +16,44 @@ from tests.helpers.communicated_layers import WIDTH, block, check_layers, layers
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
-# ---------------------------------------------------------------- communication
 
-
-def torchao_float8(model):
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def linear(layer, name):
-        return isinstance(layer, nn.Linear) and layer.weight.shape == (352, WIDTH)
-
-    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=linear)
-
-
-def torchao_mx(model):
-    """Make MX layers of those whose sizes allow it. torchao's emulated mode calls a CUDA kernel, its parts do not."""
-    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, mx_mm
+def mx_matmul(x, weight, mode="rceil"):
+    """Return torchao's emulated MX matmul. Its own emulated mode calls a CUDA kernel, its parts do not."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
     from torchao.prototype.mx_formats import config
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    class OnACPU(MXFP8Linear):
-        def forward(self, x):
-            casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
-            formats, mode = [torch.float8_e4m3fn] * 3, config.ScaleCalculationMode.RCEIL
-            y = mx_mm.apply(x, self.weight, *formats, 32, KernelPreference.EMULATED, *casts, mode, False)
-            return y + self.bias.to(y.dtype)
+    casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
+    formats, rule = [torch.float8_e4m3fn] * 3, config.ScaleCalculationMode[mode.upper()]
+    return mx_mm.apply(x, weight, *formats, 32, KernelPreference.EMULATED, *casts, rule, False)
 
-    for layer in model.modules():
-        if type(layer) is nn.Linear and layer.weight.shape == (352, WIDTH):
-            layer.__class__ = OnACPU
-    return model
+
+# ---------------------------------------------------------------- communication
+
+
+def of_torchao(layer, name=""):
+    return isinstance(layer, nn.Linear) and layer.weight.shape == (352, WIDTH)
 
 
 def with_float8():
-    return torchao_float8(nn.Sequential(block(), block()))
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model, config = nn.Sequential(block(), block()), Float8LinearConfig(emulate=True)
+    return convert_to_float8_training(model, config=config, module_filter_fn=of_torchao)
 
 
 def with_mx():
-    return torchao_mx(nn.Sequential(block(), block()))
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
+    class OnACPU(MXFP8Linear):
+        def forward(self, x):
+            y = mx_matmul(x, self.weight)
+            return y + self.bias.to(y.dtype)
+
+    model = nn.Sequential(block(), block())
+    for layer in filter(of_torchao, model.modules()):  # whose sizes allow it
+        layer.__class__ = OnACPU
+    return model
 
 
 def layers_of_torchao(rank, ranks, name):
@@ -60,8 +61,7 @@ def layers_of_torchao(rank, ranks, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["float8", "mx"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.matrix("each", name=["float8", "mx"], ranks=[2, 3])
 def test_layers_of_torchao_compute_with_decoded_weights(run_ranks, ranks, name):
     check_layers(run_ranks(ranks, layers_of_torchao, name))
 
@@ -75,15 +75,8 @@ def recipe_of(mode):
 
 
 def torchao_step(x, weight, grad, mode):
-    """Run torchao's emulated matmuls; its own emulated mode calls a CUDA kernel, its parts do not."""
-    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-    from torchao.prototype.mx_formats import config
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    casts = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
-    rule = config.ScaleCalculationMode[mode.upper()]
-    y = mx_mm.apply(x, weight, *[torch.float8_e4m3fn] * 3, 32, KernelPreference.EMULATED, *casts, rule, False)
+    y = mx_matmul(x, weight, mode)
     y.backward(grad)
     return y.detach(), x.grad, weight.grad
 

@@ -100,9 +100,7 @@ def report(name: str) -> Float8Report:
 def row(name: str) -> dict[str, Any]:
     """Return what became FP8, and which classes with 0.2 % of the bytes and more did not."""
     found = report(name)
-    left = [
-        [class_name, why, size / found.bytes] for class_name, why, _, size in found.left if size * 500 >= found.bytes
-    ]
+    left = [[kind, why, size / found.bytes] for kind, why, _, size in found.left if size * 500 >= found.bytes]
     sizes = {"parameters": found.bytes // 2, "converted": found.converted, "gathered": found.gathered}
     return {**sizes, "left": left}
 

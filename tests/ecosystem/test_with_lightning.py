@@ -14,6 +14,9 @@ import fp8_torch_fsdp as f8
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
 
+QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
+
 class Regression(lightning.LightningModule):
     def __init__(self, recipe):
         super().__init__()
@@ -48,15 +51,7 @@ def fit(recipe, *, checkpoint=None, epochs=5, **options):
     model = Regression(recipe)
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"enable_checkpointing": False} | options),
-    )
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=False, **QUIET | options)
     trainer.fit(model, data, ckpt_path=checkpoint)
     return model
 

@@ -67,17 +67,9 @@ class Stage(nnx.Module):
 
 def pipeline_of(quant, repeats):
     """Return a loss of (parameters, FP8 state) and input, and both."""
-    settings = {
-        "base_emb_dim": WIDTH,
-        "max_target_length": 4,
-        "per_device_batch_size": 4,
-        "ici_pipeline_parallelism": STAGES,
-        "num_pipeline_microbatches": 4,
-        "base_num_decoder_layers": STAGES * repeats,
-        "num_layers_per_pipeline_stage": 1,
-        "quantization": "fp8",
-        "dtype": "float32",
-    }
+    settings = {"base_emb_dim": WIDTH, "max_target_length": 4, "per_device_batch_size": 4, "quantization": "fp8"}
+    settings |= {"ici_pipeline_parallelism": STAGES, "num_pipeline_microbatches": 4, "num_layers_per_pipeline_stage": 1}
+    settings |= {"base_num_decoder_layers": STAGES * repeats, "dtype": "float32"}
     quiet = {"enable_checkpointing": False, "log_config": False, "skip_jax_distributed_system": True}
     config = pyconfig.initialize(["", f"{maxtext.__path__[0]}/configs/base.yml"], run_name="test", **settings, **quiet)
     sizes = [STAGES if axis == "stage" else 1 for axis in config.mesh_axes]

@@ -6,42 +6,30 @@ from torch import nn
 
 REASON = "PEFT and Transformers are not installed: `nox -s ecosystem` installs them"
 peft = pytest.importorskip("peft", reason=REASON)
-transformers = pytest.importorskip("transformers", reason=REASON)
+pytest.importorskip("transformers", reason=REASON)
 
 import fp8_torch_fsdp as f8
+from tests.ecosystem.small import llama, train
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 TOKENS = torch.arange(32).view(2, 16)
 
 
 def with_adapters(recipe, convert_first):
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=False, **SIZES))
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"])
+    model, settings = llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"])
     if convert_first:
         f8.convert_to_float8_training(model, recipe=recipe)
     model = peft.get_peft_model(model, settings)
     return model if convert_first else f8.convert_to_float8_training(model, recipe=recipe)
 
 
-def train(model):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(3):
-        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
-
-
 @pytest.mark.parametrize("convert_first", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
 def test_adapters_stay_wide_and_are_merged_safely(recipe, convert_first):
-    model = train(with_adapters(recipe, convert_first))
+    model = with_adapters(recipe, convert_first)
+    train(model, lambda model: model(input_ids=TOKENS, labels=TOKENS).loss)
+    model.eval()
     wide = {type(m) for name, m in model.named_modules() if ".lora_" in name and isinstance(m, nn.Linear)}
     assert wide == {nn.Linear}
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
@@ -56,7 +44,7 @@ def test_adapters_stay_wide_and_are_merged_safely(recipe, convert_first):
     assert torch.equal(own.weight, merged)
     assert 0 < float((after - before).norm() / before.norm()) < 0.1, "what was added is now rounded with the weight"
     if recipe != "tensorwise_delayed":
-        assert set(whole.state_dict()) == set(transformers.LlamaForCausalLM(whole.config).state_dict())
+        assert set(whole.state_dict()) == set(llama().state_dict())
 
 
 def test_the_report_names_adapters():

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 REASON = "torchtitan (with Triton, which it imports) is not installed: `nox -s ecosystem` installs both"
@@ -23,10 +21,11 @@ from torchtitan.models.llama3 import model_registry
 
 import fp8_torch_fsdp as f8
 from fp8_torch_fsdp.integrations.torchtitan import Float8Converter
-from tests.helpers.ranks import RankPool
+from tests.ecosystem.small import train
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
+RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
 
 
 def feed_forward(**options):
@@ -62,31 +61,6 @@ def test_filters_choose_layers():
         feed_forward(recipe="tensorwise", skip_small=True).build()
 
 
-def test_torchtitans_initialisation_reaches_fp8_weights_from_the_meta_device():
-    with torch.device("meta"):
-        model = feed_forward(recipe="tensorwise_delayed").build()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            model.init_states(buffer_device=torch.device("cpu"))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        x, losses = torch.randn(16, 32), []
-        for _ in range(5):
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        weights = [p._local_tensor for p in model.parameters()]
-        assert all(isinstance(w, f8.ShardedFloat8Weight) for w in weights)
-        assert losses[-1] < losses[0]
-        assert f8.float8_report(model).casts == 3 * 5
-    finally:
-        dist.destroy_process_group()
-
-
 def parallel(rank, world_size, recipe):
     """Train torchtitan's feed-forward under its tensor parallelism, and a twin alone, on the same data."""
     from torchtitan.distributed import ParallelDims, parallel_dims
@@ -106,36 +80,24 @@ def parallel(rank, world_size, recipe):
     split.parallelize(dims)
     assert all(isinstance(p, DTensor) for p in split.parameters())
     assert all(isinstance(p._local_tensor, f8.ShardedFloat8Weight) for p in split.parameters())
-    x, found = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)), []
-    for model in (split, plain):
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for _ in range(3):
-            y = model(x[None])
-            y = y.full_tensor() if isinstance(y, DTensor) else y
-            loss = (y[0] - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+
+    def loss_of(model):
+        y = model(x[None])
+        return ((y.full_tensor() if isinstance(y, DTensor) else y)[0] - x).square().mean()
+
+    found = [train(model, loss_of) for model in (split, plain)]
     kinds = {type(layer.distribution).__name__ for layer in split.modules() if isinstance(layer, f8.Float8Linear)}
     return found, kinds
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
-def test_torchtitans_tensor_parallelism_trains_like_one_process(recipe):
-    pool = RankPool(2)
-    try:
-        for (split, plain), kinds in pool.run(parallel, recipe):
-            assert kinds == {"Colwise", "Rowwise"}
-            assert split == pytest.approx(plain, rel=2e-2)
-            assert split[-1] < split[0]
-    finally:
-        pool.close()
-
-
-RECIPES = ["tensorwise", "rowwise", "tensorwise_delayed"]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchtitans_tensor_parallelism_trains_like_one_process(run_ranks, recipe):
+    for (split, plain), kinds in run_ranks(2, parallel, recipe):
+        assert kinds == {"Colwise", "Rowwise"}
+        assert split == pytest.approx(plain, rel=2e-2)
+        assert split[-1] < split[0]
 
 
 @pytest.mark.distributed

@@ -11,19 +11,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8_common._reference.quantize import dequantize, quantize, quantize_blockwise, quantize_mx, quantize_rowwise
-from fp8_common._reference.rounding import decode, encode, encode_stochastic
-from fp8_common._reference.scaling import (
-    amax,
-    amax_to_e8m0,
-    amax_to_scale,
-    amax_to_scale_inv,
-    e8m0_to_scale,
-    e8m0_to_scale_inv,
-    update_history,
-)
+from fp8_common._reference import quantize as q
+from fp8_common._reference import rounding, scaling
 from fp8_common.formats import DATA_FORMATS, FORMATS
-from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, POWER_OF_2, HistoryAlgo, MxMode, ScalePolicy
+from fp8_common.policy import CANONICAL, HISTORY_ALGOS, MX_MODES, POWER_OF_2, HistoryAlgo, ScalePolicy
 from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed, torchao
 from fp8_common.testing.inputs import adversarial, adversarial_amax, all_codes, special_values
 
@@ -73,34 +64,10 @@ POLICIES: dict[str, ScalePolicy] = {
 """The scale rules that are pinned, by name."""
 
 
-def _encode(a: Arrays, fmt: str) -> Arrays:
-    return {"data": encode(a["x"], fmt)}
-
-
-def _encode_stochastic(a: Arrays, fmt: str) -> Arrays:
-    return {"data": encode_stochastic(a["x"], fmt, a["random_bits"])}
-
-
-def _decode(a: Arrays, fmt: str) -> Arrays:
-    return {"values": decode(a["codes"], fmt)}
-
-
-def _amax(a: Arrays, axis: int | None) -> Arrays:
-    return {"amax": amax(a["x"], axis=axis)}
-
-
 def _scale(a: Arrays, fmt: str, policy: dict[str, Any]) -> Arrays:
-    rule = ScalePolicy.from_dict(policy)
-    scale = amax_to_scale(a["amax"], fmt, rule, prev=a["prev"])
-    return {"scale": scale, "scale_inv": amax_to_scale_inv(a["amax"], fmt, rule, prev=a["prev"])}
-
-
-def _e8m0(a: Arrays, fmt: str, mode: MxMode) -> Arrays:
-    return {"codes": amax_to_e8m0(a["amax"], fmt, mode)}
-
-
-def _e8m0_scale(a: Arrays) -> Arrays:
-    return {"scale": e8m0_to_scale(a["codes"]), "scale_inv": e8m0_to_scale_inv(a["codes"])}
+    arguments = a["amax"], fmt, ScalePolicy.from_dict(policy)
+    pair = (rule(*arguments, prev=a["prev"]) for rule in (scaling.amax_to_scale, scaling.amax_to_scale_inv))
+    return dict(zip(("scale", "scale_inv"), pair, strict=True))
 
 
 def _history(a: Arrays, algo: HistoryAlgo, length: int) -> Arrays:
@@ -108,46 +75,34 @@ def _history(a: Arrays, algo: HistoryAlgo, length: int) -> Arrays:
     window = np.zeros((length, *a["observed"].shape[1:]), np.float32)
     windows, reduced = [], []
     for observed in a["observed"]:
-        window, used = update_history(window, observed, algo)
+        window, used = scaling.update_history(window, observed, algo)
         windows.append(window)
         reduced.append(used)
     return {"windows": np.stack(windows), "reduced": np.stack(reduced)}
 
 
-def _quantize(a: Arrays, fmt: str) -> Arrays:
-    return {"data": quantize(a["x"], a["scale"], fmt)}
+def _e8m0_scale(a: Arrays) -> Arrays:
+    return {"scale": scaling.e8m0_to_scale(a["codes"]), "scale_inv": scaling.e8m0_to_scale_inv(a["codes"])}
 
 
 def _dequantize(a: Arrays, fmt: str, dtype: str) -> Arrays:
-    return {"x": np.asarray(dequantize(a["codes"], a["scale"], fmt, np.dtype(dtype)))}
-
-
-def _rowwise(a: Arrays, fmt: str, axis: int) -> Arrays:
-    return quantize_rowwise(a["x"], fmt, axis)._asdict()
-
-
-def _blockwise(a: Arrays, fmt: str, block: list[int]) -> Arrays:
-    return quantize_blockwise(a["x"], fmt, (block[0], block[1]))._asdict()
-
-
-def _mx(a: Arrays, fmt: str, mode: MxMode) -> Arrays:
-    return quantize_mx(a["x"], fmt, mode)._asdict()
+    return {"x": np.asarray(q.dequantize(a["codes"], a["scale"], fmt, np.dtype(dtype)))}
 
 
 FUNCTIONS: dict[str, Callable[..., Arrays]] = {
-    "encode": _encode,
-    "encode_stochastic": _encode_stochastic,
-    "decode": _decode,
-    "amax": _amax,
+    "encode": lambda a, fmt: {"data": rounding.encode(a["x"], fmt)},
+    "encode_stochastic": lambda a, fmt: {"data": rounding.encode_stochastic(a["x"], fmt, a["random_bits"])},
+    "decode": lambda a, fmt: {"values": rounding.decode(a["codes"], fmt)},
+    "amax": lambda a, axis: {"amax": scaling.amax(a["x"], axis=axis)},
     "amax_to_scale": _scale,
-    "amax_to_e8m0": _e8m0,
+    "amax_to_e8m0": lambda a, fmt, mode: {"codes": scaling.amax_to_e8m0(a["amax"], fmt, mode)},
     "e8m0_to_scale": _e8m0_scale,
     "update_history": _history,
-    "quantize": _quantize,
+    "quantize": lambda a, fmt: {"data": q.quantize(a["x"], a["scale"], fmt)},
     "dequantize": _dequantize,
-    "quantize_rowwise": _rowwise,
-    "quantize_blockwise": _blockwise,
-    "quantize_mx": _mx,
+    "quantize_rowwise": lambda a, fmt, axis: q.quantize_rowwise(a["x"], fmt, axis)._asdict(),
+    "quantize_blockwise": lambda a, fmt, block: q.quantize_blockwise(a["x"], fmt, tuple(block))._asdict(),
+    "quantize_mx": lambda a, fmt, mode: q.quantize_mx(a["x"], fmt, mode)._asdict(),
 }
 """What a case may call: `FUNCTIONS[case.function](case.inputs, **case.settings)` gives `case.outputs`."""
 
@@ -173,12 +128,8 @@ def _code_cases() -> _Calls:
         x = np.unique(adversarial(fmt).view(np.uint32))[::4].view(np.float32)
         yield f"encode/{fmt}", "encode", {"fmt": fmt.name}, {"x": x}
         x = mixed(96) * np.float32(fmt.smallest_normal * 2)
-        yield (
-            f"stochastic/{fmt}",
-            "encode_stochastic",
-            {"fmt": fmt.name},
-            {"x": x, "random_bits": scramble(96)},
-        )
+        given = {"x": x, "random_bits": scramble(96)}
+        yield f"stochastic/{fmt}", "encode_stochastic", {"fmt": fmt.name}, given
 
 
 def _amax_cases() -> _Calls:
@@ -221,12 +172,9 @@ def _granularity_cases() -> _Calls:
     for fmt in ("e4m3", "e5m2"):
         for axis in (-1, 0):
             yield f"rowwise/{fmt}/{axis}", "quantize_rowwise", {"fmt": fmt, "axis": axis}, {"x": odd}
-        for name, block, x in (
-            ("1x128", [1, 128], wide),
-            ("128x128", [128, 128], tall),
-            ("2x33", [2, 33], odd),
-        ):
-            yield f"blockwise/{fmt}/{name}", "quantize_blockwise", {"fmt": fmt, "block": block}, {"x": x}
+        for block, x in (([1, 128], wide), ([128, 128], tall), ([2, 33], odd)):
+            name, settings = f"blockwise/{fmt}/{block[0]}x{block[1]}", {"fmt": fmt, "block": block}
+            yield name, "quantize_blockwise", settings, {"x": x}
         for mode in MX_MODES:
             yield f"mx/{fmt}/{mode}", "quantize_mx", {"fmt": fmt, "mode": mode}, {"x": odd}
 
@@ -246,6 +194,5 @@ def mixed(*shape: int) -> NDArray[np.float32]:
     # Sign, exponent and mantissa from different bits of the words.
     exponent = (word >> 8) % 24 + (127 - 12)
     sign = word & np.uint32(0x80000000)
-    return (
-        (sign | (exponent << 23) | (scramble(*shape) * np.uint32(0x9E3779B1) >> 9)).astype(np.uint32).view(np.float32)
-    )
+    mantissa = word * np.uint32(0x9E3779B1) >> 9
+    return (sign | (exponent << 23) | mantissa).astype(np.uint32).view(np.float32)

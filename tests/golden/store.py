@@ -32,16 +32,12 @@ def load(text: str | None = None) -> dict[str, Case]:
             "Write them again with: python -m tests.golden"
         )
     arrays = {key: _array(words) for key, words in data["inputs"].items()}
-    return {
-        name: Case(
-            name=name,
-            function=case["function"],
-            settings=case["settings"],
-            inputs={key: arrays[reference] for key, reference in case["inputs"].items()},
-            outputs={key: _array(words) for key, words in case["outputs"].items()},
-        )
-        for name, case in data["cases"].items()
-    }
+    cases = {}
+    for name, case in data["cases"].items():
+        inputs = {key: arrays[reference] for key, reference in case["inputs"].items()}
+        outputs = {key: _array(words) for key, words in case["outputs"].items()}
+        cases[name] = Case(name=name, **{**case, "inputs": inputs, "outputs": outputs})
+    return cases
 
 
 def dump(cases: Mapping[str, Case]) -> str:
@@ -56,12 +52,9 @@ def dump(cases: Mapping[str, Case]) -> str:
             # The same words get the name under which they were written first.
             references[key] = written.setdefault(json.dumps(words), f"{key}{len(written)}")
             inputs[references[key]] = words
-        entries[name] = {
-            "function": case.function,
-            "settings": case.settings,
-            "inputs": references,
-            "outputs": {key: _words(array) for key, array in case.outputs.items()},
-        }
+        outputs = {key: _words(array) for key, array in case.outputs.items()}
+        settings = {"function": case.function, "settings": case.settings}
+        entries[name] = {**settings, "inputs": references, "outputs": outputs}
     return json.dumps({"schema": SCHEMA, "inputs": inputs, "cases": entries}, indent=0) + "\n"
 
 
@@ -88,9 +81,8 @@ def _differences(committed: Case, computed: Case) -> list[str]:
     name = committed.name
     if (committed.function, committed.settings) != (computed.function, computed.settings):
         return [f"{name}: has other settings"]
-    if {key: _words(array) for key, array in committed.inputs.items()} != {
-        key: _words(array) for key, array in computed.inputs.items()
-    }:
+    one, other = ({key: _words(array) for key, array in case.inputs.items()} for case in (committed, computed))
+    if one != other:
         return [f"{name}: has other inputs"]
     if committed.outputs.keys() != computed.outputs.keys():
         return [f"{name}: has other outputs"]

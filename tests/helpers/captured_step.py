@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -123,16 +124,11 @@ class Capture(record.Recorder):
         return self._addresses[storage._cdata] + tensor.storage_offset() * tensor.element_size()
 
 
-def linear_steps(recipe: str, *, several: bool = False) -> Callable[[], None]:
-    """Return a training step of two layers under `recipe`, with a policy of delayed scaling each if `several`."""
+def training_steps(convert: Callable[[nn.Module], Any], optimizer: Callable[..., Any]) -> Callable[[], None]:
+    """Return a training step of two layers, converted in place."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    plain = False
-    if several:
-        longer = f8.DelayedScalingConfig(history_len=4)
-        config = f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain, delayed=longer)
-        f8.convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name == "0")
-    f8.convert_to_float8_training(model, config=f8.Float8LinearConfig.from_recipe_name(recipe, all_gather=plain))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model)
+    optimizer = optimizer(model.parameters(), lr=0.1)
     x = torch.randn(4, 128, WIDTH, requires_grad=True)
 
     def step() -> None:
@@ -142,6 +138,25 @@ def linear_steps(recipe: str, *, several: bool = False) -> Callable[[], None]:
         optimizer.zero_grad(set_to_none=False)
 
     return step
+
+
+def linear_steps(recipe: str, *, several: bool = False) -> Callable[[], None]:
+    """Return a step under `recipe`, with a policy of delayed scaling for each layer if `several`."""
+
+    def convert(model: nn.Module) -> None:
+        config = partial(f8.Float8LinearConfig.from_recipe_name, recipe, all_gather=False)
+        if several:
+            longer = config(delayed=f8.DelayedScalingConfig(history_len=4))
+            f8.convert_to_float8_training(model, config=longer, module_filter_fn=lambda layer, name: name == "0")
+        f8.convert_to_float8_training(model, config=config())
+
+    return training_steps(convert, torch.optim.SGD)
+
+
+def primary_steps() -> Callable[[], None]:
+    """Return a step of weights that are codes, written back by a `MasterOptimizer`."""
+    convert = partial(te.convert_linear, preserve_high_precision_init_val=False)
+    return training_steps(convert, partial(te.MasterOptimizer, torch.optim.SGD))
 
 
 def foreach_steps() -> Callable[[], None]:
@@ -156,34 +171,19 @@ def foreach_steps() -> Callable[[], None]:
     return step
 
 
-def primary_steps() -> Callable[[], None]:
-    """Return a training step of two layers whose weights are codes, written back by a `MasterOptimizer`."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    te.convert_linear(model, preserve_high_precision_init_val=False)
-    optimizer = te.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    x = torch.randn(4, 128, WIDTH, requires_grad=True)
-
-    def step() -> None:
-        y = model(x)
-        y.backward(torch.ones_like(y))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    return step
-
-
 CASES: dict[str, Callable[[], Callable[[], None]]] = {
-    **{recipe: lambda recipe=recipe: linear_steps(recipe) for recipe in RECIPES},
-    "several policies": lambda: linear_steps("tensorwise_delayed", several=True),
+    **{recipe: partial(linear_steps, recipe) for recipe in RECIPES},
+    "several policies": partial(linear_steps, "tensorwise_delayed", several=True),
     "lists of shards": foreach_steps,
     "te-init": primary_steps,
 }
 
 
-def planted(name: str) -> Callable[[], None]:
-    """Return a step that does in each run what a capture forbids."""
+def planted() -> dict[str, Callable[[], object]]:
+    """Return steps that do in each run what a capture forbids."""
     x, sizes = torch.randn(64, WIDTH), itertools.count(1)
-    plain = {
+    cast = partial(casts.quantize_dynamic, fmt=common.E4M3, policy=common.CANONICAL, block=(1, 0))
+    return {
         "upload": lambda: torch.tensor([1.0, 2.0], device="cuda"),
         "index": lambda: x[[0, 2]],
         "download": lambda: x.cpu(),
@@ -191,15 +191,9 @@ def planted(name: str) -> Callable[[], None]:
         "list": lambda: x[0].tolist(),
         "wait": lambda: torch.cuda.synchronize(),
         "operator": lambda: x.to([torch.half, torch.double, torch.bfloat16][next(sizes) % 3]),
-        "kernel": lambda: casts.quantize_dynamic(
-            x[:, : 32 << next(sizes)].contiguous(), common.E4M3, common.CANONICAL, (1, 0)
-        ),
+        "kernel": lambda: cast(x[:, : 32 << next(sizes)].contiguous()),
         "address": lambda: foreach.amax_bits([x.clone(), x]),
     }
-    return plain[name]
-
-
-PLANTED = ("upload", "index", "download", "item", "list", "wait", "operator", "kernel", "address")
 
 
 def check(build: Callable[[], Callable[[], None]]) -> dict[str, list[str]]:
@@ -224,7 +218,7 @@ def main() -> int:
     """Print what was found in every case and in every planted one."""
     pretend_gpu()
     cases = {name: check(build) for name, build in CASES.items()}
-    faults = {name: check(lambda name=name: planted(name)) for name in PLANTED}
+    faults = {name: check(lambda name=name: planted()[name]) for name in planted()}
     print(json.dumps({"cases": cases, "planted": faults}, indent=1))
     return 0
 

@@ -1,10 +1,8 @@
 """The packages, source files and tracked files of this repository, for tests of its rules."""
 
-import ast
 import functools
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +24,9 @@ class Package(NamedTuple):
 
 
 @functools.cache
-def packages(root: Path = ROOT) -> dict[str, Package]:
-    """Return every package of a checkout by its distribution's name, fp8-common first."""
-    folders = [
-        root / "shared-kernels",
-        *sorted(path.parent for path in root.glob("packages/*/pyproject.toml")),
-    ]
+def packages() -> dict[str, Package]:
+    """Return every package of the checkout by its distribution's name, fp8-common first."""
+    folders = [ROOT / "shared-kernels", *sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))]
     found = {}
     for folder in folders:
         config = tomllib.loads((folder / "pyproject.toml").read_text())
@@ -41,20 +36,9 @@ def packages(root: Path = ROOT) -> dict[str, Package]:
 
 
 @functools.cache
-def tracked_files(root: Path = ROOT) -> list[Path]:
-    """Return the files of a checkout that git holds or would take, in order."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=root,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    paths = (root / name for name in sorted(set(listing.stdout.split("\0"))) if name)
+def tracked_files() -> list[Path]:
+    """Return the files of the checkout that git holds or would take, in order."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    paths = (ROOT / name for name in sorted(set(listing.split("\0"))) if name)
     return [path for path in paths if path.is_file()]
-
-
-def sources(package: Package) -> Iterator[tuple[str, ast.Module]]:
-    """Yield every source file of a package: its path below `src`, and its syntax tree."""
-    for path in sorted(package.source.rglob("*.py")):
-        yield str(path.relative_to(package.folder / "src")), ast.parse(path.read_text())

@@ -1,14 +1,14 @@
-"""The pictures of README and numerics pages; `python -m benchmarks.plots` draws them again, for light and dark pages.
+"""The pictures of README and pages, each a function of axes; `benchmarks.figures` draws them.
 
 Every curve of the numerics is computed by `fp8_common` on NumPy arrays from fixed seeds; losses and links come from
 `benchmarks/results`.
 """
 
-import argparse
 import json
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -16,15 +16,122 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import fp8_common as fp8
-from benchmarks._common import median_ratio
+from benchmarks._common import RESULTS, median_ratio
+from benchmarks._runs import BAR, RECIPES, WIRES, differences, interval, is_broken
 
-PICTURES = Path(__file__).resolve().parents[1] / "docs/assets/numerics"
-RESULTS = Path(__file__).parent / "results"
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2, "E4M3 FNUZ": fp8.E4M3FNUZ, "E5M2 FNUZ": fp8.E5M2FNUZ}
+PACKAGES = ("fp8-torch-fsdp", "fp8-jax-owg", "fp8-te-init")
 COLOURS = dict(zip(FORMATS, ("#1f6feb", "#d1570c", "#1a7f37", "#8250df"), strict=True))
 
 
-# ---------------------------------------------------------------- numbers
+def picture(name: str, size: tuple[float, float], draw: Callable[[Axes], None], folder: Path) -> None:
+    """Write a picture for light and dark pages: what is written is gray, and the ground is theirs."""
+    gray = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), "gray")
+    plain = {"svg.hashsalt": "fp8", "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    with mpl.rc_context(plain | gray):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, transparent=True)
+
+
+# ---------------------------------------------------------------- results
+
+
+def of_results(name: str) -> Any:
+    """Return what a committed file holds."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def by_package() -> dict[str, dict[str, dict[int, float]]]:
+    """Return the held-out losses of the runs of all packages, by package, recipe and seed; the control comes first."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for name, run in of_results("convergence")["runs"].items():
+        package, recipe, seed = name.split("/")
+        found.setdefault(package, {}).setdefault(recipe, {})[int(seed)] = run["val_loss"]
+    return dict(sorted(found.items(), key=lambda one: PACKAGES.index(one[0].partition(",")[0])))
+
+
+def above_control(recipes: Mapping[str, dict[int, float]], recipe: str) -> list[float]:
+    """Return how many per cent each seed of a recipe ends above the control, which is the first of `recipes`."""
+    return differences(dict(recipes), recipe, next(iter(recipes)))
+
+
+def draw_dots(axes: Axes, rows: Mapping[str, list[float]]) -> None:
+    """Draw a row of dots for each name, one a seed, and under it the mean with its standard error."""
+    for place, values in enumerate(rows.values()):
+        axes.plot(values, np.full(len(values), place), "o", color=COLOURS["E4M3"], alpha=0.5, markersize=5)
+        error = stdev(values) / len(values) ** 0.5
+        axes.errorbar(fmean(values), place + 0.25, xerr=error, fmt="d", color=COLOURS["E5M2"], capsize=4)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def draw_losses(axes: Axes) -> None:
+    """Draw the held-out loss of each seed with bf16 and with FP8."""
+    runs = of_results("gradient_convergence")["runs"]
+    draw_dots(axes, {"bf16": runs["bf16"]["held_out"], "FP8": runs["fp8"]["held_out"]})
+    axes.set_xlabel("held-out loss after 600 steps, nats a byte: a dot a seed, mean and standard error")
+
+
+def draw_differences(axes: Axes) -> None:
+    """Draw how far each recipe ends from its control."""
+    rows = {
+        f"{package}, {recipe}": above_control(recipes, recipe)
+        for package, recipes in by_package().items()
+        for recipe in list(recipes)[1:]
+    }
+    draw_dots(axes, dict(sorted(rows.items())))
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_xlabel("held-out loss above the control, %")
+
+
+def draw_links(axes: Axes) -> None:
+    """Draw how many times as fast as on bf16 communication steps are, over what each rank can send."""
+    rows = of_results("links")["rows"]
+    for ranks, line in ((2, "o-"), (4, "s--")):
+        own = [row for row in rows if row["ranks"] == ranks and row["rate"]]  # 0: no limit
+        for name, colour in zip(("gathers FP8", "both FP8", "both FP8, nearest"), COLOURS.values(), strict=False):
+            ratios = [median_ratio(row["seconds"]["bf16"], row["seconds"][name]) for row in own]
+            axes.plot([row["rate"] for row in own], ratios, line, color=colour, label=f"{name}, {ranks} ranks")
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="Mbit/s that each rank can send", ylabel="times as fast as bf16")
+    axes.set_xticks(ticks := sorted({row["rate"] for row in rows if row["rate"]}), map(str, ticks))
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+
+
+def draw_recipes(axes: Axes, recipes: Mapping[str, dict[int, float]]) -> None:
+    """Draw a dot with its interval for each recipe, the seeds as small dots, and the bar."""
+    shown = [r for r in (*RECIPES[1:], *WIRES) if differences(recipes, r)]
+    for row, recipe in enumerate(shown):
+        values = differences(recipes, recipe)
+        axes.plot(values, [row] * len(values), ".", color="gray", markersize=4)
+        axes.errorbar(fmean(values), row, xerr=interval(values), fmt="o", color="#1f6feb", capsize=3)
+    for bar in (-BAR, BAR):
+        axes.axvline(bar, color="#d1570c", linestyle="--", linewidth=1)
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set(xlabel="held-out loss above bf16, %", ylim=(len(shown) - 0.5, -0.5))
+
+
+def draw_breaks(axes: Axes, rows: dict[str, dict[str, list[float]]]) -> None:
+    """Draw recipes against perturbations: how far above bf16; filled where training suffers."""
+    rows = {words: recipes for words, recipes in rows.items() if any(recipes.values())}
+    for y, recipes in enumerate(rows.values()):
+        for x, values in enumerate(recipes.values()):
+            if values:
+                broken = is_broken(values)
+                colour = "#d1570c" if broken else "#1f6feb"
+                axes.plot(x, y, "o", color=colour, markersize=7, fillstyle="full" if broken else "none")
+                text = "diverged" if max(values) == float("inf") else f"{fmean(values):+.2f}"
+                axes.annotate(text, (x, y), (8, -3), textcoords="offset points", fontsize=7, color="gray")
+    axes.set_xticks(range(len(RECIPES) - 1), RECIPES[1:], rotation=20, ha="right")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlim=(-0.4, len(RECIPES) - 1.2), ylim=(len(rows) - 0.5, -0.5))
+
+
+# ---------------------------------------------------------------- numerics
 
 
 def grid(fmt: fp8.Format) -> np.ndarray:
@@ -99,70 +206,6 @@ def restored(x: np.ndarray, axis: int) -> np.ndarray:
     return fp8.dequantize(q.data, q.scale, fp8.E4M3)
 
 
-def held_out_losses() -> dict[str, list[float]]:
-    """Return the held-out loss of each seed, with bf16 and with FP8 matmuls, all-gathers and gradients."""
-    runs = json.loads((RESULTS / "gradient_convergence.json").read_text())["runs"]
-    return {"bf16": runs["bf16"]["held_out"], "FP8": runs["fp8"]["held_out"]}
-
-
-def differences() -> dict[str, list[float]]:
-    """Return, for each package and recipe, how many per cent each seed's held-out loss is above the control's."""
-    runs = json.loads((RESULTS / "convergence.json").read_text())["runs"]
-    losses = {tuple(name.split("/")): run["val_loss"] for name, run in runs.items()}
-    controls = {(package, seed): loss for (package, recipe, seed), loss in losses.items() if recipe in CONTROLS}
-    found: dict[str, list[float]] = {}
-    for (package, recipe, seed), loss in losses.items():
-        if recipe not in CONTROLS:
-            name = f"{package}, {recipe}"
-            found.setdefault(name, []).append(100 * (loss / controls[package, seed] - 1))
-    return dict(sorted(found.items()))
-
-
-CONTROLS = ("bf16", "float32")
-"""Runs that the others of the same package and seed are compared with."""
-
-
-# ---------------------------------------------------------------- pictures
-
-
-def draw_dots(axes: Axes, rows: dict[str, list[float]]) -> None:
-    """Draw a row of dots for each name, one a seed, and under it the mean with its standard error."""
-    for place, values in enumerate(rows.values()):
-        axes.plot(values, np.full(len(values), place), "o", color=COLOURS["E4M3"], alpha=0.5, markersize=5)
-        error = statistics.stdev(values) / len(values) ** 0.5
-        axes.errorbar(statistics.fmean(values), place + 0.25, xerr=error, fmt="d", color=COLOURS["E5M2"], capsize=4)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def draw_losses(axes: Axes) -> None:
-    """Draw the held-out loss of each seed with bf16 and with FP8."""
-    draw_dots(axes, held_out_losses())
-    axes.set_xlabel("held-out loss after 600 steps, nats a byte: a dot a seed, mean and standard error")
-
-
-def draw_differences(axes: Axes) -> None:
-    """Draw how far each recipe ends from its control."""
-    draw_dots(axes, differences())
-    axes.axvline(0, color="gray", linewidth=0.8)
-    axes.set_xlabel("held-out loss above the control, %")
-
-
-def draw_links(axes: Axes) -> None:
-    """Draw how many times as fast as on bf16 communication steps are, over what each rank can send."""
-    rows = json.loads((RESULTS / "links.json").read_text())["rows"]
-    for ranks, line in ((2, "o-"), (4, "s--")):
-        own = [row for row in rows if row["ranks"] == ranks and row["rate"]]  # 0: no limit
-        for name, colour in zip(("gathers FP8", "both FP8", "both FP8, nearest"), COLOURS.values(), strict=False):
-            ratios = [median_ratio(row["seconds"]["bf16"], row["seconds"][name]) for row in own]
-            axes.plot([row["rate"] for row in own], ratios, line, color=colour, label=f"{name}, {ranks} ranks")
-    axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set(xscale="log", xlabel="Mbit/s that each rank can send", ylabel="times as fast as bf16")
-    axes.set_xticks(ticks := sorted({row["rate"] for row in rows if row["rate"]}), map(str, ticks))
-    axes.minorticks_off()
-    axes.legend(fontsize=8)
-
-
 def draw_grids(axes: Axes) -> None:
     """Draw every positive value of each format as a tick on a logarithmic line."""
     for row, (name, fmt) in enumerate(FORMATS.items()):
@@ -230,25 +273,3 @@ DRAWINGS: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "differences": (draw_differences, (6.4, 4.0)),
     "links": (draw_links, (6.4, 3.2)),
 }
-
-
-def main() -> None:
-    """Draw all pictures, or those named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(DRAWINGS), help=f"of {', '.join(DRAWINGS)}")
-    parser.add_argument("--folder", type=Path, default=PICTURES)
-    arguments = parser.parse_args()
-    mpl.rcParams.update({"svg.hashsalt": "fp8", "axes.spines.top": False, "axes.spines.right": False})
-    # pages are light or dark: what is written is gray, and the ground is theirs
-    mpl.rcParams.update(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "gray"))
-    mpl.rcParams.update({"axes.edgecolor": "gray", "legend.frameon": False})
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for name in arguments.names:
-        draw, size = DRAWINGS[name]
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure.subplots())
-        figure.savefig(arguments.folder / f"{name}.svg", metadata={"Date": None}, transparent=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
-"""Tables and pictures of the runs in results/convergence: `python -m benchmarks.convergence_table`.
+"""What runs of `benchmarks.convergence` say: differences between recipes, their intervals, and tables of them.
 
-Writes results/convergence.md, which the page on training includes, and the pictures that it shows. A run is compared
-with bf16 of the same seed under the same conditions. With two seeds and more, a difference has the 95 % interval of its
-mean (Student's t of the differences, paired by seed); with one seed it has none, and then nothing is said of it.
+A run is compared with bf16 of the same seed under the same conditions. With two seeds and more, a difference has the
+95 % interval of its mean (Student's t of the differences, paired by seed); with one seed it has none, and then nothing
+is said of it.
 """
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,14 +12,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from benchmarks._common import RESULTS, table
+from benchmarks._common import table
 from benchmarks.convergence import RECIPES, WIRES, Spec, queue
 
-PICTURES = Path(__file__).parents[1] / "docs/assets/convergence"
 BAR, BROKEN = 0.25, 1.0
 """Percent of the held-out loss: the bar that DeepSeek-V3 set itself, and from where on training suffers."""
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
@@ -181,52 +175,6 @@ def by_architecture(cells: Cells) -> str:
     return table(rows)
 
 
-# ---------------------------------------------------------------- pictures
-
-
-def draw_recipes(axes: Axes, recipes: dict[str, dict[int, float]]) -> None:
-    """Draw a dot with its interval for each recipe, the seeds as small dots, and the bar."""
-    shown = [r for r in (*RECIPES[1:], *WIRES) if differences(recipes, r)]
-    for row, recipe in enumerate(shown):
-        values = differences(recipes, recipe)
-        axes.plot(values, [row] * len(values), ".", color="gray", markersize=4)
-        axes.errorbar(fmean(values), row, xerr=interval(values), fmt="o", color="#1f6feb", capsize=3)
-    for bar in (-BAR, BAR):
-        axes.axvline(bar, color="#d1570c", linestyle="--", linewidth=1)
-    axes.axvline(0, color="gray", linewidth=0.8)
-    axes.set_yticks(range(len(shown)), shown)
-    axes.set(xlabel="held-out loss above bf16, %", ylim=(len(shown) - 0.5, -0.5))
-
-
-def draw_breaks(axes: Axes, rows: dict[str, dict[str, list[float]]]) -> None:
-    """Draw recipes against perturbations: how far above bf16; filled where training suffers."""
-    rows = {words: recipes for words, recipes in rows.items() if any(recipes.values())}
-    for y, recipes in enumerate(rows.values()):
-        for x, values in enumerate(recipes.values()):
-            if values:
-                broken = is_broken(values)
-                colour = "#d1570c" if broken else "#1f6feb"
-                axes.plot(x, y, "o", color=colour, markersize=7, fillstyle="full" if broken else "none")
-                text = "diverged" if max(values) == float("inf") else f"{fmean(values):+.2f}"
-                axes.annotate(text, (x, y), (8, -3), textcoords="offset points", fontsize=7, color="gray")
-    axes.set_xticks(range(len(RECIPES) - 1), RECIPES[1:], rotation=20, ha="right")
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlim=(-0.4, len(RECIPES) - 1.2), ylim=(len(rows) - 0.5, -0.5))
-
-
-def picture(name: str, size: tuple[float, float], draw: Callable[[Axes], None], folder: Path) -> None:
-    """Write a picture for light and dark pages."""
-    gray = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), "gray")
-    with mpl.rc_context({"svg.hashsalt": "fp8", "axes.spines.top": False, "axes.spines.right": False, **gray}):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure.subplots())
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, transparent=True)
-
-
-# ---------------------------------------------------------------- the page
-
-
 def finished(folder: Path, question: str) -> str:
     """Return how many of the runs of a question are finished, and which commits of the packages made them."""
     wanted = {spec.name for spec in queue() if spec.question == question}
@@ -235,46 +183,3 @@ def finished(folder: Path, question: str) -> str:
     places = sorted({f"PyTorch {run['torch']} on {run['device']}" for run in runs})
     made = f" Made by commit {', '.join(commits)}, {'; '.join(places)}." if runs else ""
     return f"{len(runs)} of {len(wanted)} runs are finished.{made}"
-
-
-def document(folder: Path, pictures: Path) -> str:
-    """Return the tables as Markdown, and draw the pictures that they are shown with."""
-    parts: list[str] = []
-    titles = {"recipes": "2.5 million parameters, 4,000 steps", "larger": "20 million parameters, 3,000 steps"}
-    for question, title in titles.items():
-        parts += [f"### {title}", finished(folder, question)]
-        for recipes in losses(folder, question).values():
-            if any(differences(recipes, recipe) for recipe in recipes if recipe != "bf16"):
-                picture(question, (6.4, 3.6), lambda axes, recipes=recipes: draw_recipes(axes, recipes), pictures)
-                parts.append(
-                    f"![How far each recipe ends above bf16, with intervals](../assets/convergence/{question}.svg)"
-                )
-            parts.append(compared(recipes))
-    parts += ["### Layers beside themselves on another wire, small models, 500 steps", finished(folder, "wires")]
-    parts += [on_wires(recipes) for recipes in losses(folder, "wires").values()]
-    cells = losses(folder, "breaks")
-    parts += ["### Where recipes break", finished(folder, "breaks")]
-    if any(values for recipes in break_rows(cells).values() for values in recipes.values()):
-        picture("breaks", (6.4, 4.4), lambda axes: draw_breaks(axes, break_rows(cells)), pictures)
-        parts.append(
-            "![Perturbations against recipes: filled where training suffers](../assets/convergence/breaks.svg)"
-        )
-    parts.append(breaks(cells))
-    parts += ["### Three architectures", finished(folder, "architectures")]
-    parts.append(by_architecture(losses(folder, "architectures")))
-    # a table of nothing but its head and the line below it says nothing
-    return "\n\n".join(part for part in parts if not part.startswith("|") or part.count("\n") > 1) + "\n"
-
-
-def main() -> None:
-    """Write the tables and the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=Path, default=RESULTS / "convergence", help="the folder of results")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the tables go")
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the pictures go")
-    options = parser.parse_args()
-    (options.results / "convergence.md").write_text(document(options.runs, options.pictures))
-
-
-if __name__ == "__main__":
-    main()
