@@ -10,27 +10,36 @@ import pytest
 
 import fp8_common
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg import CurrentScaling, DelayedScaling, assert_fp8_dots, fp8_dot_general, init_meta, next_state
-from fp8_jax_owg.dots.dot import Contraction
+from fp8_jax_owg import (
+    CurrentScaling,
+    DelayedScaling,
+    assert_fp8_dots,
+    fp8_dot_general,
+    fp8_einsum,
+    fp8_ragged_dot,
+    in_qdq,
+    init_meta,
+    next_state,
+)
+from tests.helpers.jax_layers import MATMUL, casts, convolution, dot, meta_of, normal, ragged, transposed
 
 SHAPES = {
-    "mk,kn->mn": ((4, 8), (8, 5), (((1,), (0,)), ((), ()))),
+    "mk,kn->mn": ((4, 8), (8, 5), MATMUL),
     "km,nk->mn": ((8, 4), (5, 8), (((0,), (1,)), ((), ()))),
     "bmk,bkn->bmn": ((2, 4, 8), (2, 8, 5), (((2,), (1,)), ((0,), (0,)))),
     "mkbl,lnbk->bmn": ((4, 3, 2, 5), (5, 6, 2, 3), (((1, 3), (3, 0)), ((2,), (2,)))),
 }
 ULP = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}
 HISTORY = {"input": [3.0, 1.0, 0.0], "kernel": [0.5, 0.0, 2.0], "output_grad": [0.0, 0.0, 7.0]}
-MATMUL = (((1,), (0,)), ((), ()))
-
-
-def some(shape, dtype="float32", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def meta_of(scaling):
-    meta = init_meta(scaling)
-    return meta | {f"{name}_amax_history": jnp.float32(values) for name, values in HISTORY.items()}
+FORMATS = {
+    "HYBRID": ("e4m3", "e5m2"),
+    "E4M3": ("e4m3", "e4m3"),
+    "HYBRID_FNUZ": ("e4m3fnuz", "e5m2fnuz"),
+    "E4M3_FNUZ": ("e4m3fnuz", "e4m3fnuz"),
+}
+SHORT = DelayedScaling(amax_history_length=3)
+ROWS = CurrentScaling(granularity="row")
+SCALINGS = {"delayed": SHORT, "tensor": CurrentScaling(), "row": ROWS}
 
 
 def scale_of(tensor, scaling, fmt):
@@ -44,100 +53,168 @@ def as_cast(x, scale, fmt):
     return fp8_common.decode(codes, fmt).astype(np.float64) * np.float64(fp8_common.reciprocal(scale))
 
 
+def distance(found, wanted):
+    found, wanted = np.float32(found), np.float32(wanted)
+    return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30)
+
+
 @pytest.mark.matrix(
     "each",
     equation=list(SHAPES),
     dtype=list(ULP),
-    jit=[True, False],
     scaling=[
-        DelayedScaling(amax_history_length=3),
-        DelayedScaling(amax_history_length=3, fp8_format="E4M3", margin=1),
-        DelayedScaling(amax_history_length=3, amax_compute_algo="most_recent"),
+        SHORT,
+        dataclasses.replace(SHORT, fp8_format="E4M3", margin=1),
+        dataclasses.replace(SHORT, amax_compute_algo="most_recent"),
+        dataclasses.replace(SHORT, fp8_format="HYBRID_FNUZ"),
+        dataclasses.replace(SHORT, fp8_format="E4M3_FNUZ"),
     ],
 )
-def test_products_are_those_of_the_definition(equation, dtype, jit, scaling):
+def test_products_are_those_of_the_definition(equation, dtype, scaling):
     shape_lhs, shape_rhs, dims = SHAPES[equation]
-    lhs, rhs, meta = some(shape_lhs, dtype), some(shape_rhs, dtype, 1), meta_of(scaling)
+    lhs, rhs, meta = (
+        normal(*shape_lhs, dtype=dtype),
+        normal(*shape_rhs, dtype=dtype, seed=1),
+        meta_of(scaling, **HISTORY),
+    )
 
+    @jax.jit
     def run(lhs, rhs, meta, g):
         out, pull = jax.vjp(lambda *x: fp8_dot_general(*x[:2], dims, meta=x[2], scaling=scaling), lhs, rhs, meta)
         return out, *pull(g)
 
-    g = some(jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, dims), lhs, rhs).shape, dtype, 2)
-    out, d_lhs, d_rhs, next_meta = (jax.jit(run) if jit else run)(lhs, rhs, meta, g)
-
-    backward = "e5m2" if scaling.fp8_format == "HYBRID" else "e4m3"
-    a = as_cast(lhs, scale_of("input", scaling, "e4m3"), "e4m3")
-    b = as_cast(rhs, scale_of("kernel", scaling, "e4m3"), "e4m3")
+    g = normal(*jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, dims), lhs, rhs).shape, dtype=dtype, seed=2)
+    out, d_lhs, d_rhs, next_meta = run(lhs, rhs, meta, g)
+    forward, backward = FORMATS[scaling.fp8_format]
+    a = as_cast(lhs, scale_of("input", scaling, forward), forward)
+    b = as_cast(rhs, scale_of("kernel", scaling, forward), forward)
     c = as_cast(g, scale_of("output_grad", scaling, backward), backward)
     left, right, result = equation.replace("->", ",").split(",")
-    for found, left_side, values in (
+    for found, side, values in (
         (out, equation, (a, b)),
         (d_lhs, f"{result},{right}->{left}", (c, b)),
         (d_rhs, f"{left},{result}->{right}", (a, c)),
     ):
-        expected = np.einsum(left_side, *values)
-        scale = np.abs(expected).max()
+        expected = np.einsum(side, *values)
+        atol = ULP[dtype] * np.abs(expected).max()
         assert found.dtype == dtype
-        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=ULP[dtype], atol=ULP[dtype] * scale)
-    for name, x, fmt in (("input", lhs, "e4m3"), ("kernel", rhs, "e4m3"), ("output_grad", g, backward)):
-        history = np.asarray(next_state(meta, next_meta)[f"{name}_amax_history"])
-        expected, _ = fp8_common.update_history(
-            np.float32(HISTORY[name]), fp8_common.amax(np.asarray(x)), scaling.amax_compute_algo
-        )
-        np.testing.assert_array_equal(history, expected)
-        if scale_of(name, scaling, fmt) != 1:
-            inverse = fp8_common.reciprocal(scale_of(name, scaling, fmt))
-            assert next_meta[f"{name}_scale"] == inverse
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=ULP[dtype], atol=atol)
+    for name, x, fmt in (("input", lhs, forward), ("kernel", rhs, forward), ("output_grad", g, backward)):
+        window, amax = np.float32(HISTORY[name]), fp8_common.amax(np.asarray(x))
+        expected, _ = fp8_common.update_history(window, amax, scaling.amax_compute_algo)
+        np.testing.assert_array_equal(next_state(meta, next_meta)[f"{name}_amax_history"], expected)
+        if (scale := scale_of(name, scaling, fmt)) != 1:
+            assert next_meta[f"{name}_scale"] == fp8_common.reciprocal(scale)
 
 
 def test_products_of_small_integers_are_exact():
     random = np.random.default_rng(3)
     x, w = (jnp.float32(random.integers(-4, 5, shape)) for shape in ((8, 16), (16, 8)))
-    meta = init_meta(DelayedScaling(amax_history_length=1))
-    np.testing.assert_array_equal(fp8_dot_general(x, w, MATMUL, meta=meta), x @ w)
+    np.testing.assert_array_equal(fp8_dot_general(x, w, MATMUL, meta=init_meta(SHORT)), x @ w)
 
 
-@pytest.mark.parametrize("scaling", [CurrentScaling(), CurrentScaling(granularity="row")], ids=["tensor", "row"])
+@pytest.mark.parametrize("scaling", [CurrentScaling(), ROWS], ids=["tensor", "row"])
 def test_current_scaling_keeps_small_rows_only_by_row(scaling):
-    x = some((6, 64)) * jnp.float32([[1], [1e-7], [1e5], [1], [1], [1]])
-    w = some((64, 16), seed=1)
+    x, w = normal(6, 64) * jnp.float32([[1], [1e-7], [1e5], [1], [1], [1]]), normal(64, 16, seed=1)
     out, pull = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATMUL, scaling=scaling), x, w)
     exact, exact_pull = jax.vjp(jnp.matmul, x, w)
-    errors = np.linalg.norm(out - exact, axis=1) / np.linalg.norm(exact, axis=1)
-    assert (errors[1] < 0.09) == (scaling.granularity == "row")
-    assert errors[2] < 0.09
+    assert (distance(out[1], exact[1]) < 0.09) == (scaling.granularity == "row")
+    assert distance(out[2], exact[2]) < 0.09
     for found, wanted in zip(pull(jnp.ones_like(out)), exact_pull(jnp.ones_like(out)), strict=True):
-        assert np.linalg.norm(found - wanted) < 0.09 * np.linalg.norm(wanted)
+        assert distance(found, wanted) < 0.09
 
 
-@pytest.mark.parametrize("scaling", [DelayedScaling(), CurrentScaling(), CurrentScaling(granularity="row")])
-def test_all_three_products_have_fp8_operands(scaling):
-    meta = init_meta(scaling) if isinstance(scaling, DelayedScaling) else None
+EQUATIONS = {
+    "bsd,de->bse": ((2, 3, 4), (4, 5)),
+    "...d,de->...e": ((2, 3, 4), (4, 5)),
+    "bhqd,bhkd->bhqk": ((2, 2, 4, 5), (2, 2, 6, 5)),
+    "ebd,edf->fbe": ((2, 3, 4), (2, 4, 5)),
+    "...ij,...jk->...ik": ((2, 1, 3, 4), (6, 4, 5)),
+    "nta,hab->nthb": ((2, 3, 4), (2, 4, 5)),
+    "ij,jk": ((2, 3), (3, 4)),
+    "...a,a": ((2, 3), (3,)),
+    "ii,ij->j": ((3, 3), (3, 4)),
+    "ij,k->k": ((2, 3), (4,)),
+    "ab,b->": ((2, 3), (3,)),
+    "a,b->ba": ((3,), (4,)),
+}
 
+
+@pytest.mark.matrix("each", equation=list(EQUATIONS), dtype=list(ULP), scaling=list(SCALINGS.values()))
+def test_every_equation_is_nearly_that_of_numpy(equation, dtype, scaling):
+    random = np.random.default_rng(0)
+    a, b = (jnp.asarray(random.uniform(0.5, 1.5, shape), dtype) for shape in EQUATIONS[equation])
+
+    def run(product):
+        def loss(a, b):
+            out = product(a, b)
+            return out.astype(jnp.float32).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(a, b)
+
+    (_, out), found = run(lambda a, b: fp8_einsum(equation, a, b, meta=meta_of(scaling), scaling=scaling))
+    (_, exact), wanted = run(lambda a, b: jnp.einsum(equation, a, b))
+    assert (out.shape, out.dtype) == (exact.shape, exact.dtype)
+    assert all(distance(*pair) <= 0.07 for pair in zip((out, *found), (exact, *wanted), strict=True))
+
+
+SIZES = [[3, 0, 4], [0, 0, 0], [8, 0, 0], [2, 3, 3]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_ragged_products_skip_empty_groups_and_foreign_rows(sizes):
+    x, w, g = normal(8, 16), normal(3, 16, 5, seed=1), normal(8, 5, seed=2)
+    used = sum(sizes)
+    x, g, meta = x.at[used:].set(jnp.nan), g.at[used:].set(jnp.inf), init_meta(SHORT)
+
+    @jax.jit
+    def run(sizes, x, w, meta, g):
+        out, pull = jax.vjp(lambda x, w, m: fp8_ragged_dot(x, w, sizes, meta=m, scaling=SHORT), x, w, meta)
+        d_x, d_w, observed = pull(g)
+        return out, d_x, d_w, next_state(meta, observed)
+
+    out, d_x, d_w, after = run(jnp.int32(sizes), x, w, meta, g)
+    np.testing.assert_array_equal(out[used:], 0)
+    np.testing.assert_array_equal(d_x[used:], 0)
+    for group, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        rows = slice(end - size, end)
+        assert distance(out[rows], x[rows] @ w[group]) < 0.08
+        assert distance(d_x[rows], g[rows] @ w[group].T) < 0.08
+        assert distance(d_w[group], x[rows].T @ g[rows]) < 0.08
+    assert after["input_amax_history"][0] == np.abs(x[:used]).max(initial=0)
+    assert after["output_grad_amax_history"][0] == np.abs(g[:used]).max(initial=0)
+
+
+E4, E5 = "float8_e4m3fn", "float8_e5m2"
+ALL_THREE = [(E4, E4), (E4, E5), (E5, E4)]
+
+
+@pytest.mark.parametrize(
+    ("product", "name"), [*((dot, name) for name in SCALINGS), (transposed, "delayed"), (ragged, "delayed")]
+)
+def test_all_three_products_have_fp8_operands(product, name):
     def gradients(x, w):
-        return jax.grad(lambda *a: fp8_dot_general(*a, MATMUL, meta=meta, scaling=scaling).sum(), (0, 1))(x, w)
+        return jax.grad(lambda x, w: product(x, w, meta_of(SCALINGS[name]), SCALINGS[name]).sum(), (0, 1))(x, w)
 
-    dots = assert_fp8_dots(gradients, some((4, 8)), some((8, 5)))
-    pairs = sorted(tuple(dtype.name for dtype in dot.operands) for dot in dots)
-    e4, e5 = "float8_e4m3fn", "float8_e5m2"
-    assert pairs == [(e4, e4), (e4, e5), (e5, e4)]
-    assert {dot.result.name for dot in dots} == {"float32"}
+    dots = assert_fp8_dots(gradients, normal(4, 8), normal(8, 5))
+    assert sorted(sorted(dtype.name for dtype in one.operands) for one in dots) == sorted(map(sorted, ALL_THREE))
+    assert {one.result.name for one in dots} == {"float32"}
 
 
-@pytest.mark.parametrize("scaling", [DelayedScaling(amax_history_length=3), CurrentScaling()])
+def test_batch_dimensions_stay_in_one_product():
+    a, b = normal(2, 2, 4, 5), normal(2, 2, 6, 5)
+    dots = assert_fp8_dots(jax.grad(lambda a: fp8_einsum("bhqd,bhkd->bhqk", a, b).sum()), a)
+    assert {one.shapes[0][:2] for one in dots} == {(2, 2)}
+
+
+@pytest.mark.parametrize("scaling", [SHORT, CurrentScaling()])
 def test_a_scale_is_computed_once_and_not_for_every_element(scaling):
     """XLA on CPUs likes to fuse the scale, about a hundred scalar operations, into each loop over elements."""
-    meta = init_meta(scaling) if isinstance(scaling, DelayedScaling) else None
-    x = some((48, 48))
 
     def step(x, w, meta):
-        def loss(*a):
-            return (fp8_dot_general(*a[:2], MATMUL, meta=a[2], scaling=scaling) ** 2).sum()
+        return jax.grad(lambda *a: (dot(*a, scaling) ** 2).sum(), (0, 1))(x, w, meta)
 
-        return jax.grad(loss, (0, 1))(x, w, meta)
-
-    program = jax.jit(step).lower(x, x, meta).compile().as_text()
+    program = jax.jit(step).lower(normal(48, 48), normal(48, 48), meta_of(scaling)).compile().as_text()
     parts = [part.strip() for part in program.split("\n}")]
     fused = [part for part in parts if part.startswith("%fused_computation") and "[48,48]" in part]
     assert len(fused) >= 4
@@ -147,9 +224,8 @@ def test_a_scale_is_computed_once_and_not_for_every_element(scaling):
 
 
 def test_operands_may_differ_in_dtype_and_the_activations_decide():
-    out = fp8_dot_general(some((4, 8), "bfloat16"), some((8, 5)), MATMUL)
-    assert out.dtype == jnp.bfloat16
-    assert fp8_dot_general(some((4, 8)), some((8, 5)), MATMUL, None, jnp.float16).dtype == jnp.float16
+    assert fp8_dot_general(normal(4, 8, dtype=jnp.bfloat16), normal(8, 5), MATMUL).dtype == jnp.bfloat16
+    assert fp8_dot_general(normal(4, 8), normal(8, 5), MATMUL, None, jnp.float16).dtype == jnp.float16
 
 
 def test_scales_far_apart_do_not_overflow_in_between():
@@ -157,90 +233,18 @@ def test_scales_far_apart_do_not_overflow_in_between():
     np.testing.assert_allclose(fp8_dot_general(x, w, MATMUL), [[1e10]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("where", ["input", "kernel", "output_grad"])
-def test_what_is_not_finite_is_not_recorded(where, bad):
-    scaling = DelayedScaling(amax_history_length=3)
-    meta = meta_of(scaling)
-    x, w, g = some((4, 8)), some((8, 5)), some((4, 5))
-    spoiled = {"input": x, "kernel": w, "output_grad": g}
-    spoiled[where] = spoiled[where].at[0, 0].set(bad)
-    _, pull = jax.vjp(lambda m: fp8_dot_general(spoiled["input"], spoiled["kernel"], MATMUL, meta=m), meta)
-    after = next_state(meta, pull(spoiled["output_grad"])[0])
-    assert all(np.isfinite(leaf).all() for leaf in after.values())
-    np.testing.assert_array_equal(after[f"{where}_amax_history"], meta[f"{where}_amax_history"])
-    for other in {"input", "kernel", "output_grad"} - {where}:
-        assert after[f"{other}_amax_history"][0] == np.abs(spoiled[other]).max()
-
-
-@pytest.mark.parametrize("outer", [jax.grad, jax.hessian], ids=["grad", "hessian"])
-def test_second_derivatives_are_refused(outer):
-    def loss(x):
-        return (fp8_dot_general(x, some((8, 5)), MATMUL) ** 2).sum()
-
-    inner = (lambda x: jax.grad(loss)(x).sum()) if outer is jax.grad else loss
-    with pytest.raises(Fp8UnsupportedError, match="first derivatives only"):
-        jax.jit(outer(inner))(some((4, 8)))
-
-
-def test_debug_nans_stops_at_nothing_of_ours():
-    meta = init_meta(DelayedScaling(amax_history_length=2))
-    with jax.debug_nans(True):
-        step = jax.jit(
-            jax.value_and_grad(lambda m: fp8_dot_general(jnp.zeros((2, 4)), some((4, 3)), MATMUL, meta=m).sum())
-        )
-        assert step(meta)[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda meta: {}, "lacks input_scale"),
-        (lambda meta: meta | {"kernel_scale": jnp.ones((1,), jnp.bfloat16)}, "must be float32, got bfloat16"),
-        (lambda meta: meta | {"input_amax_history": jnp.zeros((2, 3))}, r"vmap for stacked layers"),
-        (lambda meta: None, "needs its state"),
-    ],
-)
-def test_bad_state_is_refused(change, message):
-    meta = change(init_meta(DelayedScaling(amax_history_length=2)))
-    with pytest.raises(Fp8Error, match=message):
-        fp8_dot_general(some((4, 8)), some((8, 5)), MATMUL, meta=meta, scaling=DelayedScaling())
-
-
-def test_other_bad_arguments_are_refused():
-    with pytest.raises(Fp8Error, match="lhs must be float16, bfloat16 or float32, got int32"):
-        fp8_dot_general(jnp.ones((4, 8), jnp.int32), some((8, 5)), MATMUL)
-    with pytest.raises(Fp8Error, match="CurrentScaling has no state"):
-        fp8_dot_general(some((4, 8)), some((8, 5)), MATMUL, meta=init_meta(), scaling=CurrentScaling())
-    with pytest.raises(Fp8Error, match="from 1 on, got 0"):
-        DelayedScaling(amax_history_length=0)
-    with pytest.raises(Fp8Error, match="amax_compute_algo must be one of"):
-        DelayedScaling(amax_compute_algo="mean")
-    with pytest.raises(Fp8Error, match="margin must be an integer"):
-        DelayedScaling(margin=0.5)
-
-
-def test_a_contraction_names_what_is_summed():
-    how = Contraction.from_dimension_numbers(MATMUL, 2, 2)
-    assert (how.lhs, how.rhs, how.out, how.summed) == ("ba", "ac", "bc", "a")
-    assert how.for_lhs == Contraction("bc", "ac", "ba")
-    assert how.for_lhs.summed == "c"
-
-
-@pytest.mark.parametrize("scaling", [DelayedScaling(), CurrentScaling(), CurrentScaling(granularity="row")])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_gradient_of_a_kernel_can_be_summed_in_its_own_dtype(scaling, dtype):
-    x, kernel = some((64, 32), dtype), some((32, 16), dtype, 1)
-    weights = some((64, 16), dtype, 2)
-    meta = init_meta(scaling) if isinstance(scaling, DelayedScaling) else None
+@pytest.mark.matrix("each", name=list(SCALINGS), dtype=["bfloat16", "float16", "float32"])
+def test_the_gradient_of_a_kernel_can_be_summed_in_its_own_dtype(name, dtype):
+    scaling = SCALINGS[name]
+    x, kernel, weights = (normal(*s, dtype=dtype, seed=i) for i, s in enumerate(((64, 32), (32, 16), (64, 16))))
 
     def gradients(how):
         def loss(x, kernel):
-            return (fp8_dot_general(x, kernel, MATMUL, meta=meta, scaling=how) * weights).astype(jnp.float32).sum()
+            return (dot(x, kernel, meta_of(scaling), how) * weights).astype(jnp.float32).sum()
 
         step = jax.value_and_grad(loss, argnums=(0, 1))
         dots = [line for line in str(jax.make_jaxpr(step)(x, kernel)).splitlines() if "dot_general[" in line]
-        return step(x, kernel), [line.split(":")[1].partition("[")[0] for line in dots]
+        return jax.jit(step)(x, kernel), [line.split(":")[1].partition("[")[0] for line in dots]
 
     (y, (d_x, d_kernel)), plain = gradients(dataclasses.replace(scaling, kernel_gradient="float32"))
     (y_own, (d_x_own, d_kernel_own)), own = gradients(scaling)
@@ -256,3 +260,115 @@ def test_the_gradient_of_a_kernel_can_be_summed_in_its_own_dtype(scaling, dtype)
         assert bool(error.any()) is not isinstance(scaling, DelayedScaling)
     else:
         assert jnp.array_equal(d_kernel_own, d_kernel)
+
+
+# ---------------------------------------------------------------- what is not finite
+
+LAUNDERED = [
+    *((dot, name) for name in SCALINGS),
+    *((product, "delayed") for product in (transposed, ragged, convolution, casts)),
+    *((product, "tensor") for product in (transposed, ragged, convolution)),
+]
+UNOBSERVED = {casts: "kernel", convolution: "output_grad"}
+STEADY = {name: [2, 3, 1] for name in ("input", "kernel", "output_grad")}
+
+
+@pytest.mark.parametrize(("product", "name"), LAUNDERED, ids=lambda one: getattr(one, "__name__", one))
+def test_nothing_that_is_not_finite_is_laundered_nor_recorded(product, name):
+    x, w, g, meta = normal(4, 8), normal(8, 5, seed=1), normal(4, 5, seed=2), meta_of(SCALINGS[name], **STEADY)
+
+    @jax.jit
+    def run(x, w, g):
+        out, pull = jax.vjp(lambda x, w, m: product(x, w, m, SCALINGS[name]), x, w, meta)
+        d_x, d_w, observed = pull(g)
+        return out, d_x, d_w, meta and next_state(meta, observed)
+
+    def recorded(after, **spoiled):
+        """A tensor that is not finite leaves its history, the others are observed."""
+        for tensor, array in ({"input": x, "kernel": w, "output_grad": g} | spoiled).items():
+            if after and tensor != UNOBSERVED.get(product):
+                wanted = [np.abs(array).max(), 1, 2] if np.isfinite(array).all() else STEADY[tensor]
+                np.testing.assert_array_equal(after[f"{tensor}_amax_history"], wanted)
+                assert np.isfinite(after[f"{tensor}_scale"]).all()
+
+    *values, after = run(x, w, g)
+    assert all(np.isfinite(one).all() for one in values)
+    recorded(after)
+    for bad in (np.inf, -np.inf, np.nan):
+        out, _, d_w, after = run(x.at[1, 2].set(bad), w, g)
+        assert not np.isfinite(out[1]).any(), "an input"
+        assert not np.isfinite(d_w[2]).all(), "an input"
+        recorded(after, input=x.at[1, 2].set(bad))
+        if product is not casts:
+            out, d_x, _, after = run(x, w.at[3, 1].set(bad), g)
+            assert not np.isfinite(out[:, 1]).any(), "a kernel"
+            assert not np.isfinite(d_x[:, 3]).all(), "a kernel"
+            recorded(after, kernel=w.at[3, 1].set(bad))
+        if product is not convolution or np.isnan(bad):
+            _, d_x, d_w, after = run(x, w, g.at[2, 4].set(bad))
+            assert not np.isfinite(d_x[2]).all(), "an output gradient"
+            assert not np.isfinite(d_w[:, 4]).all(), "an output gradient"
+            recorded(after, output_grad=g.at[2, 4].set(bad))
+
+
+def test_one_example_does_not_spoil_those_that_share_its_state():
+    x, w = normal(3, 4, 8).at[1, 0, 0].set(jnp.inf), normal(8, 5, seed=1)
+    out = jax.vmap(lambda x: dot(x, w, meta_of(SHORT, **STEADY), SHORT))(x)
+    np.testing.assert_array_equal([np.isfinite(one).all() for one in out], [True, False, True])
+
+
+# ---------------------------------------------------------------- what is refused
+
+X, W = np.ones((4, 8), np.float32), np.ones((8, 5), np.float32)
+
+
+def with_state(**changes):
+    """A product whose state was changed."""
+    kept = {name: leaf for name, leaf in init_meta(SHORT).items() if changes}
+    return lambda: dot(X, W, kept | changes, DelayedScaling())
+
+
+def of_ones(equation, *ndims):
+    return lambda: fp8_einsum(equation, *(jnp.ones((3,) * ndim) for ndim in ndims))
+
+
+def second(product, outer=lambda f: jax.grad(lambda x: jax.grad(f)(x).sum())):
+    return lambda: jax.jit(outer(lambda x: (product(x) ** 2).sum()))(jnp.ones((4, 8)))
+
+
+REFUSED = {
+    "a state without leaves": (with_state(), "lacks input_scale"),
+    "a state of another dtype": (with_state(kernel_scale=np.ones(1, jnp.bfloat16)), "must be float32, got bfloat16"),
+    "a stacked state": (with_state(input_amax_history=np.zeros((2, 3), np.float32)), "vmap for stacked layers"),
+    "no state": (lambda: dot(X, W, None, DelayedScaling()), "needs its state"),
+    "a state for current scaling": (lambda: dot(X, W, init_meta(), ROWS), "CurrentScaling has no state"),
+    "integers": (lambda: dot(np.int32(X), W, None, None), "lhs must be float16, bfloat16 or float32, got int32"),
+    "a history without entries": (lambda: DelayedScaling(amax_history_length=0), "from 1 on, got 0"),
+    "another rule": (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo must be one of"),
+    "a broken margin": (lambda: DelayedScaling(margin=0.5), "margin must be an integer"),
+    "other groups than experts": (lambda: fp8_ragged_dot(X, W[None], jnp.int32([1, 3])), r"needs lhs \[M, K\]"),
+    "rows of a ragged product": (lambda: ragged(X, W, None, ROWS), "one scale per tensor"),
+    "rows of a convolution": (lambda: convolution(X, W, None, ROWS), "one scale per tensor"),
+    "three operands": (of_ones("ij,jk,kl->il", 2, 2), "multiplies two operands, got 3"),
+    "one operand": (of_ones("ij->i", 2, 2), "got 1"),
+    "a name twice in a result": (of_ones("ij,jk->ii", 2, 2), "is no equation of einsum"),
+    "a name from nowhere": (of_ones("ij,jk->iz", 2, 2), "is no equation of einsum"),
+    "two dots": (of_ones("i..,jk->ik", 2, 2), "is no equation of einsum"),
+    "other dimensions": (of_ones("ij,jk->ik", 3, 2), "of 2 and 2 dimensions, got 3 and 2"),
+    "other sizes": (lambda: fp8_einsum("ij,jk->ik", X, W.T), "'j' has size 8 in lhs and 5 in rhs"),
+    "a product that is not FP8": (
+        lambda: assert_fp8_dots(jnp.dot, X, W),
+        r"dot_general of float32\(4, 8\) and float32\(8, 5\)",
+    ),
+    "a function without products": (lambda: assert_fp8_dots(jnp.sin, jnp.ones(3)), "Of 0 products"),
+    "a second derivative": (second(lambda x: fp8_dot_general(x, W, MATMUL)), "first derivatives only"),
+    "a Hessian": (second(lambda x: fp8_dot_general(x, W, MATMUL), jax.hessian), "first derivatives only"),
+    "a second derivative of a cast": (second(lambda x: in_qdq(x, jnp.ones(1), jnp.ones(3))), "first derivatives only"),
+}
+
+
+@pytest.mark.parametrize(("run", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_meant_is_refused(run, message):
+    with pytest.raises(Fp8Error, match=message) as caught:
+        run()
+    assert ("derivative" in message) == isinstance(caught.value, Fp8UnsupportedError)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
-
-COLLECTION = "_overwrite_with_gradient"
+from tests.helpers.jax_layers import COLLECTION
 
 
 def state(scale=2 / 448, history=(1.5, 1, 1.2, 2), tensor="input"):
@@ -82,10 +81,16 @@ def test_a_sum_betrays_itself(merge, known):
         (state(scale=0.0), "scale of zero"),
         (state(scale=-1.0, history=(3.0, 1.5, 0, 0)), "gradients were put in the place of the state"),
         (state(scale=np.nan), "finite"),
+        (state(history=(-1.0, 0, 1)), "a negative amax"),
+        (state(scale=1.0, history=(2, 0, 3, 4)), "a scale of exactly 1 behind earlier amax"),
+        (state(scale=1.0, history=(2, 0, 0, 0)), ""),
+        (state(scale=1.0, history=(2, 0, 0, 448)), ""),
     ],
 )
 def test_what_cannot_be_is_named(spoiled, message):
-    assert message in only(spoiled).suspicion
+    suspicion = only(spoiled).suspicion
+    assert message in suspicion
+    assert bool(suspicion) == bool(message)
 
 
 def test_stacked_states_are_reported_one_by_one():

@@ -1,25 +1,37 @@
-"""Pipelines equal their stages run one after the other: results, gradients and every leaf of the FP8 state."""
+"""Pipelines equal their stages run one after the other; bubbles leave nothing; what stages may not do is refused."""
 
+import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import errors, nnx
 from flax import linen as nn
-from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
-from fp8_jax_owg import DelayedScaling, pipeline
+from fp8_common import Fp8Error, Fp8UnsupportedError
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
+from fp8_jax_owg import pipeline
 from fp8_jax_owg.pipeline import PipelineOptions, Schedule
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.pairs import map_leaves
 from tests.helpers import jax_layers
+from tests.helpers.jax_layers import COLLECTION, SCALING, T, newest
 
-SCALING = DelayedScaling(amax_history_length=3)
 WIDTH, ROWS = 8, 4
+KEEP = jax.checkpoint_policies
+REMAT = {
+    "plain": {},
+    "remat": {"remat": True},
+    "everything": {"policy": KEEP.everything_saveable},
+    "except names": {"policy": KEEP.save_anything_except_these_names("none")},
+}
 
 
 class LinenStage(nn.Module):
@@ -42,20 +54,19 @@ class NnxStage(nnx.Module):
         return jnp.tanh(self.fc(h)) * 2 + h
 
 
+def linen(body, stages, batches, rounds=1, policy=None, **options):
+    """A pipeline of Linen."""
+    numbers = {"num_stages": stages, "num_microbatches": batches, "circular_repeat": rounds, "remat_policy": policy}
+    return owg_linen.LayerwiseShardablePipelined(body=body, **numbers, **options)
+
+
 class Linen:
-    """A Linen pipeline behind the interface that the tests use."""
+    """A pipeline of `LinenStage` behind the interface that the tests use."""
 
-    def __init__(self, schedule, bias=0.0, **options):
-        stage = LinenStage(bias)
-        numbers = {"num_stages": schedule.stages, "num_microbatches": schedule.microbatches}
-        numbers["circular_repeat"] = schedule.rounds
-        self.model = owg_linen.LayerwiseShardablePipelined(body=stage, **numbers, **options)
-        shapes = jax.eval_shape(self.model.init, jax.random.key(1), microbatches(schedule))
-        self.variables = filled(shapes, bias)
-        self.stage = stage.apply
-
-    def run(self, variables, x):
-        return self.model.apply(variables, x)
+    def __init__(self, stages, batches, rounds, bias=0.0, **options):
+        model = linen(LinenStage(bias), stages, batches, rounds, **options)
+        self.variables = filled(jax.eval_shape(model.init, jax.random.key(1), microbatches(batches)), bias)
+        self.run, self.stage = model.apply, LinenStage(bias).apply
 
     def body(self, variables):
         return {name: tree["body"] for name, tree in variables.items()}
@@ -64,22 +75,15 @@ class Linen:
 class Nnx:
     """The same for NNX."""
 
-    def __init__(self, schedule, bias=0.0, remat=False):
-        make = partial(NnxStage, bias=bias)
-        options = PipelineOptions(remat=remat)
-        rounds = {"circular_repeat": schedule.rounds} if schedule.rounds > 1 else {}
-        kind = owg_nnx.LayerwiseShardablePipelined
-        numbers = schedule.stages, schedule.microbatches
-        model = nnx.eval_shape(lambda: kind(make, *numbers, **rounds, rngs=nnx.Rngs(1), options=options))
-        self.graph, shapes = nnx.split(model)
+    def __init__(self, stages, batches, rounds, bias=0.0, **options):
+        settings = {"circular_repeat": rounds, "options": PipelineOptions(**options)}
+        make = partial(owg_nnx.LayerwiseShardablePipelined, partial(NnxStage, bias=bias), stages, batches, **settings)
+        model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(1)))
+        graph, shapes = nnx.split(model)
+        stage = nnx.graphdef(model.stages)
         self.variables = filled(shapes, bias)
-        self.stage_graph = nnx.graphdef(model.stages)
-
-    def run(self, variables, x):
-        return nnx.merge(self.graph, variables)(x)
-
-    def stage(self, variables, h):
-        return nnx.merge(self.stage_graph, variables)(h)
+        self.run = lambda variables, x: nnx.merge(graph, variables)(x)
+        self.stage = lambda variables, h: nnx.merge(stage, variables)(h)
 
     def body(self, variables):
         return variables["stages"]
@@ -93,99 +97,283 @@ def filled(shapes, bias):
         drawn = random.normal(size=leaf.shape) / WIDTH**0.5
         return jnp.asarray(drawn if leaf.shape[-2:] == (WIDTH, WIDTH) else np.full(leaf.shape, bias), jnp.float32)
 
-    def fresh(leaf):
-        return jnp.full(leaf.shape, leaf.shape[-1] == 1, jnp.float32)
-
-    return map_leaves(parameter, fresh, shapes)
+    return map_leaves(parameter, lambda leaf: jnp.full(leaf.shape, leaf.shape[-1] == 1, jnp.float32), shapes)
 
 
-def microbatches(schedule, seed=0, scale=1.0):
-    x = np.random.default_rng(seed).normal(size=(schedule.microbatches, ROWS, WIDTH)) * scale
-    # microbatches of different amax, the greatest not the last
-    return jnp.asarray(x * np.resize([1.0, 3.0, 2.0, 0.5], (schedule.microbatches, 1, 1)), jnp.float32)
+def microbatches(count, scale=1.0):
+    """Microbatches of different amax, the greatest not the last."""
+    x = np.random.default_rng(0).normal(size=(count, ROWS, WIDTH)) * scale
+    return jnp.asarray(x * np.resize([1.0, 3.0, 2.0, 0.5], (count, 1, 1)), jnp.float32)
 
 
 def with_history(variables):
     """The variables after some steps: every history holds numbers, so every scale is another one."""
     random = np.random.default_rng(2)
-
-    def fresh(x):
-        return jnp.asarray(random.uniform(0.5, 4, x.shape), jnp.float32)
-
-    return map_leaves(lambda x: x, fresh, variables)
+    return map_leaves(lambda x: x, lambda x: jnp.asarray(random.uniform(0.5, 4, x.shape), jnp.float32), variables)
 
 
 def loss_of(y):
-    return (y * y).sum() / 64
+    return (y * y).sum() / 64, y
 
 
-def sequential(pipe, schedule, variables, x):
+def sequential(pipe, rounds, variables, x):
     """Each microbatch through one stage after the other; sums and maxima over microbatches."""
 
     def one(variables, h):
-        def layer(h, stage):
-            return pipe.stage(stage, h), None
-
         # every layer is used once, so a loop over them combines nothing
-        lead = 2 if schedule.rounds > 1 else 1
-        layers = jax.tree.map(lambda a: a.reshape(-1, *a.shape[lead:]), owg.read(pipe.body(variables)))
-        h = jax.lax.scan(layer, h, layers)[0]
-        return loss_of(h), h
+        lead = 2 if rounds > 1 else 1
+        layers = T(lambda a: a.reshape(-1, *a.shape[lead:]), owg.read(pipe.body(variables)))
+        return loss_of(jax.lax.scan(lambda h, stage: (pipe.stage(stage, h), None), h, layers)[0])
 
     step = owg.value_and_grad(one, has_aux=True)
     (_, outputs), each = jax.jit(lambda v, x: jax.lax.map(lambda h: step(v, h), x))(variables, x)
     return outputs, map_leaves(lambda g: g.sum(0), lambda g: cotangents.maximum_over(g, 0), each)
 
 
-def pipelined(pipe, variables, x):
-    def loss(variables):
-        y = pipe.run(variables, x)
-        return loss_of(y), y
-
-    (_, y), gradients = jax.jit(owg.value_and_grad(loss, has_aux=True))(variables)
-    return y, gradients
-
-
-def assert_equal(pipe, schedule, variables, x):
-    y, gradients = pipelined(pipe, variables, x)
-    wanted, total = sequential(pipe, schedule, variables, x)
+def assert_equal(pipe, rounds, variables, x):
+    both = jax.jit(owg.value_and_grad(lambda v: loss_of(pipe.run(v, x)), has_aux=True))
+    (_, y), gradients = both(variables)
+    wanted, total = sequential(pipe, rounds, variables, x)
     np.testing.assert_allclose(y, wanted, rtol=2e-6, atol=1e-6)
-    parameters, state = owg.split(gradients)
-    wanted_parameters, wanted_state = owg.split(total)
+    (parameters, state), (wanted_parameters, wanted_state) = owg.split(gradients), owg.split(total)
     assert len(jax.tree.leaves(state)) == 6
-    jax.tree.map(np.testing.assert_array_equal, state, wanted_state)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), parameters, wanted_parameters)
+    T(np.testing.assert_array_equal, state, wanted_state)
+    T(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), parameters, wanted_parameters)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-    return gradients
 
 
 KINDS = {"linen": Linen, "nnx": Nnx}
 
 
 @pytest.mark.matrix(
-    "each",
-    stages=[1, 2, 4],
-    batches=[1, 3, 8],
-    rounds=[1, 2],
-    remat=[False, True],
-    kind=["linen", "nnx"],
+    "each", stages=[1, 2, 4], batches=[1, 3, 8], rounds=[1, 2], remat=list(REMAT), kind=["linen", "nnx"]
 )
 def test_a_pipeline_equals_its_stages(stages, batches, rounds, remat, kind):
-    schedule = Schedule(stages=stages, microbatches=batches, rounds=rounds)
-    pipe = KINDS[kind](schedule, remat=remat)
-    assert_equal(pipe, schedule, with_history(pipe.variables), microbatches(schedule))
+    pipe = KINDS[kind](stages, batches, rounds, **REMAT[remat])
+    assert_equal(pipe, rounds, with_history(pipe.variables), microbatches(batches))
 
 
 @pytest.mark.matrix(
-    "each",
-    kind=["linen", "nnx"],
-    trouble=["nan", "1e6", "bias"],
-    rounds=[1, 2],
-    remat=[False, True],
+    "each", kind=["linen", "nnx"], trouble=["nan", "1e6", "bias"], rounds=[1, 2], remat=["plain", "remat"]
 )
 def test_nothing_leaves_a_bubble(kind, trouble, rounds, remat, monkeypatch):
-    schedule = Schedule(stages=3, microbatches=2, rounds=rounds)
     if trouble != "bias":
         monkeypatch.setattr(pipeline, "BUBBLE", float(trouble))
-    pipe = KINDS[kind](schedule, remat=remat, bias=300.0 if trouble == "bias" else 0.0)
-    assert_equal(pipe, schedule, pipe.variables, microbatches(schedule, scale=0.01))
+    pipe = KINDS[kind](3, 2, rounds, bias=300.0 if trouble == "bias" else 0.0, **REMAT[remat])
+    assert_equal(pipe, rounds, pipe.variables, microbatches(2, scale=0.01))
+
+
+# ---------------------------------------------------------------- one FP8 layer a stage
+
+
+def layer(width=WIDTH):
+    return jax_layers.dense(width, use_bias=False, scaling=SCALING)
+
+
+@pytest.mark.parametrize("gradient", [owg.grad, jax.grad])
+def test_three_steps_give_the_known_histories_and_scales(gradient):
+    """One stage, three microbatches of 2, 3, 4: the figures of praxis' own test of its pipeline."""
+    model = linen(layer(1), 1, 3)
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((3, 1, 1)))
+
+    @jax.jit
+    def step(variables, x):
+        gradients = gradient(lambda v: model.apply(v, x).max())(variables)
+        return owg.next_state(variables, gradients) | {"params": variables["params"]}
+
+    histories, scales = [], []
+    for value in (2.0, 3.0, 4.0):
+        variables = step(variables, jnp.full((3, 1, 1), value))
+        (state,) = variables[COLLECTION]["body"].values()
+        histories.append(np.asarray(state["input_amax_history"]).tolist())
+        scales.append(float(state["input_scale"][0, 0]))
+    assert histories == [[[2, 0, 0]], [[3, 0, 2]], [[4, 2, 3]]]
+    np.testing.assert_allclose(scales, [1.0, 2 / 448, 3 / 448], rtol=1e-7)
+
+
+def test_praxis_like_metadata():
+    """Parameters in one plain tree, marks in a tree of hyperparameters beside it."""
+    marks = {"kernel": ()} | dict.fromkeys(owg.init_meta(SCALING), ("non_trainable", COLLECTION))
+    mask = owg.mask_from_hparams({name: SimpleNamespace(shape=None, collections=x) for name, x in marks.items()})
+    assert mask == {name: name != "kernel" for name in marks}
+    x, kernel = microbatches(3), jax_layers.normal(2, WIDTH, WIDTH, seed=1)
+    marked = owg.mark({"kernel": kernel, **jax_layers.stacked(owg.init_meta(SCALING), 2)}, mask)
+
+    def stage(params, h, key):
+        meta = {name: leaf for name, leaf in params.items() if name != "kernel"}
+        return owg.fp8_dot_general(h, params["kernel"], (((h.ndim - 1,), (0,)), ((), ())), meta=meta, scaling=SCALING)
+
+    def loss(tree):
+        return (pipeline.pipeline(stage, owg.unmark(tree), x, Schedule(stages=2, microbatches=3)) ** 2).sum()
+
+    gradients = owg.unmark(jax.jit(owg.grad(loss))(marked))
+    assert newest(gradients)[0] == np.abs(x).max()
+    assert gradients["kernel"].shape == kernel.shape
+
+
+def test_the_signature_of_apply_stays():
+    model = linen(layer(), 2, 2)
+    assert inspect.signature(model.apply) == inspect.signature(nn.Dense(1).apply)
+    assert list(inspect.signature(type(model).__call__).parameters) == ["self", "x"]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_no_dots_are_added(remat):
+    """One product forward and two backward, as without a pipeline; what is recomputed needs none."""
+    model, x = linen(layer(), 2, 4, remat=remat), microbatches(4)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    zeros = T(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables)
+    assert len(owg.assert_fp8_dots(jax.grad(lambda v: (model.apply(v, x) ** 2).sum()), zeros)) == 3
+
+
+def test_sharded_over_stages_and_data_equals_one_device(devices):
+    """Loss normalised by the global count; data whose sums are exact."""
+    mesh = jax_layers.mesh(2, 4)
+    x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (3, 8, WIDTH)), jnp.float32)
+    integers = np.random.default_rng(1).integers(-2, 3, (2, WIDTH, WIDTH)).astype(np.float32)
+    model = linen(layer(), 2, 3)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables = map_leaves(lambda _: jnp.asarray(integers), lambda leaf: jnp.ones(leaf.shape), shapes)
+
+    def step(model):
+        return jax.jit(owg.grad(lambda v, x: (model.apply(v, x) ** 2).sum() / x.size))
+
+    single = step(model)(variables, x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(variables, NamedSharding(mesh, P("a")))
+        spread = jax.device_put(x, NamedSharding(mesh, P(None, "b")))
+        compiled = step(model.clone(stage_axis="a")).lower(placed, spread).compile()
+        several = compiled(placed, spread)
+    T(np.testing.assert_array_equal, several, single)
+    assert "collective-permute" in compiled.as_text()
+
+
+def test_random_numbers_differ_between_stages_and_microbatches():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, h):
+            return nn.Dropout(0.5, deterministic=False)(h) + self.param("zero", nn.initializers.zeros, ())
+
+    model, x = linen(Noisy(), 2, 3), jnp.ones((3, 4, 64))
+    run = jax.jit(
+        lambda: model.apply({"params": {"body": {"zero": jnp.zeros(2)}}}, x, rngs={"dropout": jax.random.key(2)})
+    )
+    y = run()
+    assert len({row.tobytes() for row in np.asarray(y).reshape(12, -1)}) == 12
+    np.testing.assert_array_equal(y, run())
+
+
+def test_partitioned_parameters_name_the_new_axes():
+    class Partitioned(nn.Module):
+        @nn.compact
+        def __call__(self, h):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return h + jax_layers.dense(WIDTH, kernel_init=init, scaling=SCALING, name="fc")(h)
+
+    model, x = linen(Partitioned(), 2, 2, 3), microbatches(2)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    specs = nn.get_partition_spec(variables)
+    assert specs["params"]["body"]["fc"]["kernel"] == P("round", "stage", None, "model")
+    shapes = [jax.eval_shape(model.apply, v, x) for v in (variables, nn.meta.unbox(variables))]
+    assert shapes[0].shape == shapes[1].shape == x.shape
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def run_linen(*args):
+    return lambda: linen(*args).init(jax.random.key(0), jnp.ones((2, 4, WIDTH)))
+
+
+def run_of_other_stages():
+    return pipeline.pipeline(
+        lambda v, h, k: h, {"w": jnp.ones((3, 1))}, jnp.ones((2, 1)), Schedule(stages=2, microbatches=2)
+    )
+
+
+FLAX_LAYER = nn.Dense(2, use_bias=False, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+REFUSED = {
+    "no stages": (run_linen(layer(), 0, 2), "stages of a pipeline must be an integer from 1 on, got 0"),
+    "other microbatches": (
+        run_linen(layer(), 2, 3),
+        r"Activations .*\[microbatches, \.\.\.\] with \(3,\), got \(2, 4, 8\)",
+    ),
+    "other stages": (run_of_other_stages, r"Variables .*\[stages, \.\.\.\] with \(2,\), got \(3, 1\) at \['w'\]"),
+    "FP8 layers of flax, which would compute with state": (
+        run_linen(FLAX_LAYER, 2, 2),
+        r"flax's own FP8 operations cannot read state.*pipelines",
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(run, message):
+    with pytest.raises(Fp8Error, match=message):
+        run()
+
+
+class Changing(nn.Module):
+    """A stage of Linen that keeps statistics, or sows."""
+
+    fixed: bool = False
+    sows: bool = False
+
+    @nn.compact
+    def __call__(self, h):
+        if self.sows:
+            self.sow("intermediates", "seen", h)
+            return nn.Dense(4)(h)
+        return nn.BatchNorm(use_running_average=self.fixed)(nn.Dense(4)(h))
+
+
+def initialized(body, *rounds):
+    model, x = linen(body, 2, 3, *rounds), jnp.ones((3, 2, 4))
+    return model, jax.jit(model.init)(jax.random.key(0), x), x
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_batch_statistics_in_linen_are_refused_unless_they_are_fixed(rounds):
+    with pytest.raises(Fp8UnsupportedError, match=r"sow, here \['batch_stats'\].*\['mean'\].*Move the layer"):
+        initialized(Changing(), rounds)
+    model, variables, x = initialized(Changing(fixed=True), rounds)
+    _, after = model.apply(variables, x, mutable=["batch_stats"])
+    T(np.testing.assert_array_equal, after["batch_stats"], variables["batch_stats"])
+    changing = model.clone(body=Changing())
+    with pytest.raises(Fp8UnsupportedError, match="batch_stats"):
+        changing.apply(variables, x, mutable=["batch_stats"])
+    with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):
+        changing.apply(variables, x)
+
+
+def test_sown_values_in_linen_are_refused_where_somebody_asks_for_them():
+    model, variables, x = initialized(Changing(sows=True))
+    params = {"params": variables["params"]}
+    assert model.apply(params, x).shape == x.shape
+    for mutable in (["intermediates"], True):
+        with pytest.raises(Fp8UnsupportedError, match=r"here \['intermediates'\]"):
+            model.apply(params, x, mutable=mutable)
+    model, variables, x = initialized(layer(4))
+    _, changed = model.apply(variables, x, mutable=["batch_stats", "intermediates"])
+    assert not changed
+
+
+class Stage(nnx.Module):
+    def __init__(self, rngs, kind):
+        self.fc = jax_layers.linear(4, 4, rngs=rngs)
+        self.kind = kind
+        self.norm = nnx.BatchNorm(4, rngs=rngs) if kind == "norm" else None
+        self.dropout = nnx.Dropout(0.5, rngs=rngs) if kind == "dropout" else None
+
+    def __call__(self, h):
+        h = self.fc(h)
+        if self.kind == "sow":
+            self.sow(nnx.Intermediate, "seen", h)
+        return self.norm(h) if self.norm else self.dropout(h) if self.dropout else h
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "names"), [("norm", r"norm.*mean"), ("dropout", "dropout.*count"), ("sow", "seen")])
+def test_stages_that_change_in_nnx(kind, names):
+    pipe = owg_nnx.LayerwiseShardablePipelined(lambda rngs: Stage(rngs, kind), 2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(Fp8UnsupportedError, match=rf"does not keep what its stages change or sow, .*{names}"):
+        pipe(jnp.ones((3, 2, 4)))

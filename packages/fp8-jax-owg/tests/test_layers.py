@@ -1,0 +1,418 @@
+"""Layers of Linen and NNX in FP8: recipes and rules that choose them, flax's names, what they observe, refusals."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fp8_common
+import fp8_jax_owg as owg
+from fp8_common import POWER_OF_2, RECIPES, CastRecipe, Fp8Error, Recipe
+from fp8_jax_owg import CurrentScaling, DelayedScaling, checkpoint
+from fp8_jax_owg import linen as owg_linen
+from fp8_jax_owg import nnx as owg_nnx
+from fp8_jax_owg.scaling import as_scaling, recipe_of
+from tests.helpers import jax_layers
+from tests.helpers.jax_layers import COLLECTION, MATMUL, T, newest, normal
+
+SCALING = DelayedScaling(amax_history_length=2)
+BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
+LEAVES = set(owg.init_meta())
+KEY = jax.random.key
+
+
+def sample():
+    return normal(2, 6, 8)
+
+
+def distance(found, wanted):
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+# ---------------------------------------------------------------- recipes
+
+HONOURED = {
+    "tensorwise": CurrentScaling(),
+    "tensorwise_delayed": DelayedScaling(amax_history_length=16),
+    "rowwise": CurrentScaling(granularity="row", fp8_format="E4M3", power_of_2=True),
+}
+
+
+def test_a_recipe_is_taken_by_name_object_and_dictionary_and_comes_back():
+    for name, scaling in HONOURED.items():
+        for choice in (name, RECIPES[name], RECIPES[name].to_dict()):
+            assert as_scaling(choice) == scaling
+    for scaling in (
+        DelayedScaling(amax_history_length=7, margin=2, amax_compute_algo="most_recent", fp8_format="E4M3"),
+        CurrentScaling(granularity="row", fp8_format="E4M3_FNUZ"),
+        CurrentScaling(power_of_2=True),
+    ):
+        assert as_scaling(recipe_of(scaling)) == as_scaling(recipe_of(scaling).to_dict()) == scaling
+
+
+UNLIKE = dataclasses.replace(RECIPES["tensorwise"], weight_for_grad_input=CastRecipe(policy=POWER_OF_2))
+STATIC = Recipe(name="mine", input=CastRecipe(scaling="static", static_scale=2.0))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("blockwise", r"'blockwise': in the matmul 'output' its input has granularity='blockwise_1x128'"),
+        ("rowwise_with_gw_hp", r"in the matmul 'grad_weight' its input has scaling='disabled'"),
+        (UNLIKE, r"in the matmul 'grad_input' its weight has policy.power_of_2=True, where they would have False"),
+        (STATIC, r"its input has scaling='static'"),
+        ("delayed", "Unknown recipe 'delayed'. Use one of tensorwise"),
+        (16, "scaling must be a DelayedScaling, a CurrentScaling, a Recipe"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_its_field(choice, message):
+    with pytest.raises(Fp8Error, match=message):
+        jax_layers.dense(4, scaling=choice).init(KEY(0), sample())  # a partial makes the operation late
+    with pytest.raises(Fp8Error, match=message):
+        jax_layers.linear(4, 4, scaling=choice, rngs=nnx.Rngs(0))
+
+
+def test_every_place_that_takes_a_scaling_takes_a_recipe():
+    x, w, name = normal(4, 8), normal(8, 5), "tensorwise_delayed"
+    meta = owg.init_meta(name)
+    assert meta["input_amax_history"].shape == (16,)
+    wanted = owg.fp8_dot_general(x, w, MATMUL, meta=meta, scaling=HONOURED[name])
+    np.testing.assert_array_equal(owg.fp8_dot_general(x, w, MATMUL, meta=meta, scaling=name), wanted)
+    np.testing.assert_array_equal(owg.fp8_einsum("ab,bc->ac", x, w, meta=meta, scaling=name), wanted)
+    state = meta["input_scale"], meta["input_amax_history"]
+    assert owg.in_q(x, *state, scaling=name)[0].dtype == jnp.float8_e4m3fn
+    with pytest.raises(Fp8Error, match="needs delayed scaling"):
+        owg.in_q(x, *state, scaling="tensorwise")
+    variables = jax_layers.dense(5, scaling=RECIPES[name].to_dict()).init(KEY(0), x)
+    assert {leaf.shape for leaf in jax.tree.leaves(variables[COLLECTION])} == {(1,), (16,)}
+    assert set(jax_layers.dense(4, scaling=CurrentScaling()).init(KEY(0), x)) == {"params"}
+
+
+def test_power_of_2_scales_are_those_of_the_recipe():
+    x, w = normal(4, 8), normal(8, 5)
+    rows = owg.fp8_dot_general(x, w, MATMUL, scaling="rowwise")
+    assert distance(rows, x @ w) < 0.06
+    assert (rows != owg.fp8_dot_general(x, w, MATMUL, scaling=CurrentScaling(granularity="row"))).any()
+
+
+# ---------------------------------------------------------------- flax's names and numbers
+
+
+def make(name, cls=owg_linen.Fp8DotGeneralOp, length=3):
+    op = functools.partial(cls, amax_history_length=length)
+    return {
+        "Dense": lambda: nn.Dense(8, dot_general_cls=op),
+        "DenseGeneral": lambda: nn.DenseGeneral((2, 4), axis=(-2, -1), dot_general_cls=op),
+        "attention": lambda: nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=op, out_dot_general_cls=op),
+    }[name]()
+
+
+@pytest.mark.parametrize(("name", "products"), [("Dense", (1, 0)), ("DenseGeneral", (1, 0)), ("attention", (4, 2))])
+def test_layers_of_linen_run_all_three_products_in_fp8(name, products):
+    layer, x = make(name), sample()
+    variables = layer.init(KEY(0), x)
+    gradients = jax.grad(lambda v, x: layer.apply(v, x).sum(), (0, 1))
+    dots = owg.assert_fp8_dots(gradients, variables, x, others=3 * products[1])
+    assert len(dots) == 3 * sum(products)
+
+
+def test_names_and_shapes_are_those_of_flax_and_its_checkpoints_load_with_its_numbers():
+    ours, theirs = (make("attention", kind.Fp8DirectDotGeneralOp) for kind in (owg_linen, nn))
+    saved, variables = theirs.init(KEY(0), sample()), jax.eval_shape(ours.init, KEY(0), sample())
+    assert T(jnp.shape, variables) == T(jnp.shape, saved)
+    assert distance(ours.apply(saved, sample()), theirs.apply(saved, sample())) < 1e-5
+    T(np.testing.assert_array_equal, checkpoint.upgrade(saved, variables), saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        older = make("Dense", nn.Fp8DotGeneralOp).init(KEY(0), sample())
+    assert jax.tree.structure(make("Dense").init(KEY(0), sample())) == jax.tree.structure(older)
+
+
+def test_the_formats_of_mi300_give_flax_numbers_and_its_checkpoints_load():
+    class NANOOFp8DotGeneralOp(owg_linen.Fp8DotGeneralOp):
+        """Named as flax names it."""
+
+    def layer(cls, **settings):
+        op = functools.partial(cls, amax_history_length=3, **settings)
+        ones = functools.partial(np.random.default_rng(1).integers, -8, 9)  # exact in both formats
+        return nn.Dense(4, use_bias=False, dot_general_cls=op, kernel_init=lambda _, *a: jnp.asarray(ones(a[0]), a[1]))
+
+    theirs = layer(nn.NANOOFp8DotGeneralOp)
+    ours = layer(NANOOFp8DotGeneralOp, scaling=DelayedScaling(fp8_format="HYBRID_FNUZ"))
+    x = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (6, 8)), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # flax's function mixes dtypes
+        saved = theirs.init(KEY(0), x)
+        wanted, pull = jax.vjp(theirs.apply, saved, x)
+        expected = pull(wanted)
+    found, pull = jax.vjp(ours.apply, saved, x)
+    after, d_x = pull(wanted)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(d_x, expected[1], rtol=1e-6)
+    np.testing.assert_allclose(after["params"]["kernel"], expected[0]["params"]["kernel"], rtol=1e-6)
+    assert newest(after[COLLECTION]) == newest(expected[0][COLLECTION])
+    operands = {dtype.name for dot in owg.find_dots(ours.apply, saved, x) for dtype in dot.operands}
+    assert operands == {"float8_e4m3fnuz"}
+
+
+@pytest.mark.parametrize(("algo", "margin"), [("max", 2), ("most_recent", 0)])
+def test_histories_and_scales_equal_the_definition_over_twice_the_window(algo, margin):
+    scaling = DelayedScaling(amax_history_length=3, amax_compute_algo=algo, margin=margin)
+    layer = jax_layers.dense(4, use_bias=False, scaling=scaling)
+    inputs = [normal(5, 8, seed=i) * size for i, size in enumerate((1, 0, 40, 1e-4, 3, 7, 1e6))]
+    variables = layer.init(KEY(0), inputs[0])
+    step = jax.jit(owg.grad(lambda v, x: (layer.apply(v, x) ** 2).sum()))
+    window, scale = np.zeros(3, np.float32), np.float32(1)
+    for x in inputs:
+        variables = {**variables, COLLECTION: owg.next_state(variables, step(variables, x))[COLLECTION]}
+        leaves = variables[COLLECTION]["Fp8DotGeneralOp_0"]
+        assert set(leaves) == LEAVES
+        np.testing.assert_array_equal(leaves["input_scale"], fp8_common.reciprocal(scale))
+        window, seen = fp8_common.update_history(window, fp8_common.amax(np.asarray(x)), algo)
+        np.testing.assert_array_equal(leaves["input_amax_history"], window)
+        scale = fp8_common.amax_to_scale(seen, "e4m3", scaling.policy, prev=scale)
+
+
+# ---------------------------------------------------------------- what layers hand on
+
+E4M3 = CurrentScaling(fp8_format="E4M3")
+HANDED_ON = {
+    "linen dot": lambda *a: owg_linen.Fp8DotGeneralOp(scaling=E4M3).apply({}, *a[:2], MATMUL, *a[2:]),
+    "linen einsum": lambda *a: owg_linen.Fp8Einsum(scaling=E4M3).apply({}, "ij,jk->ik", *a),
+    "nnx dot": lambda *a: owg_nnx.Fp8DotGeneralOp(E4M3)(*a[:2], MATMUL, *a[2:]),
+    "nnx einsum": lambda *a: owg_nnx.Fp8EinsumOp(E4M3)(
+        "ij,jk->ik", *a[:2], precision=a[2], preferred_element_type=a[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HANDED_ON)
+def test_operations_hand_on_dtype_precision_and_scaling(how):
+    def run(x):
+        return HANDED_ON[how](x, jnp.ones((3, 4)), jax.lax.Precision.HIGHEST, jnp.bfloat16)
+
+    traced = jax.make_jaxpr(run)(jnp.ones((2, 3)))
+    assert traced.out_avals[0].dtype == jnp.bfloat16
+    assert "precision=(Precision.HIGHEST" in str(traced)
+    backward = jax.make_jaxpr(jax.grad(lambda x: run(x).astype(jnp.float32).sum()))(jnp.ones((2, 3)))
+    assert "e5m2" not in str(backward)
+
+
+def test_einsum_with_experts_as_a_batch_dimension():
+    einsum, arrays = owg_linen.Fp8Einsum(amax_history_length=2), (jnp.ones((3, 4, 8)), jnp.ones((3, 8, 5)))
+    variables = einsum.init(KEY(0), "ebd,edf->ebf", *arrays)
+    assert set(variables[COLLECTION]) == LEAVES
+    np.testing.assert_array_equal(einsum.apply(variables, "ebd,edf->ebf", *arrays), np.full((3, 4, 5), 8))
+
+
+def test_a_convolution_layer_trains():
+    layer, x = nn.Conv(4, (3,), conv_general_dilated_cls=owg_linen.Fp8ConvGeneralDilatedOp), sample()
+    variables = layer.init(KEY(0), x)
+    grads = jax.jit(owg.grad(lambda v: (layer.apply(v, x) ** 2).sum()))(variables)
+    wanted = jax.grad(lambda p: (nn.Conv(4, (3,)).apply({"params": p}, x) ** 2).sum())(variables["params"])
+    assert distance(grads["params"]["kernel"], wanted["kernel"]) < 0.08
+    state = grads[COLLECTION]["Fp8ConvGeneralDilatedOp_0"]
+    assert set(state) == {name for name in LEAVES if "grad" not in name}
+    assert newest(state) == np.abs(x).max()
+
+
+def test_layers_of_one_operation_are_equal():
+    # two partials never compare equal, so a program that makes layers anew makes the partial once
+    op = functools.partial(owg_linen.Fp8DotGeneralOp, scaling=SCALING)
+    dense = functools.partial(nn.Dense, 4, dot_general_cls=op)
+    assert dense() == dense()
+    assert hash(dense()) == hash(dense())
+    assert dense() != nn.Dense(4, dot_general_cls=owg_linen.Fp8DotGeneralOp)
+
+
+def test_state_that_is_missing_or_of_another_length_is_explained():
+    layer, x = jax_layers.dense(4, scaling=SCALING), jnp.ones((2, 3))
+    saved = jax_layers.dense(4, scaling=DelayedScaling(amax_history_length=5)).init(KEY(0), x)
+    with pytest.raises(Fp8Error, match="FP8 state of Fp8DotGeneralOp_0 is missing"):
+        layer.apply({"params": saved["params"]}, x)
+    with pytest.raises(Fp8Error, match=r"have 5 entries.*amax_history_length=2.*checkpoint.upgrade"):
+        layer.apply(saved, x)
+    assert layer.apply(checkpoint.upgrade(saved, jax.eval_shape(layer.init, KEY(0), x)), x).shape == (2, 4)
+    # without settings the state tells its length
+    assert owg.fp8_dot_general(x, jnp.ones((3, 4)), MATMUL, meta=owg.init_meta(SCALING)).shape == (2, 4)
+
+
+# ---------------------------------------------------------------- conversions
+
+
+class Converted(nnx.Module):
+    def __init__(self, rngs):
+        self.inp = nnx.Linear(8, 8, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.einsum = nnx.Einsum("bsd,de->bse", (8, 8), rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.conv = nnx.Conv(8, 8, (3,), rngs=rngs)
+
+    def __call__(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.conv(self.attention(self.einsum(x)))
+
+
+@pytest.fixture
+def model():
+    return Converted(nnx.Rngs(0))
+
+
+def test_a_converted_model_of_nnx_runs_in_fp8_and_observes(model):
+    run = nnx.jit(lambda model, x: model(x))
+    x, before = sample(), run(model, sample())
+    assert owg_nnx.convert_to_fp8(model, scaling=SCALING) is model
+    _, params, state = nnx.split(model, nnx.Param, owg_nnx.OverwriteWithGradient)
+    assert all(jax.tree.leaves(owg.owg_mask(state)))
+    assert not any(jax.tree.leaves(owg.owg_mask(params)))
+    loss = lambda model: (model(x) ** 2).sum()  # noqa: E731
+    assert 0 < distance(run(model, x), before) < 0.5
+    grads = nnx.to_pure_dict(nnx.jit(owg_nnx.grad(loss, wrt=BOTH))(model))
+    assert newest(grads["inp"]["dot_general"]) == np.abs(x).max()
+    assert len(grads["conv"]["conv_general_dilated"]) == 4
+    assert set(grads["einsum"]["einsum_op"]) == LEAVES
+
+
+def test_rules_choose_layers_and_recipes(model):
+    owg_nnx.convert_to_fp8(model, ["*", "!blocks.1", "attention.* = tensorwise", "inp = tensorwise_delayed"])
+    assert not hasattr(model.blocks[1].dot_general, "scaling")
+    assert model.attention.query.dot_general.scaling == CurrentScaling()
+    assert model.inp.dot_general.scaling == DelayedScaling(amax_history_length=16)
+    assert model.blocks[0].dot_general.scaling == DelayedScaling()
+    other = owg_nnx.convert_to_fp8(Converted(nnx.Rngs(0)), lambda layer, name: name == "inp", scaling="tensorwise")
+    assert other.inp.dot_general.scaling == CurrentScaling()
+    assert not hasattr(other.blocks[0].dot_general, "scaling")
+
+
+def test_conversions_that_cannot_be_meant_are_refused(model):
+    for rules in (["!*"], lambda layer, name: False):
+        with pytest.raises(Fp8Error, match="No layer to convert among 9"):
+            owg_nnx.convert_to_fp8(model, rules)
+    with pytest.raises(Fp8Error, match=r"cannot honour recipe 'mxfp8'.*granularity='mx'"):
+        owg_nnx.convert_to_fp8(model, ["inp = mxfp8"])
+    owg_nnx.convert_to_fp8(model, ["inp"])
+    with pytest.raises(Fp8Error, match="'inp' is in FP8 already"):
+        owg_nnx.convert_to_fp8(model)
+    with pytest.warns(UserWarning, match="matched none"):
+        owg_nnx.convert_to_fp8(model, ["einsum", "nowhere"])
+    with pytest.raises(Fp8Error, match="No layer of Dense was converted"):
+        owg_linen.convert_to_fp8(nn.Dense(4), ["!*"]).init(KEY(0), sample())
+
+
+def test_a_subclass_whose_calls_do_not_multiply_through_the_layer_is_refused():
+    class Own(nnx.Linear):
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    class Doubled(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    model = nnx.Sequential(Own(4, 4, rngs=nnx.Rngs(0)), Doubled(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(Fp8Error, match=r"is a Own with a __call__ of its own.*'!layers.0'"):
+        owg_nnx.convert_to_fp8(model)
+    owg_nnx.convert_to_fp8(model, ["*", "!layers.0"])
+    assert owg.assert_fp8_dots(lambda x: model.layers[1](x), jnp.ones((2, 4)))
+
+
+def test_layers_that_vmap_has_stacked_keep_a_state_each():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return nnx.Linear(4, 4, kernel_init=nnx.initializers.constant(0.5), rngs=rngs)
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=(0,), out_axes=1)
+    def make_inside(rngs):
+        return nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(layer, h):
+        return layer(h)
+
+    stack = owg_nnx.convert_to_fp8(nnx.jit(make)(nnx.Rngs(0)), scaling=SCALING)
+    nnx.jit(owg_nnx.grad(lambda stack: forward(stack, jnp.ones((1, 4))).sum()))(stack)
+    np.testing.assert_array_equal(stack.dot_general.input_amax_history[...], [[1, 0], [2, 0], [4, 0]])
+    with pytest.raises(Fp8Error, match=r"has shape \(4, 2, 4\), and that of one layer is \(4, 4\)"):
+        owg_nnx.convert_to_fp8(make_inside(nnx.Rngs(0)))
+
+
+def test_a_linen_model_keeps_its_parameters_and_gets_state():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.MultiHeadDotProductAttention(2, qkv_features=8, name="attention")(nn.Dense(8, name="first")(x))
+            return nn.Dense(4, name="last")(nn.Conv(8, (3,), name="conv")(x))
+
+    plain, x = Inner(), sample()
+    model = owg_linen.convert_to_fp8(plain, ["*", "!last", "conv = tensorwise"], scaling=SCALING)
+    wanted, variables = jax.jit(plain.init)(KEY(0), x), jax.jit(model.init)(KEY(0), x)
+    T(np.testing.assert_array_equal, variables["params"], wanted["params"])
+    assert set(variables[COLLECTION]) == {"first", "attention"}
+    exact = plain.apply(wanted, x)
+    after = jax.jit(owg.grad(lambda v: (model.apply(v, x) ** 2).sum()))(variables)
+    assert 0 < distance(model.apply(variables, x), exact) < 0.2
+    histories = [a for path, a in jax.tree_util.tree_leaves_with_path(after[COLLECTION]) if "input_amax" in str(path)]
+    assert len(histories) == 5
+    assert all(history[0] > 0 for history in histories)
+    assert newest(after[COLLECTION]["first"]) == np.abs(x).max()
+    # the layers of the module itself stay as they were
+    np.testing.assert_array_equal(plain.apply(wanted, x), exact)
+    by_filter = owg_linen.convert_to_fp8(nn.Sequential([nn.Dense(4), nn.Dense(3)]), lambda _, name: name == "layers_1")
+    assert set(by_filter.init(KEY(0), sample())[COLLECTION]) == {"layers_1"}
+
+
+# ---------------------------------------------------------------- arguments of the gradients of NNX
+
+
+def small(seed=0):
+    return owg_nnx.convert_to_fp8(nnx.Linear(4, 4, rngs=nnx.Rngs(seed)), scaling=SCALING)
+
+
+def seen(gradients):
+    return newest(nnx.to_pure_dict(gradients))
+
+
+def test_rngs_and_metrics_that_are_arguments_are_changed():
+    model, rngs, metric, dropout = small(), nnx.Rngs(0), nnx.metrics.Average(), nnx.Dropout(0.5)
+    cache, values = {"calls": nnx.Variable(jnp.int32(0))}, []
+
+    @nnx.jit
+    def step(model, rngs, metric, x, cache):
+        def loss(model, rngs, metric, x, *, cache):
+            y = dropout(model(x), rngs=rngs)
+            metric.update(values=(y**2).mean())
+            cache["calls"][...] += 1
+            return (y**2).mean()
+
+        return owg_nnx.value_and_grad(loss, wrt=BOTH)(model, rngs, metric, x, cache=cache)
+
+    for _ in range(2):
+        value, gradients = step(model, rngs, metric, jnp.ones((2, 4)), cache)
+        values.append(value)
+        assert seen(gradients) == 1
+    assert values[0] != values[1], "the random numbers were the same"
+    assert metric.count[...] == 2
+    np.testing.assert_allclose(metric.total[...], np.sum(values), rtol=1e-6)
+    assert cache["calls"][...] == 2
+
+
+def test_several_models_are_differentiated_by_number():
+    both, x = (small(0), small(1)), jnp.full((2, 4), 3.0)
+
+    def loss(x, one, other):
+        return (one(x) * other(2 * x)).sum()
+
+    first, second = owg_nnx.grad(loss, argnums=(1, 2), wrt=BOTH)(x, *both)
+    assert (seen(first), seen(second)) == (3, 6)
+    assert seen(owg_nnx.grad(loss, argnums=-1, wrt=BOTH)(x, *both)) == 6
+    # one model as two arguments has one state
+    model = small()
+    assert seen(owg_nnx.grad(lambda model, again: loss(x, model, again["it"]), wrt=BOTH)(model, {"it": model})) == 6

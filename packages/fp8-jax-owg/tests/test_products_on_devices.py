@@ -1,0 +1,253 @@
+"""Products inside `shard_map`, on explicit meshes, of experts on devices: the gradients and the state of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, auto_axes
+from jax.sharding import PartitionSpec as P
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8UnsupportedError
+from fp8_jax_owg import CurrentScaling
+from fp8_jax_owg import nnx as owg_nnx
+from fp8_jax_owg.pipeline import Schedule, pipeline
+from tests.helpers import jax_layers
+from tests.helpers.jax_layers import MATMUL, SCALING, T, casts, convolution, dot, meta_of, ragged, transposed
+
+BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
+# powers of two, so that casts of small integers are exact whatever the local amax is
+SCALINGS = {
+    "delayed": SCALING,
+    "tensor": CurrentScaling(power_of_2=True),
+    "row": CurrentScaling(granularity="row", power_of_2=True),
+}
+
+
+def integers(*shape, seed=0):
+    """Integers, so that sums are exact in any order; every row reaches the same amax."""
+    x = np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+    x[..., 0] = 4
+    return x
+
+
+def assert_same(found, wanted):
+    T(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
+
+
+CASES = [
+    *((dot, name, inside) for name in ("delayed", "row") for inside in (True, False)),
+    (dot, "tensor", True),
+    (transposed, "delayed", True),
+    (ragged, "delayed", True),
+    (convolution, "tensor", True),
+    (casts, "delayed", True),
+]
+
+
+@pytest.mark.parametrize(("product", "name", "inside"), CASES)
+def test_a_replicated_kernel_and_a_sharded_batch(devices, product, name, inside):
+    """With the default `check_vma=True`, the gradient taken inside of the `shard_map` or outside."""
+    # without entries in its history a state keeps its scale, 1: products of integers are exact
+    meta, x, w = meta_of(SCALINGS[name]), integers(8, 16), integers(16, 8, seed=1)
+
+    def loss(w, meta, x):
+        # times integers, so that the gradients that are cast differ from device to device
+        return (product(x, w, meta, SCALINGS[name]) * x[:, :8]).sum()
+
+    def local(w, meta, x):
+        value, gradients = jax.value_and_grad(loss, (0, 1))(w, meta, x) if inside else (loss(w, meta, x), None)
+        return jax.lax.psum(value, "a"), gradients
+
+    run = jax.shard_map(
+        local, mesh=jax_layers.mesh(4), in_specs=(P(), P(), P("a")), out_specs=(P(), (P(), P()) if inside else None)
+    )
+    if not inside:
+        run = jax.value_and_grad(lambda *a, run=run: run(*a)[0], (0, 1))
+    assert_same(jax.jit(run)(w, meta, x), jax.jit(jax.value_and_grad(loss, (0, 1)))(w, meta, x))
+
+
+def test_a_gathered_kernel_keeps_its_place(devices):
+    x, w = integers(8, 16), integers(16, 8, seed=1)
+
+    def local(w, x):
+        gathered = owg.fp8_all_gather(w, "a", scaling=SCALINGS["tensor"])
+        value, gradient = jax.value_and_grad(
+            lambda g: owg.fp8_dot_general(x, g, MATMUL, scaling=SCALINGS["tensor"]).sum(), allow_int=True
+        )(gathered)
+        return jax.lax.psum(value, "a"), jax.lax.psum_scatter(gradient.gradient, "a", tiled=True)
+
+    run = jax.shard_map(local, mesh=jax_layers.mesh(4), in_specs=(P("a"), P("a")), out_specs=(P(), P("a")))
+    assert_same(jax.jit(run)(w, x), jax.value_and_grad(lambda w: (x @ w).sum())(jnp.asarray(w)))
+
+
+def test_a_cast_of_gradients_takes_a_state_of_its_own_on_each_device(devices):
+    def loss(y, scale, history):
+        factor = 1 + jax.lax.axis_index("a").astype(jnp.float32)
+        return (owg.out_qdq(y, scale[0], history[0], SCALING) * factor).sum()
+
+    def on_shard(y, scale, history):
+        g, _, seen = owg.grad(loss, argnums=(0, 1, 2))(y, scale, history)
+        return g[None], seen
+
+    specs = (P(), P("a"), P("a"))
+    run = jax.shard_map(on_shard, mesh=jax_layers.mesh(4), in_specs=specs, out_specs=specs[:2])
+    g, history = jax.jit(run)(jnp.ones(8), jnp.ones((4, 1)), jnp.zeros((4, 3)))
+    # the gradient of what is replicated is the sum over devices
+    np.testing.assert_array_equal(g[0], np.full(8, 10))
+    assert history.shape == (4, 3)
+
+
+# ---------------------------------------------------------------- explicit meshes
+
+
+@pytest.fixture
+def explicit(devices):
+    with jax.set_mesh(jax_layers.mesh(2, 2, kind=AxisType.Explicit)):
+        yield
+
+
+def gradients(product):
+    def loss(x, w, meta):
+        y = product(x, w, meta, SCALING)
+        return (y * y).sum() / y.size
+
+    return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+
+PLACES = [(P("a"), P()), (P("a"), P(None, "b")), (P("a"), P("b")), (P(None), P(None, "a"))]
+
+
+@pytest.mark.matrix("each", product=[dot, transposed], places=PLACES)
+def test_products_on_explicit_meshes_are_those_of_one_device(explicit, product, places):
+    x, w, meta = integers(8, 16), integers(16, 8, seed=1) / 2, owg.init_meta(SCALING)
+    found = gradients(product)(*map(jax.device_put, (x, w), places), meta)
+    assert_same(found, gradients(product)(x, w, meta))  # on every device the same
+    for gradient, at in zip(found, places, strict=False):
+        assert gradient.sharding.spec == P(*at, *[None] * (2 - len(at)))
+
+
+LAYERS = {
+    "linear": lambda: jax_layers.linear(16, 8, scaling=SCALING, rngs=nnx.Rngs(0)),
+    "einsum": lambda: jax_layers.einsum("bsd,de->bse", (16, 8), scaling=SCALING, rngs=nnx.Rngs(0)),
+    "conv": lambda: owg_nnx.convert_to_fp8(nnx.Conv(16, 8, (3,), rngs=nnx.Rngs(0)), scaling=SCALING),
+}
+
+
+@pytest.mark.parametrize("form", LAYERS)
+def test_layers_of_nnx_take_out_sharding(devices, form):
+    x = integers(8, 4, 16)
+
+    @nnx.jit(static_argnums=2)
+    def step(layer, x, out_sharding):
+        def loss(layer):
+            y = layer(x, out_sharding=out_sharding)
+            return (y**2).sum() / x.size, y
+
+        gradients, y = owg_nnx.grad(loss, has_aux=True, wrt=BOTH)(layer)
+        return nnx.to_pure_dict(gradients), y
+
+    wanted = jax.device_get(step(LAYERS[form](), x, None))
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        with jax.set_mesh(jax_layers.mesh(2, 2, kind=kind)):
+            at = P("a") if form == "conv" else P("a", None, "b")
+            found = step(LAYERS[form](), jax.device_put(x, at), P("a", None, None))
+        assert found[1].sharding.spec in (P("a", None, None), P("a"))
+        # devices hand on parts of gradients of convolutions in bfloat16
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-2 if form == "conv" else 1e-4)
+        T(close, jax.device_get(found), wanted)
+
+
+def stage(w, h, _):
+    return h @ w
+
+
+REFUSED = {
+    "Scales per row": lambda x, w: dot(x, w, None, CurrentScaling(granularity="row")),
+    "fp8_all_gather": lambda x, w: owg.fp8_all_gather(w, sharding=w.sharding),
+    "fp8_ragged_dot": lambda x, w: owg.fp8_ragged_dot(x, jnp.ones((2, 16, 4)), jnp.int32([3, 5])),
+    "A pipeline": lambda x, w: pipeline(stage, jnp.ones((2, 16, 16)), x[None], Schedule(stages=2, microbatches=1)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_rest_is_refused_on_explicit_meshes_with_the_remedy(explicit, what):
+    x, w = (jax.device_put(a, P("a")) for a in (integers(8, 16), integers(16, 8)))
+    with pytest.raises(Fp8UnsupportedError, match=rf"{what} cannot run on .* explicit mesh axes, got a.*auto_axes"):
+        REFUSED[what](x, w)
+
+
+def test_the_remedy_helps(explicit):
+    x = jax.device_put(integers(8, 16), P("a"))
+
+    @auto_axes(out_sharding=P(None, "a"))
+    def run(w, x):
+        return pipeline(stage, w, x, Schedule(stages=2, microbatches=2))
+
+    y = jax.jit(run)(2 * jnp.stack([jnp.eye(16)] * 2), jnp.stack([x, 3 * x]))
+    np.testing.assert_array_equal(y, 4 * np.stack([x, 3 * x]))
+
+
+# ---------------------------------------------------------------- experts on devices
+
+EXPERTS, CAPACITY, FEATURES, HIDDEN = 4, 3, 16, 8
+
+
+def products(x, up, down, meta):
+    """Compute all experts of [experts, tokens, features], each with states of its own."""
+
+    def one(x, up, down, meta):
+        return dot(jnp.maximum(dot(x, up, meta["up"], SCALING), 0.0), down, meta["down"], SCALING)
+
+    return jax.vmap(one)(x, up, down, meta)
+
+
+def test_experts_on_devices_train_as_on_one(devices):
+    def small(*shape, seed):
+        """Small integers, of which no cast loses anything and whose sums are exact in any order."""
+        return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), jnp.float32)
+
+    sizes = 4.0 ** jnp.arange(EXPERTS, dtype=jnp.float32)[:, None, None]  # each expert has scales of its own
+    up, down = small(EXPERTS, FEATURES, HIDDEN, seed=1) * sizes, small(EXPERTS, HIDDEN, FEATURES, seed=2)
+    meta = jax_layers.stacked({name: owg.init_meta(SCALING) for name in ("up", "down")}, EXPERTS)
+    # device 3 alone has the largest token of expert 1, and nobody has one for expert 2
+    x = small(4, EXPERTS, CAPACITY, FEATURES, seed=3).at[3, 1, 0, 0].set(8.0).at[:, 2].set(0.0)
+    factor = small(4, EXPERTS, CAPACITY, FEATURES, seed=4)
+
+    def whole(parameters, x, factor):
+        rows = jnp.moveaxis(x, 0, 1).reshape(EXPERTS, -1, FEATURES)
+        y = products(rows, *parameters).reshape(EXPERTS, 4, CAPACITY, FEATURES)
+        return (jnp.moveaxis(y, 1, 0) * factor).sum()
+
+    def parallel(parameters, x, factor):
+        """The same with experts of this device alone, for tokens [1, experts, capacity, features] of this device."""
+        rows = jax.lax.all_to_all(x[0], "b", 0, 1, tiled=True)
+        return (jax.lax.all_to_all(products(rows, *parameters), "b", 1, 0, tiled=True) * factor[0]).sum()
+
+    def local(parameters, x, factor):
+        value, gradients = jax.value_and_grad(parallel)(parameters, x, factor)
+        return jax.lax.psum(value, ("a", "b")), gradients
+
+    # two devices hold copies of each half of the experts
+    specs = P("b"), P(("a", "b")), P(("a", "b"))
+    mapped = jax.shard_map(local, mesh=jax_layers.mesh(2, 2), in_specs=specs, out_specs=(P(), P("b")))
+    states = []
+    for function in map(jax.jit, (mapped, jax.value_and_grad(whole))):
+        own = meta
+        for _ in range(3):  # the scales of one step are those that the step before observed
+            value, gradients = function((up, down, own), x, factor)
+            own = gradients[2]
+        states.append(jax.device_get((value, *gradients)))
+    (*found, state), (*wanted, other) = states
+    assert_same(state, other)
+    # of two devices that have copies of an expert, each scales its part of the sum back before they are added
+    for one, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    history = state["up"]["kernel_amax_history"].max(axis=1)
+    assert len(np.unique(history)) == EXPERTS, "each expert has an amax of its own"
+    inputs = state["up"]["input_amax_history"]
+    assert inputs[1].max() == 8.0, "what one device saw is known to its copy"
+    assert inputs[2].max() <= 0.0, "nobody saw a token"
