@@ -59,8 +59,11 @@ def train(
     for step in range(first, first + steps):
         optimizer.zero_grad()
         for micro in range(microbatches):
-            if microbatches > 1:
-                model.set_requires_gradient_sync(micro == microbatches - 1)
+            last = micro == microbatches - 1
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = last  # what no_sync() sets
+            elif microbatches > 1:
+                model.set_requires_gradient_sync(last)
             loss = loss_of(model, inputs(rank, microbatches * step + micro))
             loss.backward()
             found.append(loss.item())

@@ -222,6 +222,9 @@ ROWS = {
     "DDP: replicas that average all gradients": Row(
         replicated, recipes=RECIPES, casts=None, reductions=2, loop={"after_step": combine_replicas}
     ),
+    "DDP, gradient accumulation": Row(
+        replicated, recipes=RECIPES, casts=None, reductions=3, loop={"after_step": combine_replicas, "microbatches": 2}
+    ),
     "HSDP 2x2": Row(hsdp(2, 2), 4, ("tensorwise", "tensorwise_delayed", "rowwise")),
     "HSDP 4x1": Row(hsdp(4, 1), 4, ("tensorwise", "tensorwise_delayed"), reductions=delayed_alone),
     "shards of columns": Row(placed(shard_placement_fn=lambda p: Shard(p.ndim - 1)), recipes=RECIPES),
