@@ -229,6 +229,21 @@ def test_an_assigned_parameter_keeps_whether_it_is_trained_and_may_have_another_
     assert net[2].weight.shape == (7, 40)
 
 
+def test_a_loader_that_looks_at_a_model_on_the_meta_device_brings_values():
+    """Transformers casts what it loads to the dtypes of the state dict, which were those of codes."""
+    given = plain(3)
+    with fti.fp8_model_init(recipe="rowwise", preserve_high_precision_init_val=True):
+        with torch.device("meta"):
+            net = plain()
+        kinds = {name: value.dtype for name, value in net.state_dict().items()}
+        assert kinds == {name: value.dtype for name, value in given.state_dict().items()}
+        for name, value in given.state_dict().items():
+            owner, _, last = name.rpartition(".")
+            setattr(net.get_submodule(owner), last, nn.Parameter(value.to(kinds[name])))
+    assert torch.equal(net[0].weight.state.codes, fti.convert_linear(given, recipe="rowwise")[0].weight.state.codes)
+    assert "0.weight_scale_e4m3" in net.state_dict()
+
+
 def test_pruning_works_and_its_removal_leaves_an_fp8_weight():
     net = built()
     prune.l1_unstructured(net[0], "weight", amount=0.3)
@@ -293,6 +308,10 @@ REFUSED = {
         r"FP8 weight \(40, 24\) of torch.float32 on cpu takes values like it",
     ),
     "another dtype": (lambda net: data_of(net[0], torch.ones(40, 24, dtype=torch.float64)), "got .* torch.float64"),
+    "a parameter of integers": (
+        lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(40, 24, dtype=torch.uint8), requires_grad=False)),
+        "A parameter of torch.uint8 was assigned",
+    ),
     "another device": (lambda net: data_of(net[0], torch.ones(40, 24, device="meta")), "on meta"),
     "a slice": (lambda net: data_of(net[0], torch.ones(2, 40, 24)[1]), "a part of a larger buffer"),
     "a bucket": (lambda net: data_of(net[0], torch.ones(4000)[:960].view(40, 24)), "a part of a larger buffer"),

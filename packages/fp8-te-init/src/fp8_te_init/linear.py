@@ -247,9 +247,8 @@ def _state_behind(weight: torch.Tensor) -> WeightState | None:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter holds plain values, not codes, gathered or not."""
-    local = local_of(parameter)
-    return type(local) in (torch.Tensor, nn.Parameter) and (local.is_floating_point() or local.is_complex())
+    """Return whether a parameter is one of torch, and no FP8 weight, gathered or not."""
+    return type(local_of(parameter)) in (torch.Tensor, nn.Parameter)
 
 
 def _moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,11 @@ def _before_saving(name: str, module: nn.Module, prefix: str, keep_vars: bool) -
 def _codes_out(name: str, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     value: Any = state_dict.get(f"{prefix}{name}")
     primary = primary_of(value)
-    if primary is not None:
+    if primary is not None and primary.is_meta:
+        # there are no codes yet: loaders that look here for names and dtypes, as Transformers does, bring values
+        for buffer in buffer_names(name, primary.state):
+            state_dict.pop(f"{prefix}{buffer}", None)
+    elif primary is not None:
         # a view of the storage: what is read into it (dcp.load) counts as a write there
         state_dict[f"{prefix}{name}"] = distributed_like(value, primary.view_of(primary.state.codes))
 
