@@ -1,10 +1,6 @@
-"""Eight CPU devices for JAX, results rounded where programs say so, and tests in two processes."""
+"""Eight CPU devices for JAX, and results rounded where programs say so."""
 
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -31,28 +27,3 @@ def devices():
     found = jax.devices("cpu")
     assert len(found) == DEVICES, "something used JAX while tests were being collected: make arrays in tests only"
     return found
-
-
-@pytest.fixture
-def in_two_processes():
-    """A function that runs a script of this folder as two JAX processes, and returns what each printed."""
-
-    def run(script, devices):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        flags = f"--xla_force_host_platform_device_count={devices}"  # of each, whatever this process was told
-        environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, str(Path(__file__).with_name(script))]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes = [subprocess.Popen([*command, str(rank), str(port)], env=environment, **pipes) for rank in (0, 1)]
-        try:
-            outputs = [process.communicate(timeout=500) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        errors = "\n".join(error[-2000:] for _, error in outputs)
-        assert [process.returncode for process in processes] == [0, 0], errors
-        return [output for output, _ in outputs]
-
-    return run

@@ -1,107 +1,185 @@
-"""Marks, sums and maxima, norms, casts: what happens to parameters does not happen to overwritten leaves."""
+"""What happens to gradients before the next step: parameters are added and scaled, state meets by MAX or is NaN."""
+
+from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg.state.cotangents import decode
-from fp8_jax_owg.state.pairs import COLLECTION
+from fp8_jax_owg.state import cotangents
+from tests.helpers.jax_layers import SEEN, T, expect, mesh, start, use
 
-NOTHING = -np.inf
-
-
-def variables(w=3.0, amax=(1e-11, 1e30)):
-    return {"params": {"w": jnp.float32([w, 4.0])}, COLLECTION: {"layer": {"amax": jnp.float32(amax)}}}
+XS = np.float32(SEEN)
+NAN, NOTHING = np.nan, -np.inf
 
 
-def amax_of(tree):
-    return np.asarray(tree[COLLECTION]["layer"]["amax"]).tolist()
+def gradient(x):
+    return owg.grad(use, argnums=1)(x, start())
+
+
+def sums(gradients):
+    return T(lambda *leaves: sum(leaves), *gradients)
+
+
+def over_examples(collective):
+    """In the place of devices."""
+    one = jax.vmap(lambda x: collective(gradient(x), "a"), axis_name="a")
+    return lambda _: T(itemgetter(0), jax.jit(one)(jnp.asarray(XS)))
+
+
+def over_devices(collective):
+    one = jax.pmap(lambda x: collective(gradient(x), "a"), axis_name="a", devices=jax.devices("cpu")[:4])
+    return lambda _: T(itemgetter(0), one(XS))
+
+
+def in_shard_map(collective, check_vma):
+    def local(x):
+        return collective(owg.grad(lambda meta: use(x, meta).sum())(start()), "a")
+
+    run = lambda: jax.shard_map(local, mesh=mesh(4), in_specs=P("a"), out_specs=P(), check_vma=check_vma)  # noqa: E731
+    return lambda _: jax.jit(run())(XS)
+
+
+def clipped(gradients):
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.clip_by_global_norm(1e-3).update(gradients[1], None)[0]
+
+
+def accumulated(gradients):
+    total = owg.init_accumulator(start())
+    for one in gradients:
+        total = owg.accumulate(total, one)
+    return total
+
+
+COMBINED = {
+    "accumulate": (accumulated, 5),
+    "pmean": (over_examples(owg.pmean), 5),
+    "psum": (over_examples(owg.psum), 5),
+    "pmean under pmap": (lambda _: over_devices(owg.pmean)(_), 5),
+    "psum under pmap": (lambda _: over_devices(owg.psum)(_), 5),
+    "pmean in shard_map, check_vma": (in_shard_map(owg.pmean, True), 5),
+    "psum in shard_map, without check_vma": (in_shard_map(owg.psum, False), 5),
+    "one alone": (lambda g: g[2], 3),
+    "times zero": (lambda g: T(lambda leaf: 0 * leaf, g[2]), NOTHING),
+    "a mean of what is equal": (lambda g: T(lambda leaf: (leaf + leaf) / 2, g[1]), 5),
+    "a stock sum": (sums, NAN),
+    "a stock sum of what is equal": (lambda g: sums([g[1]] * 4), NAN),
+    "a stock mean": (lambda g: T(lambda leaf: leaf / 4, sums(g)), NAN),
+    "a stock pmean": (over_examples(lax.pmean), NAN),
+    "a stock psum": (over_examples(lax.psum), NAN),
+    "scaled": (lambda g: T(lambda leaf: leaf / 1024, g[1]), NAN),
+    "clipped": (clipped, NAN),
+}
+
+
+@pytest.fixture(scope="module")
+def micro_batches():
+    each = jax.jit(jax.vmap(gradient))(jnp.asarray(XS))
+    return [T(itemgetter(i), each) for i in range(4)]
+
+
+@pytest.mark.parametrize("how", COMBINED)
+def test_gradients_of_state_meet_by_max_or_make_the_next_state_nan(how, micro_batches, devices):
+    combine, amax = COMBINED[how]
+    after = owg.next_state(start(), combine(micro_batches))
+    expect(after, amax)
+    assert bool(owg.report(after).suspicious) == np.isnan(amax)
+
+
+def test_gradients_in_the_place_of_the_state_are_nan_in_the_next_step(micro_batches):
+    """As training steps do that overwrite state by themselves: `next_state` is for them."""
+    assert np.isfinite(use(1.0, owg.next_state(start(), micro_batches[1])))
+    assert np.isnan(use(1.0, micro_batches[1]))
+    assert "gradients were put in the place of the state" in str(owg.report(micro_batches[1]))
+
+
+@pytest.mark.parametrize("collective", [owg.pmean, owg.psum])
+def test_gradients_that_jax_has_summed_are_not_reduced_again(devices, collective):
+    def shard(w, x, *, varies):
+        w = lax.pcast(w, "a", to="varying") if varies else w
+        return collective(owg.grad(lambda w: (w * x).sum())(w), "a")
+
+    def run(**settings):
+        inside = partial(shard, **settings)
+        return jax.shard_map(inside, mesh=mesh(4), in_specs=(P(), P("a")), out_specs=P())(jnp.float32(1), XS)
+
+    assert run(varies=True) == (XS.mean() if collective is owg.pmean else XS.sum())
+    with pytest.raises(Fp8Error, match=r"equal along a:.*JAX has summed"):
+        run(varies=False)
+
+
+# ---------------------------------------------------------------- trees
+
+
+def variables(w=3.0, history=(2.0, 0.0, 3.0)):
+    state = start() | {"input_amax_history": jnp.float32(history)}
+    return {"params": {"w": jnp.float32([w, 4.0])}, "fp8": owg.Overwrite(state)}
 
 
 def test_a_linen_collection_and_a_marker_are_found():
-    tree = {"a": jnp.ones(1), "b": [owg.Overwrite({"x": jnp.ones(1), "y": jnp.ones(1)})], COLLECTION: [jnp.ones(1)]}
+    collection = "_overwrite_with_gradient"
+    tree = {"a": jnp.ones(1), "b": [owg.Overwrite({"x": jnp.ones(1), "y": jnp.ones(1)})], collection: [jnp.ones(1)]}
     mask = owg.owg_mask(tree)
     assert jax.tree.structure(mask) == jax.tree.structure(tree)
-    assert (mask["a"], mask["b"][0].value, mask[COLLECTION]) == (False, {"x": True, "y": True}, [True])
-    paths = dict(jax.tree_util.tree_flatten_with_path(tree)[0])
-    assert sum(owg.is_owg(path) for path in paths) == 1
+    assert (mask["a"], mask["b"][0].value, mask[collection]) == (False, {"x": True, "y": True}, [True])
+    assert sum(owg.is_owg(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]) == 1
     assert owg.is_owg((), tree["b"][0])
-    assert "Overwrite" in repr(tree["b"][0])
 
 
 def test_split_and_merge():
     tree = variables() | {"marked": owg.Overwrite(jnp.ones(2)), "nothing": None}
     parameters, overwritten = owg.split(tree)
     assert [leaf.shape for leaf in jax.tree.leaves(parameters)] == [(2,)]
-    assert len(jax.tree.leaves(overwritten)) == 2
-    assert overwritten["params"]["w"] is None
+    assert len(jax.tree.leaves(overwritten)) == 3
     merged = owg.merge(parameters, overwritten)
     assert jax.tree.structure(merged) == jax.tree.structure(tree)
-    jax.tree.map(np.testing.assert_array_equal, merged, tree)
+    T(np.testing.assert_array_equal, merged, tree)
 
 
-def test_accumulation_adds_and_takes_the_greatest():
-    total = owg.init_accumulator(variables())
-    assert amax_of(total) == [0, 0]
-    for w, amax in [(1, (1, NOTHING)), (5, (5, NOTHING)), (3, (3, 1e-40))]:
-        total = owg.accumulate(total, variables(w, amax))
-    assert total["params"]["w"][0] == 9
-    # what is small is encoded in gradients
-    assert decode(total[COLLECTION]["layer"]["amax"]).tolist() == [5, float(np.float32(1e-40))]
+CHANGES = {
+    "clip_by_global_norm": (lambda t: owg.clip_by_global_norm(t, 1.0), [0.6, 0.8]),
+    "clip_by_global_norm, below the limit": (lambda t: owg.clip_by_global_norm(t, 6.0), [3, 4]),
+    "map_parameters": (lambda t: owg.map_parameters(lambda g: 2 * g, t), [6, 8]),
+    "accumulate": (lambda t: owg.accumulate(owg.accumulate(owg.init_accumulator(t), t), t), [6, 8]),
+    "cast_params": (lambda t: owg.cast_params(t, jnp.bfloat16), jnp.bfloat16([3, 4])),
+    "a step that is valid": (lambda t: jax.jit(owg.where_step_valid)(True, t, variables(np.nan, (9, 9, 9))), [3, 4]),
+    "a step that is not": (lambda t: jax.jit(owg.where_step_valid)(False, variables(np.nan, (9, 9, 9)), t), [3, 4]),
+}
 
 
-def test_updates_replace_what_is_overwritten():
-    new = owg.apply_updates(variables(1.0, (1, 1)), variables(-0.5, (1.7e-11, 1e30)))
-    assert new["params"]["w"][0] == 0.5
-    assert amax_of(new) == [float(np.float32(1.7e-11)), float(np.float32(1e30))]
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_happens_to_parameters_does_not_happen_to_state(how):
+    change, wanted = CHANGES[how]
+    found = change(variables())
+    np.testing.assert_allclose(np.float32(found["params"]["w"]), np.float32(wanted), rtol=1e-6)
+    assert found["params"]["w"].dtype == getattr(wanted, "dtype", np.float32)
+    T(np.testing.assert_array_equal, found["fp8"], variables()["fp8"])
 
 
-@pytest.mark.parametrize("nothing", [-np.inf, np.inf, np.nan])
-def test_updates_keep_what_was_not_observed(nothing):
-    assert amax_of(owg.apply_updates(variables(amax=(2, 3)), variables(amax=(nothing, 5)))) == [2, 5]
+def test_a_gradient_of_zero_is_not_divided_by_its_norm():
+    np.testing.assert_array_equal(owg.clip_by_global_norm({"w": jnp.zeros(2)}, 1.0)["w"], 0)
 
 
-def test_parameters_keep_their_dtype():
-    new = owg.apply_updates({"w": jnp.bfloat16(1)}, {"w": jnp.bfloat16(0.5)})
+@pytest.mark.parametrize("nothing", [NOTHING, np.inf, NAN])
+def test_updates_add_to_parameters_and_replace_what_was_observed(nothing):
+    """Leaves without a history have no witness, and keep what small numbers they are."""
+    now = {"w": jnp.bfloat16(1), "fp8": owg.Overwrite(jnp.float32([2, 3, 4]))}
+    new = owg.apply_updates(now, {"w": jnp.bfloat16(0.5), "fp8": owg.Overwrite(jnp.float32([nothing, 1.7e-11, 1e30]))})
     assert (new["w"], new["w"].dtype) == (1.5, jnp.bfloat16)
-
-
-def test_norms_see_parameters_alone():
-    clipped = owg.clip_by_global_norm(variables(), 1.0)
-    np.testing.assert_allclose(clipped["params"]["w"], [0.6, 0.8], rtol=1e-6)
-    assert amax_of(clipped) == amax_of(variables())
-    same = owg.clip_by_global_norm(variables(), 6.0)
-    np.testing.assert_array_equal(same["params"]["w"], variables()["params"]["w"])
-    zero = owg.clip_by_global_norm({"w": jnp.zeros(2)}, 1.0)
-    np.testing.assert_array_equal(zero["w"], 0)
-
-
-def test_scaling_sees_parameters_alone():
-    scaled = owg.map_parameters(lambda g: 2 * g, variables())
-    assert (scaled["params"]["w"][0], amax_of(scaled)) == (6, amax_of(variables()))
-
-
-@pytest.mark.parametrize("valid", [True, False])
-def test_a_step_that_is_not_valid_changes_nothing(valid):
-    old, new = variables(1.0, (1, 2)), variables(np.nan, (3, 4))
-    after = jax.jit(owg.where_step_valid)(valid, new, old)
-    jax.tree.map(np.testing.assert_array_equal, after, new if valid else old)
-
-
-def test_casting_leaves_scales_alone():
-    cast = owg.cast_params(variables() | {"step": jnp.int32(3)}, jnp.bfloat16)
-    assert cast["params"]["w"].dtype == jnp.bfloat16
-    assert cast["step"].dtype == jnp.int32
-    assert amax_of(cast) == amax_of(variables())
+    np.testing.assert_array_equal(new["fp8"].value, np.float32([2, 1.7e-11, 1e30]))
 
 
 def test_variables_cast_by_others_are_refused():
-    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables())
     with pytest.raises(Fp8Error, match=r"must be float32, got bfloat16.*cast_params"):
-        owg.grad(lambda v: v["params"]["w"].sum())(cast)
+        owg.grad(lambda v: v["params"]["w"].sum())(T(lambda x: x.astype(jnp.bfloat16), variables()))
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), [1]])
@@ -111,8 +189,43 @@ def test_the_arguments_are_those_of_jax(argnums):
 
     a, b = {"w": jnp.float32([1, 2])}, {"w": jnp.float32([3, 4])}
     mine = owg.value_and_grad(loss, argnums, has_aux=True)(a, b, factor=2.0)
-    jax.tree.map(np.testing.assert_array_equal, mine[1], jax.grad(loss, argnums, True)(a, b, factor=2.0)[0])
+    T(np.testing.assert_array_equal, mine[1], jax.grad(loss, argnums, True)(a, b, factor=2.0)[0])
     assert mine[0] == (22, "aux")
     gradients, aux = owg.grad(loss, argnums, has_aux=True)(a, b)
     assert aux == "aux"
     assert jax.tree.structure(gradients) == jax.tree.structure(mine[1])
+
+
+# ---------------------------------------------------------------- cotangents and the dtype
+
+SMALL = np.float32([0, 1e-45, 1e-40, 1.1754942e-38, 1.17549435e-38, 2e-38, 1, 1e30, 3.4e38])
+
+
+@pytest.mark.parametrize("add", [lambda x: x, lambda x: x + jnp.zeros_like(x)], ids=["alone", "added by autodiff"])
+def test_the_encoding_carries_every_amax(add):
+    encoded, decoded = jax.jit(lambda x: (cotangents.encode(x), cotangents.decode(add(cotangents.encode(x)))))(SMALL)
+    assert not (np.abs(np.asarray(encoded)) < 1.17e-38).any()
+    np.testing.assert_array_equal(np.asarray(decoded).view(np.int32), SMALL.view(np.int32))
+
+
+@pytest.mark.parametrize("nothing", [0.0, -0.0, np.nan, np.inf, -np.inf])
+def test_the_encoding_tells_nothing_from_something(nothing):
+    assert cotangents.decode(jnp.float32(nothing)) == NOTHING
+    assert cotangents.is_observed(cotangents.decode(cotangents.encode(jnp.float32(0))))
+
+
+def test_the_greatest_is_found_among_subnormals():
+    small = jnp.asarray(SMALL[1:4])
+    assert np.asarray(cotangents.maximum(small[0], small[1])) == SMALL[2]
+    assert np.asarray(cotangents.maximum_over(small, 0)) == SMALL[3]
+    assert np.asarray(cotangents.maximum(jnp.float32(NOTHING), small[0])) == SMALL[1]
+
+
+def test_the_dtype_of_shared_values_is_float32_for_the_compiler_and_adds_by_max():
+    shared = jax.jit(lambda x: owg.read(owg.share(x)) + 1)
+    assert "f32[3]" in shared.lower(jnp.zeros(3)).compile().as_text()
+    assert repr(owg.fp32_max_grad) == owg.fp32_max_grad.name == "fp32_max_grad"
+    assert owg.fm32 is owg.fp32_max_grad
+    one, two = owg.share(jnp.float32([1, 7])), owg.share(jnp.float32([4, 2]))
+    total = jax.vjp(lambda a: (owg.read(a), owg.read(a)), one)[1]((owg.read(one), owg.read(two)))[0]
+    np.testing.assert_array_equal(np.asarray(owg.read(total)), [4, 7])

@@ -1,0 +1,730 @@
+"""Which amax a loss records, by transform and use: the maximum over the uses of a state, NaN, or a refusal.
+
+Every row is a loss of one state that starts with scale 0.5 and history 2, 0, 3, and the amax that it leaves: of -inf
+nothing was seen, NaN makes the next state NaN, a sentence is the error. Lists are states with leading dimensions.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8Error
+from tests.helpers import jax_layers
+from tests.helpers.jax_layers import MATMUL, SCALING, SEEN, expect, mesh, start, use
+
+T = jax.tree.map
+NAN, NOTHING = np.nan, -np.inf
+XS = np.float32(SEEN)
+SQUARE = XS.reshape(2, 2)
+
+
+def total(carry, x, meta):
+    """The body of a loop that shares its state."""
+    return carry + use(x, meta).sum(), None
+
+
+def scan(meta, xs=XS, body=total):
+    return owg.scan(body, jnp.float32(0), xs, owg=meta)[0]
+
+
+def each(meta, uses=SEEN):
+    return sum(use(x, meta) for x in uses)
+
+
+def layer(stack, *place):
+    return T(lambda leaf: leaf[place], stack)
+
+
+def at(stack, i):
+    """A layer of a stack, by an index that is computed."""
+    return T(lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), stack)
+
+
+def pairs(first, second):
+    """The first state sees 1 and 5, the second 3 and 2."""
+    return each(first, SEEN[:2]) + each(second, SEEN[2:])
+
+
+# ---------------------------------------------------------------- loops, examples, calls
+
+
+def in_a_carry(meta):
+    def body(carry, x):
+        return (carry[0] + use(x, owg.read(carry[1])), carry[1]), None
+
+    return lax.scan(body, (jnp.float32(0), owg.share(meta)), XS)[0][0]
+
+
+def nested(meta):
+    return scan(meta, SQUARE, lambda carry, xs, meta: owg.scan(total, carry, xs, owg=meta))
+
+
+def remat_in_scan(policy=None, **settings):
+    def loss(meta):
+        @functools.partial(jax.checkpoint, policy=policy, **settings)
+        def body(carry, x):
+            return carry + checkpoint_name(jnp.sin(use(x, meta)), "act") ** 2, None
+
+        return lax.scan(body, jnp.float32(0), XS)[0]
+
+    return loss
+
+
+def associative(meta):
+    return lax.associative_scan(lambda a, b: jnp.maximum(use(a, meta), b), jnp.concatenate([XS, XS])).sum()
+
+
+def beside_a_while_loop(meta):
+    still = owg.gate(meta, jnp.bool_(False))
+    done = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + use(7.0, still)), (0, jnp.float32(0)))
+    return each(meta) + lax.stop_gradient(done[1])
+
+
+def around(meta, uses):
+    """A function of the user with a gradient of its own around ours."""
+
+    def inner(x, meta):
+        return sum(use(factor * x, meta) for factor in uses)
+
+    outer = jax.custom_vjp(inner)
+    outer.defvjp(lambda x, meta: jax.vjp(inner, x, meta), lambda back, g: back(g))
+    return sum(outer(x, meta) for x in (SEEN if len(uses) == 1 else SEEN[:1]))
+
+
+def raveled(meta):
+    flat, unravel = ravel_pytree(meta)
+    return sum(use(x, unravel(flat)) for x in SEEN)
+
+
+def examples(xs, meta):
+    return jax.vmap(use, in_axes=(0, None))(jnp.asarray(xs), meta)
+
+
+LOOPS = {
+    "one use": (lambda m: use(5.0, m), 5),
+    "two calls": (lambda m: use(1.0, m) + use(5.0, m), 5),
+    "calls of a jitted function and a remat": (lambda m: jax.checkpoint(use)(1.0, m) + jax.jit(use)(5.0, m), 5),
+    "owg.scan": (scan, 5),
+    "a scan that closes over the state": (lambda m: lax.scan(lambda c, x: total(c, x, m), jnp.float32(0), XS)[0], 5),
+    "a scan that carries the state": (in_a_carry, 5),
+    "a scan in a scan": (nested, 5),
+    "a scan of a step that computes its index": (
+        lambda m: scan(m, np.int32([3, 1, 0, 2]), lambda c, i, m: total(c, jnp.asarray(XS)[i], m)),
+        5,
+    ),
+    "fori_loop": (lambda m: lax.fori_loop(0, 4, lambda i, c: c + use(jnp.asarray(XS)[i], m), jnp.float32(0)), 5),
+    "map": (lambda m: lax.map(lambda x: use(x, owg.read(m)), jnp.asarray(XS)).sum(), 5),
+    "map in batches": (lambda m: lax.map(lambda x: use(x, m), jnp.asarray(XS), batch_size=3).sum(), 5),
+    "associative scan": (associative, 5),
+    "a while loop beside": (beside_a_while_loop, 5),
+    "vmap": (lambda m: examples(XS, m).sum(), 5),
+    "vmap of vmap": (lambda m: jax.vmap(examples, (0, None))(jnp.asarray(SQUARE), m).sum(), 5),
+    "a scan of vmap": (lambda m: scan(m, SQUARE, lambda c, x, m: (c + examples(x, m).sum(), None)), 5),
+    "vmap of a scan": (lambda m: jax.vmap(lambda xs: scan(m, xs))(jnp.asarray(SQUARE)).sum(), 5),
+    "remat around a scan": (lambda m: jax.checkpoint(lambda m: jnp.sin(scan(m)))(m), 5),
+    "remat without barriers": (remat_in_scan(prevent_cse=False), 5),
+    "custom_vjp around": (functools.partial(around, uses=[1]), 5),
+    "custom_vjp around two uses": (functools.partial(around, uses=[1, 5]), 5),
+    "ravel_pytree": (raveled, 5),
+    "barriers": (lambda m: sum(use(x, lax.optimization_barrier(m)) for x in SEEN), 5),
+    "an amax of zero is seen": (lambda m: scan(m, jnp.zeros(2)), 0),
+    "a loop that does not use its state": (lambda m: scan(m, XS, lambda c, x, m: (c + x, None)), NOTHING),
+}
+KEEP = jax.checkpoint_policies
+OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
+POLICIES = {
+    "everything_saveable": KEEP.everything_saveable,
+    "nothing_saveable": KEEP.nothing_saveable,
+    "dots_saveable": KEEP.dots_saveable,
+    "dots_with_no_batch_dims_saveable": KEEP.dots_with_no_batch_dims_saveable,
+    "save_anything_except_these_names": KEEP.save_anything_except_these_names("act"),
+    "save_any_names_but_these": KEEP.save_any_names_but_these("none"),
+    "save_only_these_names": KEEP.save_only_these_names("act"),
+    "save_and_offload_only_these_names": KEEP.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["act"], **OFFLOAD
+    ),
+}
+REMAT = {f"remat, {name}": (remat_in_scan(policy), 5) for name, policy in POLICIES.items()}
+
+# ---------------------------------------------------------------- states of stages and layers
+
+
+def circular(meta):
+    """Of two repeats each stage takes another one in each iteration, gathered: in t, stage s takes (t + s) % 2."""
+
+    def body(carry, t, meta):
+        take = jax.vmap(at, (1, 0))(meta, jnp.stack([t % 2, (t + 1) % 2]))
+        return carry + jax.vmap(use)(jnp.asarray(SQUARE)[:, t % 2], take).sum(), None
+
+    return scan(meta, jnp.arange(4), body)
+
+
+def layers_in_a_loop(meta):
+    """Stacked layers inside of a loop over microbatches 0 and 4."""
+
+    def microbatch(carry, x, meta):
+        return carry + lax.scan(lambda h, one: (0 * use(h + one[0], one[1]), None), x, (XS[:2], meta))[0], None
+
+    return scan(meta, np.float32([0, 4]), microbatch)
+
+
+def slices_in_a_loop(meta):
+    def body(carry, factor, meta):
+        return carry + sum(use(x * factor, layer(meta, i)) for i, x in enumerate(SEEN)), None
+
+    return scan(meta, np.float32([1, 3, 2]), body)
+
+
+def remat_of_indices(meta):
+    @functools.partial(jax.checkpoint, policy=KEEP.nothing_saveable)
+    def body(carry, one):
+        return total(carry, one[0], at(meta, one[1]))
+
+    return lax.scan(body, jnp.float32(0), (XS, np.int32([0, 0, 1, 1])))[0]
+
+
+def layers_through_a_carry(meta):
+    """The carry holds zeros first, then the state of the layer that comes next."""
+
+    def body(carry, one):
+        held = T(lambda h, s: lax.dynamic_update_index_in_dim(h, s[one[1]], 0, 0), carry[0], meta)
+        return (held, carry[1] + use(one[0], layer(held, 0))), None
+
+    return lax.scan(body, (T(jnp.zeros_like, meta), jnp.float32(0)), (XS, np.int32([0, 0, 1, 1])))[0][1]
+
+
+def sliced_by_stage(meta):
+    """As MaxText's circular pipeline takes the weights of each stage's round."""
+    take = jax.vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), in_axes=(None, 0))
+    rounds = {(0, 1): [1.0, 3.0], (1, 0): [2.0, 5.0]}
+    return sum(
+        jax.vmap(use)(jnp.asarray(xs), T(lambda x: take(x, jnp.asarray(places)), meta)).sum()  # noqa: B023
+        for places, xs in rounds.items()
+    )
+
+
+def tiled(meta):
+    wide = T(lambda x: jnp.tile(x, (2, 1)), meta)
+    return sum(use(x, layer(wide, place)) for x, place in zip(SEEN, (0, 2, 1, 3), strict=True))
+
+
+def expanded(meta):
+    wide = T(lambda x: jnp.broadcast_to(jnp.expand_dims(x, 1), (2, 2, *x.shape[1:])), meta)
+    return sum(use(x, layer(wide, i // 2, i % 2)) for i, x in enumerate(SEEN))
+
+
+def chosen_by_a_branch(meta):
+    return pairs(lax.cond(jnp.bool_(True), lambda s: layer(s, 0), lambda s: layer(s, 1), meta), layer(meta, 1))
+
+
+def selected(meta):
+    """Both results of `where` are the first layer, because the second of what is turned round is the first."""
+    flipped = T(lambda x: jnp.where(jnp.asarray([True, False])[:, None], x, x[::-1]), meta)
+    return pairs(layer(flipped, 0), layer(meta, 1)) + use(1.0, layer(flipped, 1))
+
+
+def outside(meta):
+    picked = T(lambda x: x.at[jnp.asarray([0, 7])].get(mode="fill", fill_value=1.0), meta)
+    return use(2.0, layer(picked, 0)) + use(3.0, layer(picked, 1))
+
+
+def spread(how):
+    """Four uses of the first layer's state, which was repeated for them."""
+    return lambda m: jax.vmap(use)(jnp.asarray(XS), T(how, m)).sum()
+
+
+def changed(how, uses=SEEN):
+    """Uses of the first layer's state, changed for each use."""
+    return lambda m: sum(use(x, T(how, m)) for x in uses)
+
+
+def split(meta):
+    return pairs(*(T(lambda x: jnp.split(x, 2)[i][0], meta) for i in range(2)))  # noqa: B023 (called here)
+
+
+def repeated(meta):
+    return sum(use(x, layer(T(lambda leaf: jnp.repeat(leaf, 2, axis=0), meta), i)) for i, x in enumerate(SEEN))
+
+
+def put_together(meta):
+    again = T(lambda x: jnp.concatenate([x[1:], x[:1]]), meta)
+    return pairs(layer(again, 1), layer(again, 0))
+
+
+def put_first(meta):
+    """The second layer's state, through an update of zeros."""
+    put = T(lambda x: lax.dynamic_update_index_in_dim(jnp.zeros_like(x), x[1], 0, 0), meta)
+    return use(5.0, layer(put, 0))
+
+
+PLACES = np.array([0, 0, 1, 1])
+LAYERS = {
+    "stages under vmap in a loop": (
+        lambda m: scan(m, SQUARE, lambda c, x, m: (c + jax.vmap(use)(x, m).sum(), None)),
+        [3, 5],
+    ),
+    "vmap over states outside": (lambda m: jax.vmap(examples)(jnp.asarray(SQUARE), m).sum(), [5, 3]),
+    "vmap over states inside": (lambda m: jax.vmap(jax.vmap(use), (0, None))(jnp.asarray(SQUARE), m).sum(), [3, 5]),
+    "layers in a loop over microbatches": (layers_in_a_loop, [5, 5]),
+    "a circular pipeline that gathers its state": (circular, [[1, 2], [5, 3]]),
+    "slices in a loop": (slices_in_a_loop, [3, 15, 9, 6]),
+    "remat of computed indices in a loop": (remat_of_indices, [5, 3]),
+    "layers through a carry": (layers_through_a_carry, [5, 3]),
+    "an index": (lambda m: sum(use(x, layer(m, i // 2)) for i, x in enumerate(SEEN)), [5, 3]),
+    "a split": (split, [5, 3]),
+    "a gather": (lambda m: jax.vmap(use)(jnp.asarray(XS), layer(m, PLACES)).sum(), [5, 3]),
+    "slices by the round of a stage": (sliced_by_stage, [5, 3]),
+    "repeat": (repeated, [5, 3]),
+    "tile": (tiled, [5, 3]),
+    "expand_dims and broadcast": (expanded, [5, 3]),
+    "concatenate": (put_together, [5, 3]),
+    "a branch that chooses a layer": (chosen_by_a_branch, [5, 3]),
+    "where, between two layers": (selected, [5, 3]),
+    "a gather outside of the stack": (outside, [2, NOTHING]),
+    "take of one layer four times": (spread(lambda a: jnp.take(a, jnp.zeros(4, int), axis=0)), [5, NOTHING]),
+    "stack of one layer four times": (spread(lambda a: jnp.stack([a[0]] * 4)), [5, NOTHING]),
+    "concatenate of one layer four times": (spread(lambda a: jnp.concatenate([a[:1]] * 4)), [5, NOTHING]),
+    "expand and squeeze": (changed(lambda a: jnp.squeeze(jnp.expand_dims(a[0], 0), 0)), [5, NOTHING]),
+    "a cast to its own dtype": (changed(lambda a: a[0].astype(jnp.float32)), [5, NOTHING]),
+    "a product with one for each use": (changed(lambda a: a[0] * 1), [5, NOTHING]),
+    "a slice, reshaped": (changed(lambda a: a[:1].reshape(-1), [5.0]), [5, NOTHING]),
+    "what lies beside an index keeps its value": (lambda m: use(5.0, layer(m, 1)), [NOTHING, 5]),
+    "what lies beside a computed index keeps its value": (lambda m: use(5.0, at(m, 1)), [NOTHING, 5]),
+    "what lies beside an index of a loop keeps its value": (
+        lambda m: lax.scan(lambda c, i: total(c, 5.0, at(m, i)), jnp.float32(0), jnp.ones(1, int))[0],
+        [NOTHING, 5],
+    ),
+    "what lies beside an update keeps its value": (put_first, [NOTHING, 5]),
+}
+
+# ---------------------------------------------------------------- branches and gates
+
+
+def switch(taken):
+    """Each iteration takes one of three branches, of which the first does not use the state."""
+
+    def body(carry, x, meta):
+        branches = [lambda m: jnp.float32(0), lambda m: use(x, m), lambda m: use(2 * x, m)]
+        return carry + lax.switch(jnp.int32(taken), branches, meta), None
+
+    return lambda meta: scan(meta, XS, body)
+
+
+def taken_at(*steps):
+    def body(carry, t, meta):
+        take = jnp.isin(t, jnp.asarray(steps))
+        return carry + lax.cond(take, lambda m: use(jnp.asarray(XS)[t], m), lambda m: 0.0, meta), None
+
+    return lambda meta: scan(meta, jnp.arange(4), body)
+
+
+def gated(bad):
+    """A pipeline's bubble, in the third iteration."""
+    xs = jnp.float32([1, 5, bad, 2])
+    return lambda meta: scan(meta, jnp.arange(4), lambda c, t, m: total(c, xs[t], owg.gate(m, t != 2)))
+
+
+VALID = np.array([True, False, True, True])
+BRANCHES = {
+    "a switch that does not use the state": (switch(0), NOTHING),
+    "a switch": (switch(1), 5),
+    "a switch that doubles": (switch(2), 10),
+    "switches one after the other": (
+        lambda m: sum(
+            lax.switch(jnp.int32(i % 2), [lambda m, x: use(x, m), lambda m, x: 2 * use(x, m)], m, x)
+            for i, x in enumerate(SEEN)
+        ),
+        5,
+    ),
+    "a condition that is true in two iterations": (taken_at(0, 2), 3),
+    "a condition that is never true": (taken_at(9), NOTHING),
+    "where, with zeros": (changed(lambda a: jnp.where(jnp.bool_(True), a, jnp.zeros_like(a))), 5),
+    "a gate before NaN": (gated(np.nan), 5),
+    "a gate before infinity": (gated(np.inf), 5),
+    "a gate before something large": (gated(1e30), 5),
+    "a gate that is closed for some examples": (
+        lambda m: jax.vmap(lambda x, ok: use(x, owg.gate(m, ok)))(jnp.asarray(XS), jnp.asarray(VALID)).sum(),
+        3,
+    ),
+}
+
+# ---------------------------------------------------------------- several devices
+
+
+def on_devices(local, *shape, into="a", out="a", state=None, check_vma=True, xs=XS):
+    """A loss whose `local(x, meta)` runs on each device of a mesh with its part of 1, 5, 3, 2."""
+
+    def loss(meta):
+        inside = jax.shard_map(
+            local,
+            mesh=mesh(*shape),
+            in_specs=(P(into), P(state)),
+            out_specs=P(out) if out else P(),
+            check_vma=check_vma,
+        )
+        return inside(xs, owg.read(meta)).sum()
+
+    return loss
+
+
+def own_part(x, meta, axes="a"):
+    return use(x, owg.replicated(meta, axes))
+
+
+def loop_on_each(x, meta):
+    return lax.scan(lambda c, x: (c, use(x, meta)), 0, x)[1]
+
+
+def loop_that_is_summed(x, meta):
+    first = lax.pcast(jnp.float32(0), "a", to="varying")
+    return lax.psum(owg.scan(total, first, x, owg=owg.replicated(meta, "a"))[0], "a")
+
+
+def gate_on_each(x, meta):
+    meta = owg.replicated(meta, ("a", "b"))
+    return use(7 * x, owg.gate(meta, jnp.bool_(False))) + use(x, meta)
+
+
+def moved_before_and_inside(check_vma):
+    def local(x, meta):
+        meta = owg.replicated(meta, "a")
+        return jax.vmap(use)(x, layer(meta, np.array([0, 1]))) + use(4.0, layer(meta, 0))
+
+    run = on_devices(local, 2, check_vma=check_vma)
+    return lambda meta: run(T(lambda x: x[np.array([1, 0])], meta))
+
+
+def unshared(uses, check_vma, moved=False):
+    """State that devices share and `replicated` does not know: they see 3 and 5 first, then 1 and 2."""
+    run = on_devices(
+        lambda x, m: lax.psum(each(m, list(x[:uses])), "a"),
+        2,
+        2,
+        out=None,
+        check_vma=check_vma,
+        xs=np.float32([3, 1, 5, 2]),
+    )
+    return (lambda meta: run(T(lambda x: jnp.squeeze(x[jnp.asarray([0])], 0), meta))) if moved else run
+
+
+def sharded(spec):
+    """Devices (a, b) see 1, 5; 3, 2."""
+
+    def local(x, meta):
+        return use(x, T(lambda leaf: leaf.reshape(-1), owg.replicated(meta, "a", sharded="b")))
+
+    return on_devices(local, 2, 2, into=("a", "b"), out=("a", "b"), state=spec, check_vma=False)
+
+
+def varying(x, meta):
+    return use(x, T(lambda leaf: lax.pcast(leaf, "a", to="varying"), meta))
+
+
+def behind_a_barrier(x, meta):
+    return use(*lax.optimization_barrier((x, meta)))
+
+
+DEVICES = {
+    **{
+        f"{name}, check_vma={check_vma}": (make(check_vma), wanted)
+        for check_vma in (True, False)
+        for name, make, wanted in [
+            ("shard_map", lambda vma: on_devices(own_part, 4, check_vma=vma), 5),
+            ("a loop in shard_map", lambda vma: on_devices(loop_that_is_summed, 2, out=None, check_vma=vma), 5),
+            ("a gate in shard_map", lambda vma: on_devices(gate_on_each, 2, 2, check_vma=vma), 5),
+            ("state moved before and in shard_map", moved_before_and_inside, [5, 4]),
+            ("two uses in shard_map without replicated", functools.partial(unshared, 2), NAN),
+            (
+                "two uses of moved state in shard_map without replicated",
+                lambda vma: unshared(2, vma, True),
+                [NAN, NOTHING],
+            ),
+        ]
+    },
+    "one use without replicated, of which types know that devices share it": (unshared(1, True), 5),
+    "one use of moved state without replicated": (unshared(1, True, True), [5, NOTHING]),
+    "one use without replicated and without types": (unshared(1, False), NAN),
+    "a sharded axis": (sharded("b"), [3, 5]),
+    "an axis that is called sharded and is not": (sharded(None), NAN),
+    "a state that becomes each device's own": (on_devices(varying, 4), NAN),
+    "a barrier around state and batch in shard_map": (
+        on_devices(behind_a_barrier, 4),
+        NAN if jax.__version_info__ < (0, 12) else 5,  # JAX adds up what leaves such a barrier before 0.12
+    ),
+    "an axis that replicated is not told of": (
+        on_devices(own_part, 2, 2, check_vma=False),
+        "got the axes a, and the shard_map has b as well",
+    ),
+}
+
+# ---------------------------------------------------------------- what is computed with
+
+
+def twice_from_one(change):
+    """Two uses of what was computed once: JAX adds up what leaves a computation."""
+    return lambda m: (lambda once: use(1.0, once) + use(5.0, once))(T(change, m))
+
+
+def penalized(leaf_of):
+    return lambda m: use(5.0, m) + sum(leaf_of(leaf).sum() for leaf in jax.tree.leaves(m))
+
+
+def in_a_while_loop(meta):
+    stack = jax_layers.stacked(meta, 2)
+    # JAX itself refuses one that is differentiated
+    done = lax.while_loop(lambda c: c < 3, lambda c: c + use(1.0, at(stack, 0)), jnp.float32(0))
+    return lax.stop_gradient(done) + use(1.0, layer(stack, 1))
+
+
+ALTERED = {
+    "a penalty over all leaves": (penalized(lambda x: 0.1 * x**2), NAN),
+    "the sum of all leaves": (penalized(jnp.abs), NAN),
+    "a penalty over what was read": (penalized(lambda x: 0.1 * owg.read(x) ** 2), NAN),
+    "a multiple": (changed(lambda x: 2 * x, [5.0]), NAN),
+    "a maximum": (changed(lambda x: jnp.maximum(x, 0.5), [5.0]), NAN),
+    "rounded": (changed(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), [5.0]), NAN),
+    "a mask of ones": (changed(lambda x: x * jnp.ones_like(x), [5.0]), 5),
+    "two uses of one product with one": (twice_from_one(lambda x: x * 1), NAN),
+    "two calls with what was read once": (twice_from_one(owg.read), NAN),
+    "a scan with what was read once": (lambda m: loop_on_each(XS, owg.read(m)).sum(), NAN),
+    "a while loop over moved state": (in_a_while_loop, r"enters while.*fp8_jax_owg.read"),
+}
+ROWS = LOOPS | REMAT | LAYERS | BRANCHES | DEVICES | ALTERED
+
+
+def record(loss, wanted, tensors=("input",), **settings):
+    lead = () if isinstance(wanted, str) else np.shape(wanted)
+    state = owg.Overwrite(start(*lead, tensors=tensors))
+    return jax_layers.after(lambda state: loss(state.value), state, **settings).value
+
+
+@pytest.mark.parametrize(("loss", "wanted"), ROWS.values(), ids=ROWS)
+def test_a_loss_records_the_maximum_over_its_uses_or_is_loud(loss, wanted, devices):
+    if isinstance(wanted, str):
+        with pytest.raises(Fp8Error, match=wanted):
+            record(loss, wanted)
+        return
+    found = record(loss, wanted)
+    expect(found, wanted)
+    if np.isnan(wanted).any():
+        assert "instead of combined by MAX" in owg.report(found).suspicious[0].suspicion
+
+
+def multiply(x, meta):
+    """As `use`, by a matmul with a kernel of ones, whose output gradient is observed as well."""
+    x = jnp.asarray(x, jnp.float32)
+    return jax_layers.dot(x.reshape(-1, 1), jnp.ones((1, 1)), meta, SCALING).reshape(x.shape)
+
+
+FEW = ("a scan in a scan", "remat, everything_saveable", "slices by the round of a stage", "shard_map, check_vma=False")
+
+
+def test_the_three_states_of_a_matmul_are_recorded_in_the_same_way(monkeypatch, devices, full):
+    monkeypatch.setitem(globals(), "use", multiply)
+    for loss, wanted in [ROWS[name] for name in ROWS if full or name in FEW]:
+        if not isinstance(wanted, str):
+            found = record(loss, wanted, ("input", "kernel", "output_grad"))
+            expect(found, wanted)
+            kernel = np.where(np.isnan(wanted), np.nan, np.where(np.isfinite(wanted), 1, 2))
+            np.testing.assert_array_equal(found["kernel_amax_history"][..., 0], kernel)
+            assert (np.isfinite(found["output_grad_scale"][..., 0]) == ~np.isnan(wanted)).all()
+
+
+def test_every_kind_of_policy_is_there():
+    """Those that JAX has beside them are other names of these, combinations, or hold dots on the host."""
+    others = {"checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "save_from_both_policies"}
+    known = {name for name in dir(KEEP) if not name.startswith("_")}
+    assert known - others - {"offload_dot_with_no_batch_dims"} == set(POLICIES)
+
+
+OTHER_WAYS = {
+    "eager": ({"jit": False}, lambda: jax.disable_jit(False)),
+    "jax_disable_jit": ({"jit": False}, lambda: jax.disable_jit(True)),
+    "jax_debug_nans": ({}, lambda: jax.debug_nans(True)),
+    "jax_debug_infs": ({"jit": False}, lambda: jax.debug_infs(True)),
+    "jax_enable_x64": ({}, lambda: jax.enable_x64(True)),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_WAYS)
+def test_settings_of_jax_change_nothing(how, full):
+    settings, context = OTHER_WAYS[how]
+    few = {name: ROWS[name] for name in ("two calls", "a scan in a scan", "an index")}
+    for loss, wanted in (LOOPS | LAYERS | BRANCHES if full else few).values():
+        with context():
+            found = record(loss, wanted, **settings)
+        expect(found, wanted)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+
+
+HANDED_OVER = {
+    "a bare state": lambda meta: (meta, lambda tree: tree),
+    "a collection": lambda meta: ({"fc": {"op": meta}}, lambda tree: tree["fc"]["op"]),
+    "a list": lambda meta: ([meta, meta], lambda tree: tree[0]),
+    "marked": lambda meta: (owg.Overwrite(meta), lambda tree: tree.value),
+}
+
+
+@pytest.mark.parametrize("form", HANDED_OVER)
+def test_state_may_be_an_argument_of_its_own_beside_parameters(form):
+    state, of = HANDED_OVER[form](start())
+    step = jax.jit(owg.value_and_grad(lambda w, x, tree: (w * scan(of(tree), x), tree), (0, -1), has_aux=True))
+    (_, returned), (_, gradient) = step(jnp.float32(1), XS, state)
+    expect(of(owg.next_state(state, gradient)), 5)
+    T(np.testing.assert_array_equal, returned, state)  # what a loss returns beside its value is as it was
+    assert {leaf.dtype for leaf in jax.tree.leaves(returned)} == {jnp.dtype("float32")}
+    assert all(jax.tree.leaves(owg.owg_mask(state)))
+
+
+def test_an_unused_state_is_kept_and_zero_in_gradients():
+    states = [start(), start()]
+    gradients = jax.jit(owg.grad(lambda states: use(0.0, states[0])))(states)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[1]))
+    used, unused = owg.next_state(states, gradients)
+    expect(used, 0)
+    expect(unused, NOTHING)
+
+
+PLAIN = {
+    "owg.scan": (scan, 5),
+    "owg.share": (lambda m: each(owg.share(m)), 5),
+    "owg.gate": (gated(np.inf), 5),
+    "a loop that observes nothing": (taken_at(9), NOTHING),
+    "examples that share the state": (lambda m: examples(XS, m).sum(), 5),
+    "examples that have one each": (lambda m: jax.vmap(use)(jnp.asarray(XS), m).sum(), SEEN),
+}
+
+
+@pytest.mark.parametrize("how", PLAIN)
+@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
+def test_plain_gradients_combine_what_is_shared(how):
+    loss, wanted = PLAIN[how]
+    meta = start(*np.shape(wanted))
+    expect(owg.next_state(meta, jax.jit(jax.grad(loss))(meta)), wanted)
+
+
+ADDED = {
+    "not shared": lambda m: loop_on_each(XS, m).sum(),
+    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.read(owg.share(m)))),
+}
+
+
+@pytest.mark.parametrize("how", ADDED)
+@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
+def test_plain_gradients_add_up_what_is_not_shared_and_the_second_step_is_nan(how):
+    """The hazard that this package is there for: a sum of encoded zeros betrays it."""
+    after = jax.jit(jax.grad(ADDED[how]))(T(lambda x: jnp.where(x > 1, 0, x), start()))
+    assert after["input_amax_history"][0] == sum(SEEN)
+    assert "encoded zeros were added up" in owg.report(after).suspicious[0].suspicion
+    assert np.isnan(use(1.0, after))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_meshes_of_both_kinds(devices, kind):
+    with jax.set_mesh(mesh(4, kind=kind)):
+        x = jax.device_put(XS[None] * np.float32([[1], [2]]), P(None, "a"))
+        expect(record(lambda meta: scan(meta, x), 10), 10)
+
+
+def test_stages_and_data_on_devices_record_what_one_device_does(devices):
+    x = np.random.default_rng(0).integers(-9, 9, (3, 2, 8)).astype(np.float32)
+
+    def loss(state, x):
+        return scan(state.value, x, lambda c, h, m: (c + jax.vmap(use)(h, m).sum(), None))
+
+    state = jax.device_put(owg.Overwrite(start(2)), NamedSharding(mesh(2, 4), P("a")))
+    placed = jax.device_put(x, NamedSharding(mesh(2, 4), P(None, "a", "b")))
+    found = jax_layers.after(functools.partial(loss, x=placed), state).value
+    expect(found, np.abs(x).max((0, 2)))
+    assert found["input_amax_history"].sharding.spec[0] == "a"
+
+
+# ---------------------------------------------------------------- matmuls, whose states have three tensors
+
+
+def product(tree, x=1.0, kernel="w"):
+    """One matmul that sees x and a kernel."""
+    meta = tree["fc"].value
+    return owg.fp8_dot_general(x * jnp.ones((2, 2)), tree[kernel], MATMUL, meta=meta, scaling=SCALING).sum()
+
+
+def variables(kernel=None):
+    state = start(tensors=("input", "kernel", "output_grad"))
+    return {"w": jnp.eye(2) if kernel is None else kernel, "fc": owg.Overwrite(state)}
+
+
+SECOND = {
+    "gradient of the gradient": (lambda w: jax.grad(lambda w: owg.grad(product)(variables(w))["w"].sum())(w), "first"),
+    "gradient inside the loss": (lambda w: owg.grad(lambda w: jax.grad(product)(variables(w))["w"].sum())(w), "first"),
+    "gradient of all": (lambda w: jax.grad(lambda t: owg.grad(product)(t)["w"].sum())(variables(w)), "first"),
+    "forward mode": (lambda w: jax.jvp(product, (variables(w),), (variables(w),)), "reverse-mode"),
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_derivatives_that_do_not_exist_are_refused_in_one_sentence(how):
+    run, kind = SECOND[how]
+    with pytest.raises(Fp8Error, match=f"has {kind} derivatives only"):
+        run(jnp.eye(2))
+
+
+def test_examples_of_a_vmapped_gradient_keep_what_they_see():
+    """As models of an ensemble and gradients per example; inside of the loss they share the state."""
+    tree = variables(jnp.eye(2) * jnp.float32([1, 2, 3])[:, None, None])
+    alone = jax.vmap(functools.partial(jax_layers.after, product), in_axes=({"w": 0, "fc": None},))(tree)["fc"].value
+    np.testing.assert_array_equal(alone["kernel_amax_history"][:, 0], [1, 2, 3])
+    shared = jax_layers.after(lambda t: jax.vmap(lambda w: product(t | {"w": w}))(t["w"]).sum(), tree)["fc"].value
+    np.testing.assert_array_equal(shared["kernel_amax_history"], [3, 3, 2])
+    each_input = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(XS, start())
+    np.testing.assert_array_equal(each_input["input_amax_history"][:, 0], SEEN)
+
+
+def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
+    def loss(tree):
+        calls.append(tree)
+        raise ValueError("of the loss")
+
+    for tree in ({"w": jnp.ones(2)}, variables()):
+        calls, state = [], "fc" in tree
+        with pytest.raises(ValueError, match="of the loss") as caught:
+            owg.grad(loss)(tree)
+        assert any("parameters alone" in note for note in getattr(caught.value, "__notes__", ())) == state
+        assert len(calls) == 1 + state, "what moves state might have failed"
+
+
+@pytest.mark.parametrize("function", [owg.share, owg.read, lambda x: owg.gate(x, True), owg.grad(lambda x: 0.0)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
+    with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
+        function(owg.Overwrite(jnp.ones(1, dtype)))
+
+
+def test_a_step_is_traced_once_and_may_donate():
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(tree, xs):
+        traces.append(1)
+        return owg.apply_updates(tree, owg.grad(lambda t: scan(t["fc"].value, xs))(tree))
+
+    tree = {"fc": owg.Overwrite(start())}
+    for factor in (1, 2, 3):
+        tree = step(tree, factor * XS)
+    assert len(traces) == 1
+    assert np.asarray(tree["fc"].value["input_amax_history"]).tolist() == [15, 5, 10]
+    shapes = jax.eval_shape(owg.grad(scan), start())
+    assert {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes)} == {((1,), "float32"), ((3,), "float32")}
+
+
+def test_names_alone_make_no_state():
+    tree = {"layer_scale": jnp.ones(1), "norm": {"scale": jnp.ones(3)}, "input_amax_history": jnp.zeros(2)}
+    assert not any(jax.tree.leaves(owg.owg_mask(tree)))
