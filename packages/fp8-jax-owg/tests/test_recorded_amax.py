@@ -706,6 +706,8 @@ def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
 def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
     with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
         function(owg.Overwrite(jnp.ones(1, dtype)))
+    with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
+        function({"input_scale": jnp.ones(1, dtype), "input_amax_history": jnp.ones(4, dtype)})
 
 
 def test_a_step_is_traced_once_and_may_donate():

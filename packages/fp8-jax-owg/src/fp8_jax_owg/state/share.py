@@ -16,7 +16,7 @@ from jax import lax
 from fp8_common import Fp8Error
 from fp8_common.jax.arrays import varying_axes
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import is_shared, like, read, share_leaf
+from fp8_jax_owg.state.cotangents import check_float32, is_shared, like, read, share_leaf
 from fp8_jax_owg.state.live import is_at_rest, is_live, live_at_rest
 from fp8_jax_owg.state.pairs import find_pairs, take
 
@@ -37,7 +37,8 @@ def share(tree: Any) -> Any:
     for place in find_pairs(tree):
         pair = take(leaves, place)
         if is_at_rest(pair) and not any(map(is_shared, pair)):
-            leaves[place.scale], leaves[place.history] = live_at_rest(True, *pair), lax.stop_gradient(pair.history)
+            live = live_at_rest(True, *map(check_float32, pair))
+            leaves[place.scale], leaves[place.history] = live, lax.stop_gradient(pair.history)
         if is_live(take(leaves, place)):
             constants.add(place.history)  # matmuls read live leaves alone
     return structure.unflatten([x if i in constants else share_leaf(x) for i, x in enumerate(leaves)])
