@@ -12,6 +12,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables come with their pictures")
+
 from benchmarks import _runs, convergence, figures
 from benchmarks.convergence import ALL, RECIPES, WIRES, Spec, learning_rate, queue
 from tests.helpers.repository import ROOT

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -131,6 +132,8 @@ def cells(text):
 
 def test_the_table_in_the_page_is_what_runs_say():
     """Some rows and properties; `python -m benchmarks.figures certificates` writes all of them."""
+    if not metadata.entry_points(group="fp8.plugins"):
+        pytest.skip("no plugin is installed, only its source is there: rows come from entry points")
     found = {name: make() for name, make in rows(ASKED) if name in CHEAP}
     peers = importlib.util.find_spec("torchao") is not None
     assert set(found) == {name for name in CHEAP if peers or not name.startswith("torchao")}

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed: `nox -s ecosystem` does it")
+pytest.importorskip("diffusers", reason="diffusers is not installed: `nox -s ecosystem` does it")
 
 import fp8_te_init as fti
 import fp8_torch_fsdp as f8

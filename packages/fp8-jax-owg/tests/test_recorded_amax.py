@@ -458,7 +458,8 @@ DEVICES = {
     "a state that becomes each device's own": (on_devices(varying, 4), NAN),
     "a barrier around state and batch in shard_map": (
         on_devices(behind_a_barrier, 4),
-        NAN if jax.__version_info__ < (0, 12) else 5,  # JAX adds up what leaves such a barrier before 0.12
+        # JAX 0.10 adds up what leaves such a barrier, 0.11.2 does not
+        NAN if jax.__version_info__ < (0, 11, 2) else 5,
     ),
     "an axis that replicated is not told of": (
         on_devices(own_part, 2, 2, check_vma=False),
@@ -542,7 +543,7 @@ def test_the_three_states_of_a_matmul_are_recorded_in_the_same_way(monkeypatch, 
 def test_every_kind_of_policy_is_there():
     """Those that JAX has beside them are other names of these, combinations, or hold dots on the host."""
     others = {"checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "save_from_both_policies"}
-    known = {name for name in dir(KEEP) if not name.startswith("_")}
+    known = {name for name in dir(KEEP) if name[0].islower()}  # functions; JAX 0.11 has classes beside them
     assert known - others - {"offload_dot_with_no_batch_dims"} == set(POLICIES)
 
 
