@@ -5,12 +5,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType
 
 import fp8_common
 import fp8_jax_owg as owg
+from fp8_common import Fp8Error
 from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
@@ -20,6 +23,8 @@ MATMUL = (((1,), (0,)), ((), ()))
 SCALING = DelayedScaling(amax_history_length=3)
 SEEN = (1.0, 5.0, 3.0, 2.0)
 """What the uses of one state see in most tests."""
+XS, SQUARE = np.float32(SEEN), np.float32(SEEN).reshape(2, 2)
+NAN, NOTHING = np.nan, -np.inf
 SCALE = fp8_common.reciprocal(fp8_common.amax_to_scale(np.float32(3), "e4m3"))
 T = jax.tree.map
 
@@ -84,7 +89,10 @@ def start(*lead, tensors=("input",)):
 
 
 def use(x, meta):
-    """The identity, nearly: it observes its input, any shape."""
+    """The identity, nearly: it observes its input, any shape; where the state has a kernel, by a matmul with ones."""
+    if "kernel_scale" in meta:
+        x = jnp.asarray(x, jnp.float32)
+        return dot(x.reshape(-1, 1), jnp.ones((1, 1)), meta, SCALING).reshape(x.shape)
     return owg.in_qdq(jnp.asarray(x, jnp.float32), meta["input_scale"], meta["input_amax_history"], SCALING)
 
 
@@ -97,6 +105,44 @@ def expect(meta, amax):
     np.testing.assert_array_equal(meta["input_amax_history"], np.where(seen, rolled, old))
     old = np.where(spoiled, np.float32(np.nan), np.float32(0.5))
     np.testing.assert_array_equal(meta["input_scale"], np.where(seen, SCALE, old))
+
+
+def assert_records(loss, wanted, **settings):
+    """A loss of one state sees `wanted`, as `expect` has it, or is refused with that sentence."""
+    state = owg.Overwrite(start(*(() if isinstance(wanted, str) else np.shape(wanted))))
+    if isinstance(wanted, str):
+        with pytest.raises(Fp8Error, match=wanted):
+            after(lambda state: loss(state.value), state, **settings)
+        return
+    found = after(lambda state: loss(state.value), state, **settings).value
+    expect(found, wanted)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    if np.isnan(wanted).any():
+        assert "instead of combined by MAX" in owg.report(found).suspicious[0].suspicion
+
+
+# what losses are made of
+
+
+def total(carry, x, meta):
+    """The body of a loop that shares its state."""
+    return carry + use(x, meta).sum(), None
+
+
+def scan(meta, xs=XS, body=total):
+    return owg.scan(body, jnp.float32(0), xs, owg=meta)[0]
+
+
+def each(meta, uses=SEEN):
+    return sum(use(x, meta) for x in uses)
+
+
+def loop_on_each(x, meta):
+    return lax.scan(lambda c, x: (c, use(x, meta)), 0, x)[1]
+
+
+def layer(stack, *place):
+    return T(lambda leaf: leaf[place], stack)
 
 
 # ---------------------------------------------------------------- every product, of x [rows, in] and a kernel [in, out]

@@ -13,35 +13,26 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
-from fp8_common import Fp8Error
 from tests.helpers import jax_layers
-from tests.helpers.jax_layers import MATMUL, SCALING, SEEN, expect, mesh, start, use
-
-T = jax.tree.map
-NAN, NOTHING = np.nan, -np.inf
-XS = np.float32(SEEN)
-SQUARE = XS.reshape(2, 2)
-
-
-def total(carry, x, meta):
-    """The body of a loop that shares its state."""
-    return carry + use(x, meta).sum(), None
-
-
-def scan(meta, xs=XS, body=total):
-    return owg.scan(body, jnp.float32(0), xs, owg=meta)[0]
-
-
-def each(meta, uses=SEEN):
-    return sum(use(x, meta) for x in uses)
-
-
-def layer(stack, *place):
-    return T(lambda leaf: leaf[place], stack)
+from tests.helpers.jax_layers import (
+    NAN,
+    NOTHING,
+    SEEN,
+    SQUARE,
+    XS,
+    T,
+    assert_records,
+    each,
+    expect,
+    layer,
+    loop_on_each,
+    scan,
+    start,
+    total,
+    use,
+)
 
 
 def at(stack, i):
@@ -357,116 +348,6 @@ BRANCHES = {
     ),
 }
 
-# ---------------------------------------------------------------- several devices
-
-
-def on_devices(local, *shape, into="a", out="a", state=None, check_vma=True, xs=XS):
-    """A loss whose `local(x, meta)` runs on each device of a mesh with its part of 1, 5, 3, 2."""
-
-    def loss(meta):
-        inside = jax.shard_map(
-            local,
-            mesh=mesh(*shape),
-            in_specs=(P(into), P(state)),
-            out_specs=P(out) if out else P(),
-            check_vma=check_vma,
-        )
-        return inside(xs, owg.read(meta)).sum()
-
-    return loss
-
-
-def own_part(x, meta, axes="a"):
-    return use(x, owg.replicated(meta, axes))
-
-
-def loop_on_each(x, meta):
-    return lax.scan(lambda c, x: (c, use(x, meta)), 0, x)[1]
-
-
-def loop_that_is_summed(x, meta):
-    first = lax.pcast(jnp.float32(0), "a", to="varying")
-    return lax.psum(owg.scan(total, first, x, owg=owg.replicated(meta, "a"))[0], "a")
-
-
-def gate_on_each(x, meta):
-    meta = owg.replicated(meta, ("a", "b"))
-    return use(7 * x, owg.gate(meta, jnp.bool_(False))) + use(x, meta)
-
-
-def moved_before_and_inside(check_vma):
-    def local(x, meta):
-        meta = owg.replicated(meta, "a")
-        return jax.vmap(use)(x, layer(meta, np.array([0, 1]))) + use(4.0, layer(meta, 0))
-
-    run = on_devices(local, 2, check_vma=check_vma)
-    return lambda meta: run(T(lambda x: x[np.array([1, 0])], meta))
-
-
-def unshared(uses, check_vma, moved=False):
-    """State that devices share and `replicated` does not know: they see 3 and 5 first, then 1 and 2."""
-    run = on_devices(
-        lambda x, m: lax.psum(each(m, list(x[:uses])), "a"),
-        2,
-        2,
-        out=None,
-        check_vma=check_vma,
-        xs=np.float32([3, 1, 5, 2]),
-    )
-    return (lambda meta: run(T(lambda x: jnp.squeeze(x[jnp.asarray([0])], 0), meta))) if moved else run
-
-
-def sharded(spec):
-    """Devices (a, b) see 1, 5; 3, 2."""
-
-    def local(x, meta):
-        return use(x, T(lambda leaf: leaf.reshape(-1), owg.replicated(meta, "a", sharded="b")))
-
-    return on_devices(local, 2, 2, into=("a", "b"), out=("a", "b"), state=spec, check_vma=False)
-
-
-def varying(x, meta):
-    return use(x, T(lambda leaf: lax.pcast(leaf, "a", to="varying"), meta))
-
-
-def behind_a_barrier(x, meta):
-    return use(*lax.optimization_barrier((x, meta)))
-
-
-DEVICES = {
-    **{
-        f"{name}, check_vma={check_vma}": (make(check_vma), wanted)
-        for check_vma in (True, False)
-        for name, make, wanted in [
-            ("shard_map", lambda vma: on_devices(own_part, 4, check_vma=vma), 5),
-            ("a loop in shard_map", lambda vma: on_devices(loop_that_is_summed, 2, out=None, check_vma=vma), 5),
-            ("a gate in shard_map", lambda vma: on_devices(gate_on_each, 2, 2, check_vma=vma), 5),
-            ("state moved before and in shard_map", moved_before_and_inside, [5, 4]),
-            ("two uses in shard_map without replicated", functools.partial(unshared, 2), NAN),
-            (
-                "two uses of moved state in shard_map without replicated",
-                lambda vma: unshared(2, vma, True),
-                [NAN, NOTHING],
-            ),
-        ]
-    },
-    "one use without replicated, of which types know that devices share it": (unshared(1, True), 5),
-    "one use of moved state without replicated": (unshared(1, True, True), [5, NOTHING]),
-    "one use without replicated and without types": (unshared(1, False), NAN),
-    "a sharded axis": (sharded("b"), [3, 5]),
-    "an axis that is called sharded and is not": (sharded(None), NAN),
-    "a state that becomes each device's own": (on_devices(varying, 4), NAN),
-    "a barrier around state and batch in shard_map": (
-        on_devices(behind_a_barrier, 4),
-        # JAX 0.10 adds up what leaves such a barrier, 0.11.2 does not
-        NAN if jax.__version_info__ < (0, 11, 2) else 5,
-    ),
-    "an axis that replicated is not told of": (
-        on_devices(own_part, 2, 2, check_vma=False),
-        "got the axes a, and the shard_map has b as well",
-    ),
-}
-
 # ---------------------------------------------------------------- what is computed with
 
 
@@ -499,41 +380,22 @@ ALTERED = {
     "a scan with what was read once": (lambda m: loop_on_each(XS, owg.read(m)).sum(), NAN),
     "a while loop over moved state": (in_a_while_loop, r"enters while.*fp8_jax_owg.read"),
 }
-ROWS = LOOPS | REMAT | LAYERS | BRANCHES | DEVICES | ALTERED
-
-
-def record(loss, wanted, tensors=("input",), **settings):
-    lead = () if isinstance(wanted, str) else np.shape(wanted)
-    state = owg.Overwrite(start(*lead, tensors=tensors))
-    return jax_layers.after(lambda state: loss(state.value), state, **settings).value
+ROWS = LOOPS | REMAT | LAYERS | BRANCHES | ALTERED
 
 
 @pytest.mark.parametrize(("loss", "wanted"), ROWS.values(), ids=ROWS)
-def test_a_loss_records_the_maximum_over_its_uses_or_is_loud(loss, wanted, devices):
-    if isinstance(wanted, str):
-        with pytest.raises(Fp8Error, match=wanted):
-            record(loss, wanted)
-        return
-    found = record(loss, wanted)
-    expect(found, wanted)
-    if np.isnan(wanted).any():
-        assert "instead of combined by MAX" in owg.report(found).suspicious[0].suspicion
+def test_a_loss_records_the_maximum_over_its_uses_or_is_loud(loss, wanted):
+    assert_records(loss, wanted)
 
 
-def multiply(x, meta):
-    """As `use`, by a matmul with a kernel of ones, whose output gradient is observed as well."""
-    x = jnp.asarray(x, jnp.float32)
-    return jax_layers.dot(x.reshape(-1, 1), jnp.ones((1, 1)), meta, SCALING).reshape(x.shape)
+FEW = ("a scan in a scan", "remat, everything_saveable", "slices by the round of a stage", "a switch that doubles")
 
 
-FEW = ("a scan in a scan", "remat, everything_saveable", "slices by the round of a stage", "shard_map, check_vma=False")
-
-
-def test_the_three_states_of_a_matmul_are_recorded_in_the_same_way(monkeypatch, devices, full):
-    monkeypatch.setitem(globals(), "use", multiply)
+def test_the_three_states_of_a_matmul_are_recorded_in_the_same_way(full):
+    tensors = ("input", "kernel", "output_grad")
     for loss, wanted in [ROWS[name] for name in ROWS if full or name in FEW]:
         if not isinstance(wanted, str):
-            found = record(loss, wanted, ("input", "kernel", "output_grad"))
+            found = jax_layers.after(loss, start(*np.shape(wanted), tensors=tensors))
             expect(found, wanted)
             kernel = np.where(np.isnan(wanted), np.nan, np.where(np.isfinite(wanted), 1, 2))
             np.testing.assert_array_equal(found["kernel_amax_history"][..., 0], kernel)
@@ -562,172 +424,4 @@ def test_settings_of_jax_change_nothing(how, full):
     few = {name: ROWS[name] for name in ("two calls", "a scan in a scan", "an index")}
     for loss, wanted in (LOOPS | LAYERS | BRANCHES if full else few).values():
         with context():
-            found = record(loss, wanted, **settings)
-        expect(found, wanted)
-        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
-
-
-HANDED_OVER = {
-    "a bare state": lambda meta: (meta, lambda tree: tree),
-    "a collection": lambda meta: ({"fc": {"op": meta}}, lambda tree: tree["fc"]["op"]),
-    "a list": lambda meta: ([meta, meta], lambda tree: tree[0]),
-    "marked": lambda meta: (owg.Overwrite(meta), lambda tree: tree.value),
-}
-
-
-@pytest.mark.parametrize("form", HANDED_OVER)
-def test_state_may_be_an_argument_of_its_own_beside_parameters(form):
-    state, of = HANDED_OVER[form](start())
-    step = jax.jit(owg.value_and_grad(lambda w, x, tree: (w * scan(of(tree), x), tree), (0, -1), has_aux=True))
-    (_, returned), (_, gradient) = step(jnp.float32(1), XS, state)
-    expect(of(owg.next_state(state, gradient)), 5)
-    T(np.testing.assert_array_equal, returned, state)  # what a loss returns beside its value is as it was
-    assert {leaf.dtype for leaf in jax.tree.leaves(returned)} == {jnp.dtype("float32")}
-    assert all(jax.tree.leaves(owg.owg_mask(state)))
-
-
-def test_an_unused_state_is_kept_and_zero_in_gradients():
-    states = [start(), start()]
-    gradients = jax.jit(owg.grad(lambda states: use(0.0, states[0])))(states)
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[1]))
-    used, unused = owg.next_state(states, gradients)
-    expect(used, 0)
-    expect(unused, NOTHING)
-
-
-PLAIN = {
-    "owg.scan": (scan, 5),
-    "owg.share": (lambda m: each(owg.share(m)), 5),
-    "owg.gate": (gated(np.inf), 5),
-    "a loop that observes nothing": (taken_at(9), NOTHING),
-    "examples that share the state": (lambda m: examples(XS, m).sum(), 5),
-    "examples that have one each": (lambda m: jax.vmap(use)(jnp.asarray(XS), m).sum(), SEEN),
-}
-
-
-@pytest.mark.parametrize("how", PLAIN)
-@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
-def test_plain_gradients_combine_what_is_shared(how):
-    loss, wanted = PLAIN[how]
-    meta = start(*np.shape(wanted))
-    expect(owg.next_state(meta, jax.jit(jax.grad(loss))(meta)), wanted)
-
-
-ADDED = {
-    "not shared": lambda m: loop_on_each(XS, m).sum(),
-    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.read(owg.share(m)))),
-}
-
-
-@pytest.mark.parametrize("how", ADDED)
-@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
-def test_plain_gradients_add_up_what_is_not_shared_and_the_second_step_is_nan(how):
-    """The hazard that this package is there for: a sum of encoded zeros betrays it."""
-    after = jax.jit(jax.grad(ADDED[how]))(T(lambda x: jnp.where(x > 1, 0, x), start()))
-    assert after["input_amax_history"][0] == sum(SEEN)
-    assert "encoded zeros were added up" in owg.report(after).suspicious[0].suspicion
-    assert np.isnan(use(1.0, after))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_meshes_of_both_kinds(devices, kind):
-    with jax.set_mesh(mesh(4, kind=kind)):
-        x = jax.device_put(XS[None] * np.float32([[1], [2]]), P(None, "a"))
-        expect(record(lambda meta: scan(meta, x), 10), 10)
-
-
-def test_stages_and_data_on_devices_record_what_one_device_does(devices):
-    x = np.random.default_rng(0).integers(-9, 9, (3, 2, 8)).astype(np.float32)
-
-    def loss(state, x):
-        return scan(state.value, x, lambda c, h, m: (c + jax.vmap(use)(h, m).sum(), None))
-
-    state = jax.device_put(owg.Overwrite(start(2)), NamedSharding(mesh(2, 4), P("a")))
-    placed = jax.device_put(x, NamedSharding(mesh(2, 4), P(None, "a", "b")))
-    found = jax_layers.after(functools.partial(loss, x=placed), state).value
-    expect(found, np.abs(x).max((0, 2)))
-    assert found["input_amax_history"].sharding.spec[0] == "a"
-
-
-# ---------------------------------------------------------------- matmuls, whose states have three tensors
-
-
-def product(tree, x=1.0, kernel="w"):
-    """One matmul that sees x and a kernel."""
-    meta = tree["fc"].value
-    return owg.fp8_dot_general(x * jnp.ones((2, 2)), tree[kernel], MATMUL, meta=meta, scaling=SCALING).sum()
-
-
-def variables(kernel=None):
-    state = start(tensors=("input", "kernel", "output_grad"))
-    return {"w": jnp.eye(2) if kernel is None else kernel, "fc": owg.Overwrite(state)}
-
-
-SECOND = {
-    "gradient of the gradient": (lambda w: jax.grad(lambda w: owg.grad(product)(variables(w))["w"].sum())(w), "first"),
-    "gradient inside the loss": (lambda w: owg.grad(lambda w: jax.grad(product)(variables(w))["w"].sum())(w), "first"),
-    "gradient of all": (lambda w: jax.grad(lambda t: owg.grad(product)(t)["w"].sum())(variables(w)), "first"),
-    "forward mode": (lambda w: jax.jvp(product, (variables(w),), (variables(w),)), "reverse-mode"),
-}
-
-
-@pytest.mark.parametrize("how", SECOND)
-def test_derivatives_that_do_not_exist_are_refused_in_one_sentence(how):
-    run, kind = SECOND[how]
-    with pytest.raises(Fp8Error, match=f"has {kind} derivatives only"):
-        run(jnp.eye(2))
-
-
-def test_examples_of_a_vmapped_gradient_keep_what_they_see():
-    """As models of an ensemble and gradients per example; inside of the loss they share the state."""
-    tree = variables(jnp.eye(2) * jnp.float32([1, 2, 3])[:, None, None])
-    alone = jax.vmap(functools.partial(jax_layers.after, product), in_axes=({"w": 0, "fc": None},))(tree)["fc"].value
-    np.testing.assert_array_equal(alone["kernel_amax_history"][:, 0], [1, 2, 3])
-    shared = jax_layers.after(lambda t: jax.vmap(lambda w: product(t | {"w": w}))(t["w"]).sum(), tree)["fc"].value
-    np.testing.assert_array_equal(shared["kernel_amax_history"], [3, 3, 2])
-    each_input = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(XS, start())
-    np.testing.assert_array_equal(each_input["input_amax_history"][:, 0], SEEN)
-
-
-def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
-    def loss(tree):
-        calls.append(tree)
-        raise ValueError("of the loss")
-
-    for tree in ({"w": jnp.ones(2)}, variables()):
-        calls, state = [], "fc" in tree
-        with pytest.raises(ValueError, match="of the loss") as caught:
-            owg.grad(loss)(tree)
-        assert any("parameters alone" in note for note in getattr(caught.value, "__notes__", ())) == state
-        assert len(calls) == 1 + state, "what moves state might have failed"
-
-
-@pytest.mark.parametrize("function", [owg.share, owg.read, lambda x: owg.gate(x, True), owg.grad(lambda x: 0.0)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
-def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
-    with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
-        function(owg.Overwrite(jnp.ones(1, dtype)))
-    with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
-        function({"input_scale": jnp.ones(1, dtype), "input_amax_history": jnp.ones(4, dtype)})
-
-
-def test_a_step_is_traced_once_and_may_donate():
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(tree, xs):
-        traces.append(1)
-        return owg.apply_updates(tree, owg.grad(lambda t: scan(t["fc"].value, xs))(tree))
-
-    tree = {"fc": owg.Overwrite(start())}
-    for factor in (1, 2, 3):
-        tree = step(tree, factor * XS)
-    assert len(traces) == 1
-    assert np.asarray(tree["fc"].value["input_amax_history"]).tolist() == [15, 5, 10]
-    shapes = jax.eval_shape(owg.grad(scan), start())
-    assert {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes)} == {((1,), "float32"), ((3,), "float32")}
-
-
-def test_names_alone_make_no_state():
-    tree = {"layer_scale": jnp.ones(1), "norm": {"scale": jnp.ones(3)}, "input_amax_history": jnp.zeros(2)}
-    assert not any(jax.tree.leaves(owg.owg_mask(tree)))
+            assert_records(loss, wanted, **settings)

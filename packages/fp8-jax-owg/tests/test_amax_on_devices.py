@@ -1,0 +1,158 @@
+"""Which amax a loss on several devices records: rows as in test_recorded_amax, whose uses are on devices of a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8_jax_owg as owg
+from tests.helpers import jax_layers
+from tests.helpers.jax_layers import (
+    NAN,
+    NOTHING,
+    XS,
+    T,
+    assert_records,
+    each,
+    expect,
+    layer,
+    mesh,
+    scan,
+    start,
+    total,
+    use,
+)
+
+
+def on_devices(local, *shape, into="a", out="a", state=None, check_vma=True, xs=XS):
+    """A loss whose `local(x, meta)` runs on each device of a mesh with its part of 1, 5, 3, 2."""
+
+    def loss(meta):
+        inside = jax.shard_map(
+            local,
+            mesh=mesh(*shape),
+            in_specs=(P(into), P(state)),
+            out_specs=P(out) if out else P(),
+            check_vma=check_vma,
+        )
+        return inside(xs, owg.read(meta)).sum()
+
+    return loss
+
+
+def own_part(x, meta, axes="a"):
+    return use(x, owg.replicated(meta, axes))
+
+
+def loop_that_is_summed(x, meta):
+    first = lax.pcast(jnp.float32(0), "a", to="varying")
+    return lax.psum(owg.scan(total, first, x, owg=owg.replicated(meta, "a"))[0], "a")
+
+
+def gate_on_each(x, meta):
+    meta = owg.replicated(meta, ("a", "b"))
+    return use(7 * x, owg.gate(meta, jnp.bool_(False))) + use(x, meta)
+
+
+def moved_before_and_inside(check_vma):
+    def local(x, meta):
+        meta = owg.replicated(meta, "a")
+        return jax.vmap(use)(x, layer(meta, np.array([0, 1]))) + use(4.0, layer(meta, 0))
+
+    run = on_devices(local, 2, check_vma=check_vma)
+    return lambda meta: run(T(lambda x: x[np.array([1, 0])], meta))
+
+
+def unshared(uses, check_vma, moved=False):
+    """State that devices share and `replicated` does not know: they see 3 and 5 first, then 1 and 2."""
+    run = on_devices(
+        lambda x, m: lax.psum(each(m, list(x[:uses])), "a"),
+        2,
+        2,
+        out=None,
+        check_vma=check_vma,
+        xs=np.float32([3, 1, 5, 2]),
+    )
+    return (lambda meta: run(T(lambda x: jnp.squeeze(x[jnp.asarray([0])], 0), meta))) if moved else run
+
+
+def sharded(spec):
+    """Devices (a, b) see 1, 5; 3, 2."""
+
+    def local(x, meta):
+        return use(x, T(lambda leaf: leaf.reshape(-1), owg.replicated(meta, "a", sharded="b")))
+
+    return on_devices(local, 2, 2, into=("a", "b"), out=("a", "b"), state=spec, check_vma=False)
+
+
+def varying(x, meta):
+    return use(x, T(lambda leaf: lax.pcast(leaf, "a", to="varying"), meta))
+
+
+def behind_a_barrier(x, meta):
+    return use(*lax.optimization_barrier((x, meta)))
+
+
+DEVICES = {
+    **{
+        f"{name}, check_vma={check_vma}": (make(check_vma), wanted)
+        for check_vma in (True, False)
+        for name, make, wanted in [
+            ("shard_map", lambda vma: on_devices(own_part, 4, check_vma=vma), 5),
+            ("a loop in shard_map", lambda vma: on_devices(loop_that_is_summed, 2, out=None, check_vma=vma), 5),
+            ("a gate in shard_map", lambda vma: on_devices(gate_on_each, 2, 2, check_vma=vma), 5),
+            ("state moved before and in shard_map", moved_before_and_inside, [5, 4]),
+            ("two uses in shard_map without replicated", functools.partial(unshared, 2), NAN),
+            (
+                "two uses of moved state in shard_map without replicated",
+                lambda vma: unshared(2, vma, True),
+                [NAN, NOTHING],
+            ),
+        ]
+    },
+    "one use without replicated, of which types know that devices share it": (unshared(1, True), 5),
+    "one use of moved state without replicated": (unshared(1, True, True), [5, NOTHING]),
+    "one use without replicated and without types": (unshared(1, False), NAN),
+    "a sharded axis": (sharded("b"), [3, 5]),
+    "an axis that is called sharded and is not": (sharded(None), NAN),
+    "a state that becomes each device's own": (on_devices(varying, 4), NAN),
+    "a barrier around state and batch in shard_map": (
+        on_devices(behind_a_barrier, 4),
+        # JAX 0.10 adds up what leaves such a barrier, 0.11.2 does not
+        NAN if jax.__version_info__ < (0, 11, 2) else 5,
+    ),
+    "an axis that replicated is not told of": (
+        on_devices(own_part, 2, 2, check_vma=False),
+        "got the axes a, and the shard_map has b as well",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "wanted"), DEVICES.values(), ids=DEVICES)
+def test_devices_record_the_maximum_over_their_uses_or_are_loud(loss, wanted, devices):
+    assert_records(loss, wanted)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_meshes_of_both_kinds(devices, kind):
+    with jax.set_mesh(mesh(4, kind=kind)):
+        x = jax.device_put(XS[None] * np.float32([[1], [2]]), P(None, "a"))
+        assert_records(lambda meta: scan(meta, x), 10)
+
+
+def test_stages_and_data_on_devices_record_what_one_device_does(devices):
+    x = np.random.default_rng(0).integers(-9, 9, (3, 2, 8)).astype(np.float32)
+
+    def loss(state, x):
+        return scan(state.value, x, lambda c, h, m: (c + jax.vmap(use)(h, m).sum(), None))
+
+    state = jax.device_put(owg.Overwrite(start(2)), NamedSharding(mesh(2, 4), P("a")))
+    placed = jax.device_put(x, NamedSharding(mesh(2, 4), P(None, "a", "b")))
+    found = jax_layers.after(functools.partial(loss, x=placed), state).value
+    expect(found, np.abs(x).max((0, 2)))
+    assert found["input_amax_history"].sharding.spec[0] == "a"

@@ -1,0 +1,172 @@
+"""State in a step: where it may stand in arguments and gradients, and what is refused or only warned about."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8_jax_owg as owg
+from fp8_common import Fp8Error
+from tests.helpers import jax_layers
+from tests.helpers.jax_layers import (
+    MATMUL,
+    NOTHING,
+    SCALING,
+    SEEN,
+    XS,
+    T,
+    each,
+    expect,
+    loop_on_each,
+    scan,
+    start,
+    total,
+    use,
+)
+
+HANDED_OVER = {
+    "a bare state": lambda meta: (meta, lambda tree: tree),
+    "a collection": lambda meta: ({"fc": {"op": meta}}, lambda tree: tree["fc"]["op"]),
+    "a list": lambda meta: ([meta, meta], lambda tree: tree[0]),
+    "marked": lambda meta: (owg.Overwrite(meta), lambda tree: tree.value),
+}
+
+
+@pytest.mark.parametrize("form", HANDED_OVER)
+def test_state_may_be_an_argument_of_its_own_beside_parameters(form):
+    state, of = HANDED_OVER[form](start())
+    step = jax.jit(owg.value_and_grad(lambda w, x, tree: (w * scan(of(tree), x), tree), (0, -1), has_aux=True))
+    (_, returned), (_, gradient) = step(jnp.float32(1), XS, state)
+    expect(of(owg.next_state(state, gradient)), 5)
+    T(np.testing.assert_array_equal, returned, state)  # what a loss returns beside its value is as it was
+    assert {leaf.dtype for leaf in jax.tree.leaves(returned)} == {jnp.dtype("float32")}
+    assert all(jax.tree.leaves(owg.owg_mask(state)))
+
+
+def test_an_unused_state_is_kept_and_zero_in_gradients():
+    states = [start(), start()]
+    gradients = jax.jit(owg.grad(lambda states: use(0.0, states[0])))(states)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[1]))
+    used, unused = owg.next_state(states, gradients)
+    expect(used, 0)
+    expect(unused, NOTHING)
+
+
+PLAIN = {
+    "owg.scan": (scan, 5),
+    "owg.share": (lambda m: each(owg.share(m)), 5),
+    "owg.gate": (
+        lambda m: scan(m, jnp.float32([1, 5, np.inf, 2]), lambda c, x, m: total(c, x, owg.gate(m, x < 9))),
+        5,
+    ),
+    "a loop that observes nothing": (lambda m: scan(m, XS, lambda c, x, m: (c + x, None)), NOTHING),
+    "examples that share the state": (lambda m: jax.vmap(use, (0, None))(jnp.asarray(XS), m).sum(), 5),
+    "examples that have one each": (lambda m: jax.vmap(use)(jnp.asarray(XS), m).sum(), SEEN),
+}
+
+
+@pytest.mark.parametrize("how", PLAIN)
+@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
+def test_plain_gradients_combine_what_is_shared(how):
+    loss, wanted = PLAIN[how]
+    meta = start(*np.shape(wanted))
+    expect(owg.next_state(meta, jax.jit(jax.grad(loss))(meta)), wanted)
+
+
+ADDED = {
+    "not shared": lambda m: loop_on_each(XS, m).sum(),
+    "shared in the loop": lambda m: scan(None, XS, lambda c, x, _: total(c, x, owg.read(owg.share(m)))),
+}
+
+
+@pytest.mark.parametrize("how", ADDED)
+@pytest.mark.filterwarnings("ignore::fp8_jax_owg.UnsharedStateWarning")
+def test_plain_gradients_add_up_what_is_not_shared_and_the_second_step_is_nan(how):
+    """The hazard that this package is there for: a sum of encoded zeros betrays it."""
+    after = jax.jit(jax.grad(ADDED[how]))(T(lambda x: jnp.where(x > 1, 0, x), start()))
+    assert after["input_amax_history"][0] == sum(SEEN)
+    assert "encoded zeros were added up" in owg.report(after).suspicious[0].suspicion
+    assert np.isnan(use(1.0, after))
+
+
+def product(tree, x=1.0, kernel="w"):
+    """One matmul that sees x and a kernel."""
+    meta = tree["fc"].value
+    return owg.fp8_dot_general(x * jnp.ones((2, 2)), tree[kernel], MATMUL, meta=meta, scaling=SCALING).sum()
+
+
+def variables(kernel=None):
+    state = start(tensors=("input", "kernel", "output_grad"))
+    return {"w": jnp.eye(2) if kernel is None else kernel, "fc": owg.Overwrite(state)}
+
+
+SECOND = {
+    "gradient of the gradient": (lambda w: jax.grad(lambda w: owg.grad(product)(variables(w))["w"].sum())(w), "first"),
+    "gradient inside the loss": (lambda w: owg.grad(lambda w: jax.grad(product)(variables(w))["w"].sum())(w), "first"),
+    "gradient of all": (lambda w: jax.grad(lambda t: owg.grad(product)(t)["w"].sum())(variables(w)), "first"),
+    "forward mode": (lambda w: jax.jvp(product, (variables(w),), (variables(w),)), "reverse-mode"),
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_derivatives_that_do_not_exist_are_refused_in_one_sentence(how):
+    run, kind = SECOND[how]
+    with pytest.raises(Fp8Error, match=f"has {kind} derivatives only"):
+        run(jnp.eye(2))
+
+
+def test_examples_of_a_vmapped_gradient_keep_what_they_see():
+    """As models of an ensemble and gradients per example; inside of the loss they share the state."""
+    tree = variables(jnp.eye(2) * jnp.float32([1, 2, 3])[:, None, None])
+    alone = jax.vmap(functools.partial(jax_layers.after, product), in_axes=({"w": 0, "fc": None},))(tree)["fc"].value
+    np.testing.assert_array_equal(alone["kernel_amax_history"][:, 0], [1, 2, 3])
+    shared = jax_layers.after(lambda t: jax.vmap(lambda w: product(t | {"w": w}))(t["w"]).sum(), tree)["fc"].value
+    np.testing.assert_array_equal(shared["kernel_amax_history"], [3, 3, 2])
+    each_input = jax.vmap(owg.grad(use, argnums=-1), in_axes=(0, None))(XS, start())
+    np.testing.assert_array_equal(each_input["input_amax_history"][:, 0], SEEN)
+
+
+def test_an_error_of_the_loss_comes_through_and_says_what_state_is_not_for():
+    def loss(tree):
+        calls.append(tree)
+        raise ValueError("of the loss")
+
+    for tree in ({"w": jnp.ones(2)}, variables()):
+        calls, state = [], "fc" in tree
+        with pytest.raises(ValueError, match="of the loss") as caught:
+            owg.grad(loss)(tree)
+        assert any("parameters alone" in note for note in getattr(caught.value, "__notes__", ())) == state
+        assert len(calls) == 1 + state, "what moves state might have failed"
+
+
+@pytest.mark.parametrize("function", [owg.share, owg.read, lambda x: owg.gate(x, True), owg.grad(lambda x: 0.0)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_state_of_other_dtypes_is_refused_with_the_remedy(function, dtype):
+    with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
+        function(owg.Overwrite(jnp.ones(1, dtype)))
+    with pytest.raises(Fp8Error, match=rf"must be float32, got {dtype}.*cast_params"):
+        function({"input_scale": jnp.ones(1, dtype), "input_amax_history": jnp.ones(4, dtype)})
+
+
+def test_a_step_is_traced_once_and_may_donate():
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(tree, xs):
+        traces.append(1)
+        return owg.apply_updates(tree, owg.grad(lambda t: scan(t["fc"].value, xs))(tree))
+
+    tree = {"fc": owg.Overwrite(start())}
+    for factor in (1, 2, 3):
+        tree = step(tree, factor * XS)
+    assert len(traces) == 1
+    assert np.asarray(tree["fc"].value["input_amax_history"]).tolist() == [15, 5, 10]
+    shapes = jax.eval_shape(owg.grad(scan), start())
+    assert {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes)} == {((1,), "float32"), ((3,), "float32")}
+
+
+def test_names_alone_make_no_state():
+    tree = {"layer_scale": jnp.ones(1), "norm": {"scale": jnp.ones(3)}, "input_amax_history": jnp.zeros(2)}
+    assert not any(jax.tree.leaves(owg.owg_mask(tree)))
