@@ -421,7 +421,7 @@ OTHER_WAYS = {
 @pytest.mark.parametrize("how", OTHER_WAYS)
 def test_settings_of_jax_change_nothing(how, full):
     settings, context = OTHER_WAYS[how]
-    few = {name: ROWS[name] for name in ("two calls", "a scan in a scan", "an index")}
+    few = {name: ROWS[name] for name in ("two calls", "owg.scan", "an index")}
     for loss, wanted in (LOOPS | LAYERS | BRANCHES if full else few).values():
         with context():
             assert_records(loss, wanted, **settings)
