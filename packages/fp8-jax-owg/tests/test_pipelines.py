@@ -137,7 +137,8 @@ def assert_equal(pipe, rounds, variables, x):
     np.testing.assert_allclose(y, wanted, rtol=2e-6, atol=1e-6)
     (parameters, state), (wanted_parameters, wanted_state) = owg.split(gradients), owg.split(total)
     assert len(jax.tree.leaves(state)) == 6
-    T(np.testing.assert_array_equal, state, wanted_state)
+    # one and more stages are multiplied in sums of another order: an amax of what they return differs in the last bit
+    T(partial(np.testing.assert_allclose, rtol=1e-6), state, wanted_state)
     T(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), parameters, wanted_parameters)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
