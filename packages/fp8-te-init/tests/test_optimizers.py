@@ -186,9 +186,10 @@ class Sharp(torch.optim.SGD):
     """Sharpness-aware: moves the weights, evaluates, moves back, steps."""
 
     def step(self, closure):
-        for move in (0.05, -0.05):
-            torch._foreach_add_(self.param_groups[0]["params"], move)
-            loss = closure() if move > 0 else loss
+        own = self.param_groups[0]["params"]
+        torch._foreach_add_(own, 0.05)
+        loss = closure()
+        torch._foreach_sub_(own, 0.05)
         super().step()
         return loss
 
