@@ -56,19 +56,15 @@ def fit(recipe, *, checkpoint=None, epochs=5, **options):
     return model
 
 
-def test_the_module_is_converted_before_the_optimizer_is_made():
-    model = fit("rowwise")
+def test_the_module_is_converted_before_the_optimizer_is_made_and_histories_grow_in_mixed_precision():
+    model = fit("tensorwise_delayed", precision="bf16-mixed")
     assert isinstance(model.layers[0], f8.Float8Linear)
     assert type(model.layers[2]) is nn.Linear
     assert model.known == {id(p) for p in model.parameters()}
     assert model.losses[-1] < model.losses[0]
-
-
-def test_delayed_histories_grow_and_mixed_precision_reaches_the_layers():
-    model = fit("tensorwise_delayed", precision="bf16-mixed")
+    assert model.dtypes == {torch.bfloat16}
     f8.synchronize_scales(model)
     assert (model.layers[0].fp8_input.history > 0).all()
-    assert model.dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "tensorwise_delayed"])
