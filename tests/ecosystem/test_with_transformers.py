@@ -21,12 +21,10 @@ pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their o
 # ---------------------------------------------------------------- heads: reports say what matmul and all-gather do
 
 HEADS = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
-GEMMA = HEADS | {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
 GPT2 = {"vocab_size": 512, "n_embd": 64, "n_layer": 1, "n_head": 4}
 MODELS = {
     "llama": (lambda: llama(**HEADS), ""),
     "llama-tied": (lambda: llama(**HEADS, tie_word_embeddings=True), "model.embed_tokens"),
-    "gemma": (lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA)), "model.embed_tokens"),
     "gpt2": (lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)), "transformer.wte"),
 }
 

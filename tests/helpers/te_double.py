@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import sys
 import types
-from unittest import mock
 
 import torch
 from torch import nn
@@ -103,33 +102,16 @@ CLASSES = {
 }
 
 
-class OfQuantizer:
-    """A recipe; its fields are the options of its quantizers."""
-
-    def quantizer(self):
-        return Quantizer(**vars(self))
-
-
-@dataclasses.dataclass
-class DelayedScaling(OfQuantizer):
-    delayed: bool = True
+def recipe(name, **options):
+    """Return a class of recipes; its fields are the options of its quantizers."""
+    fields = [(field, type(default), default) for field, default in options.items()]
+    return dataclasses.make_dataclass(name, fields, namespace={"quantizer": lambda self: Quantizer(**vars(self))})
 
 
-@dataclasses.dataclass
-class Float8CurrentScaling(OfQuantizer):
-    power_of_2: bool = False
-
-
-@dataclasses.dataclass
-class Float8BlockScaling(OfQuantizer):
-    block: tuple[int, int] = (128, 128)
-    power_of_2: bool = True
-
-
-@dataclasses.dataclass
-class MXFP8BlockScaling(OfQuantizer):
-    block: tuple[int, int] = (1, 32)
-    power_of_2: bool = True
+DelayedScaling = recipe("DelayedScaling", delayed=True)
+Float8CurrentScaling = recipe("Float8CurrentScaling", power_of_2=False)
+Float8BlockScaling = recipe("Float8BlockScaling", block=(128, 128), power_of_2=True)
+MXFP8BlockScaling = recipe("MXFP8BlockScaling", block=(1, 32), power_of_2=True)
 
 
 class Linear(nn.Module):
@@ -163,21 +145,7 @@ class Linear(nn.Module):
             local.clear_high_precision_init_val = lambda: vars(local).pop("_high_precision_init_val", None)
 
     def forward(self, x):
-        return Product.apply(x, self.weight)
-
-
-class Product(torch.autograd.Function):
-    """x @ weight.T for a quantized weight, whose gradient is dense."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.dequantize().t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight.dequantize(), grad.t() @ x
+        return nn.functional.linear(x, self.weight)
 
 
 class FusedAdam(torch.optim.SGD):
@@ -205,13 +173,19 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
         Linear.building = before
 
 
+@contextlib.contextmanager
 def installed():
-    """Put the double where `import transformer_engine.pytorch` looks, for a while."""
+    """Put the double where `import transformer_engine.pytorch` looks."""
     recipes = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
     names = {"quantized_model_init": quantized_model_init, "Linear": Linear}
     modules = {"pytorch": names, "common.recipe": {kind.__name__: kind for kind in recipes}}
     made = {f"transformer_engine.{name}": types.SimpleNamespace(**inside) for name, inside in modules.items()}
-    return mock.patch.dict(sys.modules, made)
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            sys.modules.pop(name, None)
 
 
 def built(preserve=True, backend="auto", dtype=torch.bfloat16, device="cpu", sizes=(24, 40, 16), **options):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,36 +90,27 @@ def test_blocks_nest_are_switched_off_and_end_with_an_exception():
 
 
 def test_a_layer_that_another_thread_builds_is_a_plain_one():
-    made = []
-    with fti.fp8_model_init():
-        thread = threading.Thread(target=lambda: made.append(nn.Linear(8, 8)))
-        thread.start()
-        thread.join()
-    assert type(made[0]) is nn.Linear
+    with fti.fp8_model_init(), ThreadPoolExecutor(1) as pool:
+        assert type(pool.submit(nn.Linear, 8, 8).result()) is nn.Linear
 
 
 def test_models_are_built_in_a_thread_while_others_step():
     """No hook of the process comes or goes while torch walks over them."""
-    failed = []
 
     def build():
-        try:
-            for seed in range(10):
-                net = built(seed=seed)
-                step(net, masters_for(net))
-        except Exception as error:  # a thread's error would be lost
-            failed.append(error)
+        for seed in range(10):
+            net = built(seed=seed)
+            step(net, masters_for(net))
 
     stranger = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
-    threads = [threading.Thread(target=build) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        stranger(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-        nn.Linear(4, 4)
-    assert failed == []
+    with ThreadPoolExecutor(2) as pool:
+        building = [pool.submit(build) for _ in range(2)]
+        while not all(one.done() for one in building):
+            stranger(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            nn.Linear(4, 4)
+        assert [one.exception() for one in building] == [None, None]
 
 
 def test_only_plain_linear_layers_are_taken():

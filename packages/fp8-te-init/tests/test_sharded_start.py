@@ -108,20 +108,3 @@ def test_ranks_that_drew_different_weights_still_agree_on_a_scale_before_the_fir
     (guess, scales), (other_guess, other_scales) = run_ranks(2, different_generators)
     assert guess != other_guess
     assert scales == other_scales
-
-
-def owned_by_others(rank, world_size):
-    """A replicated model whose weights are shared out among the ranks' optimizers; one is frozen, two are tied."""
-    torch.manual_seed(0)
-    with fti.fp8_model_init(preserve_high_precision_init_val=True):
-        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
-        model[4].weight = model[3].weight
-    model[0].weight.requires_grad_(False)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, [model[1 + rank].weight], lr=0.1)
-    before = fti.memory_report(model).copies
-    return before, fti.seed_masters(optimizer, model).sources, fti.memory_report(model).copies
-
-
-def test_no_rank_keeps_copies_of_what_it_does_not_own(run_ranks):
-    for rank, found in enumerate(run_ranks(3, owned_by_others)):
-        assert found == (4 * 4 * 24 * 24, {f"{1 + rank}.weight": "init"}, 0)
