@@ -121,11 +121,15 @@ def test_frozen_weights_have_no_master_and_their_copies_are_dropped_with_the_see
     assert [torch.equal(*pair) for pair in zip(codes(net), before, strict=True)] == [True, False]
 
 
-def test_a_model_that_is_only_used_drops_its_copies_at_the_first_forward_if_told_so():
-    net = built(release="forward")
-    assert fti.memory_report(net).copies == 4 * (24 * 40 + 40 * 16)
+@pytest.mark.parametrize(("release", "left"), [("forward", 0), ("manual", 4)])
+def test_a_model_that_is_only_used_drops_its_copies_at_the_first_forward_if_told_so(release, left):
+    net, elements = built(release=release), 24 * 40 + 40 * 16
+    assert fti.memory_report(net).copies == 4 * elements
     net(torch.ones(2, 24))
-    assert fti.memory_report(net).copies == 0
+    assert fti.memory_report(net).copies == left * elements
+    for weight in weights(net):
+        weight.clear_high_precision_init_val()
+        assert weight.get_high_precision_init_val() is None
 
 
 def test_a_step_of_a_model_drops_nothing_of_a_copied_twin_or_of_others_from_the_same_block(caplog):
