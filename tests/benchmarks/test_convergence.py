@@ -3,11 +3,11 @@
 import fcntl
 import functools
 import json
-import os
+import multiprocessing
 import re
 import signal
-import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables co
 
 from benchmarks import _runs, convergence, figures
 from benchmarks.convergence import WIRES, Spec, queue
+from tests.helpers.ranks import PRELOADED
 from tests.helpers.repository import ROOT
 
 CORPUS = functools.cache(convergence.load_corpus)
@@ -47,19 +48,22 @@ def train(monkeypatch):
 
 
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys):
+def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys, monkeypatch):
     # of all recipes the one with state of its own
     spec = Spec(**TINY, recipe="tensorwise_delayed", steps=6)
-    call = [sys.executable, "-m", "benchmarks.convergence", *arguments(tmp_path / "killed", spec, every=0)[1:]]
-    child = subprocess.Popen(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
-    with child:
-        next(line for line in child.stdout if b"step 2," in line)
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
+    monkeypatch.setattr(sys, "argv", arguments(tmp_path / "killed", spec, every=0))
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    child = multiprocessing.get_context("forkserver").Process(target=convergence.main)
+    child.start()
+    while child.is_alive() and not list((tmp_path / "killed/state").glob("*.pt")):
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     assert not list((tmp_path / "killed/results").iterdir())
     (killed,) = train(tmp_path / "killed", spec, every=0)
     # had it begun anew, both runs would be equal for no reason
-    assert 2 <= int(re.search(r"from step (\d+) of 6", capsys.readouterr().out)[1]) < 6
+    assert 1 <= int(re.search(r"from step (\d+) of 6", capsys.readouterr().out)[1]) < 6
     (uninterrupted,) = train(tmp_path / "whole", spec)
     assert killed == uninterrupted
     assert len(killed["held_out"]) == 6
