@@ -43,13 +43,6 @@ def test_a_tab_is_a_program_of_its_own(program):
     programs.run(program, "tab")
 
 
-def test_a_block_of_differences_is_two_programs():
-    (change,) = programs.changes("```diff\n a = 1\n-b = 2\n+b = 3\n\n print(a + b)\n```\n\n```output\n4\n```\n")
-    assert (change.before, change.after) == ("a = 1\nb = 2\n\nprint(a + b)\n", "a = 1\nb = 3\n\nprint(a + b)\n")
-    assert programs.complaint(change.output, programs.run(change.after, "after")) is None
-    assert programs.complaint(change.output, programs.run(change.before, "before")) is not None
-
-
 def test_the_status_table_is_that_of_the_file():
     """Columns that say the same of every device are one."""
     status = json.loads((ROOT / "shared-kernels/src/fp8_common/status.json").read_text())

@@ -39,7 +39,7 @@ model = nn.Sequential([Dense(64), nn.relu, Dense(16)])
 x = jax.random.normal(jax.random.key(0), (32, 16))
 state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), x), tx=optax.adam(1e-3))
 losses = []
-for step in range(10):
+for step in range(4):
     loss, grads = jax.value_and_grad(lambda variables: ((model.apply(variables, x) - x) ** 2).mean())(state.params)
     state = state.apply_gradients(grads=grads)
     losses.append(float(loss))

@@ -8,11 +8,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
-from tests.helpers.collectives import CollectiveCounter, kind_of
 from tests.helpers.repository import ROOT, packages, tracked_files
 
 VERSION = packages()["fp8-common"].config["project"]["version"]
@@ -113,40 +109,13 @@ def test_internals_of_other_packages_are_not_imported():
 # ---------------------------------------------------------------- which tests run, and where
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 3), (4, 3, 5, 2), (4, 4, 4, 4, 4, 4)])
+@pytest.mark.parametrize("sizes", [(4,), (4, 3, 5, 2), (4, 4, 4, 4, 4, 4)])
 def test_pairs_of_values_meet_in_few_cases_and_each_value_in_fewer(pytestconfig, sizes):
     subsets = pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))  # it cannot be imported by name
     axes = [[f"{axis}-{i}" for i in range(size)] for axis, size in enumerate(sizes)]
-    cases = list(subsets.pairwise(axes))
-    met = {pair for case in cases for pair in itertools.combinations(case, 2)}
+    pairs, each = list(subsets.pairwise(axes)), list(subsets.each(axes))
+    met = {pair for case in pairs for pair in itertools.combinations(case, 2)}
     assert all(set(itertools.product(*pair)) <= met for pair in itertools.combinations(axes, 2))
-    assert len(cases) == len(set(cases)) <= 40
-    each = list(subsets.each(axes))
+    assert len(pairs) == len(set(pairs)) <= 40
     assert {value for case in each for value in case} == set(itertools.chain(*axes))
     assert len(each) == max(sizes)
-
-
-def one_of_each(rank, world_size):
-    part, whole = torch.ones(3, dtype=torch.bfloat16), torch.ones(6, dtype=torch.bfloat16)
-    with CollectiveCounter() as counter:
-        dist.all_gather_into_tensor(torch.empty_like(whole), part)
-        dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
-        dist.all_reduce(torch.ones(5, dtype=torch.int32), op=dist.ReduceOp.MAX)
-        dist.broadcast(torch.ones(4), src=0)
-        dist.barrier()
-    with CollectiveCounter() as functionals:
-        functional.wait_tensor(functional.all_gather_tensor(part, 0, dist.group.WORLD))
-        functional.wait_tensor(functional.all_reduce(torch.ones(5), "sum", dist.group.WORLD))
-        functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 0, dist.group.WORLD))
-    seen = ([tuple(one) for one in each.seen] for each in (counter, functionals))
-    return *seen, functionals.nbytes("reduce_scatter")
-
-
-@pytest.mark.distributed
-def test_every_collective_is_counted_with_what_a_rank_contributes(run_ranks):
-    bf16, wide = torch.bfloat16, torch.float32
-    eager = [("all_gather", bf16, 3), ("all_gather", wide, 2), ("all_reduce", torch.int32, 5), ("broadcast", wide, 4)]
-    functionals = [("all_gather", bf16, 3), ("all_reduce", wide, 5), ("reduce_scatter", bf16, 6)]
-    assert run_ranks(2, one_of_each) == [(eager, functionals, 12)] * 2
-    names = ["_allgather_base_", "all_gather_into_tensor_out", "_reduce_scatter_base_", "allreduce_", "alltoall_base_"]
-    assert [*map(kind_of, names)] == ["all_gather", "all_gather", "reduce_scatter", "all_reduce", "alltoall_base"]

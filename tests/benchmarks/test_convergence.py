@@ -1,12 +1,13 @@
 """The runner of training runs: its queue, that a run which was killed goes on bit for bit, and the tables of runs."""
 
 import fcntl
+import functools
 import json
-import os
+import multiprocessing
 import re
 import signal
-import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
@@ -15,9 +16,11 @@ import torch
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: tables come with their pictures")
 
 from benchmarks import _runs, convergence, figures
-from benchmarks.convergence import ALL, RECIPES, WIRES, Spec, learning_rate, queue
+from benchmarks.convergence import WIRES, Spec, queue
+from tests.helpers.ranks import PRELOADED
 from tests.helpers.repository import ROOT
 
+CORPUS = functools.cache(convergence.load_corpus)
 TINY = {"question": "test", "seed": 0, "dim": 128, "layers": 1, "rows": 2}
 
 
@@ -35,6 +38,7 @@ def train(monkeypatch):
 
     def run(folder, *specs, **options):
         monkeypatch.setattr(sys, "argv", arguments(folder, *specs, **options))
+        monkeypatch.setattr(convergence, "load_corpus", CORPUS)
         assert convergence.main() == 0
         found = [json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))]
         return [{name: value for name, value in one.items() if name != "cpu_seconds"} for one in found]
@@ -43,45 +47,26 @@ def train(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_the_queue_compares_all_recipes_of_a_seed_before_the_next():
-    runs = list(queue())
-    long = [spec for spec in runs if spec.question == "recipes"]
-    assert [(spec.seed, spec.recipe) for spec in long] == [(s, r) for s in range(5) for r in (*RECIPES, *WIRES)]
-    assert {spec.steps for spec in long} == {4000}
-    assert sum(spec.question == "larger" for spec in runs) == 8
-    assert len({spec.name for spec in runs}) == len(set(runs)), "every run has files of its own"
-
-
-def test_a_name_says_what_differs_from_the_defaults():
-    assert Spec(question="recipes", recipe="rowwise", seed=3).name == "recipes-rowwise-seed=3"
-    assert Spec(question="breaks", recipe="bf16", seed=0, rate=8).name == "breaks-bf16-seed=0-rate=8"
-    everything = Spec(question="recipes", recipe=f"bf16, {ALL}", seed=0).name
-    assert everything == "recipes-bf16+compressed_with_embedding_and_head-seed=0"
-
-
-def test_the_rate_rises_then_falls_to_a_tenth():
-    rates = [learning_rate(step, 1000) for step in range(1000)]
-    assert rates.index(max(rates)) in range(45, 55)
-    assert rates[-1] == pytest.approx(0.1 * 1.5e-3, rel=1e-3)
-
-
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys):
+def test_a_run_that_is_killed_goes_on_bit_for_bit(train, tmp_path, capsys, monkeypatch):
     # of all recipes the one with state of its own
-    spec = Spec(**TINY, recipe="tensorwise_delayed", steps=8)
-    call = [sys.executable, "-m", "benchmarks.convergence", *arguments(tmp_path / "killed", spec, every=0)[1:]]
-    child = subprocess.Popen(call, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
-    with child:
-        next(line for line in child.stdout if b"step 2," in line)
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
+    spec = Spec(**TINY, recipe="tensorwise_delayed", steps=6)
+    monkeypatch.setattr(sys, "argv", arguments(tmp_path / "killed", spec, every=0))
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    child = multiprocessing.get_context("forkserver").Process(target=convergence.main)
+    child.start()
+    while child.is_alive() and not list((tmp_path / "killed/state").glob("*.pt")):
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     assert not list((tmp_path / "killed/results").iterdir())
     (killed,) = train(tmp_path / "killed", spec, every=0)
     # had it begun anew, both runs would be equal for no reason
-    assert 2 <= int(re.search(r"from step (\d+) of 8", capsys.readouterr().out)[1]) < 8
+    assert 1 <= int(re.search(r"from step (\d+) of 6", capsys.readouterr().out)[1]) < 6
     (uninterrupted,) = train(tmp_path / "whole", spec)
     assert killed == uninterrupted
-    assert len(killed["held_out"]) == 8
+    assert len(killed["held_out"]) == 6
     assert killed["held_out"][-1] < killed["held_out"][0]
     assert not list((tmp_path / "killed/state").glob("*.pt")), "checkpoints of a finished run are of no more use"
 
@@ -96,7 +81,7 @@ def test_processes_beside_each_other_make_different_runs(train, tmp_path):
 
 
 def test_a_wire_of_codes_changes_what_is_trained_and_little_of_it(train, tmp_path):
-    runs = train(tmp_path, *(Spec(**TINY, recipe=recipe, steps=3) for recipe in ("bf16", *WIRES[:3])))
+    runs = train(tmp_path, *(Spec(**TINY, recipe=recipe, steps=2) for recipe in ("bf16", *WIRES[:3])))
     losses = [run["held_out"][-1] for run in runs]
     assert len(set(losses)) == 4, "each wire sends something else"
     assert max(losses) - min(losses) < 0.01 * min(losses)
@@ -175,6 +160,9 @@ def test_only_what_the_interval_carries_is_said(values, said):
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
+    for path in figures.RESULTS.glob("convergence/*.json"):
+        assert Spec(**json.loads(path.read_text())["spec"]).name == path.stem, "a run is made once"
+    assert len({spec.name for spec in queue()}) == len(set(queue())), "every run has files of its own"
     tables = {"convergence": lambda: figures.of_runs(figures.RESULTS / "convergence", tmp_path), **figures.TABLES}
     for name, made in tables.items():
         assert (figures.RESULTS / f"{name}.md").read_text() == made(), f"python -m benchmarks.figures {name}"

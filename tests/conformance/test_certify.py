@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import re
 from importlib import metadata
 
@@ -16,6 +17,7 @@ from fp8_common.testing import certify
 from fp8_common.testing.certify import cast_of, casts_of, explanations, rows, table
 from fp8_common.torch.certify import ranks
 from tests.helpers import planted
+from tests.helpers.ranks import PRELOADED
 from tests.helpers.repository import ROOT
 
 INPUTS = torch.randint(-8, 9, (4, 4, 6), generator=torch.Generator().manual_seed(0)).float()
@@ -61,7 +63,10 @@ def test_an_honest_model_has_no_violation():
 
 
 @pytest.mark.distributed
-def test_a_constant_of_the_rank_is_named():
+def test_a_constant_of_the_rank_is_named(monkeypatch):
+    # from a process that has imported torch: new ones would take seconds
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr("fp8_common.torch.certify.get_context", lambda _: multiprocessing.get_context("forkserver"))
     with ranks() as pool:
         found = asked(planted.Planted(planted.WorldConstant()), "mesh-invariant", pool=pool)["mesh-invariant"]
         assert (found.says, found.layer) == ("no", "middle")

@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ COMMANDS = {
     "lightning_module.py, alone": [sys.executable, "lightning_module.py"],
     "lightning_module.py": [sys.executable, "lightning_module.py", "--devices", "2"],
 }
-SECONDS = 150
 # the first needs nothing of others, but runs with them, in `nox -s ecosystem`
 NEEDS = {"accelerate_transformers.py": ("accelerate", "transformers")}
 
@@ -32,51 +29,20 @@ def test_every_example_has_a_command():
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.timeout(210)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_example_runs_and_its_loss_falls(name):
     for package in NEEDS.get(name.partition(",")[0], ("lightning",)):
         pytest.importorskip(package, reason=f"{package} is not installed: `nox -s ecosystem` installs it")
-    code, output, errors = run(COMMANDS[name])
-    assert code == 0, output[-2000:] + errors
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
-    assert len(losses) >= 2, output
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        COMMANDS[name], cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) >= 2, done.stdout
     assert losses[-1] < losses[0]
-    assert "fp8" in output or "float8" in output
-
-
-def run(command: list[str], seconds: float = SECONDS) -> tuple[int, str, str]:
-    """Return the exit status, output and errors of `command`; after `seconds` with the stack of each process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=EXAMPLES, env=environment, **pipes) as process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            import psutil
-
-            # The handler of this signal prints the stacks, one process after another. torchrun sleeps meanwhile,
-            # because it ends all ranks as soon as one has died.
-            root = psutil.Process(process.pid)
-            root.suspend()
-            for one in [*root.children(recursive=True), root]:
-                one.send_signal(signal.SIGABRT)
-                time.sleep(1)
-            root.resume()
-            output, errors = process.communicate()
-    return process.returncode, output, errors
-
-
-@pytest.mark.distributed
-def test_of_an_example_that_hangs_the_stacks_of_all_ranks_are_told(tmp_path, full):
-    if not full:
-        pytest.skip("it waits for processes that hang: with --full")
-    pytest.importorskip("psutil", reason="psutil is not installed: `nox -s ecosystem` installs it")
-    script = tmp_path / "hangs.py"
-    script.write_text("import time\n\ndef waits():\n    time.sleep(60)\n\nwaits()\n")
-    code, _, errors = run([*TORCHRUN, str(script)], seconds=20)
-    assert code != 0
-    assert errors.count("in waits") == 2, errors
+    assert "fp8" in done.stdout or "float8" in done.stdout
 
 
 def test_the_slurm_script_starts_an_example_that_exists():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -104,24 +103,13 @@ def test_torchtitans_tensor_parallelism_trains_like_one_process(run_ranks, recip
 @pytest.mark.timeout(1800)
 def test_torchtitans_trainer_resumes_runs_with_the_bits_of_uninterrupted_ones(tmp_path):
     """On two ranks of gloo; in processes of their own, because torchtitan chooses a device when it is imported."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = [sys.executable, "-m", "tests.ecosystem.torchtitan_trainer", str(tmp_path), *RECIPES]
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        with log.open("w") as file:
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        codes = [rank.wait(timeout=1700) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0, 0], logs[0].read_text()[-3000:]
-    for log in logs:
-        found = json.loads(log.read_text().splitlines()[-1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "tests.ecosystem.torchtitan_trainer", str(tmp_path), *RECIPES]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert list(found) == RECIPES
         for runs in found.values():
             whole, resumed = runs["whole"], runs["resumed"]

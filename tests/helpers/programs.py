@@ -42,12 +42,6 @@ def side(lines: str, sign: str) -> str:
     return "\n".join(line[1:] for line in kept) + "\n"
 
 
-def changed(change: Change) -> int:
-    """Return how many lines of code the program after has that the one before has not."""
-    before = set(change.before.splitlines())
-    return sum(bool(line.strip()) and line not in before for line in change.after.splitlines())
-
-
 def missing(program: str) -> list[str]:
     """Return the packages that a program imports and this environment lacks."""
     return [name for name in dict.fromkeys(NEEDS.findall(program)) if importlib.util.find_spec(name) is None]

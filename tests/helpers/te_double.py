@@ -5,6 +5,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import sys
 import types
@@ -15,14 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import fp8_te_init as fti
+from fp8_common import E4M3
+from fp8_common.presets import te_current
+from fp8_common.torch import casts
 
 aten = torch.ops.aten
-FULL = 448.0
-
-
-def encoded(values, scale):
-    """uint8 codes."""
-    return (values.float() * scale).clamp(-FULL, FULL).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 class Quantizer:
@@ -38,25 +36,11 @@ class Quantizer:
 
     def parts(self, values):
         """Codes, and scales back of the blocks."""
-        if self.block is None:
-            scale = self.scale if hasattr(self, "scale") else self._scale_of(values.float().abs().max().view(1))
-            return encoded(values, scale), scale.reciprocal()
-        (rows, columns), (height, width) = values.shape, self.block
-        wide = nn.functional.pad(values.float(), (0, -columns % width, 0, -rows % height))
-        tiles = wide.unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        scale = self._scale_of(tiles.abs().amax((1, 3)))
-        codes = encoded(tiles, scale[:, None, :, None]).view(wide.shape)
-        return codes[:rows, :columns].contiguous(), scale.reciprocal()
-
-    def _scale_of(self, amax):
-        scale = torch.where(amax > 0, FULL / amax, torch.ones_like(amax))
-        return torch.exp2(torch.frexp(scale).exponent - 1.0) if self.force_pow_2_scales else scale
-
-    def spread(self, inverse, shape):
-        """The scale back of each element."""
-        if self.block is None:
-            return inverse
-        return inverse.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)[: shape[0], : shape[1]]
+        if hasattr(self, "scale"):
+            return casts.quantize(values, self.scale, E4M3).view(torch.uint8), self.scale.reciprocal()
+        made = casts.quantize_dynamic(values, E4M3, te_current(self.force_pow_2_scales), self.block)
+        scale = made.scale if self.block else made.scale.view(1)
+        return made.codes.view(torch.uint8), scale.reciprocal()
 
 
 class QuantizedTensor(torch.Tensor):
@@ -81,9 +65,11 @@ class QuantizedTensor(torch.Tensor):
             part.copy_(new)
 
     def dequantize(self, *, dtype=None):
-        codes, inverse = self.parts()
-        spread = self._quantizer.spread(inverse, codes.shape)
-        return (codes.view(torch.float8_e4m3fn).float() * spread).to(dtype or self.dtype)
+        (codes, spread), (rows, columns) = self.parts(), self.shape
+        for dim, size in enumerate(self._quantizer.block or ()):
+            spread = spread.repeat_interleave(size, dim)
+        values = codes.view(torch.float8_e4m3fn).float() * (spread[:rows, :columns] if spread.ndim > 1 else spread)
+        return values.to(dtype or self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func, types_, args=(), kwargs=None):
@@ -116,29 +102,16 @@ CLASSES = {
 }
 
 
-class DelayedScaling:
-    def quantizer(self):
-        return Quantizer(delayed=True)
+def recipe(name, **options):
+    """Return a class of recipes; its fields are the options of its quantizers."""
+    fields = [(field, type(default), default) for field, default in options.items()]
+    return dataclasses.make_dataclass(name, fields, namespace={"quantizer": lambda self: Quantizer(**vars(self))})
 
 
-class Float8CurrentScaling:
-    power_of_2 = False
-
-    def quantizer(self):
-        return Quantizer(power_of_2=self.power_of_2)
-
-
-class Float8BlockScaling:
-    def __init__(self, block=(128, 128), *, power_of_2=True):
-        self.block, self.power_of_2 = block, power_of_2
-
-    def quantizer(self):
-        return Quantizer(self.block, power_of_2=self.power_of_2)
-
-
-class MXFP8BlockScaling:
-    def quantizer(self):
-        return Quantizer((1, 32), power_of_2=True)
+DelayedScaling = recipe("DelayedScaling", delayed=True)
+Float8CurrentScaling = recipe("Float8CurrentScaling", power_of_2=False)
+Float8BlockScaling = recipe("Float8BlockScaling", block=(128, 128), power_of_2=True)
+MXFP8BlockScaling = recipe("MXFP8BlockScaling", block=(1, 32), power_of_2=True)
 
 
 class Linear(nn.Module):
@@ -168,33 +141,11 @@ class Linear(nn.Module):
         if self.is_fp8 and self.preserve:
             local = self.weight._local_tensor if isinstance(place, DTensor) else self.weight
             local._high_precision_init_val = values.detach().cpu()
-            local.get_high_precision_init_val = types.MethodType(_get, local)
-            local.clear_high_precision_init_val = types.MethodType(_clear, local)
+            local.get_high_precision_init_val = lambda: vars(local).get("_high_precision_init_val")
+            local.clear_high_precision_init_val = lambda: vars(local).pop("_high_precision_init_val", None)
 
     def forward(self, x):
-        return Product.apply(x, self.weight)
-
-
-def _get(self):
-    return getattr(self, "_high_precision_init_val", None)
-
-
-def _clear(self):
-    vars(self).pop("_high_precision_init_val", None)
-
-
-class Product(torch.autograd.Function):
-    """x @ weight.T for a quantized weight, whose gradient is dense."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.dequantize().t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight.dequantize(), grad.t() @ x
+        return nn.functional.linear(x, self.weight)
 
 
 class FusedAdam(torch.optim.SGD):
@@ -226,16 +177,14 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 def installed():
     """Put the double where `import transformer_engine.pytorch` looks."""
     recipes = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
-    inside = {"": {}, ".common": {}, ".common.recipe": {kind.__name__: kind for kind in recipes}}
-    inside[".pytorch"] = {"quantized_model_init": quantized_model_init, "Linear": Linear}
-    modules = {f"transformer_engine{name}": types.ModuleType(name) for name in inside}
-    for module, names in zip(modules.values(), inside.values(), strict=True):
-        vars(module).update(names)
-    sys.modules.update(modules)
+    names = {"quantized_model_init": quantized_model_init, "Linear": Linear}
+    modules = {"pytorch": names, "common.recipe": {kind.__name__: kind for kind in recipes}}
+    made = {f"transformer_engine.{name}": types.SimpleNamespace(**inside) for name, inside in modules.items()}
+    sys.modules.update(made)
     try:
         yield
     finally:
-        for name in modules:
+        for name in made:
             sys.modules.pop(name, None)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fp8_te_init as fti
+from tests.helpers.sharded_models import train_on
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
@@ -25,31 +26,19 @@ def on(device, **options):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_and_scales_are_those_of_the_cpu_and_what_is_preserved_is_on_the_host(recipe, device):
-    here, there = fti.convert_linear(plain(), recipe=recipe), on(device, recipe=recipe, release="manual")
-    for source, layer, twin in zip(plain()[::2], here[::2], there[::2], strict=True):
+def test_codes_are_those_of_the_cpu_and_masters_start_from_copies_on_the_host_and_train(recipe, device):
+    here, model = fti.convert_linear(plain(), recipe=recipe), on(device, recipe=recipe)
+    for source, layer, twin in zip(plain()[::2], here[::2], model[::2], strict=True):
         assert torch.equal(layer.weight.codes.view(torch.uint8), twin.weight.codes.view(torch.uint8).cpu())
         assert torch.equal(layer.weight.scale, twin.weight.scale.cpu())
         kept = twin.weight.get_high_precision_init_val()
         assert kept.device.type == "cpu"
         assert torch.equal(kept, source.weight)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_start_from_the_copy_and_codes_follow_them(recipe, device):
-    model = on(device, recipe=recipe)
     optimizer = fti.MasterOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
     fti.seed_masters(optimizer, model)
     for layer, source in zip(model[::2], plain()[::2], strict=True):
         assert torch.equal(optimizer.master_of(layer.weight).cpu(), source.weight.float())
-    x = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
-    losses = []
-    for _ in range(5):
-        loss = (model(x).float() - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_on(model, optimizer, [torch.randn(64, 256, device=device, dtype=torch.bfloat16)] * 5)
     assert losses[-1] < losses[0]
     for layer in model[::2]:
         weight, master = layer.weight, optimizer.master_of(layer.weight)

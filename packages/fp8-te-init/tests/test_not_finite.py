@@ -13,7 +13,6 @@ from tests.helpers.not_finite import (
     NAMES,
     PLACES,
     assert_as_visible_as_without_fp8,
-    assert_recovers,
     plain_layers,
     recipe_named,
     run,
@@ -38,15 +37,6 @@ def optimizer_of(model: nn.Module, cls=torch.optim.AdamW, **options) -> fti.Mast
 @pytest.mark.matrix(name=NAMES, place=PLACES, bad=BAD, dtype=[torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_not_finite_is_as_visible_as_without_fp8(name, place, bad, dtype):
     assert_as_visible_as_without_fp8(converted(plain_layers(dtype), name), place, bad, dtype)
-
-
-@pytest.mark.matrix("each", name=NAMES, place=["input", "grad_output"], bad=BAD)
-def test_later_steps_have_the_bits_of_a_run_that_never_met_it(name, place, bad):
-    def build():
-        model = converted(plain_layers(), name)
-        return model, optimizer_of(model, lr=1e-2)
-
-    assert_recovers(build, place, bad)
 
 
 @pytest.mark.matrix("each", name=NAMES, bad=BAD)

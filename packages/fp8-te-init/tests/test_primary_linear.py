@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,36 +90,27 @@ def test_blocks_nest_are_switched_off_and_end_with_an_exception():
 
 
 def test_a_layer_that_another_thread_builds_is_a_plain_one():
-    made = []
-    with fti.fp8_model_init():
-        thread = threading.Thread(target=lambda: made.append(nn.Linear(8, 8)))
-        thread.start()
-        thread.join()
-    assert type(made[0]) is nn.Linear
+    with fti.fp8_model_init(), ThreadPoolExecutor(1) as pool:
+        assert type(pool.submit(nn.Linear, 8, 8).result()) is nn.Linear
 
 
 def test_models_are_built_in_a_thread_while_others_step():
     """No hook of the process comes or goes while torch walks over them."""
-    failed = []
 
     def build():
-        try:
-            for seed in range(10):
-                net = built(seed=seed)
-                step(net, masters_for(net))
-        except Exception as error:  # a thread's error would be lost
-            failed.append(error)
+        for seed in range(10):
+            net = built(seed=seed)
+            step(net, masters_for(net))
 
     stranger = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
-    threads = [threading.Thread(target=build) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        stranger(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-        nn.Linear(4, 4)
-    assert failed == []
+    with ThreadPoolExecutor(2) as pool:
+        building = [pool.submit(build) for _ in range(2)]
+        while not all(one.done() for one in building):
+            stranger(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            nn.Linear(4, 4)
+        assert [one.exception() for one in building] == [None, None]
 
 
 def test_only_plain_linear_layers_are_taken():
@@ -188,21 +179,6 @@ def test_bad_choices_say_what_they_got_and_what_to_do(call, message):
 # ---------------------------------------------------------------- what they compute
 
 
-@pytest.mark.matrix(recipe=RECIPES, dtype=DTYPES[:2])
-def test_forward_and_backward_are_near_those_of_high_precision(recipe, dtype):
-    results = []
-    for module in (primary(recipe, dtype, (64, 48)), linear(dtype, (64, 48))):
-        torch.manual_seed(1)
-        x = torch.randn(3, 32, 48).to(dtype).requires_grad_()
-        y = module(x)
-        y.backward(torch.randn(3, 32, 64).to(dtype))
-        results.append([y, x.grad, module.weight.grad, module.bias.grad])
-    for ours, exact in zip(*results, strict=True):
-        assert type(ours) is torch.Tensor
-        assert ours.dtype == dtype
-        assert (ours - exact).norm() / exact.norm() < 0.06, "two operands of 3 or 2 mantissa bits: a few percent"
-
-
 def test_the_forward_uses_the_codes_and_nothing_finer():
     layer, x = primary(shape=(64, 48)), torch.randn(8, 48)
     scale = amax_to_scale(amax(x), "e4m3")
@@ -250,13 +226,6 @@ def test_gradients_accumulate_and_recomputed_ones_are_the_same():
     net.zero_grad()
     checkpoint(net, x, use_reentrant=False).sum().backward()
     assert torch.equal(net[0].weight.grad, once)
-
-
-def test_second_derivatives_are_refused():
-    x = torch.randn(4, 24, requires_grad=True)
-    (first,) = torch.autograd.grad(primary()(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
 
 
 def test_compiled_models_compute_with_the_codes_of_now_and_read_dtype_and_device():

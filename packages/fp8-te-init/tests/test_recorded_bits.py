@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8_te_init as fti
+from fp8_common.torch.compat import local_of
 
 RECORD = Path(__file__).parent / "data" / "recorded_bits.json"
 RECIPES = ["tensorwise", "rowwise", "blockwise", "tensorwise_delayed"]
@@ -53,9 +54,7 @@ def digests(model, optimizer):
     """Return checksums of codes, scales and masters of the whole model."""
     found = [0, 0, 0]
     for layer in model:
-        local = getattr(layer.weight, "_local_tensor", layer.weight)
-        master = optimizer.master_of(layer.weight)
-        master = master.to_local() if isinstance(master, DTensor) else master
+        local, master = local_of(layer.weight), local_of(optimizer.master_of(layer.weight))
         scale = local.state.scale.numpy().tobytes()
         for index, data in enumerate((whole(local.state.own_codes), scale, whole(master))):
             found[index] = zlib.crc32(data, found[index])

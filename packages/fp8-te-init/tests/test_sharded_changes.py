@@ -2,8 +2,6 @@
 
 import copy
 import io
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -360,40 +358,3 @@ def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(
         assert "weight became torch." in message
         assert "Call model.to(dtype) before the first forward" in message
         assert goes_on
-
-
-def facts(model):
-    """Codes and scales held here, of each layer."""
-    held = [local_of(weight).state for weight in weights(model)]
-    return [(state.codes.clone(), state.scale.clone()) for state in held]
-
-
-def cut_off(rank, world_size, recipe, folder):
-    """Return whether a model is right or refuses after a checkpoint was read whose last file ends in the middle."""
-    source, model = (sharded(world_size, recipe, seed) for seed in (0, 1))
-    for name in ("whole", "cut"):
-        dcp.save(source.state_dict(), checkpoint_id=f"{folder}/{name}")
-    if rank == 0:
-        last = max(Path(f"{folder}/cut").glob("*.distcp"))
-        os.truncate(last, last.stat().st_size // 2)
-    dist.barrier()
-    before, state, wanted = facts(model), model.state_dict(), facts(source)
-    with pytest.raises(dcp.CheckpointException):
-        dcp.load(state, checkpoint_id=f"{folder}/cut")
-    right = [
-        equal(after, old) or equal(after, new) or "Fp8Error" in told(local_of(weight).state.check)
-        for weight, after, old, new in zip(weights(model), facts(model), before, wanted, strict=True)
-    ]
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=f"{folder}/whole")
-    model.load_state_dict(state)
-    model(torch.ones(2, WIDTHS[0]))
-    model.reshard()
-    return all(right), all(equal(a, b) for a, b in zip(wanted, facts(model), strict=True))
-
-
-@pytest.mark.matrix("each", world_size=[1, 2], recipe=["tensorwise", "tensorwise_delayed", "blockwise"])
-def test_a_checkpoint_that_ends_in_the_middle_leaves_old_weights_new_ones_or_a_refusal(
-    run_ranks, world_size, recipe, tmp_path
-):
-    assert run_ranks(world_size, cut_off, recipe, str(tmp_path)) == [(True, True)] * world_size

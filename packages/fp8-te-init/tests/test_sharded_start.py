@@ -7,7 +7,7 @@ from torch import nn
 
 import fp8_te_init as fti
 from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights, whole
-from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step
+from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded
 
 pytestmark = pytest.mark.distributed
 
@@ -108,40 +108,3 @@ def test_ranks_that_drew_different_weights_still_agree_on_a_scale_before_the_fir
     (guess, scales), (other_guess, other_scales) = run_ranks(2, different_generators)
     assert guess != other_guess
     assert scales == other_scales
-
-
-def owned_by_others(rank, world_size):
-    """A replicated model whose weights are shared out among the ranks' optimizers; one is frozen, two are tied."""
-    torch.manual_seed(0)
-    with fti.fp8_model_init(preserve_high_precision_init_val=True):
-        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
-        model[4].weight = model[3].weight
-    model[0].weight.requires_grad_(False)
-    optimizer = fti.MasterOptimizer(torch.optim.SGD, [model[1 + rank].weight], lr=0.1)
-    before = fti.memory_report(model).copies
-    return before, fti.seed_masters(optimizer, model).sources, fti.memory_report(model).copies
-
-
-def test_no_rank_keeps_copies_of_what_it_does_not_own(run_ranks):
-    for rank, found in enumerate(run_ranks(3, owned_by_others)):
-        assert found == (4 * 4 * 24 * 24, {f"{1 + rank}.weight": "init"}, 0)
-
-
-def memory(rank, world_size):
-    """Return bytes before seeding, after it, and after a step, on this rank."""
-    model = sharded(world_size, dtype=torch.bfloat16, widths=(24, 128, 64))
-    before = fti.memory_report(model)
-    optimizer = masters_for(model, torch.optim.AdamW)
-    seeded = fti.memory_report(model, optimizer)
-    step(model, optimizer)
-    return before, seeded, fti.memory_report(model, optimizer)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_bytes_of_each_weight_by_a_count(run_ranks, world_size):
-    elements, biases = (24 * 128 + 128 * 64) // world_size, (128 + 64) // world_size
-    for before, seeded, stepped in run_ranks(world_size, memory):
-        assert (before.parameters, before.codes, before.copies) == (elements, elements, 2 * elements)
-        assert (seeded.codes, seeded.copies, seeded.masters) == (elements, 0, 4 * (elements + biases))
-        assert stepped.copies == 0
-        assert 8 * elements <= stepped.optimizer_state < 8.2 * elements

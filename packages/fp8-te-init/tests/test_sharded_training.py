@@ -3,16 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_te_init as fti
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.primary_facts import codes, equal, masters, weights, whole
+from tests.helpers.primary_facts import equal, masters, whole
 from tests.helpers.primary_models import RECIPES, deep, masters_for, sharded
-from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard, train
+from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard
 
 pytestmark = pytest.mark.distributed
 
@@ -95,42 +94,3 @@ def test_a_gather_sends_one_byte_per_element_and_the_forward_reduces_nothing(run
             assert sum(one.elements for one in gathers) == 2 * share - last
             assert reductions == []
             assert [(one.dtype, one.elements) for one in in_step] == [(torch.int32, 3)], "a number for each weight"
-
-
-def bits_of(model, optimizer):
-    """Codes, scales, masters and moments of the whole model."""
-    bits, parts = [], [None] * dist.get_world_size()
-    dist.all_gather_object(parts, codes(model))
-    for index, weight in enumerate(weights(model)):
-        master = optimizer.master_of(weight)
-        bits += [whole(v).clone() for v in (master, *optimizer.inner.state[master].values()) if v.ndim]
-        bits += [torch.cat([part[index] for part in parts]), weight.to_local().state.scale.clone()]
-    return bits
-
-
-def saved(rank, world_size, folder, recipe):
-    model = sharded(world_size, recipe)
-    optimizer = adamw(model)
-    train(model, optimizer, rank, 3)
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
-    return bits_of(model, optimizer)
-
-
-def loaded(rank, world_size, folder, recipe):
-    model = sharded(world_size, recipe, 99, preserve=False)
-    optimizer = masters_for(model, torch.optim.AdamW, seed=False, lr=1e-2)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
-    bits = bits_of(model, optimizer)
-    train(model, optimizer, rank, 2)
-    return bits
-
-
-@pytest.mark.matrix(
-    "each", save_with=[2, 3], load_with=[4, 1, 2], recipe=["tensorwise", "tensorwise_delayed", "blockwise"]
-)
-def test_checkpoints_come_back_bit_for_bit_on_any_number_of_ranks(run_ranks, tmp_path, save_with, load_with, recipe):
-    first, *others = run_ranks(save_with, saved, str(tmp_path), recipe)
-    for bits in [*others, *run_ranks(load_with, loaded, str(tmp_path), recipe)]:
-        assert equal(bits, first)
