@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fp8_common import E4M3, E5M2, Fp8Error
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
-from fp8_common.torch.linear import grouped_matmul, matmul, segments
+from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.grouped import RowGroups
@@ -159,26 +159,6 @@ def test_which_products_are_made_of_codes(products):
     assert path_of(e5m2, e4m3, options) == "bfloat16"
     assert path_of(e4m3, e4m3, options._replace(emulate=True)) == "bfloat16"
     assert path_of(e4m3, e4m3, options._replace(out_dtype=torch.float16)) == "looped"
-
-
-@pytest.mark.parametrize(
-    ("capability", "hip", "expected"),
-    [
-        ((7, 5), None, ""),
-        ((8, 0), None, "bfloat16"),
-        ((8, 9), None, "bfloat16"),
-        ((9, 0), None, "fp8"),
-        ((9, 0), "6.4", ""),
-        ((10, 0), None, "bfloat16"),
-    ],
-)
-def test_which_devices_multiply_groups(monkeypatch, capability, hip, expected):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without its cache
-    look_up = grouped_matmul.device_multiplies
-    assert look_up(torch.device("cuda", 0)) == expected
-    assert look_up(torch.device("cpu")) == ""
 
 
 def test_rows_find_their_groups():

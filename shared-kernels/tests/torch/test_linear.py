@@ -181,17 +181,6 @@ def test_recipes_are_names_objects_or_dictionaries():
 
 
 @pytest.mark.parametrize(
-    ("hip", "capability", "emulated"), [(None, (8, 9), False), (None, (8, 0), True), ("6.4", (9, 0), True)]
-)
-def test_matmuls_are_emulated_off_nvidia(monkeypatch, hip, capability, emulated):
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without what earlier tests asked
-    assert matmul.should_emulate(device, LinearConfig().emulate) is emulated
-
-
-@pytest.mark.parametrize(
     ("capability", "rowwise", "made_in"),
     [
         ((9, 0), True, torch.float32),
