@@ -43,17 +43,6 @@ def test_windows_of_three(name):
     assert windows is None or found[0] == windows
 
 
-@pytest.mark.parametrize(("length", "reduced"), [(1, [9, 1, 2, 3]), (2, [9, 9, 2, 3])])
-def test_exactly_the_last_l_observations_count(length, reduced):
-    assert run([9, 1, 2, 3], length, "max")[1] == reduced
-
-
-def test_many_tensors_roll_together_and_only_the_bad_one_stays():
-    updated, used = update_history(np.float32([[1, 1], [2, 2]]), np.float32([5, np.nan]))
-    assert updated.tolist() == [[5, 1], [1, 2]]
-    assert used.tolist() == [5, 2]
-
-
 def test_the_scale_used_at_each_step_lags_by_one():
     policy = te_delayed(history=2)
     window, scale, used = np.zeros(2, np.float32), np.float32(1), []
