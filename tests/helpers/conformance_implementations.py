@@ -119,7 +119,7 @@ def frameworks() -> tuple[Implementation, ...]:
         from fp8_common import jax as fp8_jax
 
         in_jax = partial(Implementation, f8=fp8_jax, dtypes=jnp, array=jnp.asarray)
-        found += [in_jax(name="jax eager", prepare=eager, every=5), in_jax(name="jax jit", prepare=jax.jit)]
+        found += [in_jax(name="jax eager", prepare=eager, every=7), in_jax(name="jax jit", prepare=jax.jit)]
         found.append(in_jax(name="jax op by op", prepare=op_by_op, only_full=True))
     return tuple(found)
 

@@ -123,22 +123,15 @@ def test_the_config_names_groups_and_layers_in_high_precision():
     model = Model()
     config = json.loads(json.dumps(quantization_config(model, casts(ROWS), "compressed-tensors")))
     (group,) = config["config_groups"].values()
-    assert config["quant_method"] == "compressed-tensors"
-    assert config["ignore"] == ["head"]
-    assert group["targets"] == ["Linear"]
+    assert (config["quant_method"], config["ignore"], group["targets"]) == ("compressed-tensors", ["head"], ["Linear"])
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-    assert group["weights"] == weights
-    assert group["input_activations"]["strategy"] == "token"
+    assert (group["weights"], group["input_activations"]["strategy"]) == (weights, "token")
     mixed = quantization_config(model, {"up": BLOCKS, "down": TENSOR}, "compressed-tensors")["config_groups"]
     assert [group["targets"] for group in mixed.values()] == [["up"], ["down"]]
     assert mixed["group_0"]["weights"]["block_structure"] == [128, 128]
-    assert quantization_config(model, casts(BLOCKS), "deepseek") == {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["head"],
-    }
+    config = quantization_config(model, casts(BLOCKS), "deepseek")
+    assert (config["quant_method"], config["fmt"], config["activation_scheme"]) == ("fp8", "e4m3", "dynamic")
+    assert (config["weight_block_size"], config["modules_to_not_convert"]) == ([128, 128], ["head"])
 
 
 DELAYED = f8.get_recipe("tensorwise_delayed").weight

@@ -91,46 +91,12 @@ def test_matmuls_are_differentiated_once():
         first.sum().backward()
 
 
-class Counted:
-    """A gather that counts in which order a weight is gathered and its gradient goes away."""
-
-    def __init__(self, weight):
-        self.calls, self.weight = [], weight
-
-    def send(self, weight):
-        return (None, weight)
-
-    def start(self, sent, grad):
-        self.calls.append("gather again" if grad is not None else "gather")
-        return sent[1]
-
-    def finish(self, started, record):
-        return self.weight(started, record)
-
-    def start_reduce(self, grad_weight):
-        self.calls.append("reduce")
-        return grad_weight
-
-    def finish_reduce(self, started):
-        self.calls.append("reduced")
-        return started
-
-
 def gradients(spec, **options):
     generator = torch.Generator().manual_seed(0)
     x, w, grad = (torch.randn(s, generator=generator) for s in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
     y = fp8_linear(x.requires_grad_(), w.requires_grad_(), spec, **options)
     y.backward(grad)
     return y.detach(), x.grad, w.grad
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_that_travels_is_gathered_for_each_matmul(recipe):
-    here = spec_of(LinearConfig(recipe=recipe))
-    gather = Counted(here.weight)
-    travels = dataclasses.replace(here, gather=gather)
-    assert all(map(torch.equal, gradients(travels), gradients(here)))
-    assert gather.calls == ["gather", "gather again", "reduce", "reduced"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

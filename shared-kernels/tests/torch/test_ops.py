@@ -13,8 +13,7 @@ import fp8_common.torch.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
-from fp8_common.testing.compare import as_numpy
-from fp8_common.torch import casts, decoding, delayed, foreach
+from fp8_common.torch import casts, decoding, delayed
 from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key
 
 POLICY = policy_key(f8.CANONICAL)
@@ -89,16 +88,6 @@ def test_every_operator_is_checked():
         if name.startswith("fp8_common::")
     }
     assert defined == {operator_of(case) for case in OPERATORS}
-
-
-def test_lists_of_tensors_equal_numpy_one_by_one():
-    shards = [torch.randn(3, 5), torch.randn(0, 5), torch.randn(17, dtype=torch.bfloat16), X.t()]
-    shards[0][0, 0] = torch.nan
-    keys = foreach.amax_bits(shards)
-    assert_same_bits(keys.view(torch.float32), np.stack([f8.amax(as_numpy(x)) for x in shards]))
-    scales = torch.tensor([1.0, 3.0, 0.7, 100.0])
-    for got, x, scale in zip(foreach.quantize(shards, scales, f8.E5M2), shards, scales.numpy(), strict=True):
-        assert_same_bits(got, f8.quantize(as_numpy(x), scale, "e5m2"), fmt="e5m2")
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
