@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,6 +98,20 @@ def gradients(spec, **options):
     y = fp8_linear(x.requires_grad_(), w.requires_grad_(), spec, **options)
     y.backward(grad)
     return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_travels_is_gathered_for_each_matmul(recipe):
+    here, calls = spec_of(LinearConfig(recipe=recipe)), []
+    gather = SimpleNamespace(
+        send=lambda weight: (weight,),
+        start=lambda sent, grad: calls.append("gather" if grad is None else "gather again") or sent[0],
+        finish=here.weight,
+        start_reduce=lambda grad: calls.append("reduce") or grad,
+        finish_reduce=lambda started: calls.append("reduced") or started,
+    )
+    assert all(map(torch.equal, gradients(dataclasses.replace(here, gather=gather)), gradients(here)))
+    assert calls == ["gather", "gather again", "reduce", "reduced"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
