@@ -1,4 +1,4 @@
-"""What runs where no kernel does: the tests of the kernels of gradients, lists and groups, of torch's own operations."""
+"""What runs where no kernel does, torch's own operations: the tests of the kernels of gradients, lists and groups."""
 
 import pytest
 import torch
