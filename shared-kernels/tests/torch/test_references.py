@@ -5,12 +5,18 @@ import torch
 
 import fp8_common as f8
 from fp8_common._reference.gradients import MessageRows
+from fp8_common.torch.sharding import gradients
 from fp8_common.torch.sharding.gradients import pack_gradients, sum_gradients
 from tests.helpers.kernel_inputs import kernel_tests
 
 globals().update(kernel_tests("test_gradient_kernels.py"))
 globals().update(kernel_tests("test_foreach_kernels.py", "test_a_new_output_needs_no_new_table"))
 globals().update(kernel_tests("test_group_kernels.py"))
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(gradients, "PIECE", 256)
 
 
 @pytest.mark.parametrize(("length", "wide"), [(300, 0), (0, 300)])
