@@ -1,6 +1,7 @@
 """Ahead-of-time compilation: the same PTX however it is reached, refusals with reasons, known crashes."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import triton
@@ -17,17 +18,13 @@ from tests.helpers import aot
 CASES = {case.name: case for case in aot.cases()}
 
 
-class Pointer:
-    """What Triton's launcher asks of a tensor: an aligned address and a dtype."""
-
-    def __init__(self, kind):
-        self.dtype = {
-            "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8_e4m3fn",
-            "fp8e5": "float8_e5m2", "i32": "int32", "i64": "int64", "u8": "uint8",
-        }[kind]  # fmt: skip
-
-    def data_ptr(self):
-        return 4096
+def pointer(kind):
+    """Return what Triton's launcher asks of a tensor: an aligned address and a dtype."""
+    dtypes = {
+        "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8_e4m3fn",
+        "fp8e5": "float8_e5m2", "i32": "int32", "i64": "int64", "u8": "uint8",
+    }  # fmt: skip
+    return SimpleNamespace(dtype=dtypes[kind], data_ptr=lambda: 4096)
 
 
 def launched_ptx(plan, capability):
@@ -35,7 +32,7 @@ def launched_ptx(plan, capability):
     kernel = plan.kernel
     backend = CUDABackend(GPUTarget("cuda", capability, 32))
     binder = create_function_from_signature(inspect.signature(kernel.fn), kernel.params, backend)
-    arguments = {name: Pointer(kind) for name, kind in plan.pointers.items()}
+    arguments = {name: pointer(kind) for name, kind in plan.pointers.items()}
     keywords = arguments | plan.fixed | {"num_warps": plan.num_warps} | OPTIONS
     bound, specialization, options = binder(**keywords)
     parsed, signature, constexprs, attrs = kernel._pack_args(backend, options, bound, specialization, options)

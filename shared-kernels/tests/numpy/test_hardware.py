@@ -58,7 +58,6 @@ def test_unknown_capabilities_promise_nothing(kind):
         (nvidia(9, 0, (12, 9)), True, "cuBLAS of CUDA 12.9 applies"),
         (nvidia(9, 0, (12, 8)), False, "from torch with CUDA 12.9 on, and this is CUDA 12.8."),
         (nvidia(9, 0, None), False, "this is another framework than torch."),
-        (nvidia(10, 0), False, "on sm_90 alone."),
     ],
 )
 def test_products_with_scales_of_blocks_need_their_cublas(device, native, why):
