@@ -39,6 +39,8 @@ HEADS += ("shared ops", "narrow", "float64", "gates")
 TORCHAO = "torchao.prototype.blockwise_fp8_training.kernels"
 POINTERS = {"x_ptr": "*bf16", "y_ptr": "*fp8e4nv", "s_ptr": "*fp32"}
 SIZE, WARPS, LARGEST = 8192, 4, 448.0
+# Per streaming multiprocessor: registers, resident threads and bytes of shared memory, by compute capability.
+REGISTERS, THREADS, SHARED = 65536, {89: 1536, 90: 2048, 100: 2048}, {89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 COMMON = {"K": SIZE, "BLOCK_SIZE": 128, "EPS": 1e-12}
 # name in the table: function, arguments that are strides or sizes at run time, constants, elements per program
 PEERS: dict[str, tuple[str, tuple[str, ...], Mapping[str, Any], int]] = {
@@ -68,13 +70,23 @@ def ours(figures: aot.Figures) -> tuple[str, ...]:
         f"{figures.instructions:.1f}" if budget else "-",
         f"{100 * figures.instructions / budget:.0f} %" if budget else "-",
         sass.registers,
-        f"{100 * figures.occupancy:.0f} %",
+        f"{100 * occupancy(figures):.0f} %",
         sass.count("LDS|STS|LDSM|STSM"),
         figures.narrow,
         float64(sass),
         "; ".join(aot.failures(figures)) or "pass",
     )
     return tuple(map(str, cells))
+
+
+def occupancy(figures: aot.Figures) -> float:
+    """Return resident warps as a share of what the processor can hold."""
+    warps, capability = figures.case.plan.num_warps, figures.capability
+    # Registers are allocated to warps in units of 256, shared memory with 1 KiB more per program for the system.
+    most = THREADS[capability] // 32
+    per_warp = -(-max(figures.sass.registers, 16) * 32 // 256) * 256
+    held = REGISTERS // (per_warp * warps), SHARED[capability] // (figures.compiled.shared + 1024)
+    return min(most // warps, *held) * warps / most
 
 
 def theirs(capability: int) -> Iterator[tuple[str, ...]]:

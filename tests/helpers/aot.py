@@ -23,8 +23,6 @@ INSTRUCTIONS_PER_BYTE = {
     100: 128 * 148 * 1.965e9 / 8.0e12,  # B200
 }
 ISSUE_SHARE = {89: 0.5, 90: 0.5, 100: 1.0}
-# Per streaming multiprocessor: registers, resident threads and bytes of shared memory, by compute capability.
-REGISTERS, THREADS, SHARED = 65536, {89: 1536, 90: 2048, 100: 2048}, {89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 SIZE = 8192
 """Rows and columns of the matrices in the cases; a multiple of 16, so that accesses may be wide."""
 INPUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -67,7 +65,6 @@ class Figures:
         instructions: Instructions per element.
         wide_bytes: Bytes per element moved by accesses of 8 bytes and more.
         narrow: Accesses of fewer than 8 bytes per thread.
-        occupancy: Resident warps as a share of what the processor can hold.
     """
 
     case: Case
@@ -77,7 +74,6 @@ class Figures:
     instructions: float
     wide_bytes: float
     narrow: int
-    occupancy: float
 
 
 def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
@@ -162,7 +158,6 @@ def measure(case: Case, capability: int, **changes: Any) -> Figures:
         instructions=sass.instructions * threads / case.elements,
         wide_bytes=wide * threads / case.elements,
         narrow=sum(count for width, count in accesses.items() if width < 8),
-        occupancy=_occupancy(sass.registers, compiled.shared, case.plan.num_warps, capability),
     )
 
 
@@ -204,11 +199,3 @@ def failures(figures: Figures, *, slack: float = 1.0) -> list[str]:
 def _is_table(case: Case, width: int) -> bool:
     """Whether accesses of this width read the table of a foreach kernel: addresses and lengths of 8 bytes."""
     return width == 8 and case.plan.name.startswith("foreach")
-
-
-def _occupancy(registers: int, shared: int, warps: int, capability: int) -> float:
-    # Registers are allocated to warps in units of 256, shared memory with 1 KiB more per program for the system.
-    most = THREADS[capability] // 32
-    per_warp = -(-max(registers, 16) * 32 // 256) * 256
-    programs = min(most // warps, REGISTERS // (per_warp * warps), SHARED[capability] // (shared + 1024))
-    return programs * warps / most

@@ -110,7 +110,7 @@ def frameworks() -> tuple[Implementation, ...]:
         in_torch = partial(Implementation, f8=fp8_torch, dtypes=torch, array=as_tensor)
         found += [
             in_torch(name="torch eager", prepare=eager),
-            in_torch(name="torch.compile", prepare=compiled, every=3),
+            in_torch(name="torch.compile", prepare=compiled, every=5),
         ]
     if importlib.util.find_spec("jax"):
         import jax
@@ -119,7 +119,7 @@ def frameworks() -> tuple[Implementation, ...]:
         from fp8_common import jax as fp8_jax
 
         in_jax = partial(Implementation, f8=fp8_jax, dtypes=jnp, array=jnp.asarray)
-        found += [in_jax(name="jax eager", prepare=eager, every=3), in_jax(name="jax jit", prepare=jax.jit)]
+        found += [in_jax(name="jax eager", prepare=eager, every=7), in_jax(name="jax jit", prepare=jax.jit)]
         found.append(in_jax(name="jax op by op", prepare=op_by_op, only_full=True))
     return tuple(found)
 

@@ -3,6 +3,7 @@
 A call is written once, with the names that NumPy, torch and JAX share; the implementations differ in their arrays only.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -50,7 +51,7 @@ class Call:
         return f"{getattr(self.function, '__name__', self.function)}({', '.join(shown)})"
 
     def bound(self, lib: Implementation) -> Callable[..., Any]:
-        """Return a function of an implementation's arrays; it raises `NotDefinedError` for what is not defined."""
+        """Return a function of an implementation's arrays; it returns None for what is not defined."""
         named = isinstance(self.function, str)
         function = getattr(lib.f8, self.function, _undefined) if named else partial(self.function, lib)
         options = [lib.dtype(one) if isinstance(one, str) and one in DTYPES else one for one in self.arguments]
@@ -60,7 +61,8 @@ class Call:
             arguments = list(options)
             for place, one in zip(places, arrays, strict=True):
                 arguments[place] = one
-            return function(*arguments)
+            with contextlib.suppress(NotDefinedError):
+                return function(*arguments)
 
         return run
 

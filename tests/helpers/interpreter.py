@@ -8,6 +8,7 @@ triton is imported, for the whole process.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -41,10 +42,11 @@ def exact_interpreter() -> Iterator[None]:
 
     def create_inline_asm(
         builder: Any, asm: str, constraints: str, values: list[Any], types: list[Any], is_pure: bool, pack: int
-    ) -> "_Results":
+    ) -> SimpleNamespace:
         kinds = [kind.scalar for kind in types]
         arrays = assemble(asm, [value.data for value in values], [k.primitive_bitwidth for k in kinds], pack)
-        return _Results([interpreter.TensorHandle(a, kind) for a, kind in zip(arrays, kinds, strict=True)])
+        handles = [interpreter.TensorHandle(a, kind) for a, kind in zip(arrays, kinds, strict=True)]
+        return SimpleNamespace(get_result=handles.__getitem__)
 
     # Private names of Triton; `shared-kernels/tests/interpreter/test_interpreter.py` fails when they change.
     saved = interpreter._convert_float, interpreter.InterpreterBuilder.create_inline_asm
@@ -57,24 +59,12 @@ def exact_interpreter() -> Iterator[None]:
         interpreter._convert_float, interpreter.InterpreterBuilder.create_inline_asm = saved
 
 
-class _Results:
-    """What `create_inline_asm` returns: the output tensors by number."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self.handles = handles
-
-    def get_result(self, index: int) -> Any:
-        return self.handles[index]
-
-
 def convert_exactly(x: NDArray[Any], source: str, target: str) -> NDArray[Any]:
     """Convert the bits in `x` between Triton dtypes as a GPU does: nearest even, FP8 saturating.
 
     Raises:
-        Fp8UnsupportedError: A dtype that the kernels do not use.
+        KeyError: A dtype that the kernels do not use.
     """
-    if source not in NUMPY_DTYPES or target not in NUMPY_DTYPES:
-        raise Fp8UnsupportedError(f"No exact conversion from {source} to {target}; know {', '.join(NUMPY_DTYPES)}.")
     values = np.ascontiguousarray(x).view(NUMPY_DTYPES[source])
     with np.errstate(all="ignore"):
         # Results are bits in an unsigned dtype, which is how the interpreter stores what NumPy has no dtype for.

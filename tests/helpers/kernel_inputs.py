@@ -1,11 +1,14 @@
 """Inputs of the tests of kernels: dtypes, formats and shapes, special values among others, tensors of their bits."""
 
+import runpy
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from fp8_common.testing import adversarial
+from tests.helpers.repository import ROOT
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMATS = ["e4m3", "e5m2"]
@@ -13,6 +16,16 @@ SHAPES = [(1, 1), (1, 7), (300, 517), (6, 256), (128, 160), (0, 8), (8, 0)]
 SEED = 4
 DEVICE = "cpu"
 """Where `tensor` and `number` put what they make, and hence kernels run; the tests on a GPU replace it."""
+
+
+def kernel_tests(pattern, *without):
+    """Return the tests of files of the folder `interpreter` by name, to be collected elsewhere, too."""
+    found = {}
+    for path in sorted((ROOT / "shared-kernels/tests/interpreter").glob(pattern)):
+        tests = {name: test for name, test in runpy.run_path(str(path)).items() if name.startswith("test_")}
+        assert not found.keys() & tests.keys(), "tests of one name would replace each other here"
+        found |= tests
+    return {name: test for name, test in found.items() if name not in without}
 
 
 def tensor(x):

@@ -54,11 +54,14 @@ def _instruction(name: str) -> Callable[..., Word]:
     if convert:
         # The first source becomes the upper byte.
         return lambda upper, lower: _code(upper, convert[1]) << np.uint32(8) | _code(lower, convert[1])
-    if name == "mul.rn.f32":
-        return lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32)
-    if name in ("mov.b32", "prmt.b32"):
-        return {"mov.b32": _join_halves, "prmt.b32": _permute_bytes}[name]
-    raise Fp8UnsupportedError(f"The PTX interpreter does not know {name!r}. Add it in tests.helpers.ptx_machine.")
+    known: dict[str, Callable[..., Word]] = {
+        "mul.rn.f32": lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32),
+        "mov.b32": lambda low, high: low & np.uint32(0xFFFF) | high << np.uint32(16),
+        "prmt.b32": _permute_bytes,
+    }
+    if name not in known:
+        raise Fp8UnsupportedError(f"The PTX interpreter does not know {name!r}. Add it in tests.helpers.ptx_machine.")
+    return known[name]
 
 
 def _code(bits: Word, fmt: str) -> Word:
@@ -69,10 +72,6 @@ def saturating_codes(values: NDArray[np.float32], fmt: str) -> NDArray[np.uint8]
     """Return the codes that a GPU's conversion makes: nearest even; infinity, too, becomes the largest value."""
     largest = get_format(fmt).max
     return encode(np.clip(values, -largest, largest), fmt)  # clip keeps NaN
-
-
-def _join_halves(low: Word, high: Word) -> Word:
-    return low & np.uint32(0xFFFF) | high << np.uint32(16)
 
 
 def _permute_bytes(a: Word, b: Word, selector: Word) -> Word:

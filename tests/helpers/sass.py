@@ -35,19 +35,17 @@ class Sass:
         registers: Registers per thread.
         spilled: Bytes of stack and local memory per thread; 0 if nothing was spilled.
         tail: The same counts for the blocks that handle single elements.
-        text: The disassembly.
     """
 
     opcodes: Counter[str]
     registers: int
     spilled: int
     tail: Counter[str]
-    text: str
 
     @property
     def instructions(self) -> int:
         """Number of instructions, padding left out."""
-        return _instructions(self.opcodes)
+        return sum(count for name, count in self.opcodes.items() if name != "NOP")  # padding at the end
 
     def without_tail(self) -> "Sass":
         """Return the code that handles whole tiles."""
@@ -78,7 +76,7 @@ def disassemble(cubin: bytes) -> Sass:
     registers, stack, _, local = map(int, usage.groups())
     blocks = [Counter(_INSTRUCTION.findall(block)) for block in _blocks(text)]
     tail = sum((block for block in blocks if _moves_single_elements(block)), Counter())
-    return Sass(opcodes=sum(blocks, Counter()), registers=registers, spilled=stack + local, tail=tail, text=text)
+    return Sass(opcodes=sum(blocks, Counter()), registers=registers, spilled=stack + local, tail=tail)
 
 
 def _blocks(text: str) -> list[str]:
@@ -96,10 +94,6 @@ def _moves_single_elements(block: Counter[str]) -> bool:
 def _width(opcode: str) -> int:
     """Bytes per thread that a global access moves."""
     return next((_WIDTHS[part] for part in opcode.split(".") if part in _WIDTHS), 4)
-
-
-def _instructions(opcodes: Counter[str]) -> int:
-    return sum(count for name, count in opcodes.items() if name != "NOP")  # padding at the end
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -78,9 +78,8 @@ def test_every_kernel_passes_every_gate(name, capability, dtype, fmt):
     assert aot.failures(aot.measure(case(name, dtype, fmt), capability), slack=slack) == []
 
 
-@pytest.mark.parametrize("name", ["cast + transpose", "row-wise", "1x128", "MX rceil"])
-def test_scalar_loads_are_found(name):
-    good = case(name)
+def test_scalar_loads_are_found():
+    good = case("cast + transpose")
     plan = dataclasses.replace(good.plan, constants={**good.plan.constants, "ALIGNED": False})
     found = aot.failures(aot.measure(dataclasses.replace(good, plan=plan), 90))
     assert any("narrow accesses" in message for message in found)
@@ -99,8 +98,3 @@ def test_a_worse_kernel_is_found(tmp_path, change):
     worse = mutant(tmp_path, f"mutant_{change.replace('-', '_')}", kernel, old, new)
     found = aot.failures(aot.measure(case(name), capability, kernel=worse))
     assert any(message in entry for entry in found), found
-
-
-def test_an_unchanged_copy_passes(tmp_path):
-    same = mutant(tmp_path, "mutant_of_nothing", "rowwise", "tl.div_rn", "tl.div_rn")
-    assert aot.failures(aot.measure(case("row-wise"), 90, kernel=same)) == []

@@ -68,6 +68,10 @@ def prepared(implementation: Implementation) -> Callable[[list[np.ndarray]], lis
     return lambda arrays: [as_numpy(one) for one in run([tuple(map(implementation.array, arrays))])]
 
 
+SLOW = ("torch.compile", "jax eager")
+"""Half a minute of compiling; compiled operation by operation, what "jax jit" compiles whole: with `--full`."""
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "implementation",
@@ -75,16 +79,15 @@ def prepared(implementation: Implementation) -> Callable[[list[np.ndarray]], lis
     ids=lambda one: one.name.replace(" ", "-"),
 )
 def test_same_bits_as_numpy_on_any_bits(implementation: Implementation, full: bool) -> None:
-    if implementation.name == "torch.compile" and not full:
-        pytest.skip("half a minute of compiling: run it with --full")
+    if implementation.name in SLOW and not full:
+        pytest.skip("slow to compile: run it with --full")
     run = prepared(implementation)
 
     # the first example compiles
     @settings(max_examples=1000 if full else 25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(arrays=INPUTS)
     def check(arrays):
-        wanted = everything(NUMPY, *arrays)
-        for (name, fmt, want), got in zip(wanted, run(arrays), strict=True):
+        for (name, fmt, want), got in zip(everything(NUMPY, *arrays), run(arrays), strict=True):
             assert_same_bits(got, as_numpy(want), fmt=fmt, name=f"{implementation.name}: {name}")
 
     check()

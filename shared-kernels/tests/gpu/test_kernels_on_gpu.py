@@ -1,26 +1,11 @@
 """On a GPU: every test of the interpreter again, every 16-bit value, CUDA graphs, and launches from JAX."""
 
 import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
-CASES = Path(__file__).parents[1] / "interpreter"
-
-
-def load_cases():
-    """Return the tests of every file of kernels by name; each is collected here once more."""
-    found = {}
-    for path in sorted(CASES.glob("test_*kernels.py")):
-        spec = importlib.util.spec_from_file_location(f"{path.stem}_on_gpu", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        tests = {name: test for name, test in vars(module).items() if name.startswith("test_")}
-        assert not found.keys() & tests.keys(), "tests of one name would replace each other here"
-        found |= tests
-    return found
 
 
 if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
@@ -32,7 +17,7 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     from fp8_common.torch import casts, delayed, foreach
     from tests.helpers import kernel_inputs as inputs
 
-    globals().update(load_cases())
+    globals().update(inputs.kernel_tests("test_*kernels.py"))
 
     @pytest.fixture(autouse=True)
     def kernels_on_gpu(monkeypatch):

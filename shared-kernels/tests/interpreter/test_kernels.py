@@ -20,14 +20,6 @@ def test_amax_keeps_a_nan_wherever_it_is(dtype, where):
     assert np.isnan(casts.amax(tensor(x)).item())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_nan_on_either_of_two_ranks_reaches_the_common_amax(rank):
-    shards = [np.ones(300, np.float32), np.full(300, 2, np.float32)]
-    shards[rank][7] = np.nan
-    bits = [casts.amax(tensor(shard)).view(torch.int32) for shard in shards]
-    assert torch.maximum(*bits).view(torch.float32).isnan().all()
-
-
 @pytest.mark.parametrize("both", [False, True])
 @every_input
 def test_a_given_scale_one_way_and_both_and_the_amax(dtype, fmt, shape, both):

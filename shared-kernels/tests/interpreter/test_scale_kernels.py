@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import fp8_common as f8
-from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
+from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
 from fp8_common.torch import casts, delayed
 from fp8_common.torch._operators import policy_key
+from tests.golden import cases as golden
 from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import FORMATS, SEED, number, tensor
 
@@ -19,12 +20,10 @@ MIXED_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("policy", [
-    *MIXED_ANSWERS, f8.POWER_OF_2, te_delayed(), te_delayed(margin=2), te_current(), te_current(True, 1e-6),
-    torchao(), torchao(True), flax(), flax(margin=3), msamp(), msamp(margin=1), deepgemm(), deepgemm(True),
-    f8.ScalePolicy(name="stable", power_of_2=True, stable=True),
-    f8.ScalePolicy(name="stable", power_of_2=True, margin=3, stable=True),
-], ids=lambda p: f"{p.name}-{p.margin}-{p.power_of_2}-{p.zero}-{p.nonfinite}")  # fmt: skip
+POLICIES = [*MIXED_ANSWERS, *(policy for policy in golden.POLICIES.values() if policy.formula != "e8m0")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{p.margin}-{p.power_of_2}-{p.zero}-{p.nonfinite}")
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_policy_on_every_kind_of_amax(fmt, policy):
     amax = adversarial_amax()

@@ -12,7 +12,7 @@ from jax import lax
 
 import fp8_common
 import fp8_common.jax as f8
-from fp8_common import CANONICAL, DATA_FORMATS, E4M3, E5M2, E8M0, FORMATS, PRESETS, Fp8Error
+from fp8_common import CANONICAL, DATA_FORMATS, E4M3, E5M2, FORMATS, PRESETS, Fp8Error
 from fp8_common.jax._rounding import _converted
 from fp8_common.jax.casts import cast
 from fp8_common.testing import adversarial, all_bfloat16, all_codes, all_float16, assert_same_bits
@@ -100,31 +100,19 @@ def test_constant_arguments_give_the_same_bits():
     assert_same_bits(jax.jit(lambda: f8.dequantize(want, scale, "e4m3"))(), back)
 
 
-def test_a_previous_scale_broadcasts_and_keeps_its_bits():
-    amax, tiny = np.float32([[0, 1], [np.nan, np.inf]]), np.float32(2.0**-140)
-    assert_same_bits(f8.amax_to_scale(amax, "e4m3", CANONICAL, tiny), np.float32([[tiny, 448], [tiny, tiny]]))
-
-
-X, ONE = np.zeros((2, 3), np.float32), np.float32(1)
+X = np.zeros((2, 3), np.float32)
+# beside what every implementation refuses
 REFUSED = [
     (lambda: f8.encode(np.float64(1), "e4m3"), "x must be float16, bfloat16 or float32, got float64"),
     (lambda: f8.encode([1.0], "e4m3"), "x must be float16, bfloat16 or float32, got"),
-    (lambda: f8.encode(np.int32(1), "e4m3"), "x must be float16, bfloat16 or float32, got int32"),
-    (lambda: f8.encode(X, E8M0), "E8M0 holds block scales"),
-    (lambda: f8.decode(np.int8([1]), "e4m3"), "FP8 codes must be uint8 or float8_e4m3fn, got int8"),
     (lambda: f8.encode_stochastic(X[0], "e4m3", np.int32([1, 2, 3])), r"must be uint32 of shape \(3,\), got int32"),
-    (lambda: f8.encode_stochastic(X[0], "e4m3", np.uint32([1, 2])), r"got uint32 of shape \(2,\)"),
-    (lambda: f8.amax(np.int32([1])), "got int32"),
-    (lambda: f8.amax_to_scale(np.float64(1), "e5m2"), "amax must be float16, bfloat16 or float32, got float64"),
     (lambda: f8.amax_to_scale(X, "e4m3", CANONICAL, np.ones(2, np.float32)), r"prev of shape \(2,\) does not"),
-    (lambda: f8.quantize(X, np.ones(2, np.float32), "e4m3"), r"scale of shape \(2,\) does not broadcast to \(2, 3\)"),
     (lambda: f8.quantize(X, np.ones((1, 2, 3), np.float32), "e4m3"), r"scale of shape \(1, 2, 3\) does not broadcast"),
     (lambda: f8.quantize(X, 2.0, "e4m3"), "scale must be float16, bfloat16 or float32, got float64"),
-    (lambda: f8.quantize_blockwise(X[0], "e4m3", (128, 128)), "cannot cut"),
-    (lambda: f8.dequantize_blockwise(np.zeros((2, 3), np.uint8), X, "e4m3"), r"must have shape \(2, 1\), got \(2, 3\)"),
-    (lambda: f8.dequantize(np.zeros(3, np.uint8), ONE, "e4m3", np.int32), "dtype must be float16, bfloat16 or float32"),
-    (lambda: f8.quantize_mx(X, "e4m3", "up"), "mode must be one of"),
-    (lambda: f8.update_history(X, ONE), "history must have shape"),
+    (
+        lambda: f8.dequantize(np.zeros(3, np.uint8), X[0], "e4m3", np.int32),
+        "dtype must be float16, bfloat16 or float32",
+    ),
 ]
 
 

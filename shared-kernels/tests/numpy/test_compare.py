@@ -1,13 +1,10 @@
 """assert_same_bits: what counts as equal, and what a failure reports."""
 
-import sys
-import types
-
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, FORMATS, Fp8Error, encode
+from fp8_common import FORMATS, Fp8Error, encode
 from fp8_common.testing import all_codes, assert_same_bits
 
 
@@ -54,23 +51,17 @@ def test_the_failure_names_count_histogram_offenders_and_seed():
     want = encode(source, "e4m3")
     got = want.copy()
     got[2, 5:8] += 1
-    got[7, 0] -= 8
+    got[7, :9] -= 8
     lines = failure(got, want, fmt="e4m3", source=source, seed=1234, name="triton.cast").splitlines()
-    assert lines[0] == "triton.cast: 4 of 1024 values (0.391 %) differ by more than 0 ULP"
-    assert lines[1] == "  ULP histogram: 1: 3, 5-8: 1"
+    assert lines[0] == "triton.cast: 12 of 1024 values (1.17 %) differ by more than 0 ULP"
+    assert lines[1] == "  ULP histogram: 1: 3, 5-8: 9"
     assert lines[2].split() == ["index", "source", "got", "wanted", "ULP"]
     value = source[2, 5]
     assert lines[3].split(maxsplit=4)[:4] == ["(2,", "5)", f"{value:.9g}", f"(0x{int(value.view(np.uint32)):08x})"]
     assert f"(0x{got[2, 5]:02x})" in lines[3]
     assert f"(0x{want[2, 5]:02x})" in lines[3]
     assert lines[-1] == "  seed: 1234"
-    assert len(lines) == 8
-
-
-def test_only_the_first_offenders_are_listed():
-    message = failure(np.zeros(100, np.uint8), np.arange(100, dtype=np.uint8), fmt="e4m3")
-    assert message.count("\n") == 2 + 8
-    assert "1: 1, 2: 1, 3-4: 2, 5-8: 4, 9-16: 8, 17-32: 16, 33-64: 32, 65-128: 35" in message
+    assert len(lines) == 4 + 8, "the first offenders are listed"
 
 
 CODES = np.zeros(1, ml_dtypes.float8_e5m2)
@@ -98,42 +89,13 @@ def test_what_differs_is_said(got, want, fmt, message):
     assert message in failure(got, want, fmt=fmt)
 
 
-def test_empty_scalar_strided_and_listed_inputs():
+def test_empty_strided_and_listed_inputs():
     assert_same_bits(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32))
-    assert_same_bits(np.float32(1), np.array(1, np.float32))
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     assert_same_bits(x.T[::2], np.ascontiguousarray(x.T[::2]))
     assert_same_bits([1.0, 2.0], np.float64([1, 2]))
     source = np.uint8([0x38]).view(ml_dtypes.float8_e4m3fn)
     assert "1 (0x38)" in failure(np.float32([1]), np.float32([2]), source=source), "a source may be of any dtype"
-
-
-class Tensor:
-    """What this package needs of a tensor that NumPy cannot read; its library is this module."""
-
-    def __init__(self, array, dtype):
-        self.array, self.dtype = array, dtype
-
-    def detach(self):
-        return self
-
-    cpu = contiguous = detach
-
-    def view(self, carrier):
-        return Tensor(self.array.view(carrier), f"{__name__}.carrier")
-
-    def numpy(self):
-        return self.array
-
-
-def test_tensors_of_unknown_dtypes_become_arrays_of_the_same_bits(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lib", types.SimpleNamespace(uint8=np.uint8, uint16=np.uint16))
-    for fmt in DATA_FORMATS:
-        codes = all_codes(fmt)
-        assert_same_bits(Tensor(codes, f"lib.{fmt.dtype_name}"), codes.view(fmt.numpy_dtype))
-    x = np.arange(5).astype(ml_dtypes.bfloat16)
-    assert_same_bits(Tensor(x.view(np.uint16), "lib.bfloat16"), x)
-    assert_same_bits(Tensor(np.float32([1]), "lib.float32"), np.float32([1]))
 
 
 @pytest.mark.parametrize(

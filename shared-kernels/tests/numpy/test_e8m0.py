@@ -6,7 +6,6 @@ import pytest
 from fp8_common import (
     DATA_FORMATS,
     E8M0,
-    Fp8Error,
     amax_to_e8m0,
     amax_to_scale,
     amax_to_scale_inv,
@@ -55,35 +54,8 @@ def test_codes_equal_the_float64_derivation_and_the_mx_policy_gives_their_scales
     assert_same_bits(codes, by_float64(AMAX, fmt, mode), fmt=E8M0, source=AMAX, seed=SEED)
     assert_same_bits(amax_to_scale(AMAX, fmt, mx(mode)), e8m0_to_scale(codes), source=AMAX)
     assert_same_bits(amax_to_scale_inv(AMAX, fmt, mx(mode)), e8m0_to_scale_inv(codes), source=AMAX)
-
-
-def above(x):
-    return np.nextafter(np.float32(x), np.float32(np.inf))
-
-
-@pytest.mark.parametrize(
-    ("mode", "amax", "want"),
-    [
-        ("floor", 256.0, 127),
-        ("floor", 511.0, 127),
-        ("ceil", 256.0, 127),
-        ("ceil", 257.0, 128),
-        ("even", 479.9, 127),
-        ("even", 496.0, 128),
-        ("rceil", 448.0, 127),
-        ("rceil", above(448), 128),
-        ("rceil", -449.0, 128),
-        ("rceil", 224.0, 126),
-        ("rceil", 232.0, 127),
-        ("stable", 232.0, 126),
-        ("stable", above(232), 127),
-        *((mode, *pair) for mode in MX_MODES for pair in ((0.0, 0), (2.0**-149, 0), (np.inf, 255), (np.nan, 255))),
-    ],
-)
-def test_cases_for_e4m3(mode, amax, want):
-    assert int(amax_to_e8m0(np.float32(amax), "e4m3", mode)) == want
     if mode == "rceil":
-        assert int(amax_to_e8m0(np.float32(amax), "e4m3")) == want, "it is the default"
+        assert_same_bits(amax_to_e8m0(-AMAX, fmt), codes, name="by default, and whatever the sign")
 
 
 def test_every_code_becomes_a_power_of_two_both_ways():
@@ -91,16 +63,3 @@ def test_every_code_becomes_a_power_of_two_both_ways():
     power = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)
     assert_same_bits(e8m0_to_scale_inv(codes), power.astype(np.float32), source=codes)
     assert_same_bits(e8m0_to_scale(codes), (1 / power).astype(np.float32), source=codes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((np.float32(1), "e4m3", "round"), "mode must be one of floor, ceil, even, rceil, stable, got 'round'"),
-        ((np.float32(1), E8M0), "E8M0 holds block scales"),
-        ((np.float64(1), "e4m3"), "amax must be float16, bfloat16 or float32, got float64"),
-    ],
-)
-def test_bad_input_is_refused(arguments, message):
-    with pytest.raises(Fp8Error, match=message):
-        amax_to_e8m0(*arguments)

@@ -1,10 +1,10 @@
-"""encode and decode: equal to ml_dtypes (clipped), and to the definition itself."""
+"""encode and decode equal ml_dtypes, clipped."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import DATA_FORMATS, E5M2, FORMATS, Fp8Error, decode, encode
+from fp8_common import DATA_FORMATS, FORMATS, Fp8Error, decode, encode
 from fp8_common.testing import adversarial, all_bfloat16, all_codes, all_float16, assert_same_bits, midpoints
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
@@ -24,18 +24,6 @@ def test_every_16_bit_float_midpoints_and_any_float32_encode_as_ml_dtypes_does(f
 
 
 @formats
-def test_the_nearest_value_wins_and_ties_go_to_the_even_code(fmt):
-    codes = np.arange(fmt.max_code + 1, dtype=np.uint8)
-    values = decode(codes, fmt).astype(np.float64)
-    x = np.abs(midpoints(fmt))
-    distance = np.abs(values[None, :] - x[:, None].astype(np.float64))
-    nearest = distance == distance.min(axis=1, keepdims=True)
-    # two codes are nearest only on a tie; they differ in the lowest bit, so the odd one can be struck out
-    nearest &= ~((nearest.sum(axis=1, keepdims=True) == 2) & (codes % 2 == 1))
-    assert_same_bits(encode(x, fmt), codes[nearest.argmax(axis=1)], fmt=fmt, source=x)
-
-
-@formats
 def test_float64_is_rounded_once(fmt):
     ties = midpoints(fmt)[1::3]
     ties = ties[np.abs(ties) < fmt.max]
@@ -47,16 +35,14 @@ def test_float64_is_rounded_once(fmt):
 
 
 @formats
-def test_what_is_no_number_between_the_limits(fmt):
-    sign = 0 if fmt.fnuz else 0x80  # FNUZ formats have one NaN and one zero
+def test_nan_infinity_and_zero_keep_their_sign_where_the_format_has_two(fmt):
+    sign = 0 if fmt.fnuz else 0x80
     nan = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     assert encode(nan, fmt).tolist() == [fmt.nan_code, fmt.nan_code | sign] * 2
     assert encode(np.float32([0.0, -0.0, -1e-30]), fmt).tolist() == [0, sign, sign]
     for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
         infinities = encode(np.array([np.inf, -np.inf], dtype), fmt)
         assert infinities.tolist() == [fmt.nan_code, fmt.nan_code | sign]
-    over = np.float32([fmt.max * 1.0001, fmt.max * 4, 3e38])
-    assert decode(encode(np.append(over, -over), fmt), fmt).tolist() == [fmt.max] * 3 + [-fmt.max] * 3
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
@@ -69,29 +55,6 @@ def test_every_code_decodes_as_ml_dtypes_does_and_finite_ones_survive_the_round_
         assert_same_bits(encode(decode(finite, fmt), fmt), finite, fmt=fmt)
 
 
-def test_e5m2_infinities_decode_to_infinity():
-    assert decode(np.uint8([0x7C, 0xFC]), E5M2).tolist() == [np.inf, -np.inf]
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 4)])
-def test_shapes_are_kept(shape):
-    codes = encode(np.ones(shape, np.float32), "e4m3")
-    assert (codes.shape, codes.dtype, decode(codes, "e4m3").shape) == (shape, np.uint8, shape)
-
-
-def test_the_decoding_table_cannot_be_changed_through_a_result():
-    decode(np.uint8([0x38]), "e4m3")[0] = 5
-    assert decode(np.uint8([0x38]), "e4m3") == 1
-
-
-@pytest.mark.parametrize(
-    ("function", "x", "fmt", "message"),
-    [
-        (decode, np.int32([1]), "e4m3", "FP8 codes must be uint8 or float8_e4m3fn, got int32"),
-        (decode, np.zeros(2, ml_dtypes.float8_e5m2), "e4m3", "got float8_e5m2"),
-        (encode, np.float32([1]), "e8m0", "E8M0 holds block scales"),
-    ],
-)
-def test_bad_codes_and_formats_are_refused(function, x, fmt, message):
-    with pytest.raises(Fp8Error, match=message):
-        function(x, fmt)
+def test_codes_of_another_format_are_refused():
+    with pytest.raises(Fp8Error, match="got float8_e5m2"):
+        decode(np.zeros(2, ml_dtypes.float8_e5m2), "e4m3")

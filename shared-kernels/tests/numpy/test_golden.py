@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from fp8_common import DATA_FORMATS, FORMATS, PRESETS
@@ -43,19 +42,12 @@ def test_every_rule_has_a_case():
     assert {case.function for case in COMMITTED.values()} == set(FUNCTIONS)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"outputs": {"windows": np.zeros(1)}}, "has other outputs"),
-        ({"settings": {"algo": "max", "length": 4}}, "has other settings"),
-        ({"inputs": {}}, "has other inputs"),
-    ],
-)
-def test_comparing_names_what_differs(change, said):
+def test_comparing_names_what_differs():
     name, case = "history/max/3", COMMITTED["history/max/3"]
-    assert golden.compare({name: case}, {name: dataclasses.replace(case, **change)}) == [f"{name}: {said}"]
     worse = dataclasses.replace(case, outputs=case.outputs | {"reduced": case.outputs["reduced"] + 1})
     (problem,) = golden.compare({name: case}, {name: worse})
     assert "reduced: 16 of 16 values (100 %) differ" in problem
+    other = dataclasses.replace(case, settings={"algo": "max", "length": 4})
+    assert golden.compare({name: case}, {name: other}) == [f"{name}: has other settings"]
     assert golden.compare({name: case}, {}) == [f"{name}: is no longer computed"]
     assert golden.compare({}, {name: case}) == [f"{name}: is not in the committed vectors"]

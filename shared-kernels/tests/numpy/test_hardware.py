@@ -4,7 +4,7 @@ import pytest
 
 from fp8_common import Fp8Error
 from fp8_common import _env as env
-from fp8_common.hardware import GATHER, Device, cast_path, native_formats, product_path
+from fp8_common.hardware import Device, cast_path, native_formats, product_path
 from fp8_common.recipe import GRANULARITIES
 
 CPU = Device(kind="cpu", name="a processor")
@@ -58,7 +58,6 @@ def test_unknown_capabilities_promise_nothing(kind):
         (nvidia(9, 0, (12, 9)), True, "cuBLAS of CUDA 12.9 applies"),
         (nvidia(9, 0, (12, 8)), False, "from torch with CUDA 12.9 on, and this is CUDA 12.8."),
         (nvidia(9, 0, None), False, "this is another framework than torch."),
-        (nvidia(10, 0), False, "on sm_90 alone."),
     ],
 )
 def test_products_with_scales_of_blocks_need_their_cublas(device, native, why):
@@ -88,11 +87,6 @@ def test_how_casts_run(device, backend, triton, status, why):
     assert why in path.why
 
 
-def test_the_wire_is_uint8_everywhere():
-    assert GATHER.status == "native"
-    assert "uint8" in GATHER.why
-
-
 @pytest.mark.parametrize(
     ("value", "backend"),
     [("auto", "auto"), ("triton", "triton"), ("reference", "reference"), ("", "auto"), (None, "auto")],
@@ -104,7 +98,6 @@ def test_the_backend_variable(monkeypatch, value, backend):
     assert env.backend() == backend
 
 
-@pytest.mark.parametrize("value", ["cuda", "Triton", " auto"])
-def test_another_backend_is_refused(value):
-    with pytest.raises(Fp8Error, match=f"must be one of auto, triton, reference, got '{value}'. Unset it for auto"):
-        env.backend({"FP8_COMMON_BACKEND": value})
+def test_another_backend_is_refused():
+    with pytest.raises(Fp8Error, match="must be one of auto, triton, reference, got 'Triton'"):
+        env.backend({"FP8_COMMON_BACKEND": "Triton"})

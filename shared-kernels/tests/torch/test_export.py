@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8_common as f8
+from fp8_common.testing import assert_same_bits
 from fp8_common.torch.export import quantization_config, serving_state_dict
 
 TENSOR = f8.CastRecipe()
@@ -69,31 +70,19 @@ def reference(weight, cast):
 
 
 @pytest.mark.parametrize(("cast", "layout"), CASES)
-def test_files_hold_the_codes_and_inverse_scales_of_the_reference(tmp_path, cast, layout):
+def test_states_hold_the_codes_and_inverse_scales_of_the_reference(cast, layout):
     model = Model()
-    save(model, cast, layout, tmp_path)
-    tensors, suffix = read(tmp_path), SUFFIXES[layout]
+    state = serving_state_dict(model, casts(cast), layout)
     for name in ("up.weight", "down.weight"):
-        weight = model.get_parameter(name).detach().numpy()
-        codes, scale = reference(weight, cast)
-        stored = f8.reciprocal(scale)
-        shape = stored.shape or (1,)
-        if layout == "deepseek":
-            shape = tuple(-(-side // 128) for side in weight.shape)
-        codes_read, scale_read = tensors.pop(name), tensors.pop(name + suffix)
-        assert codes_read.dtype == torch.float8_e4m3fn
-        assert codes_read.view(torch.uint8).numpy().tobytes() == codes.tobytes()
-        assert scale_read.dtype == torch.float32
-        assert tuple(scale_read.shape) == shape
-        assert (scale_read.numpy() == stored).all()
-    # of tied tensors the first name
-    rest = {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[0] not in ("up", "down")}
-    del rest["embed.weight"]
-    rest |= {"up.bias": model.up.bias.detach(), "head.weight": model.head.weight.detach()}
-    assert tensors.keys() == rest.keys()
-    for name, tensor in rest.items():
-        assert tensors[name].dtype == tensor.dtype, name
-        assert torch.equal(tensors[name], tensor), name
+        codes, scale = reference(model.get_parameter(name).detach().numpy(), cast)
+        assert_same_bits(state.pop(name).view(torch.uint8), codes)
+        stored, inverse = state.pop(name + SUFFIXES[layout]), f8.reciprocal(scale)
+        shape = (2, 2) if layout == "deepseek" else inverse.shape or (1,)
+        assert_same_bits(stored, np.broadcast_to(inverse, shape))
+    # others as they are, and of tied tensors the first name
+    rest = model.state_dict()
+    assert state.keys() == rest.keys() - {"up.weight", "down.weight", "embed.weight"}
+    assert all(torch.equal(tensor, rest[name]) and tensor.dtype == rest[name].dtype for name, tensor in state.items())
 
 
 def sharded(world_size):
@@ -127,30 +116,22 @@ def test_ranks_write_the_tensors_of_one_process(run_ranks, tmp_path):
             tensors = read(tmp_path / f"{make.__name__}-{number}")
             assert tensors.keys() == expected.keys()
             for name, tensor in expected.items():
-                bits = (t.contiguous().view(torch.uint8) for t in (tensors[name], tensor))
-                assert torch.equal(*bits), (make.__name__, number, name)
+                assert_same_bits(tensors[name], tensor, name=f"{make.__name__} {number} {name}")
 
 
 def test_the_config_names_groups_and_layers_in_high_precision():
     model = Model()
     config = json.loads(json.dumps(quantization_config(model, casts(ROWS), "compressed-tensors")))
     (group,) = config["config_groups"].values()
-    assert config["quant_method"] == "compressed-tensors"
-    assert config["ignore"] == ["head"]
-    assert group["targets"] == ["Linear"]
+    assert (config["quant_method"], config["ignore"], group["targets"]) == ("compressed-tensors", ["head"], ["Linear"])
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-    assert group["weights"] == weights
-    assert group["input_activations"]["strategy"] == "token"
+    assert (group["weights"], group["input_activations"]["strategy"]) == (weights, "token")
     mixed = quantization_config(model, {"up": BLOCKS, "down": TENSOR}, "compressed-tensors")["config_groups"]
     assert [group["targets"] for group in mixed.values()] == [["up"], ["down"]]
     assert mixed["group_0"]["weights"]["block_structure"] == [128, 128]
-    assert quantization_config(model, casts(BLOCKS), "deepseek") == {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["head"],
-    }
+    config = quantization_config(model, casts(BLOCKS), "deepseek")
+    assert (config["quant_method"], config["fmt"], config["activation_scheme"]) == ("fp8", "e4m3", "dynamic")
+    assert (config["weight_block_size"], config["modules_to_not_convert"]) == ([128, 128], ["head"])
 
 
 DELAYED = f8.get_recipe("tensorwise_delayed").weight

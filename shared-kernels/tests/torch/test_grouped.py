@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fp8_common import E4M3, E5M2, Fp8Error
 from fp8_common.torch import _triton, casts
 from fp8_common.torch.compat import assume_constant_result
-from fp8_common.torch.linear import grouped_matmul, matmul, segments
+from fp8_common.torch.linear import grouped_matmul, segments
 from fp8_common.torch.linear.config import LinearConfig
 from fp8_common.torch.linear.function import LinearSpec, fp8_linear
 from fp8_common.torch.linear.grouped import RowGroups
@@ -142,15 +142,6 @@ def test_decoded_groups_are_the_looped_ones(monkeypatch, products, recipe):
         torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "columns"),
-    [("rowwise", torch.float32, 48), ("rowwise", torch.bfloat16, 40), ("blockwise", torch.bfloat16, 48)],
-)
-def test_what_the_device_does_not_multiply_is_looped(on_the_device, recipe, dtype, columns):
-    run(recipe, SIZES["uneven"], dtype, columns)
-    assert on_the_device == []
-
-
 def test_which_products_are_made_of_codes(products):
     options = MatmulOptions(torch.bfloat16, emulate=False)
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
@@ -159,32 +150,8 @@ def test_which_products_are_made_of_codes(products):
     assert path_of(e5m2, e4m3, options) == "bfloat16"
     assert path_of(e4m3, e4m3, options._replace(emulate=True)) == "bfloat16"
     assert path_of(e4m3, e4m3, options._replace(out_dtype=torch.float16)) == "looped"
-
-
-@pytest.mark.parametrize(
-    ("capability", "hip", "expected"),
-    [
-        ((7, 5), None, ""),
-        ((8, 0), None, "bfloat16"),
-        ((8, 9), None, "bfloat16"),
-        ((9, 0), None, "fp8"),
-        ((9, 0), "6.4", ""),
-        ((10, 0), None, "bfloat16"),
-    ],
-)
-def test_which_devices_multiply_groups(monkeypatch, capability, hip, expected):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(matmul, "_look_up", matmul._look_up.__wrapped__)  # without its cache
-    look_up = grouped_matmul.device_multiplies
-    assert look_up(torch.device("cuda", 0)) == expected
-    assert look_up(torch.device("cpu")) == ""
-
-
-def test_rows_find_their_groups():
-    groups = RowGroups(torch.tensor([0, 3, 3, 7]), 9)
-    assert groups.of_row.tolist() == [1, 1, 1, 3, 3, 3, 3, 4, 4]
-    assert groups.per_row(torch.tensor([5.0, 6.0, 7.0, 8.0])).tolist() == [6.0] * 3 + [8.0] * 4 + [1.0] * 2
+    assert path_of(Operand(codes, torch.ones(1, 1), E4M3, (1, 128)), e4m3, options) == "looped"
+    assert path_of(Operand(codes[:, :8], torch.ones(1), E4M3), e4m3, options) == "looped"
 
 
 def test_nothing_waits_for_the_device(monkeypatch):

@@ -13,8 +13,7 @@ import fp8_common.torch.linear.grouped
 from fp8_common import torch as f8t
 from fp8_common.presets import te_delayed
 from fp8_common.testing import assert_same_bits
-from fp8_common.testing.compare import as_numpy
-from fp8_common.torch import casts, decoding, delayed, foreach
+from fp8_common.torch import casts, decoding, delayed
 from fp8_common.torch._operators import NAMESPACE, policy_key, policy_of_key
 
 POLICY = policy_key(f8.CANONICAL)
@@ -91,16 +90,6 @@ def test_every_operator_is_checked():
     assert defined == {operator_of(case) for case in OPERATORS}
 
 
-def test_lists_of_tensors_equal_numpy_one_by_one():
-    shards = [torch.randn(3, 5), torch.randn(0, 5), torch.randn(17, dtype=torch.bfloat16), X.t()]
-    shards[0][0, 0] = torch.nan
-    keys = foreach.amax_bits(shards)
-    assert_same_bits(keys.view(torch.float32), np.stack([f8.amax(as_numpy(x)) for x in shards]))
-    scales = torch.tensor([1.0, 3.0, 0.7, 100.0])
-    for got, x, scale in zip(foreach.quantize(shards, scales, f8.E5M2), shards, scales.numpy(), strict=True):
-        assert_same_bits(got, f8.quantize(as_numpy(x), scale, "e5m2"), fmt="e5m2")
-
-
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_delayed_update_equals_numpy_tensor_by_tensor(algo):
     rng, policy, names = np.random.default_rng(0), te_delayed(algo=algo, margin=1), ["e4m3", "e5m2", "e5m2", "e4m3"]
@@ -155,13 +144,14 @@ def test_a_compiled_function_follows_the_policies_it_is_given(dynamic):
 def decided(x):
     """Everything that chooses between a function and its operator."""
     scale = casts.scale_from_amax(casts.amax(x), f8.E4M3, f8.CANONICAL)
-    codes = casts.quantize(x, scale, f8.E4M3)
-    rows = casts.quantize_dynamic(x.t(), f8.E5M2, f8.CANONICAL, (1, 0))
-    blocks = casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 128))
-    wide = decoding.values(codes, f8.E4M3), decoding.values(rows.codes.t(), f8.E5M2, torch.bfloat16)
-    back = decoding.dequantize(codes, scale, f8.E4M3, torch.bfloat16)
-    back_of_blocks = decoding.dequantize(blocks.codes, blocks.scale, f8.E4M3, torch.float32, (1, 128))
-    more = (
+    codes, blocks = casts.quantize(x, scale, f8.E4M3), casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 128))
+    turned = casts.quantize_dynamic(x.t(), f8.E5M2, f8.CANONICAL, (1, 0))
+    return (
+        *(scale, casts.reciprocal(scale), codes),
+        *(decoding.values(codes, f8.E4M3), decoding.values(turned.codes.t(), f8.E5M2, torch.bfloat16)),
+        decoding.dequantize(codes, scale, f8.E4M3, torch.bfloat16),
+        decoding.dequantize(blocks.codes, blocks.scale, f8.E4M3, torch.float32, (1, 128)),
+        *(*turned[:3], *blocks[:3]),
         *casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL)[:3],
         *casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (0, 1))[:3],
         *casts.quantize_dynamic(x.view(2, 2, 40), f8.E4M3, f8.CANONICAL, (0, 0))[:3],
@@ -169,23 +159,21 @@ def decided(x):
         *casts.quantize_dynamic(x, f8.E4M3, f8.CANONICAL, (1, 0), fold=x[0])[:3],
         *casts.quantize_mx(x, f8.E4M3, "rceil"),
     )
-    return scale, casts.reciprocal(scale), *wide, codes, *rows[:3], *blocks[:3], back, back_of_blocks, *more
 
 
 def test_a_compiler_sees_operators_and_gets_the_same_bits():
-    captured = []
+    captured = set()
 
     def backend(graph, inputs):
-        captured.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        captured.update(str(node.target).removeprefix("fp8_common.") for node in graph.graph.nodes)
         return graph.forward
 
     got, want = torch.compile(decided, fullgraph=True, backend=backend)(X * 7), decided(X * 7)
     for a, b in zip(got, want, strict=True):
-        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.itemsize == 1 else torch.equal(a, b)
-    names = {target.rpartition("fp8_common.")[2].removesuffix(".default") for target in captured}
-    assert {"amax", "scales", "reciprocal", "quantize", "quantize_with_amax", "quantize_dynamic"} <= names
-    assert {"quantize_mx", "decode"} <= names
+        assert_same_bits(a, b)
+        assert a.stride() == b.stride()
+    names = {"amax", "scales", "reciprocal", "quantize", "quantize_with_amax", "quantize_dynamic"}
+    assert {f"{name}.default" for name in (*names, "quantize_mx", "decode")} <= captured
 
 
 def test_gradients():
@@ -195,24 +183,3 @@ def test_gradients():
     weight = torch.randn_like(x)
     (f8t.fake_quantize(x, ONE, "e4m3") * weight).sum().backward()
     assert torch.equal(x.grad, weight)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: f8t.quantize(X.double(), ONE, "e4m3"), "float16, bfloat16 or float32, got torch.float64"),
-        (lambda: f8t.quantize(X, torch.ones(41), "e4m3"), "does not broadcast"),
-        (lambda: f8t.quantize(X, ONE, "e8m0"), "E8M0 holds block scales"),
-        (lambda: f8t.quantize(X, ONE, "fp9"), "Unknown FP8 format 'fp9'"),
-        (lambda: f8t.quantize_mx(X, "e4m3", "up"), "mode must be one of"),
-        (lambda: f8t.decode(X, "e4m3"), "codes must be torch.uint8"),
-        (lambda: f8t.update_history(torch.zeros(3), torch.zeros(2)), "history must have shape"),
-        (lambda: f8t.encode_stochastic(X, "e4m3", BITS[:1]), "random_bits must be"),
-        (lambda: f8t.quantize_blockwise(torch.ones(4), "e4m3", (128, 128)), "cannot cut"),
-        (lambda: f8t.dequantize_blockwise(CODES, torch.ones(4, 2), "e4m3"), "must have shape"),
-        (lambda: f8t.dequantize_mx(CODES[0, 0], CODES[0, :1], "e4m3"), "cannot cut a tensor of 0 dimension"),
-    ],
-)
-def test_errors_say_what_and_what_to_do(call, message):
-    with pytest.raises(f8.Fp8Error, match=message):
-        call()

@@ -36,13 +36,3 @@ def test_a_tensor_subclass_may_know_by_itself_that_it_was_replaced():
     Knows.replaced = "fully_shard"
     with pytest.raises(Fp8Error, match="fully_shard replaced them"):
         optimizer.step()
-
-
-def test_one_hook_serves_the_process():
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-    watch_optimizers()
-    before = len(hooks)
-    for _ in range(3):
-        mark_replaced(nn.Parameter(torch.ones(1)), "convert()")
-    assert len(hooks) == before

@@ -59,12 +59,7 @@ def test_parts_make_the_codes_of_the_whole(granularity, stacked, transposed, ran
         for dim in range(len(shape)):
             weight = random_weight(shape)
             assert_whole(grid_of(granularity, stacked, transposed), weight, list(parts_of(weight, dim, ranks)))
-
-
-@kinds
-def test_parts_that_are_cut_along_two_dimensions(granularity, stacked, transposed):
-    weight = random_weight((2, 200, 300))
-    cuts = itertools.product(((0, 90), (90, 200)), ((0, 140), (140, 300)))
+    weight, cuts = random_weight((2, 200, 300)), itertools.product(((0, 90), (90, 200)), ((0, 140), (140, 300)))
     parts = [(weight[:, a:b, c:d].contiguous(), Region(weight.shape, (0, a, c))) for (a, b), (c, d) in cuts]
     assert_whole(grid_of(granularity, stacked, transposed), weight, parts)
 
@@ -115,20 +110,6 @@ def test_a_changed_part_is_seen_beside_its_codes(granularity, stacked, transpose
     assert same_bits(codes, grid.quantize_part(part, scales, region))
     assert not changed
     assert grid.quantize_and_compare(part * 2, scales, bits, region)[1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "divided"),
-    [
-        (("tensorwise",), [False, False]),
-        (("rowwise",), [True, False]),
-        (("rowwise", False, True), [False, True]),
-        (("tensorwise", True), [True, False, False]),
-        (("blockwise_128x128",), [True, True]),
-    ],
-)
-def test_which_cuts_give_parts_scales_of_their_own(kind, divided):
-    assert [grid_of(*kind).divides(dim, len(divided)) for dim in range(len(divided))] == divided
 
 
 def test_grids_that_scale_alike_are_equal_and_other_granularities_are_no_weights():

@@ -4,16 +4,15 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fp8_common import CastRecipe, Fp8Error, Fp8UnsupportedError
+from fp8_common import CastRecipe, Fp8UnsupportedError
 from fp8_common.torch.sharding import fsdp
-from fp8_common.torch.sharding.agreement import group_of_parts, max_by_group, max_over_ranks
+from fp8_common.torch.sharding.agreement import group_of_parts
 from fp8_common.torch.sharding.scale_grid import Region, ScaleGrid
 
 READ_NAMES = {
@@ -32,25 +31,6 @@ def test_this_torch_has_the_private_names():
         source = inspect.getsource(inspect.getmodule(getattr(fsdp, owner)))
         missing = [name for name in names.split() if name not in source]
         assert not missing, f"torch {torch.__version__}: {owner} has no {missing}"
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 3])
-def test_padding_round_trip(rows):
-    codes = torch.arange(rows * 4, dtype=torch.uint8).reshape(rows, 4).view(torch.float8_e4m3fn)
-    padded = fsdp.pad_rows(codes, torch.Size((3, 4)))
-    assert (padded.shape, padded.dtype) == ((3, 4), torch.uint8)
-    assert not padded[rows:].any()
-    back = fsdp.unpad(padded, torch.Size((rows, 4)), torch.float8_e4m3fn)
-    assert torch.equal(back.view(torch.uint8), codes.view(torch.uint8))
-    if rows:
-        assert back.data_ptr() == padded.data_ptr(), "unpadding must not copy"
-
-
-def test_one_rank_agrees_with_itself():
-    parts = [torch.tensor([1, 2], dtype=torch.int32), torch.tensor(3, dtype=torch.int32)]
-    reduced, reductions = max_over_ranks(parts, None)
-    assert (reduced, reductions) == (parts, 0)
-    assert max_by_group([(part, None) for part in parts]) == (parts, 0)
 
 
 def test_what_is_not_sharded_has_no_shards_and_no_root():
@@ -102,46 +82,6 @@ def test_shards_say_where_they_lie(run_ranks):
     assert second == {"0.weight": (2, 1), "0.bias": (2, 1), "1.0.weight": (3, 2)}
 
 
-def agree(rank, world_size):
-    nan = torch.tensor([torch.nan if rank == 1 else 1.0]).view(torch.int32)
-    parts = [torch.tensor([rank, -rank], dtype=torch.int32), nan, torch.zeros((2, 0), dtype=torch.int32)]
-    world = dist.group.WORLD
-    reduced, one = max_over_ranks(parts, world)
-    assert torch.isnan(reduced[1].view(torch.float32)).all()
-    assert [part.shape for part in reduced] == [part.shape for part in parts]
-    mixed, also_one = max_by_group([(parts[0], world), (parts[0], None), (nan, world)])
-    assert torch.equal(mixed[1], parts[0]), "one without a group stays"
-    assert (one, also_one) == (1, 1)
-    assert max_over_ranks([parts[2]], world)[1] == 0
-    return reduced[0].tolist(), mixed[0].tolist()
-
-
-@pytest.mark.distributed
-def test_ranks_agree_on_the_largest_in_one_reduction(run_ranks):
-    assert run_ranks(2, agree) == [([1, 0], [1, 0])] * 2
-
-
-def refused(rank, world_size):
-    model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model[0], reshard_after_forward=2 if world_size == 4 else True)
-    fully_shard(model)
-    model(torch.ones(1, 4))
-    if world_size == 4:
-        with pytest.raises(Fp8Error, match=r"0\.weight: reshard_after_forward with an integer does not work"):
-            fsdp.check_gathers(fsdp.shards(model))
-        return
-    fsdp.check_gathers(fsdp.shards(model))
-    model.to(torch.bfloat16)
-    with pytest.raises(Fp8Error, match=r"0\.weight became torch\.bfloat16 after it was gathered as torch\.float32"):
-        fsdp.check_gathers(fsdp.shards(model))
-
-
-@pytest.mark.distributed
-def test_gathers_that_fsdp2_does_not_support_are_refused(run_ranks):
-    run_ranks(2, refused)
-    run_ranks(4, refused)
-
-
 def peers_of_tensor_parallelism(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
@@ -169,7 +109,7 @@ def replicated(rank, world_size):
     (shard,) = fsdp.shards(model)
     assert shard.peers() == (0, 1) if rank < 2 else (2, 3)
     assert shard.peers(replicas=True) == (0, 1, 2, 3)
-    return group_of_parts(shard.parameter).size()
+    assert group_of_parts(shard.parameter).size() == 2
 
 
 def cut_twice(rank, world_size):
@@ -183,8 +123,12 @@ def cut_twice(rank, world_size):
     assert group_of_parts(distribute_tensor(whole, mesh, [Replicate(), Replicate()])) is None
 
 
+def agreements(rank, world_size):
+    peers_of_tensor_parallelism(rank, world_size)
+    replicated(rank, world_size)
+    cut_twice(rank, world_size)
+
+
 @pytest.mark.distributed
 def test_ranks_that_share_a_scale_are_those_whose_parts_do(run_ranks):
-    run_ranks(4, peers_of_tensor_parallelism)
-    assert run_ranks(4, replicated) == [2, 2, 2, 2]
-    run_ranks(4, cut_twice)
+    run_ranks(4, agreements)

@@ -26,21 +26,7 @@ def world():
     dist.destroy_process_group()
 
 
-def ours() -> int:
-    return 1
-
-
-def theirs() -> int:
-    return 1
-
-
 # ---------------------------------------------------------------- compilers
-
-
-def test_a_constant_is_marked_as_torch_marks_it():
-    torch.compiler.assume_constant_result(theirs)
-    compat.assume_constant_result(ours)
-    assert vars(ours) == vars(theirs), LOOK.format("assume_constant_result")
 
 
 def test_a_constant_is_asked_for_once():
@@ -67,9 +53,6 @@ def test_importing_does_not_import_the_compiler():
 
 
 def test_the_compiler_is_disabled_as_torch_disables_it():
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: x + compat.disable_compiler(theirs)(), backend="eager")
-    assert compiled(torch.ones(1)) == 2, LOOK.format("disable_compiler")
     seen = []
     hidden = compat.disable_compiler(lambda: seen.append(torch.compiler.is_compiling()))
     torch.compile(lambda x: (hidden(), x + 1)[1], backend="eager")(torch.ones(1))

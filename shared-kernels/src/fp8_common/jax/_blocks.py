@@ -83,6 +83,7 @@ def dequantize_mx(q: ArrayLike, codes: ArrayLike, fmt: str | Format, dtype: DTyp
     """
     fmt = get_data_format(fmt)
     data = as_codes(q, fmt)
+    check_block(MX_BLOCK, data.ndim)
     return multiply_back(data, _expanded(e8m0_to_scale_inv(codes), MX_BLOCK, data.shape), fmt, dtype)
 
 
