@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 CALLS = 20
 """How many calls the processes of a pool answer. Groups that tests make have threads that poll, and live as long as
@@ -28,6 +29,8 @@ their process, because torch remembers them: 50 meshes of four ranks take half a
 # What tests of several ranks import anyway; nothing here starts a thread, so that forking is safe.
 PRELOADED = [
     *("tests.helpers.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
+    *("torch._dynamo.backends.distributed", "torch._inductor.compile_fx", "torch._export.db.logging"),
+    *("torch._export.passes", "torch.distributed.tensor.experimental"),  # else four seconds of a rank's first compiler
     *("fp8_torch_fsdp", "fp8_te_init"),
 ]
 
@@ -131,6 +134,16 @@ def rank_pools() -> Iterator[Callable[..., list[Any]]]:
     finally:
         for pool in pools.values():
             pool.close()
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Let this process be the first of several ranks, whose collectives send nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _process_type() -> type[multiprocessing.process.BaseProcess]:
