@@ -5,12 +5,11 @@ Eager layers call the functions behind the operators; that these launch kernels 
 
 import collections
 import contextlib
+import sys
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +18,9 @@ from fp8_common.torch import _triton, foreach
 from fp8_common.torch import delayed as histories
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 from fp8_torch_fsdp.scales import delayed, sync
+from tests.helpers.captured_graphs import CapturedGraphs
 from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard, with_delayed
-from tests.helpers.fsdp_training import batch, sgd
+from tests.helpers.fsdp_training import batch, sgd, train
 
 # What one forward and backward of one layer without FSDP casts: the weight in both, each other operand as needed.
 EXPECTED = {
@@ -55,22 +55,14 @@ def test_delayed_scales_of_a_model_move_on_at_once(monkeypatch):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_cast_of_a_compiled_layer_is_an_operator_and_gives_the_bits_of_eager(name):
     recipe, options, expected = EXPECTED[name]
-    seen, results = collections.Counter(), []
-
-    def inspect(graph, inputs):
-        seen.update(str(node.target).split(".")[1] for node in graph.graph.nodes if "fp8_common" in str(node.target))
-        return make_boxed_func(graph.forward)
-
-    for compiled in (True, False):
-        layer = converted(seeded(lambda: nn.Linear(256, 128, bias=False)), recipe, **options)
-        call = (
-            torch.compile(layer, backend=aot_autograd(fw_compiler=inspect, bw_compiler=inspect)) if compiled else layer
-        )
+    graphs, results = CapturedGraphs(), []
+    for layer in (converted(seeded(lambda: nn.Linear(256, 128, bias=False)), recipe, **options) for _ in range(2)):
         x = batch(0, 0, (128, 256)).requires_grad_()
-        y = call(x)
+        y = (layer if results else torch.compile(layer, backend=graphs))(x)
         y.square().sum().backward()
         results.append((y, x.grad, layer.weight.grad))
-    assert {name: count for name, count in seen.items() if name not in AROUND_CASTS} == expected
+    called = collections.Counter(one.operator.split(".")[1] for one in graphs.calls if "fp8_common" in one.operator)
+    assert {name: count for name, count in called.items() if name not in AROUND_CASTS} == expected
     assert all(map(torch.equal, *results))
 
 
@@ -162,3 +154,26 @@ def test_launches_between_steps_do_not_grow_with_the_number_of_weights(run_ranks
     few, many = (run_ranks(1, launches_between_steps, recipe, count)[0] for count in (4, 40))
     assert few == many
     assert all(count <= limit for count, limit in zip(many, most, strict=True)), many
+
+
+def calls_of_a_steady_forward(rank, world_size):
+    """Return file and name of every function of our packages that one weight's third forward enters."""
+    model = fully_shard(converted(nn.Sequential(nn.Linear(24, 24, bias=False))), mesh=mesh_of())
+    train(model, rank, 2)
+    calls, x = [], batch(rank)
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+    model(x)
+    sys.setprofile(None)
+    # a comprehension is a function before Python 3.12, and a part of its function after it
+    ours = [code for code in calls if "/fp8_" in code.co_filename and not code.co_name.startswith("<")]
+    return [(code.co_filename, code.co_qualname) for code in ours]
+
+
+@pytest.mark.distributed
+def test_a_steady_forward_enters_few_functions(run_ranks):
+    """From the look at a shard to its gathered form, and then what the layer does."""
+    [calls] = run_ranks(1, calls_of_a_steady_forward)
+    layer = [name for _, name in calls].index("Float8Linear.forward")
+    assert 5 <= layer <= 90
+    assert len({file for file, _ in calls[:layer]}) <= 14
+    assert len(calls) <= 150

@@ -175,9 +175,11 @@ class Named(nn.Linear):
 def stale(rank, world_size, change):
     model = f8.fully_shard_traceable(low(make=functools.partial(net, "even shards")))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1.0), batch(rank)
+    if "compiled" in change:
+        model[1].compile(backend="aot_eager")
     loss_of(model, tokens(rank)).backward()
     model[1](x)  # nothing changed: the scale still covers the weight
-    if change == "step":
+    if "step" in change:
         optimizer.step()
     elif change == "edit":
         with torch.no_grad():
@@ -191,7 +193,7 @@ def stale(rank, world_size, change):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("change", ["step", "edit", "load"])
+@pytest.mark.parametrize("change", ["step", "step of a compiled part", "edit", "load"])
 def test_a_part_called_with_a_stale_scale_raises(run_ranks, change):
     run_ranks(2, stale, change)
 
