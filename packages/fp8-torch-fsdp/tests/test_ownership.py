@@ -70,18 +70,6 @@ def test_two_sharded_models_in_any_order_train_as_each_does_alone(run_ranks, ord
     assert run_ranks(2, interleave, order) == [[], []]
 
 
-def test_a_step_of_another_model_leaves_observations_waiting():
-    student, others = build(), adamw(build().parameters())
-    own = adamw(student.parameters())
-    student(ONES).sum().backward()
-    for _ in range(3):
-        others.step()
-    assert student[0].fp8_input.observed >= 0
-    assert not student[0].fp8_input.late
-    own.step()
-    assert student[0].fp8_input.late
-
-
 def test_an_optimizer_of_other_parameters_of_the_model_counts():
     model = build().append(nn.LayerNorm(8))
     adapters = torch.optim.SGD(model[3].parameters(), lr=0.1)
