@@ -5,7 +5,9 @@ pool keeps its ranks. After a call that fails or takes too long the processes ar
 """
 
 import datetime
+import functools
 import importlib.util
+import inspect
 import io
 import multiprocessing
 import os
@@ -19,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -136,6 +139,27 @@ def rank_pools() -> Iterator[Callable[..., list[Any]]]:
             pool.close()
 
 
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module's function that every rank runs, with `rank` and the test's fixtures and parameters."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name in inspect.signature(body).parameters if name != "rank"]
+
+        @pytest.mark.distributed
+        @functools.wraps(body)
+        def test(run_ranks: Callable[..., list[Any]], **given: Any) -> None:
+            run_ranks(world_size, body, given)
+
+        test.__signature__ = inspect.Signature(  # pyrefly: ignore[missing-attribute] for pytest
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("run_ranks", *names)]
+        )
+        # what ranks find under the name of the body
+        test.on_rank = lambda rank, world_size, given: body(rank, **given)  # pyrefly: ignore[missing-attribute]
+        return test
+
+    return decorate
+
+
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
     """Let this process be the first of several ranks, whose collectives send nothing."""
@@ -201,4 +225,4 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     found: Any = sys.modules[module_name]
     for part in name.split("."):
         found = getattr(found, part)
-    return found
+    return getattr(found, "on_rank", found)
