@@ -18,6 +18,7 @@ from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 from tests.helpers.fsdp_models import Experts, converted, seeded, shard, with_delayed
 from tests.helpers.fsdp_training import batch, loss_of, train, unlike, whole
+from tests.helpers.ranks import on_ranks
 
 
 def layer(**delayed):
@@ -363,14 +364,10 @@ def test_what_an_aborted_forward_observed_is_dropped(at):
     assert without == with_
 
 
-def aborted_under_fsdp(rank, world_size):
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
+@on_ranks(2)
+def test_what_an_aborted_forward_observed_is_dropped_under_fsdp(rank):
     for recipe in ("tensorwise_delayed", "tensorwise", "rowwise"):
         for at in (0, 4):  # the first of two batches of a step: later, a reset loses the gradients of earlier ones
             without, with_ = losses_without_and_with_an_aborted_forward(at, recipe, shard)
             assert without == with_, (recipe, at)
-
-
-@pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
-def test_what_an_aborted_forward_observed_is_dropped_under_fsdp(run_ranks):
-    run_ranks(2, aborted_under_fsdp)

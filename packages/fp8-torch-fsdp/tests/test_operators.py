@@ -21,6 +21,7 @@ from fp8_torch_fsdp.scales import delayed, sync
 from tests.helpers.captured_graphs import CapturedGraphs
 from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard, with_delayed
 from tests.helpers.fsdp_training import batch, sgd, train
+from tests.helpers.ranks import on_ranks
 
 # What one forward and backward of one layer without FSDP casts: the weight in both, each other operand as needed.
 EXPECTED = {
@@ -66,20 +67,25 @@ def test_every_cast_of_a_compiled_layer_is_an_operator_and_gives_the_bits_of_eag
     assert all(map(torch.equal, *results))
 
 
-def sharded_steps(rank, world_size, formats):
+@pytest.mark.parametrize(("formats", "casts"), [(["e4m3"] * 5, 1), (["e4m3", "e5m2", "e4m3", "e5m2", "e4m3"], 2)])
+@on_ranks(2)
+def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(rank, formats, casts):
     model = layers(5)()
     for index, fmt in enumerate(formats):
-        casts = {"weight": f8.CastConfig(format=fmt), "grad_output": f8.CastConfig(format="e4m3")}
-        model[index] = converted(model[index], f8.Recipe(name="formats", **casts))
-    optimizer, counts = sgd(shard(model).parameters()), []
-    for _ in range(3):
+        operands = {"weight": f8.CastConfig(format=fmt), "grad_output": f8.CastConfig(format="e4m3")}
+        model[index] = converted(model[index], f8.Recipe(name="formats", **operands))
+    optimizer = sgd(shard(model).parameters())
+    for step in range(3):
         with counted_casts() as calls:
             f8.synchronize_scales(model)
             synchronized = dict(calls)
             model(torch.randn(4, 16)).sum().backward()
         optimizer.step()
-        counts.append((synchronized, dict(calls), f8.float8_report(model).casts))
-    return counts
+        # before the first forward there is nothing to synchronize; later that happens twice
+        times = 2 if step else 1
+        assert calls == {"foreach.amax_bits": times, "foreach.quantize": times * casts}, "no weight went by itself"
+        assert f8.float8_report(model).casts == 5 * (2 * step + 1)
+        assert synchronized == ({"foreach.amax_bits": 1, "foreach.quantize": casts} if step else {})
 
 
 @contextlib.contextmanager
@@ -100,18 +106,6 @@ def counted_casts():
         for name in ("amax_bits", "quantize_part"):
             patch.setattr(ScaleGrid, name, counted(name, getattr(ScaleGrid, name)))
         yield calls
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("formats", "casts"), [(["e4m3"] * 5, 1), (["e4m3", "e5m2", "e4m3", "e5m2", "e4m3"], 2)])
-def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(run_ranks, formats, casts):
-    for counts in run_ranks(2, sharded_steps, formats):
-        for step, (synchronized, whole, total) in enumerate(counts):
-            # before the first forward there is nothing to synchronize; later that happens twice
-            times = 2 if step else 1
-            assert whole == {"foreach.amax_bits": times, "foreach.quantize": times * casts}, "no weight went by itself"
-            assert total == 5 * (2 * step + 1)
-            assert synchronized == ({"foreach.amax_bits": 1, "foreach.quantize": casts} if step else {})
 
 
 class LaunchingOperators(TorchDispatchMode):
@@ -156,8 +150,9 @@ def test_launches_between_steps_do_not_grow_with_the_number_of_weights(run_ranks
     assert all(count <= limit for count, limit in zip(many, most, strict=True)), many
 
 
-def calls_of_a_steady_forward(rank, world_size):
-    """Return file and name of every function of our packages that one weight's third forward enters."""
+@on_ranks(1)
+def test_a_steady_forward_enters_few_functions(rank):
+    """From the look at a shard to its gathered form, and then what the layer does."""
     model = fully_shard(converted(nn.Sequential(nn.Linear(24, 24, bias=False))), mesh=mesh_of())
     train(model, rank, 2)
     calls, x = [], batch(rank)
@@ -166,14 +161,7 @@ def calls_of_a_steady_forward(rank, world_size):
     sys.setprofile(None)
     # a comprehension is a function before Python 3.12, and a part of its function after it
     ours = [code for code in calls if "/fp8_" in code.co_filename and not code.co_name.startswith("<")]
-    return [(code.co_filename, code.co_qualname) for code in ours]
-
-
-@pytest.mark.distributed
-def test_a_steady_forward_enters_few_functions(run_ranks):
-    """From the look at a shard to its gathered form, and then what the layer does."""
-    [calls] = run_ranks(1, calls_of_a_steady_forward)
-    layer = [name for _, name in calls].index("Float8Linear.forward")
+    layer = [code.co_qualname for code in ours].index("Float8Linear.forward")
     assert 5 <= layer <= 90
-    assert len({file for file, _ in calls[:layer]}) <= 14
-    assert len(calls) <= 150
+    assert len({code.co_filename for code in ours[:layer]}) <= 14
+    assert len(ours) <= 150
