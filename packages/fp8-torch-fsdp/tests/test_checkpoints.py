@@ -21,6 +21,7 @@ import fp8_torch_fsdp as f8
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, Mixture, converted, shard
 from tests.helpers.fsdp_training import adamw, batch, same, sgd, train
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -107,31 +108,26 @@ def test_state_dicts_are_plain_and_name_nothing_of_this_package(run_ranks, tmp_p
 # ---------------------------------------------------------------- resuming and resharding
 
 
-def interrupt(rank, world_size, recipe, make, path):
-    """Return what differs between an uninterrupted run, one that saved half-way, and one resumed from there."""
+@pytest.mark.matrix("each", recipe=RECIPES, make=["layers", "experts"])
+@on_ranks(3)
+def test_a_resumed_run_continues_bit_for_bit(rank, tmp_path, recipe, make):
+    """Also of a run that goes on while it is saved: the checkpoint holds the moment that it was asked for."""
     steady, saving, resumed = (start(recipe, seed, globals()[make]) for seed in (0, 0, 1))
     losses = go_on(steady, rank, 0, 4)
     go_on(saving, rank, 0, 2)
     with CollectiveCounter() as counted:
         state = state_of(saving)
-    saved = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group(backend="gloo"))
-    later = {"saving": go_on(saving, rank, 2, 4)}  # the checkpoint holds the moment that it was asked for
+    assert not counted.seen, "state dicts of model and optimizer wait for nobody"
+    saved = dcp.async_save(state, checkpoint_id=tmp_path, process_group=dist.new_group(backend="gloo"))
+    later = {"saving": go_on(saving, rank, 2, 4)}
     saved.result()
-    restore(resumed, path)
+    restore(resumed, tmp_path)
     later["resumed"] = go_on(resumed, rank, 2, 4)
     for one in (steady, saving, resumed):
         f8.synchronize_scales(one[0])
-    different = [f"losses of {name}" for name, own in later.items() if own != losses[2:]]
+    assert later == {"saving": losses[2:], "resumed": losses[2:]}
     for one in (saving, resumed):
-        different += unlike(whole(state_of(one)), whole(state_of(steady)))
-    return len(counted.seen), different
-
-
-@pytest.mark.matrix("each", recipe=RECIPES, world_size=[2, 3, 1], make=["layers", "experts"])
-def test_a_resumed_run_continues_bit_for_bit(run_ranks, tmp_path, recipe, world_size, make):
-    for collectives, different in run_ranks(world_size, interrupt, recipe, make, str(tmp_path / "checkpoint")):
-        assert not different
-        assert collectives == 0, "state dicts of model and optimizer wait for nobody"
+        assert unlike(whole(state_of(one)), whole(state_of(steady))) == []
 
 
 def load_and_save(rank, world_size, recipe, source, target, reference):
@@ -159,24 +155,20 @@ def test_two_ranks_then_four_then_one_keep_every_bit(run_ranks, tmp_path, recipe
 # ---------------------------------------------------------------- between FP8 and other models
 
 
-def exchange_with_plain_model(rank, world_size, recipe, dtype, path):
-    """Load a plain checkpoint into an FP8 model and back; return what changed on the way."""
+@pytest.mark.matrix("each", recipe=RECIPES, dtype=[torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_plain_checkpoints_and_fp8_models_exchange_weights(rank, tmp_path, recipe, dtype):
     plain, back, (model, optimizer) = shard(layers(3, dtype)), shard(layers(4, dtype)), start(recipe)
-    dcp.save({"model": plain.state_dict()}, checkpoint_id=f"{path}/plain")
+    dcp.save({"model": plain.state_dict()}, checkpoint_id=tmp_path / "plain")
     go_on((model, optimizer), rank, 0, 1)
     f8.synchronize_scales(model)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{path}/plain")
+    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "plain")
     original, there = whole(plain.state_dict()), whole(model.state_dict())
-    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{path}/fp8")
-    dcp.load({"model": back.state_dict()}, checkpoint_id=f"{path}/fp8")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "fp8")
+    dcp.load({"model": back.state_dict()}, checkpoint_id=tmp_path / "fp8")
     wide = {key: value.float() for key, value in original.items()}
-    return unlike(there, wide), unlike(whole(back.state_dict()), original), sharded_types(model)
-
-
-@pytest.mark.matrix("each", recipe=RECIPES, dtype=[torch.float32, torch.bfloat16])
-def test_plain_checkpoints_and_fp8_models_exchange_weights(run_ranks, tmp_path, recipe, dtype):
-    expected = [], [], {f8.ShardedFloat8Weight}
-    assert run_ranks(2, exchange_with_plain_model, recipe, dtype, str(tmp_path)) == [expected] * 2
+    assert unlike(there, wide) == unlike(whole(back.state_dict()), original) == []
+    assert sharded_types(model) == {f8.ShardedFloat8Weight}
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -203,16 +195,17 @@ def from_meta(recipe):
     return shard(model)
 
 
-def fill_meta_models(rank, world_size, recipe, path):
-    """Return how models that start on the meta device differ from the one that was saved, by way of loading."""
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_models_from_the_meta_device_become_the_saved_one(rank, tmp_path, recipe):
     saved, optimizer = start(recipe)
     go_on((saved, optimizer), rank, 0, 2)
     f8.synchronize_scales(saved)
-    dcp.save({"model": saved.state_dict()}, checkpoint_id=path)
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
     full = get_model_state_dict(saved, options=StateDictOptions(full_state_dict=True))
     models = emptied, assigned, broadcast = [from_meta(recipe) for _ in range(3)]
     emptied.to_empty(device="cpu")
-    dcp.load({"model": emptied.state_dict()}, checkpoint_id=path)
+    dcp.load({"model": emptied.state_dict()}, checkpoint_id=tmp_path)
     assigned.load_state_dict({k: v.clone() for k, v in saved.state_dict().items()}, assign=True)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     # copied, because loading may assign what it gets
@@ -220,13 +213,7 @@ def fill_meta_models(rank, world_size, recipe, path):
     set_model_state_dict(broadcast, full, options=options)
     for model in models:
         f8.DelayedState(model).load_state_dict(f8.DelayedState(saved).state_dict())
-    different = [unlike(whole(model.state_dict()), whole(saved.state_dict())) for model in models]
-    types = set().union(*(sharded_types(model) for model in models))
-    losses = [train(model, rank, first=2, optimizer=sgd) for model in (saved, *models)]
-    return different, types, [own == losses[0] for own in losses]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_models_from_the_meta_device_become_the_saved_one(run_ranks, tmp_path, recipe):
-    expected = [[], [], []], {f8.ShardedFloat8Weight}, [True] * 4
-    assert run_ranks(2, fill_meta_models, recipe, str(tmp_path / "checkpoint")) == [expected] * 2
+    assert [unlike(whole(model.state_dict()), whole(saved.state_dict())) for model in models] == [[]] * 3
+    assert {kind for model in models for kind in sharded_types(model)} == {f8.ShardedFloat8Weight}
+    losses, *others = (train(model, rank, first=2, optimizer=sgd) for model in (saved, *models))
+    assert others == [losses] * 3
