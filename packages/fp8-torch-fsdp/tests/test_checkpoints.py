@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import fp8_torch_fsdp as f8
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, Mixture, converted, shard
-from tests.helpers.fsdp_training import adamw, batch, same, sgd, train
+from tests.helpers.fsdp_training import adamw, same, sgd, train
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -169,21 +169,6 @@ def test_plain_checkpoints_and_fp8_models_exchange_weights(rank, tmp_path, recip
     wide = {key: value.float() for key, value in original.items()}
     assert unlike(there, wide) == unlike(whole(back.state_dict()), original) == []
     assert sharded_types(model) == {f8.ShardedFloat8Weight}
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_state_dicts_pass_between_linear_layers_in_one_process(recipe, assign):
-    plain, back, low, expected = layers(3), layers(4), converted(layers(), recipe), converted(layers(3), recipe)
-    low(50 * batch(0)).sum().backward()
-    f8.synchronize_scales(low)
-    low.load_state_dict(plain.state_dict(), assign=assign)
-    f8.DelayedState(low).load_state_dict({})  # a run that is started anew
-    assert torch.equal(low(batch(0)), expected(batch(0)))
-    assert sharded_types(low) == {f8.ShardedFloat8Weight}
-    back.load_state_dict(low.state_dict(), assign=assign)
-    assert not unlike(dict(back.state_dict()), dict(plain.state_dict()))
-    assert {type(p) for p in back.parameters()} == {nn.Parameter}
 
 
 # ---------------------------------------------------------------- meta device

@@ -93,8 +93,8 @@ class Chain(nn.Sequential):
         super().__init__(nn.Embedding(VOCAB, DIM), Block(), nn.Linear(DIM, VOCAB))
 
 
-def build(sharding, recipe, make=Model, mesh=None, **options):
-    model = converted(seeded(make), recipe, gather=options.get("gather", sharding != "none"))
+def build(sharding, recipe, make=Model, mesh=None):
+    model = converted(seeded(make), recipe, gather=sharding != "none")
     if sharding == "fsdp2":
         for block in model.blocks:
             fully_shard(block)
@@ -159,14 +159,6 @@ def test_row(run_ranks, full, row, recipe):
         for gathers, reduces in run_ranks(ranks, run_row, row, recipe, inductor, timeout=800.0):
             assert gathers == [ROWS[row].gathers] * 2, "the graphs hold the collectives, and resharding really happened"
             assert reduces == (ROWS[row].gathers > 0)
-
-
-def test_default_weights_compile_without_fsdp():
-    twins = [build("none", "tensorwise_delayed", make=lambda: Model(blocks=1), gather=True) for _ in range(2)]
-    graphs = CapturedGraphs()
-    calls = twins[0], torch.compile(twins[1], backend=graphs, fullgraph=True)
-    assert train_both(twins, calls, graphs, 0, 2) == [0, 0]
-    assert graphs.frames == 1
 
 
 def test_compiled_layers_refuse_delayed_scales_that_nobody_synchronized():

@@ -79,19 +79,6 @@ def test_scales_follow_the_numpy_oracle(algo, margin, initial):
         optimizer.zero_grad()
 
 
-def test_accumulation_and_recomputation_roll_once_per_step():
-    plain, recomputed = layer(), layer()
-    for model, call in ((plain, plain), (recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=False))):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            for micro in range(3):
-                call(batch(micro, step).requires_grad_()).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert unlike(whole(plain), whole(recomputed)) == []
-    assert (plain.fp8_input.history > 0).all(), "four steps fill a window of three"
-
-
 @KINDS
 def test_evaluation_observes_nothing_and_a_second_synchronization_changes_nothing(make):
     model = make().eval()
@@ -174,17 +161,6 @@ def test_an_edited_stack_takes_the_scale_of_the_edited_expert_anew():
     amax, state = low.weight.detach().abs().amax((1, 2)), low.fp8_weight_weight
     used = state.current(amax, record=False)
     assert torch.equal(used, torch.stack([amax_to_scale(amax, "e4m3")[0], state.scale[1]]))
-
-
-def test_meta_initialisation():
-    with torch.device("meta"):
-        model = converted(nn.Linear(24, 16), "tensorwise_delayed")
-    model.to_empty(device="cpu")
-    for module in model.modules():
-        module.reset_parameters()
-    assert isinstance(model.weight, f8.ShardedFloat8Weight)
-    step_of(model, batch(0))
-    assert model.fp8_input.observed >= 0
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])

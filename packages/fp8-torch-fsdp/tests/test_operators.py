@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
 from fp8_common.torch import _triton, foreach
-from fp8_common.torch import delayed as histories
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 from fp8_torch_fsdp.scales import delayed, sync
 from tests.helpers.captured_graphs import CapturedGraphs
@@ -43,14 +42,6 @@ def layers(count, dim=16):
     return lambda: nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(count)))
 
 
-def test_delayed_scales_of_a_model_move_on_at_once(monkeypatch):
-    model, moved, roll = converted(layers(3)(), "tensorwise_delayed"), [], histories.roll_histories
-    model(torch.randn(4, 16)).sum().backward()
-    monkeypatch.setattr(histories, "roll_histories", lambda *x: (moved.append(x[0].shape[1]), roll(*x))[1])
-    f8.synchronize_scales(model)
-    assert moved == [9], "nine operands, two formats, one policy"
-
-
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize("name", EXPECTED)
@@ -59,7 +50,7 @@ def test_every_cast_of_a_compiled_layer_is_an_operator_and_gives_the_bits_of_eag
     graphs, results = CapturedGraphs(), []
     for layer in (converted(seeded(lambda: nn.Linear(256, 128, bias=False)), recipe, **options) for _ in range(2)):
         x = batch(0, 0, (128, 256)).requires_grad_()
-        y = (layer if results else torch.compile(layer, backend=graphs))(x)
+        y = (layer if results else torch.compile(layer, backend=graphs, fullgraph=True))(x)
         y.square().sum().backward()
         results.append((y, x.grad, layer.weight.grad))
     called = collections.Counter(one.operator.split(".")[1] for one in graphs.calls if "fp8_common" in one.operator)

@@ -215,10 +215,7 @@ def compiled_layer(model):
 
 
 ROWS = {
-    "DDP: replicas that average all gradients": Row(
-        replicated, recipes=RECIPES, casts=None, reductions=2, loop={"after_step": combine_replicas}
-    ),
-    "DDP, gradient accumulation": Row(
+    "DDP: replicas that average all gradients, and accumulate some": Row(
         replicated, recipes=RECIPES, casts=None, reductions=3, loop={"after_step": combine_replicas, "microbatches": 2}
     ),
     "HSDP 2x2": Row(hsdp(2, 2), 4, ("tensorwise", "tensorwise_delayed", "rowwise")),

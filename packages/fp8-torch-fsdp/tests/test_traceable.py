@@ -10,12 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, RECIPES, STATIC, WIDTHS, Tied, chain, converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_rows import Row, check, check_row, compared, run_row
@@ -211,11 +209,3 @@ def test_refusals_say_what_to_do_on_all_ranks(rank):
             call()
         assert words in str(raised.value)
     dist.barrier()
-
-
-def test_the_second_gather_takes_a_copy_that_depends_on_the_gradient():
-    shard, grad = torch.arange(6, dtype=torch.uint8).view(2, 3).t(), torch.ones(2)
-    copied = copy_in_backward(shard, grad)
-    assert torch.equal(copied, shard)
-    assert copied.data_ptr() != shard.data_ptr()
-    opcheck(torch.ops.fp8_torch_fsdp.copy_in_backward.default, (shard.contiguous(), grad))
