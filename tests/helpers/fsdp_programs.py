@@ -19,12 +19,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from tests.helpers import fsdp_models
-from tests.helpers.fsdp_models import STATIC, converted, mesh_of, seeded
+from fp8_common import CANONICAL, POWER_OF_2
+from tests.helpers.fsdp_models import RECIPES, STATIC, converted, mesh_of, seeded
 from tests.helpers.fsdp_training import batch, same, unlike, values_here, whole
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
-RECIPES: dict[str, Any] = {name: name for name in fsdp_models.RECIPES} | {"static": STATIC}
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -45,13 +44,14 @@ class Program:
 
     ranks: int
     operations: tuple[tuple[Any, ...], ...]
-    recipe: str = "tensorwise"
+    recipe: Any = "tensorwise"
     dtype: torch.dtype = torch.float32
     widths: tuple[int, ...] = WIDTHS[0]
     reshard: bool | None = None
     copies: bool = False
     optimizer: str = "sgd"
     reentrant: bool | None = None
+    pad: bool = False
 
 
 RANK, LAYER, FACTOR = st.sampled_from((None, 0, 1)), st.integers(0, 2), st.sampled_from((0.5, 0.75, 1.5, 8.0))
@@ -96,13 +96,53 @@ def operations() -> st.SearchStrategy[tuple[Any, ...]]:
     return drawn.map(lambda found: (*found, *ENDING))
 
 
+@st.composite
+def casts(draw: Any, formats: tuple[str, ...], granularities: tuple[str, ...]) -> f8.CastConfig:
+    """Draw the cast of one operand."""
+    granularity = draw(st.sampled_from(granularities))
+    scalings = ("dynamic", "static", "delayed") if granularity == "tensorwise" else ("dynamic",)
+    scaling = draw(st.sampled_from(scalings))
+    policy = draw(st.sampled_from((CANONICAL, POWER_OF_2)))
+    if scaling == "delayed":
+        algo = draw(st.sampled_from(("max", "most_recent")))
+        policy = dataclasses.replace(policy, history=draw(st.integers(1, 4)), algo=algo)
+    return f8.CastConfig(
+        format=draw(st.sampled_from(formats)),
+        scaling=scaling,
+        granularity=granularity,
+        policy=policy,
+        static_scale=draw(st.sampled_from((0.5, 24.0, 256.0))) if scaling == "static" else None,
+    )
+
+
+@st.composite
+def recipes(draw: Any) -> f8.Recipe:
+    """Draw any recipe that has products: one family of granularities, E5M2 in one operand at most."""
+    e4m3, e5m2 = draw(st.sampled_from((("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz"))))
+    wide = draw(st.sampled_from(("grad_output", "input", "weight", None)))
+    blockwise = draw(st.integers(0, 3)) == 0
+    vectors, rows = ("tensorwise", "rowwise"), ("blockwise_1x128",)
+    operands = {}
+    for name in ("weight", "input", "grad_output"):
+        of_blocks = ("blockwise_128x128",) if name == "weight" else rows
+        operands[name] = draw(casts((e5m2 if wide == name else e4m3,), of_blocks if blockwise else vectors))
+    if operands["weight"].granularity != "tensorwise" and operands["grad_output"].scaling == "delayed":
+        operands["grad_output"] = f8.CastConfig(format=operands["grad_output"].format)
+    if draw(st.integers(0, 3)) == 0:
+        off = f8.CastConfig(scaling="disabled")
+        operands.update(input_for_grad_weight=off, grad_output_for_grad_weight=off)
+    return f8.Recipe(name="drawn", **operands)
+
+
+SIZES = st.one_of(st.integers(1, 9), st.integers(10, 48), st.sampled_from((127, 128, 129, 200, 257)))
 PROGRAMS = st.builds(
     Program,
     ranks=st.sampled_from((2, 0, 1, 2, 3)),
     operations=operations(),
-    recipe=st.sampled_from(tuple(RECIPES)),
-    dtype=st.sampled_from((torch.float32, torch.float32, torch.bfloat16)),
-    widths=st.sampled_from(WIDTHS),
+    recipe=st.sampled_from((*RECIPES, "static")) | recipes(),
+    dtype=st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+    widths=st.sampled_from(WIDTHS) | st.lists(SIZES, min_size=2, max_size=4).map(tuple),
+    pad=st.booleans(),
     reshard=st.sampled_from((None, True, False)),
     copies=st.sampled_from((False, False, False, True)),
     optimizer=st.sampled_from(tuple(OPTIMIZERS)),
@@ -120,6 +160,8 @@ class Model(nn.Sequential):
     def __init__(self, widths: tuple[int, ...], reentrant: bool | None) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)))
         self.reentrant = reentrant
+        for layer, _ in self:  # rows of different sizes, or all row scales would be the same power of two
+            layer.weight.data.mul_(torch.exp2(torch.randint(-2, 3, (layer.out_features, 1))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the layers one by one."""
@@ -136,8 +178,9 @@ class Pair:
         self.program, self.low = program, low
         self.model = converted(
             seeded(lambda: Model(program.widths, program.reentrant).to(program.dtype)),
-            RECIPES[program.recipe],
+            program.recipe if program.recipe != "static" else STATIC,
             gather=low,
+            pad_inner_dim=program.pad,
         )
         if program.ranks:
             mesh = mesh_of(program.ranks, 1) if program.copies else mesh_of()

@@ -48,7 +48,6 @@ ROWS = {
     "fsdp2_block": Row("fsdp2", "block"),
     "fsdp2_model": Row("fsdp2", "model", 3, graphs=BLOCKS + 2),
     "traceable_block": Row("traceable", "block", gathers=2),
-    "traceable_model": Row("traceable", "model", LAYERS, gathers=LAYERS),
 }
 
 
