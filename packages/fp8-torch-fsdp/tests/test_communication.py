@@ -124,7 +124,9 @@ def test_vectors_embeddings_heads_and_adapters_stay_wide_unless_they_are_asked_f
         assert gradients == expected, "both directions choose alike"
 
 
-def reported(rank, ranks):
+@on_ranks(3)
+def test_the_report_says_what_a_gather_does_to_each_matrix(rank):
+    """The same on all ranks, one of which has no row of the last matrix."""
     model = nn.Sequential(nn.Linear(64, 33, bias=False), nn.Linear(33, 64, bias=False), nn.Linear(64, 2, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.ones(33, 64))
@@ -132,13 +134,8 @@ def reported(rank, ranks):
         model[1].weight[:, 1::2] = 1.4 * 2.0**-16  # where 1 is 256 as a code, these are subnormal
         model[2].weight.zero_()
     handle = f8.compress_communication(fully_shard(model))
-    return [(one.name, one.shape, one.bytes, one.below_normal, one.error) for one in handle.report()]
-
-
-def test_the_report_says_what_a_gather_does_to_each_matrix(run_ranks):
-    first, *others = run_ranks(3, reported)
-    assert others == [first] * 2, "the same on all ranks, one of which has no row of the last matrix"
-    ones, small, zeros = first
+    found = ((one.name, one.shape, one.bytes, one.below_normal, one.error) for one in handle.report())
+    ones, small, zeros = found
     assert ones == ("0.weight", (33, 64), 33 * (64 + 2), 0.0, 0.0)
     # 64 rows are 22 on each of three ranks; the 33rd value of a row has a block of its own
     assert small[:3] == ("1.weight", (64, 33), 3 * 22 * (33 + 2))

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -14,7 +13,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common.torch.sharding import fsdp
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import RECIPES, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import RECIPES, Block, converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
@@ -107,22 +106,12 @@ def test_the_report_says_in_what_this_torch_reduces_gradients(rank, policy, dtyp
 # ---------------------------------------------------------------- compressed communication
 
 
-class Wide(nn.Module):
-    """A feed-forward block: 0.2 % of its parameters are in vectors."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 1376), nn.Linear(1376, 512)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 @pytest.mark.parametrize("compressed", [False, True])
 @on_ranks(3)
 def test_a_parameter_costs_one_byte_and_its_share_of_a_scale_each_way(rank, compressed):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model = shard(nn.Sequential(Wide(), Wide()), mesh_of(), mp_policy=policy)
+    # 0.2 % of the parameters are in vectors
+    model = shard(nn.Sequential(Block(512, 1376), Block(512, 1376)), mesh_of(), mp_policy=policy)
     if compressed:
         f8.compress_communication(model)
     with CollectiveCounter() as counter:
