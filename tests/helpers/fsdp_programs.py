@@ -10,32 +10,26 @@ import copy
 import dataclasses
 import functools
 import itertools
-import random
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
-from tests.helpers import fsdp_models
-from tests.helpers.fsdp_models import STATIC, converted, mesh_of, seeded
-from tests.helpers.fsdp_training import batch, same, unlike, whole
+from fp8_common import CANONICAL, POWER_OF_2
+from tests.helpers.fsdp_models import RECIPES, STATIC, converted, mesh_of, seeded
+from tests.helpers.fsdp_training import batch, same, unlike, values_here, whole
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
-RECIPES: dict[str, Any] = {name: name for name in fsdp_models.RECIPES} | {"static": STATIC}
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
 }
-ENDING = 3
-"""Operations with which every drawn program ends, so that nothing that it did stays unseen."""
-
-EDITS = ("mul", "data", "copy", "view", "foreach", "local_data", "state_dict", "set_data")
-FACTORS = (0.5, 0.75, 1.5, 8.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,61 +44,110 @@ class Program:
 
     ranks: int
     operations: tuple[tuple[Any, ...], ...]
-    recipe: str = "tensorwise"
+    recipe: Any = "tensorwise"
     dtype: torch.dtype = torch.float32
     widths: tuple[int, ...] = WIDTHS[0]
     reshard: bool | None = None
     copies: bool = False
     optimizer: str = "sgd"
     reentrant: bool | None = None
+    pad: bool = False
 
 
-def drawn(seed: int, length: int = 12) -> Program:
-    """Return a random program; the same for the same seed."""
-    choose = random.Random(seed)
-    ranks = choose.choice((0, 1, 2, 2, 3))
-    setting = {
-        "recipe": choose.choice(tuple(RECIPES)),
-        "dtype": choose.choice((torch.float32, torch.float32, torch.bfloat16)),
-        "widths": choose.choice(WIDTHS),
-        "reshard": choose.choice((None, True, False)),
-        "copies": choose.random() < 0.2,
-        "optimizer": choose.choice(tuple(OPTIMIZERS)),
-        "reentrant": choose.choice((None, None, True, False)),
-    }
-    operations = tuple(_operation(choose, max(ranks, 1)) for _ in range(length))
-    ending = (("train", 1, False), ("step", None), ("train", 1, False))
-    return Program(ranks=ranks, operations=(*operations, *ending), **setting)
+RANK, LAYER, FACTOR = st.sampled_from((None, 0, 1)), st.integers(0, 2), st.sampled_from((0.5, 0.75, 1.5, 8.0))
+USUAL = {"train": (st.integers(1, 3), st.booleans()), "step": (RANK,)}
+RARE: dict[str, tuple[st.SearchStrategy, ...]] = {
+    "forward": (),
+    "backward": (),
+    "evaluate": (st.sampled_from(("eval", "no_grad", "inference")),),
+    "read": (RANK,),
+    "keep": (RANK,),
+    "load": (st.booleans(), FACTOR),
+    "edit": (
+        st.sampled_from(("mul", "data", "copy", "view", "foreach", "local_data", "state_dict", "set_data")),
+        FACTOR,
+    ),
+    "edit_on_one_rank": (st.integers(0, 1), FACTOR),
+    "clone": (),
+    "average": (),
+    "swap": (),
+    "snapshot": (),
+    "restore": (),
+    "reshard": (),
+    "unshard": (),
+    "fail_in_forward": (LAYER,),
+    "fail_in_backward": (LAYER, st.booleans()),
+    "fail_in_step": (),
+    "synchronize": (st.sampled_from(("precompute", "history")),),
+    "freeze": (LAYER,),
+    "clip": (),
+}
+ENDING = (("train", 1, False), ("step", None), ("train", 1, False))
+"""How every drawn program ends, so that nothing that it did stays unseen."""
 
 
-def _operation(choose: random.Random, ranks: int) -> tuple[Any, ...]:
-    rank = choose.choice((None, choose.randrange(ranks)))
-    factor, often = choose.choice(FACTORS), choose.random() < 0.45
-    usual = (("train", choose.choice((1, 1, 2, 3)), choose.random() < 0.3), ("step", choose.choice((None, None, rank))))
-    rare = (
-        ("forward",),
-        ("backward",),
-        ("evaluate", choose.choice(("eval", "no_grad", "inference"))),
-        ("read", rank),
-        ("keep", rank),
-        ("load", choose.random() < 0.3, factor),
-        ("edit", choose.choice(EDITS), factor),
-        ("edit_on_one_rank", choose.randrange(ranks), factor),
-        ("clone",),
-        ("average",),
-        ("swap",),
-        ("snapshot",),
-        ("restore",),
-        ("reshard",),
-        ("unshard",),
-        ("fail_in_forward", choose.randrange(3)),
-        ("fail_in_backward", choose.randrange(3), choose.random() < 0.5),
-        ("fail_in_step",),
-        ("synchronize", choose.choice(("precompute", "history"))),
-        ("freeze", choose.randrange(2)),
-        ("clip",),
+def operations() -> st.SearchStrategy[tuple[Any, ...]]:
+    """Draw what a program does, half of it training."""
+    usual, rare = (
+        st.one_of(*(st.tuples(st.just(name), *arguments) for name, arguments in table.items()))
+        for table in (USUAL, RARE)
     )
-    return choose.choice(usual if often else rare)
+    drawn = st.lists(st.booleans().flatmap(lambda often: usual if often else rare), min_size=4, max_size=16)
+    return drawn.map(lambda found: (*found, *ENDING))
+
+
+@st.composite
+def casts(draw: Any, formats: tuple[str, ...], granularities: tuple[str, ...]) -> f8.CastConfig:
+    """Draw the cast of one operand."""
+    granularity = draw(st.sampled_from(granularities))
+    scalings = ("dynamic", "static", "delayed") if granularity == "tensorwise" else ("dynamic",)
+    scaling = draw(st.sampled_from(scalings))
+    policy = draw(st.sampled_from((CANONICAL, POWER_OF_2)))
+    if scaling == "delayed":
+        algo = draw(st.sampled_from(("max", "most_recent")))
+        policy = dataclasses.replace(policy, history=draw(st.integers(1, 4)), algo=algo)
+    return f8.CastConfig(
+        format=draw(st.sampled_from(formats)),
+        scaling=scaling,
+        granularity=granularity,
+        policy=policy,
+        static_scale=draw(st.sampled_from((0.5, 24.0, 256.0))) if scaling == "static" else None,
+    )
+
+
+@st.composite
+def recipes(draw: Any) -> f8.Recipe:
+    """Draw any recipe that has products: one family of granularities, E5M2 in one operand at most."""
+    e4m3, e5m2 = draw(st.sampled_from((("e4m3", "e5m2"), ("e4m3fnuz", "e5m2fnuz"))))
+    wide = draw(st.sampled_from(("grad_output", "input", "weight", None)))
+    blockwise = draw(st.integers(0, 3)) == 0
+    vectors, rows = ("tensorwise", "rowwise"), ("blockwise_1x128",)
+    operands = {}
+    for name in ("weight", "input", "grad_output"):
+        of_blocks = ("blockwise_128x128",) if name == "weight" else rows
+        operands[name] = draw(casts((e5m2 if wide == name else e4m3,), of_blocks if blockwise else vectors))
+    if operands["weight"].granularity != "tensorwise" and operands["grad_output"].scaling == "delayed":
+        operands["grad_output"] = f8.CastConfig(format=operands["grad_output"].format)
+    if draw(st.integers(0, 3)) == 0:
+        off = f8.CastConfig(scaling="disabled")
+        operands.update(input_for_grad_weight=off, grad_output_for_grad_weight=off)
+    return f8.Recipe(name="drawn", **operands)
+
+
+SIZES = st.one_of(st.integers(1, 9), st.integers(10, 48), st.sampled_from((127, 128, 129, 200, 257)))
+PROGRAMS = st.builds(
+    Program,
+    ranks=st.sampled_from((2, 0, 1, 2, 3)),
+    operations=operations(),
+    recipe=st.sampled_from((*RECIPES, "static")) | recipes(),
+    dtype=st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+    widths=st.sampled_from(WIDTHS) | st.lists(SIZES, min_size=2, max_size=4).map(tuple),
+    pad=st.booleans(),
+    reshard=st.sampled_from((None, True, False)),
+    copies=st.sampled_from((False, False, False, True)),
+    optimizer=st.sampled_from(tuple(OPTIMIZERS)),
+    reentrant=st.sampled_from((None, None, True, False)),
+)
 
 
 class InterruptedError(Exception):
@@ -117,6 +160,8 @@ class Model(nn.Sequential):
     def __init__(self, widths: tuple[int, ...], reentrant: bool | None) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)))
         self.reentrant = reentrant
+        for layer, _ in self:  # rows of different sizes, or all row scales would be the same power of two
+            layer.weight.data.mul_(torch.exp2(torch.randint(-2, 3, (layer.out_features, 1))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the layers one by one."""
@@ -133,8 +178,9 @@ class Pair:
         self.program, self.low = program, low
         self.model = converted(
             seeded(lambda: Model(program.widths, program.reentrant).to(program.dtype)),
-            RECIPES[program.recipe],
+            program.recipe if program.recipe != "static" else STATIC,
             gather=low,
+            pad_inner_dim=program.pad,
         )
         if program.ranks:
             mesh = mesh_of(program.ranks, 1) if program.copies else mesh_of()
@@ -176,10 +222,10 @@ class Pair:
         if not skipping:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return [plain(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [values_here(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip(self) -> list[torch.Tensor]:
-        return [plain(nn.utils.clip_grad_norm_(self.parameters, 0.5))]
+        return [values_here(nn.utils.clip_grad_norm_(self.parameters, 0.5))]
 
     def freeze(self, layer: int) -> None:
         weight = self.layer(layer).weight
@@ -228,7 +274,7 @@ class Pair:
     def average(self) -> list[torch.Tensor]:
         for one, parameter in zip(self.copies, self.parameters, strict=False):
             one.lerp_(parameter, 0.5)
-        return [plain(one) for one in self.copies]
+        return [values_here(one) for one in self.copies]
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -413,9 +459,3 @@ def interrupt_backward(module: nn.Module, args: object, output: torch.Tensor) ->
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a parameter on this rank, without letting anyone know."""
-    local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
-    return getattr(local, "_data", local)

@@ -84,6 +84,12 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
 
 
+def values_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter on this rank, without letting anyone know."""
+    local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    return getattr(local, "_data", local)
+
+
 def unlike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of what differs in a bit, or stands in one of both alone."""
     return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not same(a[name], b[name]))

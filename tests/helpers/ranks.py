@@ -5,7 +5,9 @@ pool keeps its ranks. After a call that fails or takes too long the processes ar
 """
 
 import datetime
+import functools
 import importlib.util
+import inspect
 import io
 import multiprocessing
 import os
@@ -19,8 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 CALLS = 20
 """How many calls the processes of a pool answer. Groups that tests make have threads that poll, and live as long as
@@ -28,6 +32,8 @@ their process, because torch remembers them: 50 meshes of four ranks take half a
 # What tests of several ranks import anyway; nothing here starts a thread, so that forking is safe.
 PRELOADED = [
     *("tests.helpers.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
+    *("torch._dynamo.backends.distributed", "torch._inductor.compile_fx", "torch._export.db.logging"),
+    *("torch._export.passes", "torch.distributed.tensor.experimental"),  # else four seconds of a rank's first compiler
     *("fp8_torch_fsdp", "fp8_te_init"),
 ]
 
@@ -133,6 +139,37 @@ def rank_pools() -> Iterator[Callable[..., list[Any]]]:
             pool.close()
 
 
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module's function that every rank runs, with `rank` and the test's fixtures and parameters."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name in inspect.signature(body).parameters if name != "rank"]
+
+        @pytest.mark.distributed
+        @functools.wraps(body)
+        def test(run_ranks: Callable[..., list[Any]], **given: Any) -> None:
+            run_ranks(world_size, body, given)
+
+        test.__signature__ = inspect.Signature(  # pyrefly: ignore[missing-attribute] for pytest
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("run_ranks", *names)]
+        )
+        # what ranks find under the name of the body
+        test.on_rank = lambda rank, world_size, given: body(rank, **given)  # pyrefly: ignore[missing-attribute]
+        return test
+
+    return decorate
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Let this process be the first of several ranks, whose collectives send nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _process_type() -> type[multiprocessing.process.BaseProcess]:
     """Return how ranks start: forked from a process that has imported torch, where the system can fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -188,4 +225,4 @@ def _load(path: str, name: str) -> Callable[..., Any]:
     found: Any = sys.modules[module_name]
     for part in name.split("."):
         found = getattr(found, part)
-    return found
+    return getattr(found, "on_rank", found)

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.fsdp_models import converted, mesh_of, seeded
+from tests.helpers.ranks import on_ranks
 
 X = torch.ones(2, 16)
 
@@ -160,7 +161,8 @@ def test_an_optimizer_that_was_made_too_early_does_not_step(replace):
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-def early_optimizer(rank, world_size):
+@on_ranks(2)
+def test_an_optimizer_made_between_conversion_and_sharding_is_refused(rank):
     model = converted(one())
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model, mesh=mesh_of())
@@ -169,12 +171,6 @@ def early_optimizer(rank, world_size):
     optimizer.step()
     with pytest.raises(Fp8Error, match="fully_shard replaced them"):
         early.step()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_made_between_conversion_and_sharding_is_refused(run_ranks, world_size):
-    run_ranks(world_size, early_optimizer)
 
 
 def test_a_replaced_weight_may_still_learn_in_another_model():
@@ -296,7 +292,10 @@ def test_a_layer_moves_to_another_device_and_back():
         assert torch.equal(moved(X), stayed(X))
 
 
-def change_dtype(rank, world_size, early):
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(rank, early):
+    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took their bytes for another dtype."""
     model, wanted = converted(seeded(one)), seeded(one).bfloat16()
     fully_shard(model, mesh=mesh_of())
     if not early:
@@ -307,13 +306,6 @@ def change_dtype(rank, world_size, early):
         return
     with pytest.raises(Fp8Error, match=r"0\.weight became torch\.bfloat16 after it was gathered as torch\.float32"):
         model(X.bfloat16())
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("early", [True, False])
-def test_the_dtype_of_a_sharded_model_changes_before_its_first_forward_or_never(run_ranks, early):
-    """FSDP2 refuses it later for plain parameters; beside FP8 weights it took their bytes for another dtype."""
-    run_ranks(2, change_dtype, early)
 
 
 # ---------------------------------------------------------------- weights that are used without their layer
@@ -353,13 +345,9 @@ class Borrowing(nn.Module):
         return BORROWERS[self.how](x, self.layer.weight)
 
 
-def borrow(rank, world_size):
+@on_ranks(2)
+def test_a_gathered_weight_that_is_multiplied_without_its_layer_is_said(rank):
     for how in BORROWERS:
         model = fully_shard(converted(Borrowing(how)), mesh=mesh_of())
         with pytest.warns(UserWarning, match="outside of its layer"):
             model(X).sum().backward()
-
-
-@pytest.mark.distributed
-def test_a_gathered_weight_that_is_multiplied_without_its_layer_is_said(run_ranks):
-    run_ranks(2, borrow)

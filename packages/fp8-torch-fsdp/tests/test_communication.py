@@ -24,6 +24,7 @@ from tests.helpers.communicated_layers import (
     shard,
 )
 from tests.helpers.fsdp_models import mesh_of
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +38,8 @@ def test_layers_of_any_kind_compute_with_decoded_weights(run_ranks, ranks, kind)
 # ---------------------------------------------------------------- beside other things
 
 
-def beside_fp8_layers(rank, ranks):
+@on_ranks(3)
+def test_it_works_beside_fp8_layers_which_keep_their_gather(rank):
     """Two models with FP8 layers and others in one group of FSDP2, the second with decoded weights in the others."""
     found = []
     for compressed in (True, False):
@@ -55,23 +57,19 @@ def beside_fp8_layers(rank, ranks):
             y = backward(model, batch("plain", rank))
         report = {w.name: (w.wire, w.wire_bytes, w.why) for w in f8.float8_report(model).weights}
         found.append((y, [p.grad.full_tensor() for p in model.parameters()], counter.nbytes("all_gather"), report))
-    return found
+    (y, gradients, sent, report), (expected, wanted, wide, before) = found
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+    assert sent < 0.75 * wide
+    assert report["0.1.weight"] == before["0.1.weight"] == ("float8_e4m3fn", 352 * 96, "dynamic rowwise")
+    # 352 = 11 * 32 and 101 = 3 * 32 + 5 values of a row
+    assert report["0.3.weight"] == ("float8_e4m3fn", 101 * (352 + 11), "mx, for high-precision layers")
+    assert report["0.4.weight"] == ("float8_e4m3fn", 96 * (101 + 4), "mx, for high-precision layers")
+    assert report["0.3.bias"][0] == before["0.3.weight"][0] == "bfloat16"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_it_works_beside_fp8_layers_which_keep_their_gather(run_ranks, ranks):
-    for (y, gradients, sent, report), (expected, wanted, wide, before) in run_ranks(ranks, beside_fp8_layers):
-        assert torch.equal(y, expected)
-        assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
-        assert sent < 0.75 * wide
-        assert report["0.1.weight"] == before["0.1.weight"] == ("float8_e4m3fn", 352 * 96, "dynamic rowwise")
-        # 352 = 11 * 32 and 101 = 3 * 32 + 5 values of a row
-        assert report["0.3.weight"] == ("float8_e4m3fn", 101 * (352 + 11), "mx, for high-precision layers")
-        assert report["0.4.weight"] == ("float8_e4m3fn", 96 * (101 + 4), "mx, for high-precision layers")
-        assert report["0.3.bias"][0] == before["0.3.weight"][0] == "bfloat16"
-
-
-def lists_and_replicas(rank, ranks):
+@on_ranks(4)
+def test_lists_of_modules_and_replicas_work_and_remove_brings_back_what_was_before(rank):
     mesh, model, x = mesh_of(2, 2), build("plain"), batch("plain", rank)
     fully_shard([model[0], model[1]], mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
@@ -85,10 +83,6 @@ def lists_and_replicas(rank, ranks):
     with CollectiveCounter() as counter:
         backward(model, x)
     assert {one.dtype for one in counter.seen} == {torch.bfloat16, torch.float32}
-
-
-def test_lists_of_modules_and_replicas_work_and_remove_brings_back_what_was_before(run_ranks):
-    run_ranks(4, lists_and_replicas)
 
 
 # ---------------------------------------------------------------- what is chosen, and what it does
@@ -112,33 +106,27 @@ class Stage(nn.Module):
         self.hidden, self.output = nn.Linear(32, 32), nn.Linear(32, 64)
 
 
-def chosen(rank, ranks):
-    found = []
-    for model, options in (
-        (Decoder(), {}),
-        (Decoder(tied=True), {}),
-        (Stage(), {}),
-        (Decoder(), {"parameters": ["*", "!experts"]}),
-        (Decoder(), {"parameters": lambda parameter, name: name == "head.weight"}),
+INNER, ENDS = {"experts", "hidden.weight"}, {"embedding.weight", "head.weight", "lora_A.weight", "positions.weight"}
+
+
+@on_ranks(2)
+def test_vectors_embeddings_heads_and_adapters_stay_wide_unless_they_are_asked_for(rank):
+    for model, options, expected in (
+        (Decoder(), {}, INNER),
+        (Decoder(tied=True), {}, INNER),
+        (Stage(), {}, {"hidden.weight"}),
+        (Decoder(), {"parameters": ["*", "!experts"]}, ENDS | {"hidden.weight"}),
+        (Decoder(), {"parameters": lambda parameter, name: name == "head.weight"}, {"head.weight"}),
     ):
         handle = f8.compress_communication(fully_shard(model), **options)
-        found.append([one.name for one in handle.report()])
-        gradients = [w.name for w in f8.float8_report(model).weights if w.gradient]
-        assert sorted(gradients) == sorted(found[-1]), "both directions choose alike"
-    return found
+        assert {one.name for one in handle.report()} == expected
+        gradients = {w.name for w in f8.float8_report(model).weights if w.gradient}
+        assert gradients == expected, "both directions choose alike"
 
 
-def test_vectors_embeddings_heads_and_adapters_stay_wide_unless_they_are_asked_for(run_ranks):
-    inner = ["experts", "hidden.weight"]
-    for plain, tied, stage, rules, function in run_ranks(2, chosen):
-        assert sorted(plain) == sorted(tied) == inner
-        assert stage == ["hidden.weight"]
-        ends = ["embedding.weight", "head.weight", "hidden.weight", "lora_A.weight", "positions.weight"]
-        assert sorted(rules) == ends
-        assert function == ["head.weight"]
-
-
-def reported(rank, ranks):
+@on_ranks(3)
+def test_the_report_says_what_a_gather_does_to_each_matrix(rank):
+    """The same on all ranks, one of which has no row of the last matrix."""
     model = nn.Sequential(nn.Linear(64, 33, bias=False), nn.Linear(33, 64, bias=False), nn.Linear(64, 2, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.ones(33, 64))
@@ -146,13 +134,8 @@ def reported(rank, ranks):
         model[1].weight[:, 1::2] = 1.4 * 2.0**-16  # where 1 is 256 as a code, these are subnormal
         model[2].weight.zero_()
     handle = f8.compress_communication(fully_shard(model))
-    return [(one.name, one.shape, one.bytes, one.below_normal, one.error) for one in handle.report()]
-
-
-def test_the_report_says_what_a_gather_does_to_each_matrix(run_ranks):
-    first, *others = run_ranks(3, reported)
-    assert others == [first] * 2, "the same on all ranks, one of which has no row of the last matrix"
-    ones, small, zeros = first
+    found = ((one.name, one.shape, one.bytes, one.below_normal, one.error) for one in handle.report())
+    ones, small, zeros = found
     assert ones == ("0.weight", (33, 64), 33 * (64 + 2), 0.0, 0.0)
     # 64 rows are 22 on each of three ranks; the 33rd value of a row has a block of its own
     assert small[:3] == ("1.weight", (64, 33), 3 * 22 * (33 + 2))
@@ -161,7 +144,8 @@ def test_the_report_says_what_a_gather_does_to_each_matrix(run_ranks):
     assert zeros == ("2.weight", (2, 64), 3 * 1 * (64 + 2), 0.0, 0.0)
 
 
-def orders(rank, ranks):
+@on_ranks(2)
+def test_parameters_of_equal_length_are_not_exchanged(rank):
     torch.manual_seed(0)
     # equal lengths: an order by length alone would not tell
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
@@ -169,11 +153,7 @@ def orders(rank, ranks):
     fully_shard(model, mp_policy=POLICY)
     f8.compress_communication(model)
     model.unshard()
-    return [torch.equal(own, value) for own, value in zip(model.parameters(), wanted, strict=True)]
-
-
-def test_parameters_of_equal_length_are_not_exchanged(run_ranks):
-    assert run_ranks(2, orders) == [[True, True]] * 2
+    assert all(torch.equal(own, value) for own, value in zip(model.parameters(), wanted, strict=True))
 
 
 # ---------------------------------------------------------------- refusals
@@ -254,7 +234,10 @@ def held_by_tensors():
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def growth_of_a_gather(rank, world_size, compressed):
+@pytest.mark.parametrize("compressed", [False, True])
+@on_ranks(2)
+def test_codes_are_gone_once_they_are_decoded(rank, compressed):
+    """Between gather and reshard a weight takes what it takes in bf16; with the codes beside it, half as much more."""
     model = nn.Linear(512, 512, bias=False)
     fully_shard(model, mp_policy=POLICY)
     if compressed:
@@ -263,10 +246,4 @@ def growth_of_a_gather(rank, world_size, compressed):
     model.reshard()
     before = held_by_tensors()
     model.unshard()
-    return held_by_tensors() - before
-
-
-def test_codes_are_gone_once_they_are_decoded(run_ranks):
-    """Between gather and reshard a weight takes what it takes in bf16; with the codes beside it, half as much more."""
-    for compressed in (False, True):
-        assert run_ranks(2, growth_of_a_gather, compressed) == [512 * 512 * 2] * 2
+    assert held_by_tensors() - before == 512 * 512 * 2

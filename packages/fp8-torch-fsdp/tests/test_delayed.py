@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_common
 import fp8_torch_fsdp as f8
-from fp8_common.torch import amax_to_scale, casts
+from fp8_common.torch import amax_to_scale
 from fp8_torch_fsdp.scales import sync
 from fp8_torch_fsdp.scales.delayed import delayed_scales
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 from tests.helpers.fsdp_models import Experts, converted, seeded, shard, with_delayed
 from tests.helpers.fsdp_training import batch, loss_of, train, unlike, whole
+from tests.helpers.ranks import on_ranks
 
 
 def layer(**delayed):
@@ -76,19 +77,6 @@ def test_scales_follow_the_numpy_oracle(algo, margin, initial):
         scale = fp8_common.amax_to_scale(reduced, "e4m3", policy, scale)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_accumulation_and_recomputation_roll_once_per_step():
-    plain, recomputed = layer(), layer()
-    for model, call in ((plain, plain), (recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=False))):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            for micro in range(3):
-                call(batch(micro, step).requires_grad_()).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert unlike(whole(plain), whole(recomputed)) == []
-    assert (plain.fp8_input.history > 0).all(), "four steps fill a window of three"
 
 
 @KINDS
@@ -173,17 +161,6 @@ def test_an_edited_stack_takes_the_scale_of_the_edited_expert_anew():
     amax, state = low.weight.detach().abs().amax((1, 2)), low.fp8_weight_weight
     used = state.current(amax, record=False)
     assert torch.equal(used, torch.stack([amax_to_scale(amax, "e4m3")[0], state.scale[1]]))
-
-
-def test_meta_initialisation():
-    with torch.device("meta"):
-        model = converted(nn.Linear(24, 16), "tensorwise_delayed")
-    model.to_empty(device="cpu")
-    for module in model.modules():
-        module.reset_parameters()
-    assert isinstance(model.weight, f8.ShardedFloat8Weight)
-    step_of(model, batch(0))
-    assert model.fp8_input.observed >= 0
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -330,48 +307,21 @@ def test_settled_scales_give_the_numbers_of_scales_that_are_looked_at_in_every_s
     assert torch.equal(settled(batch(0)), layer()(batch(0)))
 
 
-def test_settled_scales_are_observed_in_one_pass(monkeypatch):
-    model, passes, read = layer(), [], []
-    train(model, steps=2)
-    model(batch(0))  # whose synchronization finds that the scales are ready
-    cast, amax = casts.quantize_with_amax, casts.amax
-    monkeypatch.setattr(casts, "quantize_with_amax", lambda *x, **y: (passes.append(1), cast(*x, **y))[1])
-    monkeypatch.setattr(casts, "amax", lambda x: (read.append(x.shape), amax(x))[1])
-    step_of(model, batch(0))
-    assert len(passes) == 2
-    assert read == [(16, 24)], "the weight alone, whose scale has to fit it"
-
-
 # ---------------------------------------------------------------- forwards that were left by an exception
-
-
-class Interrupted(Exception):
-    """What a forward is left by."""
-
-
-class Fragile(nn.Module):
-    """Raises after what came before it has observed its operands, if told to."""
-
-    breaks = False
-
-    def forward(self, x):
-        if self.breaks:
-            raise Interrupted
-        return x
 
 
 def losses_without_and_with_an_aborted_forward(at, recipe="tensorwise_delayed", place=lambda model: model):
     """Return the losses of a run, and of one in which a forward of a far larger batch was left by an exception."""
     found = []
     for aborted in (False, True):
-        model = place(converted(seeded(lambda: nn.Sequential(nn.Linear(24, 32), Fragile(), nn.Linear(32, 16))), recipe))
+        model = place(converted(seeded(lambda: nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 16))), recipe))
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(8):
-            if aborted and step == at:
-                model[1].breaks = True
-                with pytest.raises(Interrupted):
+            if aborted and step == at:  # after the first layer has observed its operands
+                handle = model[1].register_forward_pre_hook(lambda *_: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
                     model(batch(0, step) * 100)
-                model[1].breaks = False
+                handle.remove()
                 if isinstance(model, FSDPModule):
                     model.reset_iter_state()
             loss = loss_of(model, batch(0, step))
@@ -390,14 +340,10 @@ def test_what_an_aborted_forward_observed_is_dropped(at):
     assert without == with_
 
 
-def aborted_under_fsdp(rank, world_size):
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
+@on_ranks(2)
+def test_what_an_aborted_forward_observed_is_dropped_under_fsdp(rank):
     for recipe in ("tensorwise_delayed", "tensorwise", "rowwise"):
         for at in (0, 4):  # the first of two batches of a step: later, a reset loses the gradients of earlier ones
             without, with_ = losses_without_and_with_an_aborted_forward(at, recipe, shard)
             assert without == with_, (recipe, at)
-
-
-@pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
-def test_what_an_aborted_forward_observed_is_dropped_under_fsdp(run_ranks):
-    run_ranks(2, aborted_under_fsdp)

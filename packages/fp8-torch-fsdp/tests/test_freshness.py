@@ -192,8 +192,6 @@ def skipped_on_one_rank(run, step):
 
 HOW_A_STEP_IS_MADE: dict[str, Callable] = {
     "SGD with momentum": by(torch.optim.SGD, momentum=0.9),
-    "AdamW, foreach": by(torch.optim.AdamW, foreach=True),
-    "AdamW in a loop": by(torch.optim.AdamW, foreach=False),
     "AdamW, fused": by(torch.optim.AdamW, fused=True),
     "the optimizer steps with a closure": lambda run, step: run.optimizer.step(lambda: run.backward(step)),
     "L-BFGS looks at the loss several times in a step": lbfgs,

@@ -19,6 +19,7 @@ from fp8_common.torch import dequantize_mx, quantize_mx
 from fp8_torch_fsdp.reduce_scatter import RandomState, reduce_rows
 from tests.helpers.fsdp_models import Block, converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch, loss_of, sgd, train
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 BLOCK, NEAREST = 128, {"rounding": "nearest"}
@@ -36,15 +37,6 @@ def rows_of(rank, ranks, length, kind):
     return rows.astype(kind)
 
 
-def reduce_on_ranks(rank, ranks, length, kind, settings):
-    handle = RandomState(f8.GradientCompression(**settings))
-    rows = rows_of(rank, ranks, length, kind)
-    values = torch.from_numpy(rows.astype(np.float32)).to(torch.bfloat16 if kind != np.float32 else torch.float32)
-    wide = values[:, :5].clone()
-    compressed, whole = reduce_rows(handle, values, wide, dist.group.WORLD)
-    return compressed.numpy(), whole.numpy()
-
-
 def expected(ranks, length, kind, settings):
     """What the ranks compute, by the definitions in NumPy: [ranks, length] and [ranks, 5]."""
     fmt, rows = (
@@ -58,15 +50,16 @@ def expected(ranks, length, kind, settings):
     return np.stack(totals), sum(own[:, :5] for own in rows)
 
 
-@pytest.mark.matrix(
-    ranks=[2, 3], settings=[{}, {"format": "e5m2", "seed": 7}, NEAREST], kind=[np.float32, ml_dtypes.bfloat16]
-)
-def test_sums_equal_the_definition_bit_for_bit(run_ranks, ranks, kind, settings):
+@pytest.mark.matrix(settings=[{}, {"format": "e5m2", "seed": 7}, NEAREST], kind=[np.float32, ml_dtypes.bfloat16])
+@on_ranks(3)
+def test_sums_equal_the_definition_bit_for_bit(rank, kind, settings):
     length = 3 * BLOCK + 17
-    total, whole = expected(ranks, length, kind, settings)
-    for rank, (compressed, wide) in enumerate(run_ranks(ranks, reduce_on_ranks, length, kind, settings)):
-        np.testing.assert_array_equal(compressed, total[rank])
-        np.testing.assert_array_equal(wide, whole[rank])
+    total, whole = expected(3, length, kind, settings)
+    handle, rows = RandomState(f8.GradientCompression(**settings)), rows_of(rank, 3, length, kind)
+    values = torch.from_numpy(rows.astype(np.float32)).to(torch.bfloat16 if kind != np.float32 else torch.float32)
+    compressed, wide = reduce_rows(handle, values, values[:, :5].clone(), dist.group.WORLD)
+    np.testing.assert_array_equal(compressed.numpy(), total[rank])
+    np.testing.assert_array_equal(wide.numpy(), whole[rank])
 
 
 def test_an_element_arrives_with_the_error_that_is_stated():
@@ -78,19 +71,17 @@ def test_an_element_arrives_with_the_error_that_is_stated():
     assert (error > 2.0**-5 * abs(values)).any(), "the bound is not far from what happens"
 
 
-def repeated(rank, ranks, settings):
-    """The relative error of the sum of 40 reductions of one gradient."""
-    handle, rows = RandomState(f8.GradientCompression(**settings)), batch(rank, 0, (ranks, 4096))
-    total = sum(reduce_rows(handle, rows, rows[:, :0], dist.group.WORLD)[0] for _ in range(40))
+@on_ranks(2)
+def test_random_rounding_makes_errors_of_many_steps_cancel(rank):
+    rows, errors = batch(rank, 0, (2, 4096)), []
     exact = rows.clone()
     dist.all_reduce(exact)
-    return ((total / 40 - exact[rank]).norm() / exact[rank].norm()).item()
-
-
-def test_random_rounding_makes_errors_of_many_steps_cancel(run_ranks):
-    nearest, stochastic = (max(run_ranks(2, repeated, settings)) for settings in (NEAREST, {}))
-    assert nearest > 0.02, "one and the same error in each step"
-    assert stochastic < nearest / 2
+    for settings in (NEAREST, {}):
+        handle = RandomState(f8.GradientCompression(**settings))
+        total = sum(reduce_rows(handle, rows, rows[:, :0], dist.group.WORLD)[0] for _ in range(40))
+        errors.append((total / 40 - exact[rank]).norm() / exact[rank].norm())
+    assert errors[0] > 0.02, "one and the same error in each step"
+    assert errors[1] < errors[0] / 2
 
 
 # ---------------------------------------------------------------- whatever the loop does
@@ -234,28 +225,25 @@ def test_weights_change_nothing_else_and_gradients_are_near_whatever_the_loop_do
             assert error < (0.01 if "reduction in" in situation else 0.003) if wide else 0.002 < error < 0.06, name
 
 
-def trains(rank, ranks, recipe, settings, micro_batches):
-    plain, ours, undone = (
-        shard(seeded(blocks) if recipe is None else converted(seeded(blocks), recipe)) for _ in range(3)
-    )
-    compress(ours, settings)
-    f8.compress_communication(undone).remove()
-    return [train(model, rank, 8, inputs=inputs, microbatches=micro_batches) for model in (plain, ours, undone)]
-
-
 @pytest.mark.parametrize(
     ("recipe", "settings", "micro_batches"),
     [(None, NEAREST, 1), ("tensorwise_delayed", NEAREST, 2), ("rowwise", {"format": "e5m2"}, 1)],
 )
-def test_training_goes_as_without_and_exactly_so_when_removed(run_ranks, recipe, settings, micro_batches):
-    for plain, ours, undone in run_ranks(2, trains, recipe, settings, micro_batches):
-        assert undone == plain
-        assert ours != plain
-        np.testing.assert_allclose(ours, plain, rtol=0.02)
+@on_ranks(2)
+def test_training_goes_as_without_and_exactly_so_when_removed(rank, recipe, settings, micro_batches):
+    models = [shard(seeded(blocks) if recipe is None else converted(seeded(blocks), recipe)) for _ in range(3)]
+    compress(models[1], settings)
+    f8.compress_communication(models[2]).remove()
+    plain, ours, undone = (train(one, rank, 8, inputs=inputs, microbatches=micro_batches) for one in models)
+    assert undone == plain
+    assert ours != plain
+    np.testing.assert_allclose(ours, plain, rtol=0.02)
 
 
-def scaled(rank, ranks, settings):
-    """Train with a scaler, where one rank's gradients are infinite in the second step."""
+@pytest.mark.parametrize("settings", [{}, NEAREST], ids=str)
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_is_seen_skipped_and_forgotten(rank, settings):
+    """One rank's gradients are infinite in the second step."""
     found = []
     for compressed in (False, True):
         model = shard(seeded(blocks))
@@ -271,43 +259,31 @@ def scaled(rank, ranks, settings):
             scaler.update()
             optimizer.zero_grad()
             found.append((scaler.get_scale(), loss.item()))
-    return found
-
-
-@pytest.mark.parametrize("settings", [{}, NEAREST], ids=str)
-def test_a_gradient_that_is_not_finite_is_seen_skipped_and_forgotten(run_ranks, settings):
-    for found in run_ranks(2, scaled, settings):
-        plain, ours = found[:4], found[4:]
-        assert [scale for scale, _ in ours] == [scale for scale, _ in plain] == [2.0**16, *[2.0**15] * 3]
-        assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in plain], rel=0.01)
+    scales, losses = zip(*found, strict=True)
+    assert scales[:4] == scales[4:] == (2.0**16, *[2.0**15] * 3)
+    assert losses[4:] == pytest.approx(losses[:4], rel=0.01)
 
 
 # ---------------------------------------------------------------- state
 
 
-def resumed(rank, ranks, settings, folder):
+@on_ranks(2)
+def test_a_resumed_run_continues_bit_for_bit_and_a_state_of_others_is_refused(rank, tmp_path):
     def start():
         model = shard(seeded(blocks), mesh_of())
-        return model, compress(model, settings), sgd(model.parameters())
+        return model, compress(model, {"seed": 3}), sgd(model.parameters())
 
     (model, handle, _), (other, others, _), (fresh, _, _) = start(), start(), start()
     train(model, rank, inputs=inputs)
-    dcp.save({"model": model.state_dict(), "gradients": handle}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict(), "gradients": handle}, checkpoint_id=tmp_path)
     train(other, rank, 1, inputs=inputs)  # its random state is another than that of the checkpoint
     state = {"model": other.state_dict(), "gradients": others}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state["model"])
     fresh.load_state_dict(state["model"])
-    told = []
-    for wrong in ({}, None, 3, {f"rank {rank} of {ranks}": {"residuals": {}}}):
-        with pytest.raises(Fp8Error) as raised:
+    for wrong in ({}, None, 3, {f"rank {rank} of 2": {"residuals": {}}}):
+        with pytest.raises(Fp8Error, match="Load it on as many ranks as saved it"):
             others.load_state_dict(wrong)
-        told.append(str(raised.value))
-    return [train(one, rank, first=3, inputs=inputs) for one in (model, other, fresh)], told
-
-
-def test_a_resumed_run_continues_bit_for_bit_and_a_state_of_others_is_refused(run_ranks, tmp_path):
-    for (whole, again, without), told in run_ranks(2, resumed, {"seed": 3}, tmp_path / "checkpoint"):
-        assert again == whole
-        assert without != whole, "the state matters"
-        assert all("Load it on as many ranks as saved it" in text for text in told)
+    whole, again, without = (train(one, rank, first=3, inputs=inputs) for one in (model, other, fresh))
+    assert again == whole
+    assert without != whole, "the state matters"

@@ -13,20 +13,6 @@ from fp8_common.torch.linear.matmul import MatmulOptions, matmul
 from fp8_common.torch.linear.operand import quantize_operand
 from tests.helpers.fsdp_models import RECIPES, Conv1D, Experts, converted, seeded
 
-# measured SQNR in dB of output, gradient of the input and gradient of the weight (256 x 256 x 192, Gaussian)
-MEASURED = {
-    "tensorwise": (28.7, 24.7, 24.6),
-    "tensorwise_delayed": (28.7, 24.7, 24.6),
-    "rowwise": (29.0, 29.0, 28.5),
-    "rowwise_with_gw_hp": (29.0, 29.0, 40.0),
-    "blockwise": (28.8, 28.9, 28.8),
-}
-
-
-def sqnr(reference, value):
-    reference, value = reference.detach().double(), value.detach().double()
-    return float(20 * torch.log10(reference.norm() / (reference - value).norm().clamp(min=1e-30)))
-
 
 def plain():
     return nn.Linear(256, 192)
@@ -44,17 +30,6 @@ def run(model, x, upstream):
 
 
 # ---------------------------------------------------------------- numbers
-
-
-@pytest.mark.matrix(recipe=list(MEASURED), dtype=[torch.float32, torch.bfloat16, torch.float16], gather=[True, False])
-def test_output_and_gradients_are_as_close_to_high_precision_as_was_measured(recipe, dtype, gather):
-    low, high = converted(seeded(plain).to(dtype), recipe, gather=gather), seeded(plain).to(dtype).float()
-    x, upstream = torch.randn(4, 64, 256).to(dtype), torch.randn(4, 64, 192).to(dtype)
-    ours = run(low, x, upstream)
-    assert {one.dtype for one in (*ours, low.bias.grad)} == {dtype}
-    measured = [sqnr(a, b) for a, b in zip(run(high, x.float(), upstream.float()), ours, strict=True)]
-    for got, known in zip(measured, MEASURED[recipe], strict=True):
-        assert got >= known - 0.4, (recipe, measured)
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])

@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from tests.helpers.fsdp_models import shard
 from tests.helpers.not_finite import (
     BAD,
     NAMES,
@@ -20,12 +18,11 @@ from tests.helpers.not_finite import (
     scaled_layers,
     train_with_scaler,
 )
+from tests.helpers.ranks import on_ranks
 
 
-def converted(model: nn.Module, name: str, all_gather: bool = True) -> nn.Module:
-    gather = all_gather
-    config = f8.Float8LinearConfig(recipe=recipe_named(name), all_gather=gather)
-    return f8.convert_to_float8_training(model, config=config)
+def converted(model, name):
+    return f8.convert_to_float8_training(model, config=f8.Float8LinearConfig(recipe=recipe_named(name)))
 
 
 @pytest.mark.matrix(name=NAMES, place=PLACES, bad=BAD, dtype=[torch.float32, torch.float16, torch.bfloat16])
@@ -42,34 +39,17 @@ def test_later_steps_have_the_bits_of_a_run_that_never_met_it(name, place, bad):
     assert_recovers(build, place, bad)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_float16_skips_the_steps_that_plain_pytorch_skips(name):
-    plain, low = scaled_layers(), converted(scaled_layers(), name)
-    skipped_plain, _ = train_with_scaler(plain, torch.optim.AdamW(plain.parameters(), lr=2e-2))
-    skipped, losses = train_with_scaler(low, torch.optim.AdamW(low.parameters(), lr=2e-2))
+@pytest.mark.matrix("each", name=NAMES)
+@on_ranks(2)
+def test_float16_skips_the_steps_that_plain_fsdp2_skips(rank, name):
+    runs = []
+    for model in (scaled_layers(), converted(scaled_layers(), name)):
+        shard(model)
+        runs.append(train_with_scaler(model, torch.optim.AdamW(model.parameters(), lr=2e-2), rank))
+    (skipped_plain, _), (skipped, losses) = runs
     assert skipped == skipped_plain
     assert len(skipped) > 8
     assert losses[-1] < losses[0] / 8
-
-
-def sharded_with_scaler(rank, world_size, name):
-    runs = []
-    for model in (scaled_layers(), converted(scaled_layers(), name)):
-        mesh = init_device_mesh("cpu", (world_size,))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        runs.append(train_with_scaler(model, torch.optim.AdamW(model.parameters(), lr=2e-2), rank))
-    return runs
-
-
-@pytest.mark.distributed
-@pytest.mark.matrix("each", name=NAMES)
-def test_float16_skips_the_steps_that_plain_fsdp2_skips(run_ranks, name):
-    for (skipped_plain, _), (skipped, losses) in run_ranks(2, sharded_with_scaler, name):
-        assert skipped == skipped_plain
-        assert len(skipped) > 8
-        assert losses[-1] < losses[0] / 8
 
 
 def test_products_under_float16_autocast_do_not_overflow_by_themselves():

@@ -5,22 +5,22 @@ Eager layers call the functions behind the operators; that these launch kernels 
 
 import collections
 import contextlib
+import sys
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_torch_fsdp as f8
 from fp8_common.torch import _triton, foreach
-from fp8_common.torch import delayed as histories
 from fp8_common.torch.sharding.scale_grid import ScaleGrid
 from fp8_torch_fsdp.scales import delayed, sync
+from tests.helpers.captured_graphs import CapturedGraphs
 from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard, with_delayed
-from tests.helpers.fsdp_training import batch, sgd
+from tests.helpers.fsdp_training import batch, sgd, train
+from tests.helpers.ranks import on_ranks
 
 # What one forward and backward of one layer without FSDP casts: the weight in both, each other operand as needed.
 EXPECTED = {
@@ -42,52 +42,41 @@ def layers(count, dim=16):
     return lambda: nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(count)))
 
 
-def test_delayed_scales_of_a_model_move_on_at_once(monkeypatch):
-    model, moved, roll = converted(layers(3)(), "tensorwise_delayed"), [], histories.roll_histories
-    model(torch.randn(4, 16)).sum().backward()
-    monkeypatch.setattr(histories, "roll_histories", lambda *x: (moved.append(x[0].shape[1]), roll(*x))[1])
-    f8.synchronize_scales(model)
-    assert moved == [9], "nine operands, two formats, one policy"
-
-
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_cast_of_a_compiled_layer_is_an_operator_and_gives_the_bits_of_eager(name):
     recipe, options, expected = EXPECTED[name]
-    seen, results = collections.Counter(), []
-
-    def inspect(graph, inputs):
-        seen.update(str(node.target).split(".")[1] for node in graph.graph.nodes if "fp8_common" in str(node.target))
-        return make_boxed_func(graph.forward)
-
-    for compiled in (True, False):
-        layer = converted(seeded(lambda: nn.Linear(256, 128, bias=False)), recipe, **options)
-        call = (
-            torch.compile(layer, backend=aot_autograd(fw_compiler=inspect, bw_compiler=inspect)) if compiled else layer
-        )
+    graphs, results = CapturedGraphs(), []
+    for layer in (converted(seeded(lambda: nn.Linear(256, 128, bias=False)), recipe, **options) for _ in range(2)):
         x = batch(0, 0, (128, 256)).requires_grad_()
-        y = call(x)
+        y = (layer if results else torch.compile(layer, backend=graphs, fullgraph=True))(x)
         y.square().sum().backward()
         results.append((y, x.grad, layer.weight.grad))
-    assert {name: count for name, count in seen.items() if name not in AROUND_CASTS} == expected
+    called = collections.Counter(one.operator.split(".")[1] for one in graphs.calls if "fp8_common" in one.operator)
+    assert {name: count for name, count in called.items() if name not in AROUND_CASTS} == expected
     assert all(map(torch.equal, *results))
 
 
-def sharded_steps(rank, world_size, formats):
+@pytest.mark.parametrize(("formats", "casts"), [(["e4m3"] * 5, 1), (["e4m3", "e5m2", "e4m3", "e5m2", "e4m3"], 2)])
+@on_ranks(2)
+def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(rank, formats, casts):
     model = layers(5)()
     for index, fmt in enumerate(formats):
-        casts = {"weight": f8.CastConfig(format=fmt), "grad_output": f8.CastConfig(format="e4m3")}
-        model[index] = converted(model[index], f8.Recipe(name="formats", **casts))
-    optimizer, counts = sgd(shard(model).parameters()), []
-    for _ in range(3):
+        operands = {"weight": f8.CastConfig(format=fmt), "grad_output": f8.CastConfig(format="e4m3")}
+        model[index] = converted(model[index], f8.Recipe(name="formats", **operands))
+    optimizer = sgd(shard(model).parameters())
+    for step in range(3):
         with counted_casts() as calls:
             f8.synchronize_scales(model)
             synchronized = dict(calls)
             model(torch.randn(4, 16)).sum().backward()
         optimizer.step()
-        counts.append((synchronized, dict(calls), f8.float8_report(model).casts))
-    return counts
+        # before the first forward there is nothing to synchronize; later that happens twice
+        times = 2 if step else 1
+        assert calls == {"foreach.amax_bits": times, "foreach.quantize": times * casts}, "no weight went by itself"
+        assert f8.float8_report(model).casts == 5 * (2 * step + 1)
+        assert synchronized == ({"foreach.amax_bits": 1, "foreach.quantize": casts} if step else {})
 
 
 @contextlib.contextmanager
@@ -108,18 +97,6 @@ def counted_casts():
         for name in ("amax_bits", "quantize_part"):
             patch.setattr(ScaleGrid, name, counted(name, getattr(ScaleGrid, name)))
         yield calls
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("formats", "casts"), [(["e4m3"] * 5, 1), (["e4m3", "e5m2", "e4m3", "e5m2", "e4m3"], 2)])
-def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(run_ranks, formats, casts):
-    for counts in run_ranks(2, sharded_steps, formats):
-        for step, (synchronized, whole, total) in enumerate(counts):
-            # before the first forward there is nothing to synchronize; later that happens twice
-            times = 2 if step else 1
-            assert whole == {"foreach.amax_bits": times, "foreach.quantize": times * casts}, "no weight went by itself"
-            assert total == 5 * (2 * step + 1)
-            assert synchronized == ({"foreach.amax_bits": 1, "foreach.quantize": casts} if step else {})
 
 
 class LaunchingOperators(TorchDispatchMode):
@@ -162,3 +139,20 @@ def test_launches_between_steps_do_not_grow_with_the_number_of_weights(run_ranks
     few, many = (run_ranks(1, launches_between_steps, recipe, count)[0] for count in (4, 40))
     assert few == many
     assert all(count <= limit for count, limit in zip(many, most, strict=True)), many
+
+
+@on_ranks(1)
+def test_a_steady_forward_enters_few_functions(rank):
+    """From the look at a shard to its gathered form, and then what the layer does."""
+    model = fully_shard(converted(nn.Sequential(nn.Linear(24, 24, bias=False))), mesh=mesh_of())
+    train(model, rank, 2)
+    calls, x = [], batch(rank)
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+    model(x)
+    sys.setprofile(None)
+    # a comprehension is a function before Python 3.12, and a part of its function after it
+    ours = [code for code in calls if "/fp8_" in code.co_filename and not code.co_name.startswith("<")]
+    layer = [code.co_qualname for code in ours].index("Float8Linear.forward")
+    assert 5 <= layer <= 90
+    assert len({code.co_filename for code in ours[:layer]}) <= 14
+    assert len(ours) <= 150

@@ -11,6 +11,7 @@ from torch import nn
 import fp8_torch_fsdp as f8
 from tests.helpers.fsdp_models import converted, seeded, shard, with_delayed
 from tests.helpers.fsdp_training import adamw, batch, loss_of, unlike, whole
+from tests.helpers.ranks import on_ranks
 
 DELAYED = {"delayed": with_delayed(history_len=4, scale_fn="most_recent")}
 ONES = torch.ones(4, 24)
@@ -42,7 +43,7 @@ class Run:
         return whole(self.model) | {"losses": torch.tensor(self.losses)}
 
 
-ORDERS = {"in turn": [0, 1] * 12, "two ahead": [0, 0] + [1, 0] * 10 + [1, 1], "in steps": ([0] * 4 + [1] * 4) * 3}
+ORDERS = {"two ahead": [0, 0] + [1, 0] * 6 + [1, 1], "in steps": ([0] * 4 + [1] * 4) * 2}
 
 
 def interleave(rank, world_size, order, place=shard):
@@ -68,18 +69,6 @@ def test_two_models_in_any_order_train_as_each_does_alone(order):
 @pytest.mark.parametrize("order", ["two ahead", "in steps"])
 def test_two_sharded_models_in_any_order_train_as_each_does_alone(run_ranks, order):
     assert run_ranks(2, interleave, order) == [[], []]
-
-
-def test_a_step_of_another_model_leaves_observations_waiting():
-    student, others = build(), adamw(build().parameters())
-    own = adamw(student.parameters())
-    student(ONES).sum().backward()
-    for _ in range(3):
-        others.step()
-    assert student[0].fp8_input.observed >= 0
-    assert not student[0].fp8_input.late
-    own.step()
-    assert student[0].fp8_input.late
 
 
 def test_an_optimizer_of_other_parameters_of_the_model_counts():
@@ -156,8 +145,8 @@ def test_layers_that_were_converted_elsewhere_keep_their_plan():
     assert twin.fp8_input.history[0] == 5
 
 
-def two_in_threads(rank, world_size):
-    """Two models on one rank each, two optimizers, two threads."""
+@on_ranks(1)
+def test_two_models_with_two_optimizers_train_in_two_threads(rank):
     models = [converted(seeded(lambda: nn.Sequential(nn.Linear(24, 24))), "tensorwise_delayed") for _ in range(2)]
 
     def train(model):
@@ -174,9 +163,4 @@ def two_in_threads(rank, world_size):
         thread.join()
     for model in models:
         model(ONES)  # rolls what the last step observed
-    return [int((model[0].fp8_input.history > 0).sum()) for model in models]
-
-
-@pytest.mark.distributed
-def test_two_models_with_two_optimizers_train_in_two_threads(run_ranks):
-    assert run_ranks(1, two_in_threads) == [[16, 16]]
+        assert model[0].fp8_input.history.count_nonzero() == 16

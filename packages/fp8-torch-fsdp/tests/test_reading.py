@@ -14,6 +14,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch, loss_of, plain_twin
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -72,19 +73,14 @@ def train(recipe, read=None, at=None, keep=False):
     return losses, f8.float8_report(model).casts
 
 
-def read_on_one_rank(rank, world_size, recipe, name, moments, keep):
-    """Return the moments at which reading on the first rank changed losses or casts."""
-    alone = train(recipe)
-    ours = [(moment, train(recipe, READERS[name], moment if rank == 0 else None, keep)) for moment in moments]
-    return [moment for moment, found in ours if found != alone]
-
-
 @pytest.mark.matrix(
     "each", name=list(READERS), recipe=["tensorwise_delayed", "rowwise", "tensorwise"], keep=[True, False]
 )
-def test_reading_on_one_rank_changes_nothing(run_ranks, name, recipe, keep, full):
-    moments = MOMENTS if full or name in ("state_dict", "data") else MOMENTS[:1]
-    assert run_ranks(2, read_on_one_rank, recipe, name, moments, keep) == [[], []]
+@on_ranks(2)
+def test_reading_on_one_rank_changes_nothing(rank, name, recipe, keep, full):
+    alone = train(recipe)
+    for moment in MOMENTS if full or name in ("state_dict", "data") else MOMENTS[:1]:
+        assert train(recipe, READERS[name], moment if rank == 0 else None, keep) == alone, moment
 
 
 # ---------------------------------------------------------------- what one rank does, and what moments allow
@@ -218,28 +214,19 @@ PROGRAMS = {
 }
 
 
-def run_program(rank, world_size, name):
-    return PROGRAMS[name](rank)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nobody_waits_and_nothing_is_stale_when(run_ranks, name):
-    assert run_ranks(2, run_program, name) == [True, True]
+@on_ranks(2)
+def test_nobody_waits_and_nothing_is_stale_when(rank, name):
+    assert PROGRAMS[name](rank)
 
 
-def reshard_to_an_integer(rank, world_size):
+@on_ranks(4)
+def test_resharding_to_part_of_the_mesh_is_refused_on_all_ranks(rank):
     model = converted(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)))
     fully_shard(model[0], mesh=mesh_of(), reshard_after_forward=2)
     fully_shard(model, mesh=mesh_of())
-    with pytest.raises(Fp8Error, match="HSDP") as raised:
+    with pytest.raises(Fp8Error, match=r"0\.weight.*HSDP"):
         model(torch.randn(4, 16))
-    return str(raised.value)
-
-
-def test_resharding_to_part_of_the_mesh_is_refused_on_all_ranks(run_ranks):
-    messages = run_ranks(4, reshard_to_an_integer)
-    assert len(set(messages)) == 1
-    assert "0.weight" in messages[0]
 
 
 class NumbersRead(TorchDispatchMode):
@@ -252,16 +239,12 @@ class NumbersRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collect_once(rank, world_size):
+@on_ranks(1)
+def test_the_monitor_reads_all_numbers_at_once(rank):
     model, _ = build()
     monitor = f8.Float8Monitor(model)
     loss_of(model, batch(0)).backward()
     with NumbersRead() as numbers:
         collected = monitor.collect()
-    return numbers.count, {name for name in collected if name.startswith("0")}
-
-
-def test_the_monitor_reads_all_numbers_at_once(run_ranks):
-    [(reads, names)] = run_ranks(1, collect_once)
-    assert reads == 0
-    assert {"0/input/amax", "0.weight/wire/scale", "0.weight/wire/nonfinite"} <= names
+    assert numbers.count == 0
+    assert {"0/input/amax", "0.weight/wire/scale", "0.weight/wire/nonfinite"} <= set(collected)

@@ -23,7 +23,6 @@ from tests.helpers.fsdp_models import (
     RECIPES,
     STATIC,
     WIDTHS,
-    Block,
     Conv1D,
     Tied,
     blocks,
@@ -36,6 +35,7 @@ from tests.helpers.fsdp_models import (
 )
 from tests.helpers.fsdp_rows import Row, both_gathers, check, check_row, compared, run_row
 from tests.helpers.fsdp_training import adamw, batch, tokens, train
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -202,27 +202,20 @@ def conv1d():
     return nn.Sequential(Conv1D(HIDDEN, DIM), nn.GELU(), Conv1D(7, HIDDEN))
 
 
-def mx_blocks():
-    """On three ranks 96 rows are even and 64 are not."""
-    return nn.Sequential(Block(64, 96), Block(64, 96)).bfloat16()
-
-
 def mxfp8(ranks, place=shard):
+    """On three ranks 96 rows are even and 64 are not."""
     inputs = {"inputs": lambda rank, step: batch(rank, step, (32, 64)).bfloat16()}
-    return Row(both_gathers(mx_blocks, place), ranks, ["mxfp8"], reductions=0, loop=inputs)
+    layers = lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()  # noqa: E731
+    return Row(both_gathers(layers, place), ranks, ["mxfp8"], casts=2, reductions=0, loop=inputs)
 
 
-def compiled_blocks(model):
-    for block in model:
-        block.compile(backend="aot_eager")
+def compiled_layer(model):
+    model[0].compile(backend="aot_eager")
     return shard(model)
 
 
 ROWS = {
-    "DDP: replicas that average all gradients": Row(
-        replicated, recipes=RECIPES, casts=None, reductions=2, loop={"after_step": combine_replicas}
-    ),
-    "DDP, gradient accumulation": Row(
+    "DDP: replicas that average all gradients, and accumulate some": Row(
         replicated, recipes=RECIPES, casts=None, reductions=3, loop={"after_step": combine_replicas, "microbatches": 2}
     ),
     "HSDP 2x2": Row(hsdp(2, 2), 4, ("tensorwise", "tensorwise_delayed", "rowwise")),
@@ -261,7 +254,7 @@ ROWS = {
     "weights that are stored transposed": Row(both_gathers(conv1d), recipes=RECIPES, casts=2),
     "MXFP8 on one rank": mxfp8(1),
     "MXFP8 on three ranks, shards uneven": mxfp8(3),
-    "MXFP8, compiled": mxfp8(2, compiled_blocks),
+    "MXFP8, compiled": mxfp8(2, compiled_layer),
     "MXFP8, kept gathered": mxfp8(2, functools.partial(shard, reshard_after_forward=False)),
     "MXFP8, replicas": mxfp8(4, lambda model: shard(model, mesh_of(2, 2))),
 }
@@ -276,7 +269,9 @@ def test_trains_alike(run_ranks, full, name):
     check_row(run_ranks, run, name, ROWS[name], full and "MXFP8" not in name)
 
 
-def mixed_precision(rank, world_size, recipe):
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@on_ranks(3)
+def test_mixed_precision_gathers_the_codes_of_float32_weights(rank, recipe):
     """The wire holds codes of the float32 weights; layers compute in bfloat16, gradients are reduced in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     make = lambda: nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))  # noqa: E731
@@ -288,17 +283,9 @@ def mixed_precision(rank, world_size, recipe):
     assert torch.equal(y, twin(batch(rank, 0, (32, 64)).bfloat16()))
 
 
-def test_mixed_precision_gathers_the_codes_of_float32_weights(run_ranks):
-    for recipe in ("tensorwise", "rowwise", "mxfp8"):
-        run_ranks(3, mixed_precision, recipe)
-
-
-def forget(rank, world_size):
+@on_ranks(2)
+def test_replicas_that_are_not_told_to_combine_are_warned(rank):
     ddp = DistributedDataParallel(converted(seeded(blocks), "tensorwise_delayed"))
     train(ddp, rank, 1)
     with pytest.warns(UserWarning, match="what it has observed alone"):
         ddp(batch(rank))
-
-
-def test_replicas_that_are_not_told_to_combine_are_warned(run_ranks):
-    run_ranks(2, forget)

@@ -8,6 +8,7 @@ import fp8_torch_fsdp as f8
 from fp8_common.torch.export import serving_state_dict
 from fp8_common.torch.linear.operand import Operand
 from tests.helpers.fsdp_training import same
+from tests.helpers.ranks import on_ranks
 from tests.helpers.sharded_models import mlp, shard, train
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "blockwise")
@@ -41,19 +42,12 @@ def test_codes_and_scales_are_those_of_the_forward(recipe):
         assert torch.equal(tensors[f"{name}.bias"], layer.bias.detach())
 
 
-def export_sharded(rank, world_size):
-    """Return the names of what differs between an export of shards and one of whole weights."""
-    different = []
+@on_ranks(2)
+def test_sharded_weights_are_exported_as_whole_ones_are(rank):
     for recipe in RECIPES:
         whole = exported(trained(recipe))
-        for name, tensor in exported(trained(recipe, world_size)).items():
+        for name, tensor in exported(trained(recipe, 2)).items():
             own, wanted = tensor, whole[name]
             if isinstance(tensor, DTensor):  # scales are whole on each rank
-                own, wanted = tensor.to_local(), wanted.chunk(world_size)[rank]
-            different += [] if same(own, wanted) else [f"{recipe} {name}"]
-    return different
-
-
-@pytest.mark.distributed
-def test_sharded_weights_are_exported_as_whole_ones_are(run_ranks):
-    assert run_ranks(2, export_sharded) == [[], []]
+                own, wanted = tensor.to_local(), wanted.chunk(2)[rank]
+            assert same(own, wanted), f"{recipe} {name}"

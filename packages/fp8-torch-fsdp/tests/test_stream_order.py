@@ -4,17 +4,16 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8_torch_fsdp as f8
 from fp8_common.torch.sharding import fsdp
 from fp8_common.torch.sharding.gathered import GatheredWeight
 from tests.helpers.fsdp_models import RECIPES, Block, converted, mesh_of, shard
+from tests.helpers.ranks import fake_ranks
 from tests.helpers.stream_order import StreamOrder
 
 
@@ -24,15 +23,6 @@ def parts(tensor):
     if isinstance(tensor, f8.ShardedFloat8Weight):
         return [tensor.plain]
     return [tensor.codes, tensor.scale] if isinstance(tensor, GatheredWeight) else None
-
-
-@contextlib.contextmanager
-def ranks(world_size):
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def build(recipe, mesh, *, checkpointed=False, reshard=True, late=False, prefetch=False, gradients=None, tp=None):
@@ -100,7 +90,7 @@ def train(
 
 def races(recipe, *, world=(2,), build_options=None, **scenario):
     order = StreamOrder(parts)
-    with ranks(torch.Size(world).numel()), order.streams():
+    with fake_ranks(torch.Size(world).numel()), order.streams():
         mesh = mesh_of(*world)
         model, optimizer = build(recipe, mesh, **(build_options or {}))
         train(order, model, optimizer, **scenario)
@@ -134,7 +124,7 @@ def test_every_access_is_ordered(recipe, scenario):
 @pytest.mark.matrix("each", recipe=RECIPES, scenario=["plain steps", "an event of the optimizer", "accumulation"])
 def test_every_access_is_ordered_with_tensor_parallelism(recipe, scenario):
     order = StreamOrder(parts)
-    with ranks(4), order.streams():
+    with fake_ranks(4), order.streams():
         mesh = mesh_of(2, 2, names=("shard", "tp"))
         model, optimizer = build(recipe, mesh["shard"], tp=mesh["tp"])
         train(order, model, optimizer, **SCENARIOS[scenario])

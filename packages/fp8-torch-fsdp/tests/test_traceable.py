@@ -10,16 +10,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from fp8_torch_fsdp.traceable.ops import copy_in_backward
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, RECIPES, STATIC, WIDTHS, Tied, chain, converted, mesh_of, seeded, shard
 from tests.helpers.fsdp_rows import Row, check, check_row, compared, run_row
 from tests.helpers.fsdp_training import batch, loss_of, tokens, train
+from tests.helpers.ranks import on_ranks
 
 CASTS = {name: name for name in RECIPES} | {"static": STATIC}
 
@@ -106,7 +105,8 @@ def test_trains_alike(run_ranks, full, name):
     check_row(run_ranks, run, name, ROWS[name], full)
 
 
-def tied(rank, world_size):
+@on_ranks(2)
+def test_tied_weights_share_shard_and_scale(rank):
     models = [place(low(make=Tied), mesh=mesh_of()) for place in (f8.fully_shard_traceable, fully_shard)]
     assert models[0].a._parameters["weight"] is models[0].b._parameters["weight"]
     assert models[0].a.distribution.slot is models[0].b.distribution.slot
@@ -117,52 +117,38 @@ def tied(rank, world_size):
         torch.testing.assert_close(own.grad.full_tensor(), wanted.grad.full_tensor(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.distributed
-def test_tied_weights_share_shard_and_scale(run_ranks):
-    run_ranks(2, tied)
-
-
-def count(rank, world_size, recipe, fp8):
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(rank, recipe, fp8):
     model = f8.fully_shard_traceable(low(recipe, functools.partial(net, "even shards"), gather=fp8))
     train(model, rank, 1, inputs=tokens)
     with CollectiveCounter() as forward:
         loss = loss_of(model, tokens(rank))
     with CollectiveCounter() as backward:
         loss.backward()
-    return forward.seen, backward.seen
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("fp8", [True, False])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_weights_travel_in_fp8_in_both_directions_and_are_gathered_copy_in_backward(run_ranks, recipe, fp8):
     dtype, item = (torch.uint8, 1) if fp8 else (torch.float32, 4)
     expected = sorted(size * item // 2 for size in (24 * 48, 48 * 24, 24 * 12))
-    for forward, backward in run_ranks(2, count, recipe, fp8):
-        assert sorted(one.nbytes for one in forward if one.dtype == dtype and one.nbytes in expected) == expected
-        again = sorted(one.nbytes for one in backward if one.kind == "all_gather")
-        assert again == expected, "the head, which was not converted, stays gathered"
-        # embedding; weight, bias and norm of three layers; weight and bias of the head
-        assert len([one for one in backward if one.kind == "reduce_scatter"]) == 1 + 3 * 4 + 2
+    assert sorted(one.nbytes for one in forward.seen if one.dtype == dtype and one.nbytes in expected) == expected
+    again = sorted(one.nbytes for one in backward.of("all_gather"))
+    assert again == expected, "the head, which was not converted, stays gathered"
+    # embedding; weight, bias and norm of three layers; weight and bias of the head
+    assert backward.count("reduce_scatter") == 1 + 3 * 4 + 2
 
 
-def exchange_checkpoint(rank, world_size, folder):
+@on_ranks(2)
+def test_a_checkpoint_of_one_mode_gives_the_same_output_in_the_other(rank, tmp_path):
     traceable, fsdp2 = both_ways()("tensorwise_delayed")
     train(traceable, rank, inputs=tokens)
     f8.synchronize_scales(traceable)
     saved = traceable.state_dict()
     assert not any(isinstance(getattr(t, "_local_tensor", t), f8.ShardedFloat8Weight) for t in saved.values())
-    dcp.save({"model": saved, "fp8": f8.DelayedState(traceable)}, checkpoint_id=folder)
+    dcp.save({"model": saved, "fp8": f8.DelayedState(traceable)}, checkpoint_id=tmp_path)
     loaded = {"model": fsdp2.state_dict(), "fp8": f8.DelayedState(fsdp2)}
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=tmp_path)
     fsdp2.load_state_dict(loaded["model"])
     with torch.no_grad():
-        return torch.equal(traceable.eval()(tokens(rank, 5)), fsdp2.eval()(tokens(rank, 5)))
-
-
-@pytest.mark.distributed
-def test_a_checkpoint_of_one_mode_gives_the_same_output_in_the_other(run_ranks, tmp_path):
-    assert run_ranks(2, exchange_checkpoint, tmp_path / "checkpoint") == [True, True]
+        assert torch.equal(traceable.eval()(tokens(rank, 5)), fsdp2.eval()(tokens(rank, 5)))
 
 
 class Named(nn.Linear):
@@ -172,12 +158,16 @@ class Named(nn.Linear):
         return f"{self.in_features} to {self.out_features}"
 
 
-def stale(rank, world_size, change):
+@pytest.mark.parametrize("change", ["step", "step of a compiled part", "edit", "load"])
+@on_ranks(2)
+def test_a_part_called_with_a_stale_scale_raises(rank, change):
     model = f8.fully_shard_traceable(low(make=functools.partial(net, "even shards")))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1.0), batch(rank)
+    if "compiled" in change:
+        model[1].compile(backend="aot_eager")
     loss_of(model, tokens(rank)).backward()
     model[1](x)  # nothing changed: the scale still covers the weight
-    if change == "step":
+    if "step" in change:
         optimizer.step()
     elif change == "edit":
         with torch.no_grad():
@@ -190,13 +180,8 @@ def stale(rank, world_size, change):
     model[1](x)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("change", ["step", "edit", "load"])
-def test_a_part_called_with_a_stale_scale_raises(run_ranks, change):
-    run_ranks(2, stale, change)
-
-
-def refusals(rank, world_size):
+@on_ranks(2)
+def test_refusals_say_what_to_do_on_all_ranks(rank):
     model = converted(nn.Sequential(Named(6, 4), nn.Linear(4, 2)))
     early = torch.optim.SGD(model.parameters(), lr=1.0)
     f8.fully_shard_traceable(model)
@@ -210,9 +195,7 @@ def refusals(rank, world_size):
         "before it is sharded": lambda: copy.deepcopy(model),
         "distributed already": lambda: f8.fully_shard_traceable(model),
         "without dimensions": lambda: f8.fully_shard_traceable(scalar),
-        "one dimension, or of two": lambda: f8.fully_shard_traceable(
-            low(), mesh=init_device_mesh("cpu", (1, 1, world_size))
-        ),
+        "one dimension, or of two": lambda: f8.fully_shard_traceable(low(), mesh=init_device_mesh("cpu", (1, 1, 2))),
         "attend is an nn.MultiheadAttention": lambda: f8.fully_shard_traceable(
             nn.ModuleDict({"attend": nn.MultiheadAttention(16, 2)})
         ),
@@ -226,16 +209,3 @@ def refusals(rank, world_size):
             call()
         assert words in str(raised.value)
     dist.barrier()
-
-
-@pytest.mark.distributed
-def test_refusals_say_what_to_do_on_all_ranks(run_ranks):
-    run_ranks(2, refusals)
-
-
-def test_the_second_gather_takes_a_copy_that_depends_on_the_gradient():
-    shard, grad = torch.arange(6, dtype=torch.uint8).view(2, 3).t(), torch.ones(2)
-    copied = copy_in_backward(shard, grad)
-    assert torch.equal(copied, shard)
-    assert copied.data_ptr() != shard.data_ptr()
-    opcheck(torch.ops.fp8_torch_fsdp.copy_in_backward.default, (shard.contiguous(), grad))
