@@ -56,6 +56,12 @@ def test_heads(case, recipe):
     assert (model.lm_head.weight is model.embedding.weight) == tied
 
 
+def test_layers_of_a_model_as_wide_as_its_vocabulary_are_no_heads():
+    model = nn.ModuleDict({"embedding": nn.Embedding(32, 32), "out": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
+    report = f8.float8_report(f8.convert_to_float8_training(model))
+    assert [weight.name for weight in report.weights if weight.head] == ["head.weight"]
+
+
 def test_a_model_whose_only_layer_is_a_tied_head_says_how_to_convert_it():
     model = Decoder(tied=True)
     del model.hidden

@@ -17,7 +17,7 @@ CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTrans
 _LEVELS = 2
 """How far above its experts a router can be: torchtitan's experts are two levels below the module that has both."""
 
-_HEADS = ("lm_head", "embed_out", "output")
+_HEADS = ("lm_head", "embed_out", "output", "head")
 """What linear layers are called that give logits: in Transformers and torchtitan."""
 
 
@@ -55,12 +55,14 @@ def output_heads(model: nn.Module) -> dict[nn.Module, str]:
     """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     owners = {id(module._parameters["weight"]): name for name, module in embeddings.items()}
-    vocabulary = max((module.num_embeddings for module in embeddings.values()), default=None)
+    vocabulary, width = max(((each.num_embeddings, each.embedding_dim) for each in embeddings.values()), default=(0, 0))
     found = dict[nn.Module, str]()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             shared = owners.get(id(module._parameters.get("weight")))
-            if shared is not None or module.out_features == vocabulary or name.rpartition(".")[2] in _HEADS:
+            # where a vocabulary is as large as the model is wide, sizes tell nothing
+            by_size = module.out_features == vocabulary != width
+            if shared is not None or by_size or name.rpartition(".")[2] in _HEADS:
                 found[module] = shared or ""
     return found
 
