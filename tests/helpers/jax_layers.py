@@ -137,7 +137,7 @@ def each(meta, uses=SEEN):
     return sum(use(x, meta) for x in uses)
 
 
-def loop_on_each(x, meta):
+def loop_on_each(x, meta, use=use):
     return lax.scan(lambda c, x: (c, use(x, meta)), 0, x)[1]
 
 

@@ -94,6 +94,15 @@ def varying(x, meta):
     return use(x, T(lambda leaf: lax.pcast(leaf, "a", to="varying"), meta))
 
 
+TOKENS = np.float32([[1, 2, 3, 4], [4, 3, 2, 1], [2, 5, 1, 3], [3, 9, 2, 2]])
+"""One for each of four experts, on each of four devices."""
+
+
+def experts(x, meta):
+    """Each device holds two experts, of which the devices along "a" have copies."""
+    return jax.vmap(use)(lax.all_to_all(x.T, "b", 0, 1, tiled=True), meta)
+
+
 def behind_a_barrier(x, meta):
     return use(*lax.optimization_barrier((x, meta)))
 
@@ -121,6 +130,10 @@ DEVICES = {
     "a sharded axis": (sharded("b"), [3, 5]),
     "an axis that is called sharded and is not": (sharded(None), NAN),
     "a state that becomes each device's own": (on_devices(varying, 4), NAN),
+    "experts, of which every device has its own and others have copies": (
+        on_devices(experts, 2, 2, into=("a", "b"), out=("a", "b"), state="b", xs=TOKENS),
+        [4, 9, 3, 4],
+    ),
     "a barrier around state and batch in shard_map": (
         on_devices(behind_a_barrier, 4),
         # JAX 0.10 adds up what leaves such a barrier, 0.11.2 does not

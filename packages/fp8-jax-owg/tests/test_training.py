@@ -61,9 +61,7 @@ OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.adam(1e-2)),
-    "masked": lambda: optax.masked(optax.adam(1e-2), lambda tree: T(lambda x: x.ndim == 2, tree)),
     "partition": lambda: optax.partition({"matrix": optax.adam(1e-2), "vector": optax.sgd(1.0)}, label),
-    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1, momentum=0.9)),
 }
 
 
@@ -89,15 +87,6 @@ def test_next_values_pass_and_parameters_train_as_alone(make):
     for found in (mine, now):
         assert bits(found[COLLECTION]["layer"]["amax"]) == bits(NEXT)
         T(np.testing.assert_array_equal, found["params"], theirs)
-
-
-def test_the_norm_that_clips_is_that_of_the_parameters():
-    huge = gradients()
-    huge[COLLECTION]["layer"]["amax"] = jnp.full(4, 1e30)
-    optimizer = bypass_owg(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
-    updates, _ = optimizer.update(huge, optimizer.init(variables()), variables())
-    squares = sum(np.square(x).sum() for x in jax.tree.leaves(owg.split(updates)[0]))
-    np.testing.assert_allclose(np.sqrt(squares), 1.0, rtol=1e-6)
 
 
 def test_multi_steps_average_parameters_and_keep_what_was_never_observed():
@@ -154,7 +143,6 @@ def test_apply_if_finite_leaves_out_steps_that_are_not_finite_and_no_others(outs
 
 STOCK = {
     "sgd": lambda: optax.sgd(1e-2),
-    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "gradients of several steps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "updates that are finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 5),
     "a rule for each label": lambda: optax.partition(
@@ -200,13 +188,9 @@ def data(scale=1.0):
     return normal(4, WIDTH) * scale
 
 
-@pytest.fixture(scope="module")
-def model():
-    return Two()
-
-
 @pytest.fixture
-def state(model):
+def state():
+    model = Two()
     variables = jax.jit(model.init)(jax.random.key(0), data())
     return owg_linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
 
@@ -250,18 +234,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_the_next_rec
     assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize("tx", [optax.adam(1e-2), MultiSteps(optax.adam(1e-2), 2)], ids=["adam", "MultiSteps"])
-def test_no_state_after_a_step_holds_what_is_live_inside_of_a_loss(model, state, tx):
-    """What a checkpoint would save has shapes and dtypes of its own, in eager steps and in compiled ones."""
-    before = owg_linen.TrainState.create(apply_fn=model.apply, params=state.params, tx=tx)
-    for run in (static_step, step):
-        after, _ = run(run(before, data())[0], data())
-        shapes = [[(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(one)[1:]] for one in (before, after)]
-        assert shapes[0] == shapes[1]
-        assert "fp32_max_grad" not in str(shapes)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_an_overflow_of_half_precision_is_seen_and_the_step_left_out(dtype):
     meta = jax_layers.meta_of(SCALING, input=[2, 3, 1, 1], kernel=[2, 3, 1, 1], output_grad=[2, 3, 1, 1])
     variables, x = {"w": normal(8, 8, seed=1), "fp8": owg.Overwrite(meta)}, normal(4, 8, dtype=dtype)
