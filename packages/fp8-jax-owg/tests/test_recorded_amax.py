@@ -100,6 +100,7 @@ LOOPS = {
     "custom_vjp around": (around, 5),
     "barriers": (lambda m: sum(use(x, lax.optimization_barrier(m)) for x in SEEN), 5),
     "an amax of zero is seen": (lambda m: scan(m, jnp.zeros(2)), 0),
+    "an amax among subnormals": (lambda m: scan(m, jnp.float32([1e-40, 1e-39, 1e-45])), 1e-39),
     "a loop that does not use its state": (lambda m: scan(m, XS, lambda c, x, m: (c + x, None)), NOTHING),
 }
 KEEP = jax.checkpoint_policies
