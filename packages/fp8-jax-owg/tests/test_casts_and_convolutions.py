@@ -141,11 +141,11 @@ def test_gradients_of_convolutions_are_those_of_fp8_values(fp8_format):
 def test_layers_with_gradients_in_fp8_have_state_for_them():
     op = functools.partial(owg_linen.Fp8ConvGeneralDilatedOp, amax_history_length=2, fp8_backward=True)
     model, x = nn.Conv(3, (3,), conv_general_dilated_cls=op), jnp.ones((1, 5, 2))
-    variables = model.init(jax.random.key(0), x)
-    _, after = value_and_grad(lambda v: (4 * model.apply(v, x)).sum())(variables)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    _, after = jax.jit(value_and_grad(lambda v: (4 * model.apply(v, x)).sum()))(variables)
     (state,) = after["_overwrite_with_gradient"].values()
     assert state["output_grad_amax_history"][0] == 4
     layer = nnx.Conv(2, 3, (3,), rngs=nnx.Rngs(0))
     layer.conv_general_dilated = nnx.data(owg_nnx.Fp8ConvGeneralDilatedOp("tensorwise_delayed", fp8_backward=True))
-    owg_nnx.grad(lambda layer: (4 * layer(x)).sum())(layer)
+    nnx.jit(owg_nnx.grad(lambda layer: (4 * layer(x)).sum()))(layer)
     assert layer.conv_general_dilated.output_grad_amax_history[0] == 4

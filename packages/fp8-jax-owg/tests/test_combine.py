@@ -2,6 +2,7 @@
 
 from functools import partial
 from operator import itemgetter
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from tests.helpers.jax_layers import SEEN, T, expect, mesh, start, use
+from tests.helpers.jax_layers import COLLECTION, SEEN, T, expect, mesh, start, use
 
 XS = np.float32(SEEN)
 NAN, NOTHING = np.nan, -np.inf
@@ -116,11 +117,10 @@ def variables(w=3.0, history=(2.0, 0.0, 3.0)):
 
 
 def test_a_linen_collection_and_a_marker_are_found():
-    collection = "_overwrite_with_gradient"
-    tree = {"a": jnp.ones(1), "b": [owg.Overwrite({"x": jnp.ones(1), "y": jnp.ones(1)})], collection: [jnp.ones(1)]}
+    tree = {"a": jnp.ones(1), "b": [owg.Overwrite({"x": jnp.ones(1), "y": jnp.ones(1)})], COLLECTION: [jnp.ones(1)]}
     mask = owg.owg_mask(tree)
     assert jax.tree.structure(mask) == jax.tree.structure(tree)
-    assert (mask["a"], mask["b"][0].value, mask[collection]) == (False, {"x": True, "y": True}, [True])
+    assert (mask["a"], mask["b"][0].value, mask[COLLECTION]) == (False, {"x": True, "y": True}, [True])
     assert sum(owg.is_owg(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]) == 1
     assert owg.is_owg((), tree["b"][0])
 
@@ -133,6 +133,17 @@ def test_split_and_merge():
     merged = owg.merge(parameters, overwritten)
     assert jax.tree.structure(merged) == jax.tree.structure(tree)
     T(np.testing.assert_array_equal, merged, tree)
+
+
+def test_metadata_in_the_manner_of_praxis_marks():
+    """Parameters in one plain tree, hyperparameters that say what is overwritten in another."""
+    collections = {"kernel": (), "amax": ("non_trainable", COLLECTION)}
+    mask = owg.mask_from_hparams({name: SimpleNamespace(shape=None, collections=x) for name, x in collections.items()})
+    tree = {"kernel": jnp.ones(2), "amax": jnp.zeros(1)}
+    marked = owg.mark(tree, mask)
+    assert owg.owg_mask(marked)["amax"].value
+    assert [leaf.shape for leaf in jax.tree.leaves(owg.split(marked)[0])] == [(2,)]
+    T(np.testing.assert_array_equal, owg.unmark(marked), tree)
 
 
 CHANGES = {

@@ -85,12 +85,11 @@ def read(states):
 
 def test_a_random_program_records_what_its_steps_see(seed, devices, full):
     form = FORMS[seed % len(FORMS)]
-    maker = jax_programs.Maker(seed, deepest=3 if full else 2, matmul=seed % 3 == 0)
+    maker = jax_programs.Maker(seed, deepest=3 if full else 2, matmul=seed % 3 == 0, native=seed % 4 > 0)
     program = maker.program()
     h = jax_programs.activations(seed)
     wanted = maker.recorded(program, h)
     after = differentiate(form, program, maker.states(), jnp.asarray(h)) if maker.shapes else {}
-    after = maker.stacked(after)
     for name, seen in wanted.items():
         amax = np.maximum(seen, 0)
         np.testing.assert_array_equal(after[name]["input_amax_history"][..., 0], amax, err_msg=f"{name} in {program}")
