@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
-from tests.helpers import jax_layers
 from tests.helpers.jax_layers import (
     NAN,
     NOTHING,
@@ -19,11 +18,9 @@ from tests.helpers.jax_layers import (
     T,
     assert_records,
     each,
-    expect,
     layer,
     mesh,
     scan,
-    start,
     total,
     use,
 )
@@ -156,16 +153,3 @@ def test_meshes_of_both_kinds(devices, kind):
     with jax.set_mesh(mesh(4, kind=kind)):
         x = jax.device_put(XS[None] * np.float32([[1], [2]]), P(None, "a"))
         assert_records(lambda meta: scan(meta, x), 10)
-
-
-def test_stages_and_data_on_devices_record_what_one_device_does(devices):
-    x = np.random.default_rng(0).integers(-9, 9, (3, 2, 8)).astype(np.float32)
-
-    def loss(state, x):
-        return scan(state.value, x, lambda c, h, m: (c + jax.vmap(use)(h, m).sum(), None))
-
-    state = jax.device_put(owg.Overwrite(start(2)), NamedSharding(mesh(2, 4), P("a")))
-    placed = jax.device_put(x, NamedSharding(mesh(2, 4), P(None, "a", "b")))
-    found = jax_layers.after(functools.partial(loss, x=placed), state).value
-    expect(found, np.abs(x).max((0, 2)))
-    assert found["input_amax_history"].sharding.spec[0] == "a"

@@ -19,7 +19,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION, SCALING, SEEN, T, newest, use
+from tests.helpers.jax_layers import COLLECTION, SCALING, SEEN, T, newest
 
 BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
 
@@ -77,20 +77,6 @@ def test_transforms_of_linen_combine(how):
     assert all((scale == 1).all() for path, scale in jax.tree.leaves_with_path(after) if "scale" in str(path[-1]))
 
 
-def test_moved_state_of_a_linen_model_inside_vmap():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, xs):
-            state = lambda: jax_layers.stacked(owg.init_meta(SCALING), 2)  # noqa: E731
-            stack = self.variable(COLLECTION, "fc", state).value
-            return sum(use(x.max(), T(lambda a: a[i % 2], stack)) for i, x in enumerate(xs))  # noqa: B023
-
-    model, batch = Model(), jnp.stack([inputs(), 2 * inputs()])
-    variables = model.init(jax.random.key(0), inputs())
-    after = jax.jit(owg.grad(lambda v: jax.vmap(model.apply, (None, 0))(v, batch).sum()))(variables)
-    np.testing.assert_array_equal(newest(after), [6, 10])
-
-
 # ---------------------------------------------------------------- transforms of NNX
 
 
@@ -143,25 +129,12 @@ def test_the_state_that_a_loss_of_nnx_returns_is_float32_and_a_cast_of_all_leave
         owg_nnx.grad(loss, wrt=BOTH)(Model())
 
 
-def penalized_nnx(state):
+@pytest.mark.parametrize(("kinds", "wanted"), [([], np.nan), ([nnx.Param], 5)])
+def test_a_penalty_over_all_variables_is_nan_and_over_parameters_alone_is_right(kinds, wanted):
     model = Model()
-    kinds = [] if state else [nnx.Param]
     squares = lambda m: sum((x**2).sum() for x in jax.tree.leaves(nnx.state(m, *kinds)))  # noqa: E731
     nnx.jit(owg_nnx.grad(lambda m: m(inputs()[1]) + squares(m)))(model)
-    return nnx.to_pure_dict(nnx.state(model))
-
-
-def penalized_linen(state):
-    variables = Uses().init(jax.random.key(0), inputs())
-    of = (lambda v: v) if state else (lambda v: owg.split(v)[0])
-    squares = lambda v: sum((x**2).sum() for x in jax.tree.leaves(of(v)))  # noqa: E731
-    return jax_layers.after(lambda v: Uses().apply(v, inputs()) + squares(v), variables)
-
-
-@pytest.mark.parametrize("penalized", [penalized_linen, penalized_nnx])
-def test_a_penalty_over_all_variables_is_nan_and_over_parameters_alone_is_right(penalized):
-    assert np.isnan(newest(penalized(state=True)))
-    assert newest(penalized(state=False)) == 5
+    np.testing.assert_array_equal(newest(nnx.to_pure_dict(nnx.state(model))), wanted)
 
 
 # ---------------------------------------------------------------- bridges between the two

@@ -159,6 +159,10 @@ def layers_through_a_carry(meta):
     return lax.scan(body, (T(jnp.zeros_like, meta), jnp.float32(0)), (XS, PLACES))[0][1]
 
 
+def by_index(meta, xs=SEEN):
+    return sum(use(xs[i], layer(meta, i // 2)) for i in range(4))
+
+
 def outside(meta):
     picked = T(lambda x: x.at[jnp.asarray([0, 7])].get(mode="fill", fill_value=1.0), meta)
     return use(2.0, layer(picked, 0)) + use(3.0, layer(picked, 1))
@@ -202,11 +206,15 @@ LAYERS = {
     ),
     "vmap over states outside": (lambda m: jax.vmap(examples)(jnp.asarray(SQUARE), m).sum(), [5, 3]),
     "vmap over states inside": (lambda m: jax.vmap(jax.vmap(use), (0, None))(jnp.asarray(SQUARE), m).sum(), [3, 5]),
+    "an index inside of vmap": (
+        lambda m: jax.vmap(functools.partial(by_index, m))(np.stack([XS, 2 * XS])).sum(),
+        [10, 6],
+    ),
     "layers in a loop over microbatches": (layers_in_a_loop, [5, 5]),
     "a circular pipeline that gathers its state": (circular, [[1, 2], [5, 3]]),
     "remat of computed indices in a loop": (remat_of_indices, [5, 3]),
     "layers through a carry": (layers_through_a_carry, [5, 3]),
-    "an index": (lambda m: sum(use(x, layer(m, i // 2)) for i, x in enumerate(SEEN)), [5, 3]),
+    "an index": (by_index, [5, 3]),
     **{name: (moved(how), [5, 3]) for name, how in MOVES.items()},
     "a gather outside of the stack": (outside, [2, NOTHING]),
     "what lies beside an index keeps its value": (lambda m: use(5.0, layer(m, 1)), [NOTHING, 5]),

@@ -157,20 +157,6 @@ def gathered() -> Program:
     return Program(variables, loss, numbers(2, 4, WIDTH).astype(jnp.bfloat16))
 
 
-def mapped_over_devices() -> Program:
-    program = stack()
-    mesh = jax_layers.mesh(2)
-
-    def local(tree: Any, x: jax.Array) -> jax.Array:
-        return lax.pmean(program.loss(tree | {"state": owg.replicated(tree["state"], "a")}, x), "a")
-
-    def loss(tree: Any, x: jax.Array) -> jax.Array:
-        inside = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
-        return inside(tree | {"state": owg.read(tree["state"])}, x)
-
-    return program._replace(loss=loss)
-
-
 def linen(module: nn.Module, *shape: int) -> Program:
     x = numbers(3, *shape)
     variables = module.init(jax.random.key(0), jnp.asarray(x))
@@ -234,7 +220,6 @@ def converted(layer: nnx.Module) -> nnx.Module:
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "scan": stack,
-    "shard_map, check_vma": mapped_over_devices,
     "remat": partial(stack, wrap=partial(jax.checkpoint, prevent_cse=False)),
     "length 1": partial(stack, dataclasses.replace(BASE, amax_history_length=1)),
     "current scaling": partial(stack, owg.CurrentScaling(kernel_gradient="kernel")),
