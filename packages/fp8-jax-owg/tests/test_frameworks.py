@@ -116,19 +116,6 @@ def test_transforms_of_nnx_combine(how):
     np.testing.assert_array_equal(model.layer.dot_general.input_amax_history[...], [5, 0, 0])
 
 
-def test_the_state_that_a_loss_of_nnx_returns_is_float32_and_a_cast_of_all_leaves_refused():
-    both = owg_nnx.value_and_grad(lambda m: (m(inputs()[0]), nnx.state(m)), has_aux=True, wrt=BOTH)
-    (_, returned), _ = both(Model())
-    assert {leaf.dtype for leaf in jax.tree.leaves(returned)} == {jnp.dtype("float32")}
-
-    def loss(model):
-        graph, state = nnx.split(model)
-        return nnx.merge(graph, T(lambda x: x.astype(jnp.bfloat16), state))(inputs()[0].astype(jnp.bfloat16))
-
-    with pytest.raises(Fp8Error, match="must be float32, got bfloat16"):
-        owg_nnx.grad(loss, wrt=BOTH)(Model())
-
-
 @pytest.mark.parametrize(("kinds", "wanted"), [([], np.nan), ([nnx.Param], 5)])
 def test_a_penalty_over_all_variables_is_nan_and_over_parameters_alone_is_right(kinds, wanted):
     model = Model()

@@ -95,13 +95,6 @@ def test_histories_keep_their_newest_entries(length, wanted):
     assert single.tolist() == [3] + [0] * (length - 1)
 
 
-def test_the_length_of_a_checkpoint_is_adapted():
-    new = checkpoint.upgrade(trained(4), variables(6))
-    assert {leaf.shape for leaf in jax.tree.leaves(new[COLLECTION])} == {(1,), (6,)}
-    rolled = jnp.roll(checkpoint.resize_history(jnp.float32([9, 6, 7, 8]), 6), -1)
-    assert rolled.tolist() == [0, 0, 6, 7, 8, 9]
-
-
 def test_nnx_states_are_upgraded_by_place():
     layer = jax_layers.linear(4, 4, scaling=SCALING, rngs=nnx.Rngs(0))
     wanted = nnx.state(layer)

@@ -84,23 +84,6 @@ def test_a_gathered_kernel_keeps_its_place(devices):
     assert_same(jax.jit(run)(w, x), jax.value_and_grad(lambda w: (x @ w).sum())(jnp.asarray(w)))
 
 
-def test_a_cast_of_gradients_takes_a_state_of_its_own_on_each_device(devices):
-    def loss(y, scale, history):
-        factor = 1 + jax.lax.axis_index("a").astype(jnp.float32)
-        return (owg.out_qdq(y, scale[0], history[0], SCALING) * factor).sum()
-
-    def on_shard(y, scale, history):
-        g, _, seen = owg.grad(loss, argnums=(0, 1, 2))(y, scale, history)
-        return g[None], seen
-
-    specs = (P(), P("a"), P("a"))
-    run = jax.shard_map(on_shard, mesh=jax_layers.mesh(4), in_specs=specs, out_specs=specs[:2])
-    g, history = jax.jit(run)(jnp.ones(8), jnp.ones((4, 1)), jnp.zeros((4, 3)))
-    # the gradient of what is replicated is the sum over devices
-    np.testing.assert_array_equal(g[0], np.full(8, 10))
-    assert history.shape == (4, 3)
-
-
 # ---------------------------------------------------------------- explicit meshes
 
 

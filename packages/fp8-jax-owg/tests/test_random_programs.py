@@ -15,7 +15,7 @@ from fp8_jax_owg import nnx as owg_nnx
 from tests.helpers import jax_layers, jax_programs
 from tests.helpers.jax_layers import COLLECTION
 
-FORMS = ("collection", "marks", "bare argument", "linen", "nnx", "nnx state", "bridge")
+FORMS = ("marks", "bare argument", "linen", "nnx", "nnx state", "bridge")
 
 
 def pytest_generate_tests(metafunc):
@@ -64,8 +64,6 @@ def differentiate(form, program, states, h):
     if form == "linen":
         model, variables = Held(program, tuple(states.items())), {COLLECTION: states}
         return jax_layers.after(lambda v: model.apply(v, h).sum(), variables)[COLLECTION]
-    if form == "collection":
-        return jax_layers.after(lambda t: program.trace(h, t[COLLECTION]).sum(), {COLLECTION: states})[COLLECTION]
     if form == "marks":
         tree = {"w": jnp.float32(1), "fp8": owg.Overwrite(states)}
 

@@ -294,6 +294,7 @@ ALTERED = {
     "a multiple": (changed(lambda x: 2 * x, [5.0]), NAN),
     "a maximum": (changed(lambda x: jnp.maximum(x, 0.5), [5.0]), NAN),
     "rounded": (changed(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), [5.0]), NAN),
+    "a cast": (changed(lambda x: x.astype(jnp.bfloat16), [5.0]), "must be float32, got bfloat16"),
     "a mask of ones for each use": (changed(lambda x: x * jnp.ones_like(x)), 5),
     "two uses of one product with one": (twice_from_one(lambda x: x * 1), NAN),
     "two calls with what was read once": (twice_from_one(owg.read), NAN),
