@@ -29,7 +29,7 @@ POLICIES = (
     jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_anything_except_these_names("none"),
 )
-WRAPPERS = ("jit", "remat", "cond")
+WRAPPERS = ("jit", "remat", "branch", "skip", "gate")
 Seen = dict[tuple[str, tuple[int, ...]], float]
 
 
@@ -92,7 +92,9 @@ class Sequence:
 
 @dataclasses.dataclass
 class Wrapped:
-    """A body under jit, remat with a policy, in a branch that is taken, or in a function with a gradient of its own."""
+    """A body under jit, remat with a policy, in a branch that is taken or skipped, in a function with a gradient of its
+    own, or behind a gate that is closed.
+    """
 
     parts: list[Any]
     how: str
@@ -108,28 +110,13 @@ class Wrapped:
             outer = jax.custom_vjp(body)
             outer.defvjp(lambda h, used: jax.vjp(body, h, used), lambda back, g: back(g))
             return outer(h, only(state, names(self)))
+        if self.how == "gate":
+            return body(h, state | owg.gate(only(state, names(self)), jnp.bool_(False)))
         # not of h: under vmap JAX runs both branches of a condition that differs from example to example
-        return lax.cond(jnp.bool_(True), body, lambda h, state: h, h, state)
+        return lax.cond(jnp.bool_(self.how == "branch"), body, lambda h, state: h, h, state)
 
     def follow(self, h, seen, index):
-        return self.parts[0].follow(h, seen, index)
-
-
-@dataclasses.dataclass
-class Skipped:
-    """A body in a branch that is not taken, or behind a gate that is closed."""
-
-    parts: list[Any]
-    how: str
-
-    def trace(self, h, state):
-        if self.how == "cond":
-            return lax.cond(jnp.bool_(True), lambda h, state: h, self.parts[0].trace, h, state)
-        used = only(state, names(self))
-        return self.parts[0].trace(h, state | owg.gate(used, jnp.bool_(False)))
-
-    def follow(self, h, seen, index):
-        return h if self.how == "cond" else self.parts[0].follow(h, {}, index)
+        return h if self.how == "skip" else self.parts[0].follow(h, {} if self.how == "gate" else seen, index)
 
 
 @dataclasses.dataclass
@@ -245,7 +232,7 @@ class Maker:
         if depth == self.deepest or self.random.random() < 0.3:
             return self.layer(lead) if self.choose(True, True, False) else Scaled(self.choose(0.5, 2.0, 3.0))
         # what moves state and JAX does not differentiate is not looked for inside of functions with their own gradient
-        kind = self.choose(*WRAPPERS, *["custom_vjp"][: self.native], "skip", "loop", "loop", "vmap", "unrolled")
+        kind = self.choose(*WRAPPERS, *["custom_vjp"][: self.native], "loop", "loop", "vmap", "unrolled")
         if kind == "vmap" and rows > 1:
             stacked = bool(self.random.integers(2))
             return Mapped([self.sequence(depth + 1, (*lead, 2) if stacked else lead, rows // 2)], stacked)
@@ -256,10 +243,7 @@ class Maker:
             factors = self.random.choice([0.5, 1.0, 2.0], self.choose(1, 2, 3)).tolist()
             inner = (*lead, len(factors)) if stacked else lead
             return Loop([self.sequence(depth + 1, inner, rows)], factors, stacked)
-        body = [self.sequence(depth + 1, lead, rows)]
-        if kind == "skip":
-            return Skipped(body, self.choose("cond", "gate"))
-        return Wrapped(body, kind, int(self.random.integers(len(POLICIES))))
+        return Wrapped([self.sequence(depth + 1, lead, rows)], kind, int(self.random.integers(len(POLICIES))))
 
     def layer(self, lead):
         old = [name for name in self.shapes if name.startswith("shared")]

@@ -21,7 +21,7 @@ from fp8_jax_owg import (
     init_meta,
     next_state,
 )
-from tests.helpers.jax_layers import MATMUL, casts, convolution, dot, meta_of, normal, ragged, transposed
+from tests.helpers.jax_layers import MATMUL, casts, convolution, distance, dot, meta_of, normal, ragged, transposed
 
 SHAPES = {
     "mk,kn->mn": ((4, 8), (8, 5), MATMUL),
@@ -51,11 +51,6 @@ def as_cast(x, scale, fmt):
     """What the definition makes of an array: float64, so that sums of a few are exact enough."""
     codes = fp8_common.quantize(np.asarray(x), scale, fmt)
     return fp8_common.decode(codes, fmt).astype(np.float64) * np.float64(fp8_common.reciprocal(scale))
-
-
-def distance(found, wanted):
-    found, wanted = np.float32(found), np.float32(wanted)
-    return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30)
 
 
 @pytest.mark.matrix(
@@ -152,10 +147,7 @@ def test_every_equation_is_nearly_that_of_numpy(equation, dtype, scaling):
     assert all(distance(*pair) <= 0.07 for pair in zip((out, *found), (exact, *wanted), strict=True))
 
 
-SIZES = [[3, 0, 4], [0, 0, 0], [8, 0, 0], [2, 3, 3]]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0]], ids=str)
 def test_ragged_products_skip_empty_groups_and_foreign_rows(sizes):
     x, w, g = normal(8, 16), normal(3, 16, 5, seed=1), normal(8, 5, seed=2)
     used = sum(sizes)

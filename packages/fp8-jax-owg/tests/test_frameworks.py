@@ -19,9 +19,7 @@ from fp8_common import Fp8Error
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION, SCALING, SEEN, T, newest
-
-BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
+from tests.helpers.jax_layers import BOTH, COLLECTION, SCALING, SEEN, T, newest
 
 
 def inputs():

@@ -18,20 +18,15 @@ from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.scaling import as_scaling, recipe_of
 from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION, MATMUL, T, newest, normal
+from tests.helpers.jax_layers import BOTH, COLLECTION, MATMUL, T, distance, newest, normal
 
 SCALING = DelayedScaling(amax_history_length=2)
-BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
 LEAVES = set(owg.init_meta())
 KEY = jax.random.key
 
 
 def sample():
     return normal(2, 6, 8)
-
-
-def distance(found, wanted):
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
 # ---------------------------------------------------------------- recipes

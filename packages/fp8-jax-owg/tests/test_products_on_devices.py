@@ -16,9 +16,8 @@ from fp8_jax_owg import CurrentScaling
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.pipeline import Schedule, pipeline
 from tests.helpers import jax_layers
-from tests.helpers.jax_layers import MATMUL, SCALING, T, casts, convolution, dot, meta_of, ragged, transposed
+from tests.helpers.jax_layers import BOTH, MATMUL, SCALING, T, casts, convolution, dot, meta_of, ragged, transposed
 
-BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
 # powers of two, so that casts of small integers are exact whatever the local amax is
 SCALINGS = {
     "delayed": SCALING,

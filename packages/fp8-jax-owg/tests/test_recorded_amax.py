@@ -141,14 +141,6 @@ def layers_in_a_loop(meta):
     return scan(meta, np.float32([0, 4]), microbatch)
 
 
-def remat_of_indices(meta):
-    @functools.partial(jax.checkpoint, policy=KEEP.nothing_saveable)
-    def body(carry, one):
-        return total(carry, one[0], at(meta, one[1]))
-
-    return lax.scan(body, jnp.float32(0), (XS, PLACES))[0]
-
-
 def layers_through_a_carry(meta):
     """The carry holds zeros first, then the state of the layer that comes next."""
 
@@ -212,7 +204,6 @@ LAYERS = {
     ),
     "layers in a loop over microbatches": (layers_in_a_loop, [5, 5]),
     "a circular pipeline that gathers its state": (circular, [[1, 2], [5, 3]]),
-    "remat of computed indices in a loop": (remat_of_indices, [5, 3]),
     "layers through a carry": (layers_through_a_carry, [5, 3]),
     "an index": (by_index, [5, 3]),
     **{name: (moved(how), [5, 3]) for name, how in MOVES.items()},
