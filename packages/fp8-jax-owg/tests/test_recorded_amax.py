@@ -206,6 +206,7 @@ LAYERS = {
     "a circular pipeline that gathers its state": (circular, [[1, 2], [5, 3]]),
     "layers through a carry": (layers_through_a_carry, [5, 3]),
     "an index": (by_index, [5, 3]),
+    "an index inside of remat": (jax.checkpoint(by_index), [5, 3]),
     **{name: (moved(how), [5, 3]) for name, how in MOVES.items()},
     "a gather outside of the stack": (outside, [2, NOTHING]),
     "what lies beside an index keeps its value": (lambda m: use(5.0, layer(m, 1)), [NOTHING, 5]),
