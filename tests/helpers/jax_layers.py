@@ -18,6 +18,7 @@ from fp8_jax_owg import DelayedScaling
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 
+BOTH = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
 COLLECTION = "_overwrite_with_gradient"
 MATMUL = (((1,), (0,)), ((), ()))
 SCALING = DelayedScaling(amax_history_length=3)
@@ -47,6 +48,12 @@ def einsum(equation, kernel_shape, bias_shape=None, *, scaling=None, **settings)
 def normal(*shape, seed=0, dtype=jnp.float32):
     """Normal numbers."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def distance(found, wanted):
+    """The norm of the difference, relative to that of what is wanted."""
+    found, wanted = np.float32(found), np.float32(wanted)
+    return np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30)
 
 
 def mesh(*shape, kind=AxisType.Auto):
@@ -137,7 +144,7 @@ def each(meta, uses=SEEN):
     return sum(use(x, meta) for x in uses)
 
 
-def loop_on_each(x, meta):
+def loop_on_each(x, meta, use=use):
     return lax.scan(lambda c, x: (c, use(x, meta)), 0, x)[1]
 
 

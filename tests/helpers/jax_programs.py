@@ -6,6 +6,8 @@ scale is 1 and NumPy's definition of the cast gives their exact results.
 """
 
 import dataclasses
+import functools
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -16,17 +18,18 @@ from jax.sharding import AxisType, PartitionSpec
 
 import fp8_common
 import fp8_jax_owg as owg
+from tests.helpers.jax_layers import MATMUL
 
 SCALING = owg.DelayedScaling(amax_history_length=2)
+TENSORS = ("input", "kernel", "output_grad")
 COLUMNS = 2
-MATMUL = (((1,), (0,)), ((), ()))
 POLICIES = (
     None,
     jax.checkpoint_policies.everything_saveable,
     jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_anything_except_these_names("none"),
 )
-WRAPPERS = ("jit", "remat", "cond", "barrier", "custom_vjp", "switch")
+WRAPPERS = ("jit", "remat", "branch", "skip", "gate")
 Seen = dict[tuple[str, tuple[int, ...]], float]
 
 
@@ -89,7 +92,9 @@ class Sequence:
 
 @dataclasses.dataclass
 class Wrapped:
-    """A body under jit, remat with a policy, in a branch that is taken, or in a function with a gradient of its own."""
+    """A body under jit, remat with a policy, in a branch that is taken or skipped, in a function with a gradient of its
+    own, or behind a gate that is closed.
+    """
 
     parts: list[Any]
     how: str
@@ -101,37 +106,17 @@ class Wrapped:
             return jax.jit(body)(h, state)
         if self.how == "remat":
             return jax.checkpoint(body, policy=POLICIES[self.policy])(h, state)
-        if self.how == "barrier":
-            # not together with h, from which it would take the axes of a shard_map
-            return body(h, lax.optimization_barrier(state) if state else state)
         if self.how == "custom_vjp":
             outer = jax.custom_vjp(body)
             outer.defvjp(lambda h, used: jax.vjp(body, h, used), lambda back, g: back(g))
             return outer(h, only(state, names(self)))
-        if self.how == "switch":
-            return lax.switch(jnp.int32(1), [lambda h, state: h, body, lambda h, state: 2 * h], h, state)
+        if self.how == "gate":
+            return body(h, state | owg.gate(only(state, names(self)), jnp.bool_(False)))
         # not of h: under vmap JAX runs both branches of a condition that differs from example to example
-        return lax.cond(jnp.bool_(True), body, lambda h, state: h, h, state)
+        return lax.cond(jnp.bool_(self.how == "branch"), body, lambda h, state: h, h, state)
 
     def follow(self, h, seen, index):
-        return self.parts[0].follow(h, seen, index)
-
-
-@dataclasses.dataclass
-class Skipped:
-    """A body in a branch that is not taken, or behind a gate that is closed."""
-
-    parts: list[Any]
-    how: str
-
-    def trace(self, h, state):
-        if self.how == "cond":
-            return lax.cond(jnp.bool_(True), lambda h, state: h, self.parts[0].trace, h, state)
-        used = only(state, names(self))
-        return self.parts[0].trace(h, state | owg.gate(used, jnp.bool_(False)))
-
-    def follow(self, h, seen, index):
-        return h if self.how == "cond" else self.parts[0].follow(h, {}, index)
+        return h if self.how == "skip" else self.parts[0].follow(h, {} if self.how == "gate" else seen, index)
 
 
 @dataclasses.dataclass
@@ -205,63 +190,31 @@ class Sharded:
 
 @dataclasses.dataclass
 class Unrolled:
-    """A body for each of the stacked states, one after the other, each state taken out by its index or by a split."""
+    """A body for each of two stacked states in turn, taken out in a way that JAX differentiates, or not."""
 
     parts: list[Any]
-    count: int
-    how: str
+    native: bool
 
     def trace(self, h, state):
         own = {name: meta for name, meta in only(state, names(self)).items() if name.startswith("own")}
-        if self.how == "split":
-            # read first: shared values have no gradient through a split
-            own = jax.tree.map(lambda leaf: jnp.split(leaf, self.count), owg.read(own))
-        for i in range(self.count):
-            h = self.parts[0].trace(h, state | self.one(own, i))
+        for i in range(2):
+            dynamic = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+            h = self.parts[0].trace(h, state | jax.tree.map(dynamic if self.native else itemgetter(i), own))
         return h
 
-    def one(self, own, i):
-        if self.how == "split":
-            return jax.tree.map(lambda leaves: leaves[i][0], own, is_leaf=lambda x: isinstance(x, list))
-        # Only of shared state an index may be computed, as that of `dynamic_index_in_dim` is.
-        return jax.tree.map(
-            lambda leaf: leaf[i] if leaf.dtype == jnp.float32 else lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False),
-            own,
-        )
-
     def follow(self, h, seen, index):
-        for i in range(self.count):
+        for i in range(2):
             h = self.parts[0].follow(h, seen, (*index, i))
         return h
-
-
-@dataclasses.dataclass
-class Gathered:
-    """A program whose stacked states lie apart at rest, as those of single layers do: it stacks them."""
-
-    parts: list[Any]
-    apart: dict[str, int]
-
-    def trace(self, h, state):
-        stacked = {name: stack([owg.read(part) for part in state[name].values()], jnp) for name in self.apart}
-        return self.parts[0].trace(h, state | stacked)
-
-    def follow(self, h, seen, index):
-        return self.parts[0].follow(h, seen, index)
-
-
-def stack(states, numpy):
-    return jax.tree.map(lambda *leaves: numpy.stack(leaves), *states)
 
 
 class Maker:
     """Draws programs, transforms at most `deepest` in each other; `shapes` are the leading dimensions of its states."""
 
-    def __init__(self, seed, deepest=3, matmul=True):
-        self.deepest, self.matmul = deepest, matmul
+    def __init__(self, seed, deepest=3, matmul=True, native=True):
+        self.deepest, self.matmul, self.native = deepest, matmul, native
         self.random = np.random.default_rng(seed)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.apart: dict[str, int] = {}
 
     def choose(self, *options):
         return options[self.random.integers(len(options))]
@@ -269,32 +222,28 @@ class Maker:
     def program(self):
         body = self.sequence(depth=0, lead=(), rows=2)
         if self.random.random() < 0.3:
-            program = Sharded([body], bool(self.random.integers(2)))
-        else:
-            program = Sequence([self.sequence(depth=0, lead=(), rows=4), body])
-        return Gathered([program], self.apart)
+            return Sharded([body], bool(self.random.integers(2)))
+        return Sequence([self.sequence(depth=0, lead=(), rows=4), body])
 
     def sequence(self, depth, lead, rows):
         return Sequence([self.node(depth, lead, rows) for _ in range(self.choose(1, 2, 2, 3))])
 
     def node(self, depth, lead, rows):
         if depth == self.deepest or self.random.random() < 0.3:
-            return self.choose(self.layer(lead), self.layer(lead), Scaled(self.choose(0.5, 2.0, 3.0)))
-        kind = self.choose(*WRAPPERS, "skip", "loop", "loop", "vmap", "unrolled")
+            return self.layer(lead) if self.choose(True, True, False) else Scaled(self.choose(0.5, 2.0, 3.0))
+        # what moves state and JAX does not differentiate is not looked for inside of functions with their own gradient
+        kind = self.choose(*WRAPPERS, *["custom_vjp"][: self.native], "loop", "loop", "vmap", "unrolled")
         if kind == "vmap" and rows > 1:
             stacked = bool(self.random.integers(2))
             return Mapped([self.sequence(depth + 1, (*lead, 2) if stacked else lead, rows // 2)], stacked)
         if kind == "unrolled":
-            return Unrolled([self.sequence(depth + 1, (*lead, 2), rows)], 2, self.choose("index", "split"))
+            return Unrolled([self.sequence(depth + 1, (*lead, 2), rows)], self.native)
         if kind in ("loop", "vmap"):
             stacked = bool(self.random.integers(2))
             factors = self.random.choice([0.5, 1.0, 2.0], self.choose(1, 2, 3)).tolist()
             inner = (*lead, len(factors)) if stacked else lead
             return Loop([self.sequence(depth + 1, inner, rows)], factors, stacked)
-        body = [self.sequence(depth + 1, lead, rows)]
-        if kind == "skip":
-            return Skipped(body, self.choose("cond", "gate"))
-        return Wrapped(body, kind, int(self.random.integers(len(POLICIES))))
+        return Wrapped([self.sequence(depth + 1, lead, rows)], kind, int(self.random.integers(len(POLICIES))))
 
     def layer(self, lead):
         old = [name for name in self.shapes if name.startswith("shared")]
@@ -307,27 +256,14 @@ class Maker:
     def new(self, kind, lead):
         name = f"{kind}{len(self.shapes)}"
         self.shapes[name] = lead
-        if lead and self.random.random() < 0.3:
-            self.apart[name] = lead[0]
         return Layer(name, self.matmul)
 
     def states(self):
-        """One state for each name, stacked; or a dictionary of as many as the first dimension says."""
-
-        one = owg.init_meta(SCALING) if self.matmul else owg.init_meta(SCALING, ("input",))
-
-        def of(lead):
-            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), one)
-
+        """One state for each name, stacked."""
+        one = owg.init_meta(SCALING, TENSORS if self.matmul else TENSORS[:1])
         return {
-            name: {f"part_{i}": of(lead[1:]) for i in range(lead[0])} if name in self.apart else of(lead)
+            name: jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), one)  # noqa: B023 (called here)
             for name, lead in self.shapes.items()
-        }
-
-    def stacked(self, states):
-        """States as they are at rest, with those that lie apart stacked."""
-        return {
-            name: stack(list(state.values()), np) if name in self.apart else state for name, state in states.items()
         }
 
     def recorded(self, program, h):

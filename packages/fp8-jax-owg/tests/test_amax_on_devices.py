@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8_jax_owg as owg
-from tests.helpers import jax_layers
 from tests.helpers.jax_layers import (
     NAN,
     NOTHING,
@@ -19,11 +18,9 @@ from tests.helpers.jax_layers import (
     T,
     assert_records,
     each,
-    expect,
     layer,
     mesh,
     scan,
-    start,
     total,
     use,
 )
@@ -94,6 +91,15 @@ def varying(x, meta):
     return use(x, T(lambda leaf: lax.pcast(leaf, "a", to="varying"), meta))
 
 
+TOKENS = np.float32([[1, 2, 3, 4], [4, 3, 2, 1], [2, 5, 1, 3], [3, 9, 2, 2]])
+"""One for each of four experts, on each of four devices."""
+
+
+def experts(x, meta):
+    """Each device holds two experts, of which the devices along "a" have copies."""
+    return jax.vmap(use)(lax.all_to_all(x.T, "b", 0, 1, tiled=True), meta)
+
+
 def behind_a_barrier(x, meta):
     return use(*lax.optimization_barrier((x, meta)))
 
@@ -121,6 +127,10 @@ DEVICES = {
     "a sharded axis": (sharded("b"), [3, 5]),
     "an axis that is called sharded and is not": (sharded(None), NAN),
     "a state that becomes each device's own": (on_devices(varying, 4), NAN),
+    "experts, of which every device has its own and others have copies": (
+        on_devices(experts, 2, 2, into=("a", "b"), out=("a", "b"), state="b", xs=TOKENS),
+        [4, 9, 3, 4],
+    ),
     "a barrier around state and batch in shard_map": (
         on_devices(behind_a_barrier, 4),
         # JAX 0.10 adds up what leaves such a barrier, 0.11.2 does not
@@ -143,16 +153,3 @@ def test_meshes_of_both_kinds(devices, kind):
     with jax.set_mesh(mesh(4, kind=kind)):
         x = jax.device_put(XS[None] * np.float32([[1], [2]]), P(None, "a"))
         assert_records(lambda meta: scan(meta, x), 10)
-
-
-def test_stages_and_data_on_devices_record_what_one_device_does(devices):
-    x = np.random.default_rng(0).integers(-9, 9, (3, 2, 8)).astype(np.float32)
-
-    def loss(state, x):
-        return scan(state.value, x, lambda c, h, m: (c + jax.vmap(use)(h, m).sum(), None))
-
-    state = jax.device_put(owg.Overwrite(start(2)), NamedSharding(mesh(2, 4), P("a")))
-    placed = jax.device_put(x, NamedSharding(mesh(2, 4), P(None, "a", "b")))
-    found = jax_layers.after(functools.partial(loss, x=placed), state).value
-    expect(found, np.abs(x).max((0, 2)))
-    assert found["input_amax_history"].sharding.spec[0] == "a"

@@ -19,7 +19,6 @@ from fp8_jax_owg import (
     in_q,
     in_qdq,
     init_meta,
-    out_dq,
     out_qdq,
     value_and_grad,
 )
@@ -65,16 +64,6 @@ def test_out_qdq_casts_the_gradient_alone():
     np.testing.assert_array_equal(found, expected)
     assert stored == fp8_common.reciprocal(scale)
     assert history[0] == 5
-
-
-def test_a_product_of_casts_is_scaled_back():
-    x, w = jnp.float32([[1, 2], [3, -3]]), jnp.float32([[0.5], [2]])
-    (a, a_inv), (b, b_inv) = in_q(x, SCALE, HISTORY), in_q(w, SCALE, HISTORY)
-    dims = (((1,), (0,)), ((), ()))
-    product = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-    np.testing.assert_allclose(out_dq(product, a_inv, b_inv), x @ w, atol=0.4)
-    assert out_dq(product, a_inv, b_inv, jnp.bfloat16).dtype == jnp.bfloat16
-    np.testing.assert_array_equal(jax.grad(lambda y: out_dq(y, a_inv, b_inv).sum())(product), [[1], [1]])
 
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -152,11 +141,11 @@ def test_gradients_of_convolutions_are_those_of_fp8_values(fp8_format):
 def test_layers_with_gradients_in_fp8_have_state_for_them():
     op = functools.partial(owg_linen.Fp8ConvGeneralDilatedOp, amax_history_length=2, fp8_backward=True)
     model, x = nn.Conv(3, (3,), conv_general_dilated_cls=op), jnp.ones((1, 5, 2))
-    variables = model.init(jax.random.key(0), x)
-    _, after = value_and_grad(lambda v: (4 * model.apply(v, x)).sum())(variables)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    _, after = jax.jit(value_and_grad(lambda v: (4 * model.apply(v, x)).sum()))(variables)
     (state,) = after["_overwrite_with_gradient"].values()
     assert state["output_grad_amax_history"][0] == 4
     layer = nnx.Conv(2, 3, (3,), rngs=nnx.Rngs(0))
     layer.conv_general_dilated = nnx.data(owg_nnx.Fp8ConvGeneralDilatedOp("tensorwise_delayed", fp8_backward=True))
-    owg_nnx.grad(lambda layer: (4 * layer(x)).sum())(layer)
+    nnx.jit(owg_nnx.grad(lambda layer: (4 * layer(x)).sum()))(layer)
     assert layer.conv_general_dilated.output_grad_amax_history[0] == 4

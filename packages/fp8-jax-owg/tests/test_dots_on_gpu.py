@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fp8_jax_owg as owg
+from tests.helpers.jax_layers import dot, meta_of
 
 SCALINGS = {
     "delayed": owg.DelayedScaling(),
@@ -19,7 +20,6 @@ SCALINGS = {
     "row": owg.CurrentScaling(granularity="row"),
 }
 SHAPES = [(16, 16, 16), (128, 512, 256), (256, 1024, 512), (100, 64, 32)]
-MATMUL = (((1,), (0,)), ((), ()))
 PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
@@ -29,11 +29,9 @@ def step_on(platform, scaling, shape, dtype):
     m, k, n = shape
     random = np.random.default_rng(0)
     x, kernel, weights = (random.normal(size=size).astype(np.float32) for size in ((m, k), (k, n), (m, n)))
-    delayed = isinstance(scaling, owg.DelayedScaling)
-    meta = owg.init_meta(scaling) if delayed else None
 
     def loss(x, kernel, weights):
-        y = owg.fp8_dot_general(x, kernel, MATMUL, meta=meta, scaling=scaling)
+        y = dot(x, kernel, meta_of(scaling), scaling)
         return (y * weights).astype(jnp.float32).sum(), y
 
     with jax.default_device(devices[0]):

@@ -57,20 +57,6 @@ def test_loops_stack_bytes():
     assert not [name for name in dtypes if name.startswith("float8")]
 
 
-def count(program, seen):
-    """Equations, those of a function that is called several times once: it is lowered once."""
-    if id(program) in seen:
-        return 0
-    seen.add(id(program))
-    inner = [
-        getattr(leaf, "jaxpr", leaf)
-        for equation in program.eqns
-        for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
-        if hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
-    ]
-    return len(program.eqns) + sum(count(one, seen) for one in inner)
-
-
 def test_sixteen_layers_are_a_short_program():
     class Stack(nn.Module):
         operation: type
@@ -84,7 +70,8 @@ def test_sixteen_layers_are_a_short_program():
     def equations(operation):
         model, x = Stack(operation), normal(4, 16)
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
-        return count(jax.make_jaxpr(jax.grad(lambda v: (model.apply(v, x) ** 2).mean()))(variables).jaxpr, set())
+        # a function that is called several times is printed once, as it is lowered once
+        return str(jax.make_jaxpr(jax.grad(lambda v: (model.apply(v, x) ** 2).mean()))(variables)).count(" = ")
 
     ours, theirs = equations(Fp8DotGeneralOp), equations(nn.Fp8DirectDotGeneralOp)
     assert ours <= 3.6 * theirs, f"{ours} equations, flax's direct operation has {theirs}"

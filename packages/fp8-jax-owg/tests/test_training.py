@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import fp8_jax_owg as owg
@@ -21,7 +20,7 @@ from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.optax import MultiSteps, bypass_owg
 from fp8_jax_owg.state import cotangents
 from tests.helpers import jax_layers
-from tests.helpers.jax_layers import COLLECTION, T, dot, newest, normal, start, use
+from tests.helpers.jax_layers import BOTH, COLLECTION, T, dot, newest, normal, start, use
 
 SCALING = DelayedScaling(amax_history_length=4)
 WIDTH = 8
@@ -53,17 +52,11 @@ def gradients():
     return {"params": params, COLLECTION: {"layer": {"amax": cotangents.encode(jnp.asarray(NEXT))}}}
 
 
-def label(tree):
-    return T(lambda x: "matrix" if x.ndim == 2 else "vector", tree)
-
-
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.adam(1e-2)),
-    "masked": lambda: optax.masked(optax.adam(1e-2), lambda tree: T(lambda x: x.ndim == 2, tree)),
-    "partition": lambda: optax.partition({"matrix": optax.adam(1e-2), "vector": optax.sgd(1.0)}, label),
-    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1, momentum=0.9)),
+    "partition": lambda: optax.partition({1: optax.sgd(1.0), 2: optax.adam(1e-2)}, lambda tree: T(jnp.ndim, tree)),
 }
 
 
@@ -91,30 +84,9 @@ def test_next_values_pass_and_parameters_train_as_alone(make):
         T(np.testing.assert_array_equal, found["params"], theirs)
 
 
-def test_the_norm_that_clips_is_that_of_the_parameters():
-    huge = gradients()
-    huge[COLLECTION]["layer"]["amax"] = jnp.full(4, 1e30)
-    optimizer = bypass_owg(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
-    updates, _ = optimizer.update(huge, optimizer.init(variables()), variables())
-    squares = sum(np.square(x).sum() for x in jax.tree.leaves(owg.split(updates)[0]))
-    np.testing.assert_allclose(np.sqrt(squares), 1.0, rtol=1e-6)
-
-
-def test_multi_steps_average_parameters_and_keep_what_was_never_observed():
-    optimizer = MultiSteps(optax.sgd(1.0), 3).gradient_transformation()
-    now = {"w": jnp.float32(0), "s": owg.Overwrite(jnp.float32([7, 7]))}
-    state = optimizer.init(now)
-    for w, amax in [(1, 4), (2, 9), (6, 5)]:
-        seen = owg.Overwrite(jnp.float32([amax, -np.inf]))
-        updates, state = optimizer.update({"w": jnp.float32(w), "s": seen}, state, now)
-        now = owg.apply_updates(now, updates)
-    assert now["w"] == -3
-    assert now["s"].value.tolist() == [9, 7]
-
-
-def test_multi_steps_roll_once_per_step_of_the_optimizer():
+def test_multi_steps_roll_once_per_step_of_the_optimizer_what_was_observed():
     optimizer = MultiSteps(optax.sgd(1.0), 2)
-    now = {"w": jnp.float32(3), "s": owg.Overwrite(start())}
+    now = {"w": jnp.float32(3), "s": owg.Overwrite(start()), "unused": owg.Overwrite(start())}
     state = optimizer.init(now)
 
     @jax.jit
@@ -128,6 +100,7 @@ def test_multi_steps_roll_once_per_step_of_the_optimizer():
         assert optimizer.has_updated(state) == bool(index % 2)
     # two rolls: 2, 0, 3 -> 5, 3, 2 -> 7, 2, 5
     assert np.asarray(now["s"].value["input_amax_history"]).tolist() == [7, 2, 5]
+    T(np.testing.assert_array_equal, now["unused"].value, start())
     assert float(now["w"]) == 3 - 3 - 4.5
 
 
@@ -154,7 +127,6 @@ def test_apply_if_finite_leaves_out_steps_that_are_not_finite_and_no_others(outs
 
 STOCK = {
     "sgd": lambda: optax.sgd(1e-2),
-    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
     "gradients of several steps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "updates that are finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 5),
     "a rule for each label": lambda: optax.partition(
@@ -184,96 +156,52 @@ def test_a_stock_optimizer_over_the_state_is_loud(how):
 # ---------------------------------------------------------------- Linen
 
 
-class Two(nn.Module):
-    """A layer that always runs, and one that is dropped at random: by Python, or by `lax.cond`."""
-
-    @nn.compact
-    def __call__(self, x, second=True):
-        dense = partial(jax_layers.dense, WIDTH, scaling=SCALING)
-        x, other = dense(name="first")(x), dense(name="second")
-        if isinstance(second, bool):
-            return other(x) if second else x
-        return nn.cond(second, lambda module, x: module(x), lambda module, x: x, other, x)
-
-
 def data(scale=1.0):
     return normal(4, WIDTH) * scale
 
 
-@pytest.fixture(scope="module")
-def model():
-    return Two()
-
-
 @pytest.fixture
-def state(model):
+def state():
+    model = jax_layers.dense(WIDTH, scaling=SCALING)
     variables = jax.jit(model.init)(jax.random.key(0), data())
     return owg_linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
 
 
-def step(state, x, second=True, factor=1.0):
+@jax.jit
+def step(state, x):
     def loss(v):
-        return (state.apply_fn(v, x, second) ** 2).mean() * factor
+        return (state.apply_fn(v, x) ** 2).mean()
 
     value, grads = owg.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads, valid=jnp.isfinite(value) & owg.all_finite(grads)), value
 
 
-static_step = jax.jit(step, static_argnames="second")
-jit_step = jax.jit(step)
-
-
-@pytest.mark.parametrize("run", [static_step, jit_step], ids=["python", "cond"])
-def test_a_dropped_layer_keeps_its_state_bit_for_bit(state, run):
-    state, _ = run(state, data(), True)
-    before = state.params[COLLECTION]
-    for _ in range(2):
-        state, loss = run(state, data(), False)
-        assert np.isfinite(loss)
-    after = state.params[COLLECTION]
-    assert bits(after["second"]) == bits(before["second"])
-    assert bits(after["first"]) != bits(before["first"])
-    assert all((np.asarray(leaf) != 0).all() for leaf in jax.tree.leaves(after["second"]) if leaf.size == 1)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_the_next_recovers(state, bad):
-    state, _ = static_step(state, data())
+    state, _ = step(state, data())
     poisoned = data().at[0, 0].set(bad)
     grads = jax.jit(owg.grad(lambda v: (state.apply_fn(v, poisoned) ** 2).mean()))(state.params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads[COLLECTION]))
-    after, _ = static_step(state, poisoned)
+    after, _ = step(state, poisoned)
     assert after.step == 2
     assert bits((after.params, after.opt_state)) == bits((state.params, state.opt_state))
-    after, loss = static_step(after, data(2.0))
+    after, loss = step(after, data(2.0))
     assert newest(after.params) == np.abs(data(2.0)).max()
     assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize("tx", [optax.adam(1e-2), MultiSteps(optax.adam(1e-2), 2)], ids=["adam", "MultiSteps"])
-def test_no_state_after_a_step_holds_what_is_live_inside_of_a_loss(model, state, tx):
-    """What a checkpoint would save has shapes and dtypes of its own, in eager steps and in compiled ones."""
-    before = owg_linen.TrainState.create(apply_fn=model.apply, params=state.params, tx=tx)
-    for run in (static_step, step):
-        after, _ = run(run(before, data())[0], data())
-        shapes = [[(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(one)[1:]] for one in (before, after)]
-        assert shapes[0] == shapes[1]
-        assert "fp32_max_grad" not in str(shapes)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_an_overflow_of_half_precision_is_seen_and_the_step_left_out(dtype):
+def test_an_overflow_of_half_precision_is_seen_and_the_step_left_out():
     meta = jax_layers.meta_of(SCALING, input=[2, 3, 1, 1], kernel=[2, 3, 1, 1], output_grad=[2, 3, 1, 1])
-    variables, x = {"w": normal(8, 8, seed=1), "fp8": owg.Overwrite(meta)}, normal(4, 8, dtype=dtype)
+    variables, x = {"w": normal(8, 8, seed=1), "fp8": owg.Overwrite(meta)}, normal(4, 8, dtype="float16")
 
     def loss(variables, factor):
-        y = dot(x, variables["w"].astype(dtype), variables["fp8"].value, SCALING)
+        y = dot(x, variables["w"].astype("float16"), variables["fp8"].value, SCALING)
         # the cotangent overflows in the backward pass of this product
-        return (y * jnp.asarray(factor, dtype)).sum().astype(jnp.float32)
+        return (y * jnp.float16(factor)).sum().astype(jnp.float32)
 
     gradient = jax.jit(owg.grad(loss))
     assert owg.all_finite(gradient(variables, 1.0))
-    overflowed = gradient(variables, jnp.inf if dtype == "float32" else jnp.float32(jnp.finfo(dtype).max) * 4)
+    overflowed = gradient(variables, 2.0**18)
     assert not owg.all_finite(overflowed)
     # what was seen of finite tensors is recorded, of the others nothing: the next step has usable scales
     after = owg.next_state(variables, overflowed)["fp8"].value
@@ -336,15 +264,14 @@ def test_nnx_trains_and_keeps_what_is_unused():
 
 def test_nnx_skips_and_accumulates_with_the_state_in_the_gradient():
     model = NnxTwo(nnx.Rngs(0))
-    both = nnx.Any(nnx.Param, owg_nnx.OverwriteWithGradient)
-    variables, optimizer = nnx.state(model, both), MultiSteps(optax.sgd(1e-2), 2)
+    variables, optimizer = nnx.state(model, BOTH), MultiSteps(optax.sgd(1e-2), 2)
     opt_state, before = optimizer.init(variables), bits(variables)
-    gradient = nnx.jit(owg_nnx.value_and_grad(nnx_loss, wrt=both))
+    gradient = nnx.jit(owg_nnx.value_and_grad(nnx_loss, wrt=BOTH))
     for micro in (1.0, 3.0):
         loss, grads = gradient(model, data(micro))
-        assert bits(nnx.state(model, both)) == before
+        assert bits(nnx.state(model, BOTH)) == before
         updates, opt_state = optimizer.update(grads, opt_state, variables)
         variables = owg.apply_updates(variables, updates)
-    assert bits(owg.where_step_valid(jnp.isnan(loss), variables, nnx.state(model, both))) == before
+    assert bits(owg.where_step_valid(jnp.isnan(loss), variables, nnx.state(model, BOTH))) == before
     nnx.update(model, variables)
     np.testing.assert_array_equal(history(model.first), np.float32([np.abs(data(3.0)).max(), 0, 0, 0]))
