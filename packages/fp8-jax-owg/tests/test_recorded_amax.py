@@ -283,6 +283,8 @@ ALTERED = {
     "a penalty over all leaves": (penalized(lambda x: 0.1 * x**2), NAN),
     "the sum of all leaves": (penalized(jnp.abs), NAN),
     "a penalty over what was read": (penalized(lambda x: 0.1 * owg.read(x) ** 2), NAN),
+    # `custom_vjp` reads state that enters it in a loss that moves state
+    "custom_vjp around two uses, of a moved state": (lambda m: around(layer(m, 0)), [NAN, NOTHING]),
     "a multiple": (changed(lambda x: 2 * x, [5.0]), NAN),
     "a maximum": (changed(lambda x: jnp.maximum(x, 0.5), [5.0]), NAN),
     "rounded": (changed(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), [5.0]), NAN),
