@@ -19,7 +19,7 @@ from fp8_common import Fp8Error
 from fp8_common.torch import dequantize_mx, quantize_mx
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, RECIPES, Block, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_rows import Row, both_gathers, check, compared
+from tests.helpers.fsdp_rows import Row, both_gathers, check
 from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
@@ -97,27 +97,15 @@ def sequences(rank, step, tp, plan):
 # ---------------------------------------------------------------- two models that train alike
 
 
-def gathers_row(dp, plan, reshard):
-    def place(model):
-        return parallel(model, meshes(dp, 2), plan, reshard_after_forward=reshard)
-
-    def reductions(recipe):
-        # scales of rows that tensor parallelism cuts whole concern the ranks of FSDP2 alone: a group of their own;
-        # blocks belong to one rank's part
-        return (2 if recipe.startswith("rowwise") and dp > 1 else 1) if recipe != "blockwise" or dp > 1 else 0
-
-    inputs = functools.partial(sequences, tp=2, plan=plan)
-    return Row(both_gathers(transformer, place), 2 * dp, casts=5, reductions=reductions, loop={"inputs": inputs})
-
-
-def run_gathers(rank, world_size, recipe, *row):
-    return compared(rank, gathers_row(*row), recipe)
-
-
 @pytest.mark.matrix(recipe=RECIPES, dp=[2, 1], plan=list(PLANS), reshard=[True, False])
-def test_fp8_gather_equals_a_high_precision_gather(run_ranks, recipe, dp, plan, reshard):
-    row = dp, plan, reshard
-    check(gathers_row(*row), recipe, run_ranks(2 * dp, run_gathers, recipe, *row))
+@on_ranks(lambda given: 2 * given["dp"])
+def test_fp8_gather_equals_a_high_precision_gather(rank, recipe, dp, plan, reshard):
+    place = functools.partial(parallel, mesh=meshes(dp, 2), plan=plan, reshard_after_forward=reshard)
+    # scales of rows that tensor parallelism cuts whole concern the ranks of FSDP2 alone: a group of their own;
+    # blocks belong to one rank's part
+    reductions = (2 if recipe.startswith("rowwise") and dp > 1 else 1) if recipe != "blockwise" or dp > 1 else 0
+    loop = {"inputs": functools.partial(sequences, tp=2, plan=plan)}
+    check(rank, Row(both_gathers(transformer, place), casts=5, reductions=reductions, loop=loop), recipe)
 
 
 def without_fsdp(plan):
@@ -186,14 +174,10 @@ ORDERS = {
 }
 
 
-def run_order(rank, world_size, name, recipe):
-    return compared(rank, ORDERS[name]._replace(casts=None, reductions=None), recipe)
-
-
 @pytest.mark.matrix("each", name=list(ORDERS), recipe=RECIPES)
-def test_equals(run_ranks, name, recipe):
-    row = ORDERS[name]._replace(casts=None, reductions=None)
-    check(row, recipe, run_ranks(row.ranks, run_order, name, recipe))
+@on_ranks(lambda given: ORDERS[given["name"]].ranks)
+def test_equals(rank, name, recipe):
+    check(rank, ORDERS[name]._replace(casts=None, reductions=None), recipe)
 
 
 # ---------------------------------------------------------------- scales
