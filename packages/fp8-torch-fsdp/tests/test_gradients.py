@@ -15,9 +15,8 @@ import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from fp8_common._reference.gradients import round_gradients, sum_rounded
-from fp8_common.torch import dequantize_mx, quantize_mx
 from fp8_torch_fsdp.reduce_scatter import RandomState, reduce_rows
-from tests.helpers.fsdp_models import Block, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import Block, converted, decoded, mesh_of, seeded, shard
 from tests.helpers.fsdp_training import batch, loss_of, sgd, train
 from tests.helpers.ranks import on_ranks
 
@@ -124,6 +123,37 @@ class Narrow(nn.Module):
         return x + self.down(self.up(x))
 
 
+class Images(nn.Module):
+    """Tokens as images of 4 x 2 x 5; a row of the convolution has 36 values, no multiple of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x.view(-1, 4, 2, 5)).view(x.shape)
+
+
+class Stack(nn.Module):
+    """Matrices [experts, out, in] of a user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 40, 40) / 6)
+
+    def forward(self, x):
+        return torch.cat([nn.functional.linear(part, own) for part, own in zip(x.chunk(6), self.weight, strict=True)])
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(67, 40), nn.Linear(40, 67)
+
+    def forward(self, x):
+        return self.head(self.embedding(x.argmax(-1)))[:, :40] + x
+
+
 def accumulate(model, rank):
     for i in range(3):
         model.set_requires_gradient_sync(i == 2)
@@ -169,6 +199,9 @@ SITUATIONS = {
     "modules that are used twice": (use_twice, {}),
     "a weight that two layers share": (backward, {"kind": Tied}),
     "ranks without rows": (backward, {"kind": Narrow}),
+    "convolutions": (backward, {"kind": Images}),
+    "stacks of matrices": (backward, {"kind": Stack}),
+    "embeddings and heads that are asked for": (backward, {"kind": Words}),
     "parameters without a gradient on one rank": (use_less_on_one_rank, {}),
     "frozen and unused parameters": (frozen_and_unused, {}),
     "bfloat16 weights, float32 reduction": (backward, {"mp_policy": HALF}),
@@ -184,10 +217,9 @@ def decode(model, options, ranks):
     """Give a model the weights that a gather in FP8 would give its layers."""
     half = options.get("mp_policy") is HALF
     for own in model.parameters():
-        if own.ndim == 2:
+        if own.ndim > 1:
             parts = own.data.chunk(ranks, dim=1) if "shard_placement_fn" in options else [own.data]
-            codes = [quantize_mx((part.bfloat16() if half else part).contiguous(), "e4m3") for part in parts]
-            own.data = torch.cat([dequantize_mx(*one, "e4m3") for one in codes], dim=1)
+            own.data = torch.cat([decoded(part.bfloat16() if half else part) for part in parts], dim=1)
 
 
 def both(rank, ranks, situation):
@@ -201,7 +233,7 @@ def both(rank, ranks, situation):
             decode(model, options, ranks)
         shard(model, **options)
         if way == "everything" or (way == "weights" and weights):
-            f8.compress_communication(model, weights=weights, gradients=way == "everything")
+            f8.compress_communication(model, weights=weights, gradients=way == "everything", parameters=["*"])
         run(model, rank)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -16,9 +16,8 @@ from torch.distributed.tensor.parallel import (
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
-from fp8_common.torch import dequantize_mx, quantize_mx
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.fsdp_models import DIM, RECIPES, Block, converted, mesh_of, seeded, shard
+from tests.helpers.fsdp_models import DIM, RECIPES, Block, converted, decoded, mesh_of, seeded, shard
 from tests.helpers.fsdp_rows import Row, both_gathers, check
 from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
@@ -266,7 +265,7 @@ def test_weights_that_all_ranks_hold_compute_as_on_one(rank):
 @on_ranks(4)
 def test_communication_only_works_with_torchs_own_styles(rank):
     mesh, model = meshes(2, 2), seeded(lambda: nn.Sequential(nn.Linear(DIM, 40, bias=False), nn.Linear(40, DIM, False)))
-    rounded = [dequantize_mx(*quantize_mx(layer.weight.detach(), "e4m3"), "e4m3") for layer in model]
+    rounded = [decoded(layer.weight) for layer in model]
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     f8.compress_communication(model)
