@@ -271,8 +271,6 @@ def test_shared_memory_and_other_libraries_see_the_values():
     model = converted(one())
     weight, expected = model[0].weight, model(X).detach()
     assert np.array_equal(np.from_dlpack(weight.detach()), weight.plain.numpy())
-    assert torch.equal(torch.from_dlpack(weight.detach()), weight.plain)
-    assert np.array_equal(weight.detach().numpy(), weight.plain.numpy())
     assert weight.tolist() == weight.plain.tolist()
     with pytest.raises(BufferError, match="detach"):
         np.from_dlpack(weight)

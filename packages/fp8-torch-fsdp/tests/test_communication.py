@@ -146,18 +146,6 @@ def test_the_report_says_what_a_gather_does_to_each_matrix(rank):
     assert zeros == ("2.weight", (2, 64), 3 * 1 * (64 + 2), 0.0, 0.0)
 
 
-@on_ranks(2)
-def test_parameters_of_equal_length_are_not_exchanged(rank):
-    torch.manual_seed(0)
-    # equal lengths: an order by length alone would not tell
-    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
-    wanted = [decoded(own.bfloat16()).bfloat16() for own in model.parameters()]
-    fully_shard(model, mp_policy=POLICY)
-    f8.compress_communication(model)
-    model.unshard()
-    assert all(torch.equal(own, value) for own, value in zip(model.parameters(), wanted, strict=True))
-
-
 # ---------------------------------------------------------------- refusals
 
 

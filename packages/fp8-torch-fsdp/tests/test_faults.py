@@ -1,7 +1,6 @@
 """What goes wrong on one rank ends the same way on all: a dead rank in an error, a NaN in the same numbers."""
 
 import contextlib
-import hashlib
 import os
 import signal
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.fsdp_models import DIM, RECIPES, Experts, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import adamw, batch, unlike, whole
+from tests.helpers.fsdp_training import adamw, batch, digest, unlike, whole
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.distributed
@@ -25,15 +24,6 @@ pytestmark = pytest.mark.distributed
 
 def layers():
     return nn.Sequential(nn.Linear(DIM, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, DIM))
-
-
-def fingerprint(tensors):
-    """Return a digest of the bits of some tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        # copied: NumPy pins a storage that FSDP2 wants to free
-        digest.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -83,7 +73,7 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
         if step + 1 == SAVED:
             f8.synchronize_scales(model)
             dcp.save(state(), checkpoint_id=folder)
-    return losses, fingerprint(parameter.full_tensor() for parameter in model.parameters())
+    return losses, digest(*(parameter.full_tensor() for parameter in model.parameters()))
 
 
 DEATHS = {
@@ -194,7 +184,7 @@ def poison(rank, world_size, recipe, place, value):
     assert skipped == skipped_high == [POISONED]
     observed = {int((value > 0).sum()) for name, value in state.items() if name.endswith("input.history")}
     assert observed == ({3} if recipe == "tensorwise_delayed" else set()), "it hides no good value from a history"
-    return entries, fingerprint(state.values())
+    return entries, digest(*state.values())
 
 
 @pytest.mark.matrix(

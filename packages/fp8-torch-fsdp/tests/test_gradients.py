@@ -222,15 +222,25 @@ def decode(model, options, ranks):
             own.data = torch.cat([decoded(part.bfloat16() if half else part) for part in parts], dim=1)
 
 
-def both(rank, ranks, situation):
-    """Return gradients with decoded weights, with weights gathered in FP8, and with gradients that travel so too."""
+LACKS = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason=f"torch {torch.__version__} cannot be told that a rank may lack gradients",
+)
+
+
+@pytest.mark.parametrize(
+    "situation", [pytest.param(one, marks=[LACKS] if "on one rank" in one else []) for one in SITUATIONS]
+)
+@on_ranks(lambda given: 4 if "integer" in given["situation"] or "columns" in given["situation"] else 3)
+def test_weights_change_nothing_else_and_gradients_are_near_whatever_the_loop_does(rank, situation):
+    """With decoded weights, with weights gathered in FP8, and with gradients that travel so too."""
     run, options = SITUATIONS[situation]
     options, found = dict(options), []
     kind, weights = options.pop("kind", Block), "reshard_after_forward" not in options  # with an integer it cannot
     for way in ("decoded", "weights", "everything"):
         model = seeded(lambda: blocks(kind))
         if way == "decoded" and weights:
-            decode(model, options, ranks)
+            decode(model, options, dist.get_world_size())
         shard(model, **options)
         if way == "everything" or (way == "weights" and weights):
             f8.compress_communication(model, weights=weights, gradients=way == "everything", parameters=["*"])
@@ -238,23 +248,15 @@ def both(rank, ranks, situation):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({name: g.full_tensor().to("cpu", torch.float32) for name, g in gradients.items()})
-    return found
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_weights_change_nothing_else_and_gradients_are_near_whatever_the_loop_does(run_ranks, situation):
-    if SITUATIONS[situation][0] is use_less_on_one_rank and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        pytest.skip(f"torch {torch.__version__} cannot be told that a rank may lack gradients")
-    ranks = 4 if "integer" in situation or "columns" in situation else 3
-    for plain, weights, ours in run_ranks(ranks, both, situation):
-        assert plain.keys() == ours.keys()
-        for name, gradient in plain.items():
-            assert torch.equal(gradient, weights[name]), f"{name}: gathered weights are the decoded ones"
-            error = ((gradient - ours[name]).norm() / gradient.norm()).item()
-            # a buffer that nobody can read, for a part of its parameters takes no part, stays wide; what travels wide
-            # differs by the norm that all gradients were clipped by, and by the order of a sum
-            wide = gradient.ndim < 2 or (situation == "frozen and unused parameters" and name == "1.down.weight")
-            assert error < (0.01 if "reduction in" in situation else 0.003) if wide else 0.002 < error < 0.06, name
+    plain, same, ours = found
+    assert plain.keys() == ours.keys()
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, same[name]), f"{name}: gathered weights are the decoded ones"
+        error = ((gradient - ours[name]).norm() / gradient.norm()).item()
+        # a buffer that nobody can read, for a part of its parameters takes no part, stays wide; what travels wide
+        # differs by the norm that all gradients were clipped by, and by the order of a sum
+        wide = gradient.ndim < 2 or (situation == "frozen and unused parameters" and name == "1.down.weight")
+        assert error < (0.01 if "reduction in" in situation else 0.003) if wide else 0.002 < error < 0.06, name
 
 
 @pytest.mark.parametrize(

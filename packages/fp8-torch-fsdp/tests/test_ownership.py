@@ -69,39 +69,6 @@ def backward(model):
     return loss
 
 
-def in_a_thread(model, optimizer):
-    thread = threading.Thread(target=optimizer.step)
-    thread.start()
-    thread.join()
-
-
-class Outer(torch.optim.Optimizer):
-    """An optimizer whose step makes that of another, as wrappers do."""
-
-    def __init__(self, inner):
-        super().__init__([nn.Parameter(torch.zeros(1))], {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
-
-
-def with_a_foreign_one_inside(model, optimizer):
-    other = nn.Parameter(torch.zeros(1))
-    other.grad = torch.ones(1)
-    optimizer.register_step_pre_hook(lambda *_: torch.optim.SGD([other], lr=1.0).step())
-    optimizer.step()
-
-
-def perturbed(model, optimizer):
-    """Sharpness-aware minimisation."""
-    for sign in (1, -1):
-        with torch.no_grad():
-            torch._foreach_add_(list(model.parameters()), [sign * 0.05 * p.grad for p in model.parameters()])
-        backward(model)
-    optimizer.step()
-
-
 def in_the_backward(model, optimizer):
     handles = []
     for parameter in model.parameters():
@@ -122,25 +89,13 @@ def lbfgs(model, optimizer):
     torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=2).step(lambda: backward(model))
 
 
-def with_a_scaler(model, optimizer):
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(model(ONES).sum()).backward()
-    scaler.step(optimizer)
-
-
 HOW_A_STEP_IS_MADE = {
-    "the optimizer steps with a closure": lambda model, optimizer: optimizer.step(lambda: backward(model)),
     "L-BFGS looks at the loss several times in a step": lbfgs,
-    "sharpness-aware minimisation perturbs weights and puts them back": perturbed,
-    "the optimizer steps in another thread": in_a_thread,
-    "the optimizer steps inside of the step of another one": lambda model, optimizer: Outer(optimizer).step(),
-    "an optimizer of something else steps inside of the step": with_a_foreign_one_inside,
     "an optimizer for each parameter steps in the backward": in_the_backward,
     "an optimizer of other parameters of the model steps": lambda model, optimizer: torch.optim.SGD(
         model[0].parameters(), lr=0.1
     ).step(),
     "a step raises before the one that counts": after_one_that_raised,
-    "a gradient scaler makes the step": with_a_scaler,
 }
 
 

@@ -88,11 +88,13 @@ def train(
                 f8.synchronize_scales(model)
 
 
-def races(recipe, *, world=(2,), build_options=None, **scenario):
-    order = StreamOrder(parts)
+def races(recipe, *, world=(2,), tensor_parallel=False, build_options=None, **scenario):
+    order, options = StreamOrder(parts), build_options or {}
     with fake_ranks(torch.Size(world).numel()), order.streams():
         mesh = mesh_of(*world)
-        model, optimizer = build(recipe, mesh, **(build_options or {}))
+        if tensor_parallel:
+            mesh, options = mesh["replicate"], {"tp": mesh["shard"]}
+        model, optimizer = build(recipe, mesh, **options)
         train(order, model, optimizer, **scenario)
     return order.races
 
@@ -114,21 +116,16 @@ SCENARIOS = {
     "compressed, to nearest": {"build_options": {"gradients": f8.GradientCompression(rounding="nearest")}},
     "compressed communication": {"build_options": {"gradients": True}},
 }
+TENSOR_PARALLEL = {"world": (2, 2), "tensor_parallel": True}
+SCENARIOS |= {
+    f"{name}, tensor-parallel": SCENARIOS[name] | TENSOR_PARALLEL
+    for name in ("plain steps", "an event of the optimizer", "accumulation")
+}
 
 
 @pytest.mark.matrix("each", recipe=RECIPES, scenario=SCENARIOS)
 def test_every_access_is_ordered(recipe, scenario):
     assert races(recipe, **SCENARIOS[scenario]) == {}
-
-
-@pytest.mark.matrix("each", recipe=RECIPES, scenario=["plain steps", "an event of the optimizer", "accumulation"])
-def test_every_access_is_ordered_with_tensor_parallelism(recipe, scenario):
-    order = StreamOrder(parts)
-    with fake_ranks(4), order.streams():
-        mesh = mesh_of(2, 2, names=("shard", "tp"))
-        model, optimizer = build(recipe, mesh["shard"], tp=mesh["tp"])
-        train(order, model, optimizer, **SCENARIOS[scenario])
-    assert order.races == {}
 
 
 @pytest.mark.parametrize("scenario", ["a first gather after layers that compute", "the same, prefetched"])

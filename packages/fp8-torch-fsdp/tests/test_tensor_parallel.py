@@ -118,37 +118,14 @@ def without_fsdp(plan):
     return Row(models, loop={"inputs": lambda rank, step: sequences(rank % 2, step, 2, plan)}, ranks=4)
 
 
-def wrapped_forward(layer, inside, outside):
-    """Put a function around the forward of a layer, as Transformers and torchtitan do."""
-    forward = layer.forward
-    layer.forward = lambda x: outside(forward(inside(x)))
-
-
-def distribute(block, mesh, way):
-    if way == "torch":
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return
-    for layer, cut, bias_cut in ((block.up, Shard(0), Shard(0)), (block.down, Shard(1), Replicate())):
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [cut]))
-        if layer.bias is not None:
-            layer.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [bias_cut]))
-    local = functools.partial(DTensor.from_local, device_mesh=mesh, run_check=False)
-    wrapped_forward(block.up, lambda x: local(x, placements=[Replicate()]), lambda y: y.to_local())
-    wrapped_forward(
-        block.down,
-        lambda x: local(x, placements=[Shard(x.ndim - 1)]),
-        lambda y: y.redistribute(placements=[Replicate()]).to_local(),
-    )
-
-
-def distributed_first(way, dp, bias=False):
-    """Convert after the distribution by `way`, and before that by this package's styles; then FSDP2 over the rest."""
+def distributed_first(dp, *, bias):
+    """Convert after the distribution, and before that by this package's styles; then FSDP2 over the rest."""
 
     def models(recipe):
         mesh = meshes(dp, 2)
         later, first = (seeded(lambda: nn.Sequential(Block(bias=bias), Block(bias=bias))) for _ in range(2))
         for block in later:
-            distribute(block, mesh["tp"], way)
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         before = [(name, p.placements) for name, p in later.named_parameters() if isinstance(p, DTensor)]
         converted(later, recipe)
         assert [(name, p.placements) for name, p in later.named_parameters() if isinstance(p, DTensor)] == before
@@ -167,9 +144,8 @@ def distributed_first(way, dp, bias=False):
 ORDERS = {
     "the same layout without FSDP2, sequences whole": without_fsdp("whole"),
     "the same layout without FSDP2, sequences cut": without_fsdp("sequence"),
-    "converted after parallelize_module": distributed_first("torch", 1, bias=True),
-    "converted after a distribution by forwards around layers": distributed_first("forward", 1, bias=True),
-    "converted after a distribution, then sharded further": distributed_first("forward", 2),
+    "converted after parallelize_module": distributed_first(1, bias=True),
+    "converted after parallelize_module, then sharded further": distributed_first(2, bias=False),
 }
 
 
