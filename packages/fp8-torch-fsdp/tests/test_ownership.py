@@ -44,15 +44,30 @@ class Run:
         return whole(self.model) | {"losses": torch.tensor(self.losses)}
 
 
-ORDERS = {"two ahead": [0, 0] + [1, 0] * 6 + [1, 1], "in steps": ([0] * 4 + [1] * 4) * 2}
+def by_turns(*order):
+    return lambda runs: [runs[index].advance() for index in order]
+
+
+def in_threads(runs):
+    threads = [threading.Thread(target=lambda run=run: [run.advance() for _ in range(40)]) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+ORDERS = {
+    "two ahead": by_turns(0, 0, *[1, 0] * 6, 1, 1),
+    "in steps": by_turns(*([0] * 4 + [1] * 4) * 2),
+    "in two threads": in_threads,
+}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@on_ranks(2)
+@on_ranks(lambda given: 1 if "threads" in given["order"] else 2)
 def test_two_models_in_any_order_train_as_each_does_alone(rank, order):
     runs = [Run(0), Run(1)]
-    for index in ORDERS[order]:
-        runs[index].advance()
+    ORDERS[order](runs)
     for seed, run in enumerate(runs):
         alone = Run(seed)
         for _ in range(run.calls):
@@ -170,24 +185,3 @@ def test_layers_that_were_converted_elsewhere_keep_their_plan():
     twin(5 * ONES).sum().backward()
     f8.synchronize_scales(twin)
     assert twin.fp8_input.history[0] == 5
-
-
-@on_ranks(1)
-def test_two_models_with_two_optimizers_train_in_two_threads(rank):
-    models = [converted(seeded(lambda: nn.Sequential(nn.Linear(24, 24))), "tensorwise_delayed") for _ in range(2)]
-
-    def train(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss_of(model, ONES).backward()
-            optimizer.step()
-
-    threads = [threading.Thread(target=train, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for model in models:
-        model(ONES)  # rolls what the last step observed
-        assert model[0].fp8_input.history.count_nonzero() == 16
