@@ -52,7 +52,6 @@ def train(
     event=False,
     accumulate=False,
     evaluate=False,
-    edit=False,
     explicit=False,
     part=False,
 ):
@@ -81,9 +80,6 @@ def train(
                 continue  # gradients stay: zeroing them would need to wait
             optimizer.step()
             optimizer.zero_grad()
-            if edit:
-                with torch.no_grad():
-                    model[0].up.weight.mul_(0.5)
             if explicit:
                 f8.synchronize_scales(model)
 
@@ -104,7 +100,6 @@ SCENARIOS = {
     "an event of the optimizer": {"event": True},
     "accumulation": {"accumulate": True},
     "evaluation": {"evaluate": True},
-    "an edit": {"edit": True},
     "explicit synchronization": {"explicit": True},
     "checkpointing": {"build_options": {"checkpointed": True}},
     "kept gathered": {"build_options": {"reshard": False}},
