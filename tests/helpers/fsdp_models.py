@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
+from fp8_common.torch import dequantize_mx, quantize_mx
 
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 STATIC = f8.Recipe(
@@ -176,6 +177,12 @@ def shard(model: Any, mesh: Any = None, **options: Any) -> Any:
         if any(True for _ in part.parameters()):
             fully_shard(part, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
+
+
+def decoded(weight: torch.Tensor) -> torch.Tensor:
+    """Return what a gather in codes gives in the place of a weight [rows, ...]."""
+    rows = weight.detach().reshape(len(weight), -1)
+    return dequantize_mx(*quantize_mx(rows, "e4m3"), "e4m3").view(weight.shape)
 
 
 def with_delayed(**changes: Any) -> f8.DelayedScalingConfig:

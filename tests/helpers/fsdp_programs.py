@@ -7,12 +7,16 @@ computes the same FP8 products from weights that are gathered, or without FSDP2 
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
+import io
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -20,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_torch_fsdp as f8
 from fp8_common import CANONICAL, POWER_OF_2
-from tests.helpers.fsdp_models import RECIPES, STATIC, converted, mesh_of, seeded
+from tests.helpers.fsdp_models import RECIPES, STATIC, converted, mesh_of, seeded, with_delayed
 from tests.helpers.fsdp_training import batch, same, unlike, values_here, whole
 
 WIDTHS = ((24, 40, 7, 24), (24, 2, 40, 24), (24, 136, 24))
@@ -29,6 +33,84 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+}
+NAMED: dict[Any, tuple[Any, dict[str, Any]]] = {
+    "static": (STATIC, {}),
+    "delayed_from_one": (
+        "tensorwise_delayed",
+        {"delayed": with_delayed(scale_fn="most_recent", margin=1, initial="one")},
+    ),
+}
+"""Recipes beside those of `RECIPES`, with options of the conversion."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def set_data(tensor: torch.Tensor, factor: float) -> None:
+    """Not of plain parameters, whose `.data` FSDP2 itself does not look at again."""
+    local = local_of(tensor)
+    if isinstance(local, f8.ShardedFloat8Weight):
+        local.data = local.plain * factor
+    else:
+        local.mul_(factor)
+
+
+def multiply_at(tensor: torch.Tensor, factor: float) -> None:
+    """As fused kernels and bitsandbytes write: no operator, no version."""
+    local = local_of(tensor)
+    if local.dtype != torch.float32:
+        local.mul_(factor)
+    elif local.numel():
+        values = (ctypes.c_float * local.numel()).from_address(local.data_ptr())
+        values[:] = [factor * value for value in values]
+
+
+def with_numpy(tensor: torch.Tensor, factor: float) -> None:
+    """NumPy has no bfloat16."""
+    local = local_of(tensor)
+    if local.dtype == torch.bfloat16:
+        local.mul_(factor)
+    else:
+        local.detach().numpy()[...] *= factor
+
+
+EDITS: dict[str, Callable[[torch.Tensor, float], Any]] = {
+    "mul": torch.Tensor.mul_,
+    "state_dict": torch.Tensor.mul_,
+    "data": lambda tensor, factor: tensor.data.mul_(factor),
+    "copy": lambda tensor, factor: tensor.copy_(tensor.detach() * factor),
+    "view": lambda tensor, factor: local_of(tensor).view(-1)[::2].mul_(factor),
+    "foreach": lambda tensor, factor: torch._foreach_mul_([tensor], factor),
+    "local_data": lambda tensor, factor: local_of(tensor).data.mul_(factor),
+    "set_data": set_data,
+    "numpy": with_numpy,
+    "dlpack": lambda tensor, factor: torch.from_dlpack(local_of(tensor).detach()).mul_(factor),
+    "address": multiply_at,
+}
+"""Ways to multiply a parameter, or what a state dict holds."""
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": lambda local: dist.all_reduce(local.data),
+    "broadcast": lambda local: dist.broadcast(local, 0),
+    "all_gather": lambda local: dist.all_gather_into_tensor(
+        local.view(-1), torch.full((local.numel() // 2,), 1.0 + dist.get_rank())
+    ),
+    "recv": lambda local: dist.send(local * 2, 0) if dist.get_rank() else dist.recv(local, 1),
+}
+"""Collectives that write to even shards of two ranks; of two, only one receives."""
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "state_dict with variables": lambda model: model.state_dict(keep_vars=True),
+    "copied state_dict": lambda model: copy.deepcopy(model.state_dict()),
+    "saved state_dict": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "repr": repr,
+    "named_parameters": lambda model: [(n, p.shape, local_of(p).sum()) for n, p in model.named_parameters()],
+    "data": lambda model: [local_of(p.data) for p in model.parameters()],
+    "values": lambda model: [local_of(value).detach().clone() for value in model.state_dict().values()],
 }
 
 
@@ -60,13 +142,10 @@ RARE: dict[str, tuple[st.SearchStrategy, ...]] = {
     "forward": (),
     "backward": (),
     "evaluate": (st.sampled_from(("eval", "no_grad", "inference")),),
-    "read": (RANK,),
+    "read": (st.sampled_from(tuple(READERS)), RANK),
     "keep": (RANK,),
-    "load": (st.booleans(), FACTOR),
-    "edit": (
-        st.sampled_from(("mul", "data", "copy", "view", "foreach", "local_data", "state_dict", "set_data")),
-        FACTOR,
-    ),
+    "load": (st.sampled_from(("copy", "assign")), FACTOR),
+    "edit": (st.sampled_from(tuple(EDITS)), FACTOR),
     "edit_on_one_rank": (st.integers(0, 1), FACTOR),
     "clone": (),
     "average": (),
@@ -139,7 +218,7 @@ PROGRAMS = st.builds(
     Program,
     ranks=st.sampled_from((2, 0, 1, 2, 3)),
     operations=operations(),
-    recipe=st.sampled_from((*RECIPES, "static")) | recipes(),
+    recipe=st.sampled_from((*RECIPES, *NAMED)) | recipes(),
     dtype=st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
     widths=st.sampled_from(WIDTHS) | st.lists(SIZES, min_size=2, max_size=4).map(tuple),
     pad=st.booleans(),
@@ -176,12 +255,9 @@ class Pair:
 
     def __init__(self, program: Program, *, low: bool) -> None:
         self.program, self.low = program, low
-        self.model = converted(
-            seeded(lambda: Model(program.widths, program.reentrant).to(program.dtype)),
-            program.recipe if program.recipe != "static" else STATIC,
-            gather=low,
-            pad_inner_dim=program.pad,
-        )
+        recipe, options = NAMED.get(program.recipe, (program.recipe, {}))
+        model = seeded(lambda: Model(program.widths, program.reentrant).to(program.dtype))
+        self.model = converted(model, recipe, gather=low, pad_inner_dim=program.pad, **options)
         if program.ranks:
             mesh = mesh_of(program.ranks, 1) if program.copies else mesh_of()
             for layer in list(self.model)[:-1]:
@@ -235,37 +311,27 @@ class Pair:
         with contextlib.suppress(InterruptedError):
             self.optimizer.step(interrupt)
 
-    def load(self, assign: bool, factor: float) -> None:
+    def load(self, how: str, factor: float) -> None:
         state = {n: v * factor if n.endswith("weight") else v.clone() for n, v in self.model.state_dict().items()}
-        self.model.load_state_dict(state, assign=assign)
-        if assign:
+        if how == "to_empty":
+            self.model.to_empty(device="cpu")
+        self.model.load_state_dict(state, assign=how == "assign")
+        if how == "assign":
             self.restart_optimizer()
 
     @torch.no_grad()
     def edit(self, how: str, factor: float) -> None:
         """Multiply parameters; the twin in the way that every observer of plain tensors sees."""
         parameters = self.parameters
-        if how == "view":
-            for parameter in parameters:
-                local_of(parameter).view(-1)[::2].mul_(factor)
-            return
-        if not self.low or (how == "set_data" and self.program.ranks):
-            how = "mul"
-        if how == "state_dict":
+        if how == "state_dict" and self.low:
             parameters = [v for name, v in self.model.state_dict().items() if name.endswith(("weight", "bias"))]
         for parameter in parameters:
-            if how == "foreach":
-                torch._foreach_mul_([parameter], factor)
-            elif how in ("mul", "state_dict"):
-                parameter.mul_(factor)
-            elif how == "data":
-                parameter.data.mul_(factor)
-            elif how == "copy":
-                parameter.copy_(parameter.detach() * factor)
-            elif how == "local_data":
-                local_of(parameter).data.mul_(factor)
-            else:
-                parameter.data = parameter.detach() * factor
+            EDITS[how if self.low or how == "view" else "mul"](parameter, factor)
+
+    @torch.no_grad()
+    def collective(self, name: str) -> None:
+        for parameter in self.parameters:
+            COLLECTIVES[name](local_of(parameter))
 
     def clone(self) -> None:
         self.copies = [parameter.detach().clone() for parameter in self.parameters]
@@ -410,11 +476,11 @@ class Run:
 
     # ------------------------------------------------------------ reading, and what not all ranks do
 
-    def read(self, only: int | None) -> None:
+    def read(self, how: str, only: int | None) -> None:
+        """Read the model that is gathered in FP8, and not its twin."""
         self.reshard()  # as reading does to what FSDP2 keeps gathered, on one rank alone even
-        for pair in self.pairs:
-            if only in (None, self.rank):
-                pair.model.state_dict()
+        if only in (None, self.rank):
+            READERS[how](self.pairs[0].model)
 
     def keep(self, only: int | None) -> None:
         """Hold a state dict, and let go of the one before."""
@@ -455,7 +521,3 @@ def interrupt(*args: object) -> None:
 def interrupt_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
     if output.requires_grad:  # not in the first forward of a reentrant checkpoint
         output.register_hook(interrupt)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

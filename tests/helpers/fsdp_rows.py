@@ -5,7 +5,7 @@ What is compared: all losses, the gradients of the last step, weights, delayed s
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,16 +38,6 @@ class Row(NamedTuple):
     first: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class Compared(NamedTuple):
-    """What became of a row: what differs; the first one's losses, whether it has gradients, what it did in a step."""
-
-    different: list[str]
-    losses: list[float]
-    learns: bool
-    casts: float
-    reductions: float
-
-
 STEPS = 3
 
 
@@ -62,39 +52,21 @@ def both_gathers(
     return models
 
 
-def compared(rank: int, row: Row, recipe: Any) -> Compared:
-    """Train the models of a row."""
+def check(rank: int, row: Row, recipe: Any) -> None:
+    """Train the models of a row on each rank, and compare them."""
     models, loop = row.models(recipe), {"steps": STEPS, **row.loop}
     losses = [train(model, rank, **loop, **extra) for model, extra in zip(models, (row.first, {}), strict=True)]
     report = f8.float8_report(models[0])
-    states = [whole(m) | {"losses": torch.tensor(own)} for m, own in zip(models, losses, strict=True)]
-    learns = bool(states[0]["losses"].isfinite().all()) and any(
-        bool(value.any()) for name, value in states[0].items() if name.endswith(".grad")
-    )
-    counts = report.casts / loop["steps"], report.reductions / loop["steps"]
-    return Compared(unlike(*states), losses[0], learns, *counts)
+    low, high = (whole(m) | {"losses": torch.tensor(own)} for m, own in zip(models, losses, strict=True))
+    assert unlike(low, high) == [], recipe
+    assert low["losses"].isfinite().all(), recipe
+    assert any(value.any() for name, value in low.items() if name.endswith(".grad")), f"{recipe}: it learns"
+    reductions = row.reductions(recipe) if callable(row.reductions) else row.reductions
+    assert row.casts in (None, report.casts / loop["steps"]), f"{recipe}: {report.casts}"
+    assert reductions in (None, report.reductions / loop["steps"]), f"{recipe}: {report.reductions}"
 
 
-def check(row: Row, recipe: Any, found: Iterable[Compared]) -> None:
-    """Check what `compared` returned on each rank."""
-    for one in found:
-        assert one.different == [], f"{recipe}: {one}"
-        assert one.learns, f"{recipe}: {one}"
-        assert row.casts in (None, one.casts), f"{recipe}: {one}"
-        reductions = row.reductions(recipe) if callable(row.reductions) else row.reductions
-        assert reductions in (None, one.reductions), f"{recipe}: {one}"
-
-
-def run_row(rank: int, ranks: int, row: Row, recipes: Sequence[Any]) -> list[Compared]:
-    """Train a row's models under some recipes; `ranks` is that of `run_ranks`."""
-    return [compared(rank, row, recipe) for recipe in recipes]
-
-
-def check_row(
-    run_ranks: Callable[..., list[Any]], function: Callable[..., Any], name: str, row: Row, full: bool
-) -> None:
-    """Run `function(rank, ranks, name, recipes)`, which calls `run_row`, on all ranks, and check all recipes."""
-    recipes = [*row.recipes, *(r for r in RECIPES if full and row.recipes != () and r not in row.recipes)]
-    results = run_ranks(row.ranks, function, name, recipes)
-    for recipe, *found in zip(recipes, *results, strict=True):
-        check(row, recipe, found)
+def check_all(rank: int, row: Row, full: bool) -> None:
+    """Check a row under its recipes, or under all."""
+    for recipe in (*row.recipes, *(r for r in RECIPES if full and r not in row.recipes)):
+        check(rank, row, recipe)

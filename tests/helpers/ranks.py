@@ -139,8 +139,11 @@ def rank_pools() -> Iterator[Callable[..., list[Any]]]:
             pool.close()
 
 
-def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a module's function that every rank runs, with `rank` and the test's fixtures and parameters."""
+def on_ranks(world_size: int | Callable[[Any], int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module's function that every rank runs, with `rank` and the test's fixtures and parameters.
+
+    `world_size` is the number of ranks, or a function that returns it of those fixtures and parameters, by their names.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         names = [name for name in inspect.signature(body).parameters if name != "rank"]
@@ -148,7 +151,7 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
         @pytest.mark.distributed
         @functools.wraps(body)
         def test(run_ranks: Callable[..., list[Any]], **given: Any) -> None:
-            run_ranks(world_size, body, given)
+            run_ranks(world_size if isinstance(world_size, int) else world_size(given), body, given)
 
         test.__signature__ = inspect.Signature(  # pyrefly: ignore[missing-attribute] for pytest
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("run_ranks", *names)]

@@ -6,33 +6,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error, Fp8UnsupportedError
 from tests.helpers.collectives import CollectiveCounter
-from tests.helpers.communicated_layers import (
-    KINDS,
-    POLICY,
-    backward,
-    batch,
-    build,
-    check_layers,
-    decoded,
-    decoded_model,
-    layers_of_others,
-    shard,
-)
-from tests.helpers.fsdp_models import mesh_of
+from tests.helpers.fsdp_models import decoded, mesh_of, seeded, shard
+from tests.helpers.fsdp_training import batch
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_layers_of_any_kind_compute_with_decoded_weights(run_ranks, ranks, kind):
-    check_layers(run_ranks(ranks, layers_of_others, kind))
+WIDTH = 96
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def blocks():
+    """101 and 352 rows are no multiple of 2 or 3."""
+    sizes = ((WIDTH, 352), (352, 101), (101, WIDTH))
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), *(nn.Linear(*own) for own in sizes)) for _ in range(2)))
+
+
+def backward(model, rank):
+    """Run a step that gives every gradient its own size; return the output."""
+    y = model(batch(rank, 0, (96, WIDTH)).bfloat16())
+    (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return y.detach()
 
 
 # ---------------------------------------------------------------- beside other things
@@ -43,18 +43,18 @@ def test_it_works_beside_fp8_layers_which_keep_their_gather(rank):
     """Two models with FP8 layers and others in one group of FSDP2, the second with decoded weights in the others."""
     found = []
     for compressed in (True, False):
-        model = build("plain")
+        model = seeded(blocks)
         f8.convert_to_float8_training(model, recipe="rowwise", module_filter_fn=["*.1"])
         if not compressed:
             for name, own in model.named_parameters():
-                if name.endswith(("3.weight", "4.weight")):
-                    own.data = decoded(own).float()
-        shard(model)
+                if name.endswith(("2.weight", "3.weight")):
+                    own.data = decoded(own.bfloat16())
+        shard(model, mp_policy=POLICY)
         if compressed:
             f8.compress_communication(model, gradients=False)
-        backward(model, batch("plain", rank))
+        backward(model, rank)
         with CollectiveCounter() as counter:
-            y = backward(model, batch("plain", rank))
+            y = backward(model, rank)
         report = {w.name: (w.wire, w.wire_bytes, w.why) for w in f8.float8_report(model).weights}
         found.append((y, [p.grad.full_tensor() for p in model.parameters()], counter.nbytes("all_gather"), report))
     (y, gradients, sent, report), (expected, wanted, wide, before) = found
@@ -63,25 +63,27 @@ def test_it_works_beside_fp8_layers_which_keep_their_gather(rank):
     assert sent < 0.75 * wide
     assert report["0.1.weight"] == before["0.1.weight"] == ("float8_e4m3fn", 352 * 96, "dynamic rowwise")
     # 352 = 11 * 32 and 101 = 3 * 32 + 5 values of a row
-    assert report["0.3.weight"] == ("float8_e4m3fn", 101 * (352 + 11), "mx, for high-precision layers")
-    assert report["0.4.weight"] == ("float8_e4m3fn", 96 * (101 + 4), "mx, for high-precision layers")
-    assert report["0.3.bias"][0] == before["0.3.weight"][0] == "bfloat16"
+    assert report["0.2.weight"] == ("float8_e4m3fn", 101 * (352 + 11), "mx, for high-precision layers")
+    assert report["0.3.weight"] == ("float8_e4m3fn", 96 * (101 + 4), "mx, for high-precision layers")
+    assert report["0.2.bias"][0] == before["0.2.weight"][0] == "bfloat16"
 
 
 @on_ranks(4)
 def test_lists_of_modules_and_replicas_work_and_remove_brings_back_what_was_before(rank):
-    mesh, model, x = mesh_of(2, 2), build("plain"), batch("plain", rank)
+    mesh, model, twin = mesh_of(2, 2), seeded(blocks), seeded(blocks).bfloat16()
+    for own in twin.parameters():
+        own.data = decoded(own.data).bfloat16() if own.ndim > 1 else own.data
     fully_shard([model[0], model[1]], mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
     weight = model[0].get_parameter("1.weight")
     handle = f8.compress_communication(model)
-    assert torch.equal(backward(model, x), decoded_model("plain")(x))
+    assert torch.equal(backward(model, rank), backward(twin, rank))
     replicas = [torch.empty_like(weight.grad.to_local()) for _ in range(2)]
     dist.all_gather(replicas, weight.grad.to_local(), group=mesh.get_group("replicate"))
     assert torch.equal(*replicas)
     handle.remove()
     with CollectiveCounter() as counter:
-        backward(model, x)
+        backward(model, rank)
     assert {one.dtype for one in counter.seen} == {torch.bfloat16, torch.float32}
 
 
@@ -144,18 +146,6 @@ def test_the_report_says_what_a_gather_does_to_each_matrix(rank):
     assert zeros == ("2.weight", (2, 64), 3 * 1 * (64 + 2), 0.0, 0.0)
 
 
-@on_ranks(2)
-def test_parameters_of_equal_length_are_not_exchanged(rank):
-    torch.manual_seed(0)
-    # equal lengths: an order by length alone would not tell
-    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
-    wanted = [decoded(own) for own in model.parameters()]
-    fully_shard(model, mp_policy=POLICY)
-    f8.compress_communication(model)
-    model.unshard()
-    assert all(torch.equal(own, value) for own, value in zip(model.parameters(), wanted, strict=True))
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -180,7 +170,7 @@ def gradients_of(**settings):
 def divided(model):
     for part in (*model, model):
         part.set_gradient_divide_factor(7.0)
-    backward(model, batch("plain", 0))
+    backward(model, 0)
 
 
 def compress(**options):
@@ -188,7 +178,7 @@ def compress(**options):
 
 
 REFUSED = {
-    "Call fully_shard(model) first": lambda model: f8.compress_communication(build("plain")),
+    "Call fully_shard(model) first": lambda model: f8.compress_communication(seeded(blocks)),
     "or a GradientCompression, got 'FP8'": compress(gradients="FP8"),
     "weights and gradients are both off": compress(weights=False, gradients=False),
     "No matrix to compress": compress(parameters=["!*"]),
@@ -209,7 +199,7 @@ REFUSED_LATER = {
 
 
 def refusals(rank, ranks):
-    model, told = shard(build("plain")), []
+    model, told = shard(seeded(blocks), mp_policy=POLICY), []
     for calls in (REFUSED, REFUSED_LATER):
         for call in calls.values():
             with pytest.raises((Fp8Error, Fp8UnsupportedError)) as raised:

@@ -14,7 +14,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, HIDDEN, RECIPES, Experts, Mixture, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_rows import Row, both_gathers, check, check_row, compared, run_row
+from tests.helpers.fsdp_rows import Row, both_gathers, check, check_all
 from tests.helpers.fsdp_training import adamw, batch, train
 from tests.helpers.ranks import on_ranks
 
@@ -25,25 +25,14 @@ def cut(model, dim, mesh=None):
     return fully_shard(model, mesh=mesh or mesh_of())
 
 
-def mixture_row(world_size, experts, transposed):
-    """A mixture whose last experts get no token, more of them on rank 1; recomputed, if there are four."""
-
-    def make():
-        idle = 1 + (dist.get_rank() == 1) if experts == 4 else 0
-        return Mixture(experts, idle=idle, recompute=experts == 4, transposed=transposed)
-
-    return Row(both_gathers(make), casts=3, reductions=int(world_size > 1), loop={"optimizer": adamw})
-
-
-def run_mixture(rank, world_size, recipe, *row):
-    return compared(rank, mixture_row(world_size, *row), recipe)
-
-
-@pytest.mark.distributed
 @pytest.mark.matrix("each", world_size=[2, 3, 4, 1], recipe=RECIPES, experts=[4, 3], transposed=[False, True])
-def test_steps_equal_those_with_a_high_precision_gather(run_ranks, world_size, recipe, experts, transposed):
-    row = experts, transposed
-    check(mixture_row(world_size, *row), recipe, run_ranks(world_size, run_mixture, recipe, *row))
+@on_ranks(lambda given: given["world_size"])
+def test_steps_equal_those_with_a_high_precision_gather(rank, world_size, recipe, experts, transposed):
+    """The last experts get no token, more of them on rank 1; they are recomputed, if there are four."""
+    idle = 1 + (rank == 1) if experts == 4 else 0
+    make = functools.partial(Mixture, experts, idle=idle, recompute=experts == 4, transposed=transposed)
+    row = Row(both_gathers(make), casts=3, reductions=int(world_size > 1), loop={"optimizer": adamw})
+    check(rank, row, recipe)
 
 
 def within(dim):
@@ -111,14 +100,10 @@ ROWS = {
 }
 
 
-def run(rank, ranks, name, recipes):
-    return run_row(rank, ranks, ROWS[name], recipes)
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ROWS)
-def test_trains_alike(run_ranks, full, name):
-    check_row(run_ranks, run, name, ROWS[name], full)
+@on_ranks(lambda given: ROWS[given["name"]].ranks)
+def test_trains_alike(rank, full, name):
+    check_all(rank, ROWS[name], full)
 
 
 # ---------------------------------------------------------------- scales, bytes and reductions

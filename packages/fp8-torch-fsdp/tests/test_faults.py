@@ -1,7 +1,6 @@
 """What goes wrong on one rank ends the same way on all: a dead rank in an error, a NaN in the same numbers."""
 
 import contextlib
-import hashlib
 import os
 import signal
 from pathlib import Path
@@ -12,28 +11,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import fp8_torch_fsdp as f8
-from fp8_common import Fp8Error
-from tests.helpers.fsdp_models import DIM, RECIPES, Experts, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_training import adamw, batch, unlike, whole
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.fsdp_models import DIM, RECIPES, converted, seeded, shard
+from tests.helpers.fsdp_training import adamw, batch, digest, unlike, whole
+from tests.helpers.ranks import RankError, RankPool, on_ranks
 
 pytestmark = pytest.mark.distributed
 
 
 def layers():
     return nn.Sequential(nn.Linear(DIM, 40), nn.GELU(), nn.Linear(40, 7), nn.GELU(), nn.Linear(7, DIM))
-
-
-def fingerprint(tensors):
-    """Return a digest of the bits of some tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        # copied: NumPy pins a storage that FSDP2 wants to free
-        digest.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -83,7 +71,7 @@ def train(rank, world_size, folder, recipe, death, compressed=False):
         if step + 1 == SAVED:
             f8.synchronize_scales(model)
             dcp.save(state(), checkpoint_id=folder)
-    return losses, fingerprint(parameter.full_tensor() for parameter in model.parameters())
+    return losses, digest(*(parameter.full_tensor() for parameter in model.parameters()))
 
 
 DEATHS = {
@@ -113,26 +101,6 @@ def test_a_dead_rank_is_an_error_on_the_others_and_the_run_resumes(tmp_path, ful
         assert later_weights == weights
 
 
-# ---------------------------------------------------------------- a rank whose input does not fit
-
-
-def wrong_offsets(rank, world_size):
-    """Multiply by two sharded modules of experts; the last rank has offsets that fall, and its error ends it."""
-    stacks = nn.ModuleList(fully_shard(converted(Experts(2, up=(16, 16))), mesh=mesh_of()) for _ in range(2))
-    x, offsets = torch.randn(8, 16), torch.tensor([8, 4] if rank == world_size - 1 else [4, 8])
-    try:
-        for stack in stacks:
-            x = stack(x, offsets)
-    except Fp8Error:
-        os._exit(1)
-
-
-def test_offsets_that_do_not_fit_on_one_rank_end_the_others_with_its_process():
-    died = r"(?s)rank 0: Traceback.*RuntimeError.*rank 1: died with exit code 1"
-    with ranks_that_die(collective_timeout=60.0) as run, pytest.raises(RankError, match=died):
-        run(wrong_offsets)
-
-
 # ---------------------------------------------------------------- NaN and infinity on one rank
 
 POISONED = 1  # the step
@@ -143,58 +111,35 @@ PLACES = {
 }
 
 
-def poison_weight(model, rank, world_size, value):
-    """Every rank writes to its part of the first weight, the last one something bad; return how to undo that."""
-    local = model[0].weight.to_local()
-    good = local.clone()
-    bad = good.clone()
-    if rank == world_size - 1:
-        bad[-1, 3] = value
-    with torch.no_grad():
-        local.copy_(bad)
-    return lambda: local.copy_(good)
-
-
-def poisoned_run(rank, world_size, recipe, gather, place, value):
-    """Train; one step meets a bad value and, like with a gradient scaler, is skipped on all ranks."""
+def poisoned_run(rank, recipe, gather, place, value):
+    """Train; one step meets a bad value on the last rank and, like with a gradient scaler, is skipped on all."""
     model = shard(converted(seeded(layers), recipe, gather=gather), reshard_after_forward=False)
-    optimizer, monitor, outputs, entries, skipped = adamw(model.parameters()), f8.Float8Monitor(model), {}, {}, []
+    optimizer, monitor, outputs, entries = adamw(model.parameters()), f8.Float8Monitor(model), {}, {}
     for step in range(4):
-        here = step == POISONED and rank == world_size - 1
-        undo = poison_weight(model, rank, world_size, value) if step == POISONED and place == "weight" else None
-        x = batch(rank, step)
-        if place == "activation" and here:
+        bad_place = place if step == POISONED and rank == dist.get_world_size() - 1 else None
+        x, weight = batch(rank, step), model[0].weight.to_local().detach()
+        good = weight.clone()
+        if bad_place == "weight":
+            weight[-1, 3] = value
+        if bad_place == "activation":
             x[2, 3] = value
         y = model(x)
         upstream = (y.detach() - 1) / y.numel()
-        if place == "gradient" and here:
+        if bad_place == "gradient":
             upstream[2, 3] = value
         y.backward(upstream)
         finite = torch.tensor(int(all(p.grad.to_local().isfinite().all() for p in model.parameters())))
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        assert finite == (step != POISONED), "seen on all ranks"
         model.reshard()
         entries[step] = {name for name, v in monitor.collect().items() if name.endswith("/nonfinite") and v > 0}
         if finite:
             optimizer.step()
-        else:
-            skipped.append(step)
         optimizer.zero_grad()
-        if undo is not None:
-            with torch.no_grad():
-                undo()
+        if bad_place == "weight":
+            weight.copy_(good)
         outputs[f"output {step}"] = y.detach()
-    return whole(model), outputs, entries, skipped
-
-
-def poison(rank, world_size, recipe, place, value):
-    runs = [poisoned_run(rank, world_size, recipe, gather, place, value) for gather in (True, False)]
-    (state, outputs, entries, skipped), (other, others, _, skipped_high) = runs
-    assert unlike(state | outputs, other | others) == [], "the high-precision gather meets the same"
-    assert all(bool(v.isfinite().all()) for v in state.values()), "a skipped step leaves nothing behind"
-    assert skipped == skipped_high == [POISONED]
-    observed = {int((value > 0).sum()) for name, value in state.items() if name.endswith("input.history")}
-    assert observed == ({3} if recipe == "tensorwise_delayed" else set()), "it hides no good value from a history"
-    return entries, fingerprint(state.values())
+    return whole(model), outputs, entries
 
 
 @pytest.mark.matrix(
@@ -203,9 +148,17 @@ def poison(rank, world_size, recipe, place, value):
     value=[float("nan"), float("inf"), float("-inf")],
     world_size=[2, 3],
 )
-def test_a_bad_value_on_one_rank_gives_the_same_numbers_on_all(run_ranks, recipe, place, value, world_size):
-    results = run_ranks(world_size, poison, recipe, place, value)
-    assert len({prints for _, prints in results}) == 1, "weights, scales and histories"
-    entries = results[-1][0]
-    assert PLACES[place] in entries.pop(POISONED)
-    assert not any(entries.values())
+@on_ranks(lambda given: given["world_size"])
+def test_a_bad_value_on_one_rank_gives_the_same_numbers_on_all(rank, recipe, place, value, world_size):
+    (state, outputs, entries), (other, others, _) = (
+        poisoned_run(rank, recipe, gather, place, value) for gather in (True, False)
+    )
+    assert unlike(state | outputs, other | others) == [], "the high-precision gather meets the same"
+    assert all(bool(v.isfinite().all()) for v in state.values()), "a skipped step leaves nothing behind"
+    observed = {int((value > 0).sum()) for name, value in state.items() if name.endswith("input.history")}
+    assert observed == ({3} if recipe == "tensorwise_delayed" else set()), "it hides no good value from a history"
+    digests = [None] * world_size
+    dist.all_gather_object(digests, digest(*state.values()))
+    assert len(set(digests)) == 1, "weights, scales and histories"
+    assert rank < world_size - 1 or PLACES[place] in entries.pop(POISONED)
+    assert rank < world_size - 1 or not any(entries.values())

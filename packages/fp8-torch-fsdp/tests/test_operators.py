@@ -4,7 +4,6 @@ Eager layers call the functions behind the operators; that these launch kernels 
 """
 
 import collections
-import contextlib
 import sys
 
 import pytest
@@ -13,13 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fp8_torch_fsdp as f8
-from fp8_common.torch import _triton, foreach
-from fp8_common.torch.sharding.scale_grid import ScaleGrid
+from fp8_common.torch import _triton
 from fp8_torch_fsdp.scales import delayed, sync
 from tests.helpers.captured_graphs import CapturedGraphs
-from tests.helpers.fsdp_models import converted, mesh_of, seeded, shard, with_delayed
-from tests.helpers.fsdp_training import batch, sgd, train
+from tests.helpers.fsdp_models import converted, mesh_of, seeded, with_delayed
+from tests.helpers.fsdp_training import batch, train
 from tests.helpers.ranks import on_ranks
 
 # What one forward and backward of one layer without FSDP casts: the weight in both, each other operand as needed.
@@ -56,47 +53,6 @@ def test_every_cast_of_a_compiled_layer_is_an_operator_and_gives_the_bits_of_eag
     called = collections.Counter(one.operator.split(".")[1] for one in graphs.calls if "fp8_common" in one.operator)
     assert {name: count for name, count in called.items() if name not in AROUND_CASTS} == expected
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize(("formats", "casts"), [(["e4m3"] * 5, 1), (["e4m3", "e5m2", "e4m3", "e5m2", "e4m3"], 2)])
-@on_ranks(2)
-def test_weights_of_a_group_share_one_amax_and_one_cast_per_format(rank, formats, casts):
-    model = layers(5)()
-    for index, fmt in enumerate(formats):
-        operands = {"weight": f8.CastConfig(format=fmt), "grad_output": f8.CastConfig(format="e4m3")}
-        model[index] = converted(model[index], f8.Recipe(name="formats", **operands))
-    optimizer = sgd(shard(model).parameters())
-    for step in range(3):
-        with counted_casts() as calls:
-            f8.synchronize_scales(model)
-            synchronized = dict(calls)
-            model(torch.randn(4, 16)).sum().backward()
-        optimizer.step()
-        # before the first forward there is nothing to synchronize; later that happens twice
-        times = 2 if step else 1
-        assert calls == {"foreach.amax_bits": times, "foreach.quantize": times * casts}, "no weight went by itself"
-        assert f8.float8_report(model).casts == 5 * (2 * step + 1)
-        assert synchronized == ({"foreach.amax_bits": 1, "foreach.quantize": casts} if step else {})
-
-
-@contextlib.contextmanager
-def counted_casts():
-    """Count what weights are measured and cast with: together, or by themselves."""
-    calls = collections.Counter()
-
-    def counted(name, function):
-        def call(*args):
-            calls[name] += 1
-            return function(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("amax_bits", "quantize"):
-            patch.setattr(foreach, name, counted(f"foreach.{name}", getattr(foreach, name)))
-        for name in ("amax_bits", "quantize_part"):
-            patch.setattr(ScaleGrid, name, counted(name, getattr(ScaleGrid, name)))
-        yield calls
 
 
 class LaunchingOperators(TorchDispatchMode):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fp8_torch_fsdp as f8
+from fp8_torch_fsdp.scales.delayed import delayed_scales
 from tests.helpers.fsdp_models import converted, seeded, shard, with_delayed
 from tests.helpers.fsdp_training import adamw, batch, loss_of, unlike, whole
 from tests.helpers.ranks import on_ranks
@@ -24,8 +25,8 @@ def build(make=lambda: nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32,
 class Run:
     """A training run that can be stopped between any two of its calls."""
 
-    def __init__(self, seed, place):
-        self.model, self.seed = place(build()), seed
+    def __init__(self, seed):
+        self.model, self.seed = shard(build()), seed
         self.optimizer, self.losses, self.calls = adamw(self.model.parameters()), [], 0
 
     def advance(self):
@@ -43,41 +44,97 @@ class Run:
         return whole(self.model) | {"losses": torch.tensor(self.losses)}
 
 
-ORDERS = {"two ahead": [0, 0] + [1, 0] * 6 + [1, 1], "in steps": ([0] * 4 + [1] * 4) * 2}
+def by_turns(*order):
+    return lambda runs: [runs[index].advance() for index in order]
 
 
-def interleave(rank, world_size, order, place=shard):
-    """Return what differs between two runs in an order and each of them alone."""
-    runs = [Run(0, place), Run(1, place)]
-    for index in ORDERS[order]:
-        runs[index].advance()
-    different = []
-    for seed, run in enumerate(runs):
-        alone = Run(seed, place)
-        for _ in range(run.calls):
-            alone.advance()
-        different += unlike(run.state(), alone.state())
-    return different
+def in_threads(runs):
+    threads = [threading.Thread(target=lambda run=run: [run.advance() for _ in range(40)]) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+ORDERS = {
+    "two ahead": by_turns(0, 0, *[1, 0] * 6, 1, 1),
+    "in steps": by_turns(*([0] * 4 + [1] * 4) * 2),
+    "in two threads": in_threads,
+}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_models_in_any_order_train_as_each_does_alone(order):
-    assert interleave(0, 1, order, place=lambda model: model) == []
+@on_ranks(lambda given: 1 if "threads" in given["order"] else 2)
+def test_two_models_in_any_order_train_as_each_does_alone(rank, order):
+    runs = [Run(0), Run(1)]
+    ORDERS[order](runs)
+    for seed, run in enumerate(runs):
+        alone = Run(seed)
+        for _ in range(run.calls):
+            alone.advance()
+        assert unlike(run.state(), alone.state()) == []
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("order", ["two ahead", "in steps"])
-def test_two_sharded_models_in_any_order_train_as_each_does_alone(run_ranks, order):
-    assert run_ranks(2, interleave, order) == [[], []]
+# ---------------------------------------------------------------- how a step is made
 
 
-def test_an_optimizer_of_other_parameters_of_the_model_counts():
-    model = build().append(nn.LayerNorm(8))
-    adapters = torch.optim.SGD(model[3].parameters(), lr=0.1)
-    model(ONES).sum().backward()
-    adapters.step()
-    model(ONES)
-    assert model[0].fp8_input.history[0] == 1
+def backward(model):
+    loss = loss_of(model, batch(0))
+    loss.backward()
+    return loss
+
+
+def in_the_backward(model, optimizer):
+    handles = []
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=1e-2)
+        handles.append(parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step()))
+    backward(model)
+    for handle in handles:
+        handle.remove()
+
+
+def after_one_that_raised(model, optimizer):
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 // 0)
+    optimizer.step()
+
+
+def lbfgs(model, optimizer):
+    torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=2).step(lambda: backward(model))
+
+
+HOW_A_STEP_IS_MADE = {
+    "L-BFGS looks at the loss several times in a step": lbfgs,
+    "an optimizer for each parameter steps in the backward": in_the_backward,
+    "an optimizer of other parameters of the model steps": lambda model, optimizer: torch.optim.SGD(
+        model[0].parameters(), lr=0.1
+    ).step(),
+    "a step raises before the one that counts": after_one_that_raised,
+}
+
+
+@pytest.mark.parametrize("how", HOW_A_STEP_IS_MADE)
+def test_a_window_has_one_entry_for_each_step_of_an_optimizer(how):
+    model = build(lambda: nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 8)))
+    for step in (1, 2):
+        backward(model)
+        HOW_A_STEP_IS_MADE[how](model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        for _ in range(2):  # accumulates, without a step
+            backward(model)
+        entries = [int(scale.history.count_nonzero()) for scale in delayed_scales(model)]
+        assert set(entries) == {step}, entries
+
+
+@on_ranks(2)
+def test_a_step_that_one_rank_skips_moves_the_windows_of_both(rank):
+    model = shard(build())
+    for step in range(3):
+        backward(model)
+        if rank or step != 1:
+            adamw(model.parameters()).step()
+    model(batch(0))
+    assert {int(scale.history.count_nonzero()) for scale in delayed_scales(model)} == {3}
 
 
 def calls_in_a_backward(layers):
@@ -114,21 +171,6 @@ def test_a_copied_model_has_scales_of_its_own():
     assert model[0].fp8_input.history[0] == 1
 
 
-def test_a_copy_that_is_made_after_a_step_of_delayed_scaling_trains_on_like_the_first():
-    model = build()
-    runs = [(model, adamw(model.parameters()))]
-    for step in range(4):
-        if step == 2:
-            runs.append(copy.deepcopy(runs[0]))
-        losses = []
-        for one, optimizer in runs:
-            optimizer.zero_grad()
-            losses.append(loss_of(one, batch(0, step)))
-            losses[-1].backward()
-            optimizer.step()
-        assert all(torch.equal(losses[0], loss) for loss in losses)
-
-
 def test_layers_that_were_converted_elsewhere_keep_their_plan():
     layer = build()
     model = nn.Sequential(layer[0], nn.Tanh(), layer[2])
@@ -143,24 +185,3 @@ def test_layers_that_were_converted_elsewhere_keep_their_plan():
     twin(5 * ONES).sum().backward()
     f8.synchronize_scales(twin)
     assert twin.fp8_input.history[0] == 5
-
-
-@on_ranks(1)
-def test_two_models_with_two_optimizers_train_in_two_threads(rank):
-    models = [converted(seeded(lambda: nn.Sequential(nn.Linear(24, 24))), "tensorwise_delayed") for _ in range(2)]
-
-    def train(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss_of(model, ONES).backward()
-            optimizer.step()
-
-    threads = [threading.Thread(target=train, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for model in models:
-        model(ONES)  # rolls what the last step observed
-        assert model[0].fp8_input.history.count_nonzero() == 16

@@ -1,8 +1,6 @@
-"""To read a weight changes nothing, whoever reads and when; and no rank waits for what another one alone did."""
+"""Gathers that the look of a root's forward does not reach: parts, what stays gathered, writes inside of a forward."""
 
-import copy
 import functools
-import io
 
 import pytest
 import torch
@@ -31,84 +29,10 @@ def build(recipe="tensorwise"):
     return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
 
 
-# ---------------------------------------------------------------- reading
-
-READERS = {
-    "state_dict": lambda model: model.state_dict(),
-    "state_dict_with_vars": lambda model: model.state_dict(keep_vars=True),
-    "copied_state_dict": lambda model: copy.deepcopy(model.state_dict()),
-    "saved_state_dict": lambda model: torch.save(model.state_dict(), io.BytesIO()),
-    "repr": repr,
-    "named_parameters": lambda model: [(n, p.shape, p.to_local().sum()) for n, p in model.named_parameters()],
-    "data": lambda model: [p.data.to_local() for p in model.parameters() if hasattr(p, "to_local")],
-    "values": lambda model: [v.to_local().detach().clone() for v in model.state_dict().values() if hasattr(v, "mesh")],
-}
-MOMENTS = ["before_backward", "in_window", "after_precompute", "before_forward", "after_backward", "after_step"]
-
-
-def train(recipe, read=None, at=None, keep=False):
-    """Return losses, casts and all values of a run in which `read` reads at one moment of each step."""
-    (model, optimizer), losses, kept = build(recipe), [], None
-
-    def here(moment):
-        nonlocal kept
-        if moment == at:
-            kept = read(model)
-            kept = kept if keep else None
-
-    for step in range(3):
-        for microbatch in range(2):
-            model.set_requires_gradient_sync(microbatch == 1)
-            here("before_forward")
-            loss = loss_of(model, batch(0, 2 * step + microbatch))
-            here("before_backward")
-            loss.backward()
-            here("after_backward" if microbatch else "in_window")
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        here("after_step")
-        f8.synchronize_scales(model)
-        here("after_precompute")
-    return losses, f8.float8_report(model).casts
-
-
-@pytest.mark.matrix(
-    "each", name=list(READERS), recipe=["tensorwise_delayed", "rowwise", "tensorwise"], keep=[True, False]
-)
-@on_ranks(2)
-def test_reading_on_one_rank_changes_nothing(rank, name, recipe, keep, full):
-    alone = train(recipe)
-    for moment in MOMENTS if full or name in ("state_dict", "data") else MOMENTS[:1]:
-        assert train(recipe, READERS[name], moment if rank == 0 else None, keep) == alone, moment
-
-
-# ---------------------------------------------------------------- what one rank does, and what moments allow
-
-
 def right(model):
     """Whether a forward is that of the present values."""
     with torch.no_grad():
         return torch.equal(model(batch(7)), plain_twin(model, layers)(batch(7)))
-
-
-def skip(rank, *, late=False, unshard=False):
-    """Rank 0 skips its second step. `late`: the flag is set after the forward; `unshard`: gathers start before it."""
-    model, optimizer = build()
-    for step in range(3):
-        for last in (False, True):
-            if unshard:
-                model.unshard()
-            model.set_requires_gradient_sync(last and not late)
-            loss = loss_of(model, batch(0))
-            model.set_requires_gradient_sync(last)
-            loss.backward()
-        if not (rank == 0 and step == 1):
-            optimizer.step()
-        optimizer.zero_grad()
-    if unshard:
-        model.unshard()
-    return right(model)
 
 
 def skip_and_call_a_part(rank):
@@ -131,24 +55,14 @@ def step_between_forward_and_backward(rank):
     return right(model)
 
 
-def edit_in_a_window(rank):
-    model, _ = build()
-    model.set_requires_gradient_sync(False)
-    for step in range(2):
-        loss_of(model, batch(0, step)).backward()
-    if rank:
-        with torch.no_grad():
-            model[0].weight.mul_(8)
-    return right(model)
-
-
 @torch.no_grad()
 def edit_what_the_root_keeps(rank, *, explicit=False):
     """FSDP2 keeps the root's weights gathered after an evaluation."""
     model = fully_shard(converted(seeded(layers)), mesh=mesh_of())
+    own = list(model.parameters())  # later the model's are gathered; a state dict would let go of them
     model(batch(0))
-    for value in model.state_dict().values():
-        value.to_local().mul_(100)
+    for parameter in own:
+        parameter.to_local().mul_(100)
     if explicit:
         f8.synchronize_scales(model)
     report = f8.float8_report(model)
@@ -199,11 +113,8 @@ def edit_of_gathered_rows(rank):
 
 
 PROGRAMS = {
-    "a rank skips a step, the gradient flag is set between forward and backward": functools.partial(skip, late=True),
-    "a rank skips a step, the next gathers are started before the forward": functools.partial(skip, unshard=True),
     "a rank skips a step, and a part of the model is called alone": skip_and_call_a_part,
     "all ranks but one step between another forward and its backward": step_between_forward_and_backward,
-    "one rank edits in an accumulation window": edit_in_a_window,
     "weights that the root keeps gathered are gathered again after an edit": edit_what_the_root_keeps,
     "an explicit synchronization sees edits of weights that are gathered": functools.partial(
         edit_what_the_root_keeps, explicit=True

@@ -12,7 +12,6 @@ Float32 matmuls of other processors and other releases of torch sum in another o
 same steps in float32, without FP8; where that differs, the bits of FP8 steps cannot be compared and the test says so.
 """
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8_torch_fsdp as f8
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import RECIPES, seeded
-from tests.helpers.fsdp_training import values_here
+from tests.helpers.fsdp_training import digest, values_here
 
 pytestmark = pytest.mark.distributed
 
@@ -70,13 +69,6 @@ def build(recipe: str | None) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
-
-
-def digest(*tensors: torch.Tensor) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def ten_steps(rank: int, world_size: int, recipe: str | None) -> dict:

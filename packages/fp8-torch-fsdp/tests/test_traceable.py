@@ -16,7 +16,7 @@ import fp8_torch_fsdp as f8
 from fp8_common import Fp8Error
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.fsdp_models import DIM, RECIPES, STATIC, WIDTHS, Tied, chain, converted, mesh_of, seeded, shard
-from tests.helpers.fsdp_rows import Row, check, check_row, compared, run_row
+from tests.helpers.fsdp_rows import Row, check, check_all
 from tests.helpers.fsdp_training import batch, loss_of, tokens, train
 from tests.helpers.ranks import on_ranks
 
@@ -43,17 +43,6 @@ def both_ways(make=net, *shape, prepare=lambda model: model):
     return models
 
 
-def ways_row(world_size, widths, dtype):
-    return Row(
-        both_ways(functools.partial(net, widths, dtype)), world_size, casts=None, loop={"inputs": tokens, "steps": 4}
-    )
-
-
-def run_ways(rank, world_size, recipe, *row):
-    return compared(rank, ways_row(world_size, *row), CASTS[recipe])
-
-
-@pytest.mark.distributed
 @pytest.mark.matrix(
     "each",
     recipe=list(CASTS),
@@ -61,9 +50,10 @@ def run_ways(rank, world_size, recipe, *row):
     widths=list(WIDTHS),
     dtype=[torch.float32, torch.bfloat16],
 )
-def test_steps_equal_those_of_fsdp2(run_ranks, recipe, world_size, widths, dtype):
-    row = ways_row(world_size, widths, dtype)._replace(reductions=int(recipe != "static" and world_size > 1))
-    check(row, recipe, run_ranks(world_size, run_ways, recipe, widths, dtype))
+@on_ranks(lambda given: given["world_size"])
+def test_steps_equal_those_of_fsdp2(rank, recipe, world_size, widths, dtype):
+    row = Row(both_ways(functools.partial(net, widths, dtype)), casts=None, loop={"inputs": tokens, "steps": 4})
+    check(rank, row._replace(reductions=int(recipe != "static" and world_size > 1)), CASTS[recipe])
 
 
 def recompute(model):
@@ -95,14 +85,10 @@ ROWS = {
 }
 
 
-def run(rank, ranks, name, recipes):
-    return run_row(rank, ranks, ROWS[name], recipes)
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ROWS)
-def test_trains_alike(run_ranks, full, name):
-    check_row(run_ranks, run, name, ROWS[name], full)
+@on_ranks(lambda given: ROWS[given["name"]].ranks)
+def test_trains_alike(rank, full, name):
+    check_all(rank, ROWS[name], full)
 
 
 @on_ranks(2)

@@ -29,28 +29,23 @@ def two_layers():
 inputs = functools.partial(batch, shape=(32, 256))
 
 
-def second_step(rank, world_size, recipe, gather):
-    model = shard(converted(seeded(two_layers), recipe, gather=gather), mp_policy=HALF)
-    train(model, rank, 1, inputs=inputs)
-    with CollectiveCounter() as counter:
-        train(model, rank, 1, inputs=inputs)
-    report = f8.float8_report(model)
-    return {kind: counter.of(kind) for kind in ("all_gather", "all_reduce")}, report.casts, report.wire_bytes
-
-
 @pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8"])
-def test_one_byte_per_element_and_one_all_reduce(run_ranks, recipe):
-    elements = 2 * 256 * 384
+@on_ranks(2)
+def test_one_byte_per_element_and_one_all_reduce(rank, recipe):
+    """In the second step."""
+    elements, sent = 2 * 256 * 384, []
     coded = elements + elements // 32 if recipe == "mxfp8" else elements  # scales of blocks travel beside the codes
-    found = (run_ranks(2, second_step, recipe, gather) for gather in (True, False))
-    for (low, casts, reported), (high, _, _) in zip(*found, strict=True):
-        assert {one.dtype for one in low["all_gather"]} == {torch.uint8}
+    for gather in (False, True):
+        model = shard(converted(seeded(two_layers), recipe, gather=gather), mp_policy=HALF)
+        train(model, rank, 1, inputs=inputs)
+        with CollectiveCounter() as counter:
+            train(model, rank, 1, inputs=inputs)
         # this rank's half of both weights, in the forward and again in the backward
-        assert sum(one.nbytes for one in low["all_gather"]) == reported == coded
-        assert {one.dtype for one in high["all_gather"]} == {torch.bfloat16}
-        assert sum(one.nbytes for one in high["all_gather"]) == 2 * elements
-        assert [one.dtype for one in low["all_reduce"]] == ([] if recipe == "mxfp8" else [torch.int32])
-        assert casts == 2 * 2, "once for each weight and step"
+        sent.append((set(counter.dtypes("all_gather")), counter.nbytes("all_gather")))
+    assert sent == [({torch.bfloat16}, 2 * elements), ({torch.uint8}, coded)]
+    assert counter.dtypes("all_reduce") == ([] if recipe == "mxfp8" else [torch.int32])
+    report = f8.float8_report(model)
+    assert (report.wire_bytes, report.casts) == (coded, 2 * 2), "each weight is cast once in a step"
 
 
 # ---------------------------------------------------------------- refusals of MXFP8
