@@ -133,6 +133,9 @@ class Program:
         losses = [(net(x).float() - 1).square().mean() for net in (self.wrapped, self.wrapped_twin)]
         for loss in losses:
             loss.backward()
+        if self.sharded:
+            with torch.no_grad():
+                self.wrapped(x)  # an evaluation leaves the root's weights gathered: a step has to gather them anew
         if self.follows:
             assert same(*losses), " ".join(self.log)
         self.held = False
@@ -143,6 +146,12 @@ class Program:
             self.exact = False
         self.optimizer.zero_grad()
         self.reference.zero_grad()
+        if self.sharded:
+            with torch.no_grad():
+                ours, theirs = self.wrapped(x), self.wrapped_twin(x)
+            assert same(ours, theirs) or not self.follows, " ".join(self.log)
+            self.net.reshard()
+            self.twin.reshard()
         if not skip:
             self.check("step")
 
@@ -290,7 +299,7 @@ class Program:
 
     def run(self, length=10):
         self.build(self.choose.randrange(100))
-        early = ["load", "edit", "merge", "put"] if not self.sharded else []
+        early = ["load", "edit", "merge", "put", "average"] if not self.sharded else []
         for name in self.choose.sample(early, k=self.choose.randrange(len(early) + 1)):
             self.do(name)
         self.wrap()
