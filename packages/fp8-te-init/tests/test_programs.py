@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -251,7 +251,11 @@ class Program:
     def save_and_resume(self):
         """Save both models, build others with other values, and go on with these."""
         self.step()  # takes up edits, which checkpoints of masters do not know
-        saved = self.states() if self.sharded else copy.deepcopy([each.state_dict() for each in self.all_four()])
+        # torch loads no whole state of an SGD that has not stepped
+        gathered = StateDictOptions(full_state_dict=self.rule[0] is torch.optim.AdamW)
+        saved = (
+            self.states(gathered) if self.sharded else copy.deepcopy([each.state_dict() for each in self.all_four()])
+        )
         preserve, (cls, options) = self.preserve, self.rule
         self.preserve, self.rule = False, (cls, {"lr": 0.5})
         self.build(77)
@@ -260,7 +264,7 @@ class Program:
         self.optimize()
         self.rule = cls, options
         if self.sharded:
-            self.take(saved)
+            self.take(saved, gathered)
         else:
             for each, state in zip(self.all_four(), saved, strict=True):
                 each.load_state_dict(state)
@@ -269,17 +273,17 @@ class Program:
     def all_four(self):
         return self.net, self.optimizer, self.twin, self.reference
 
-    def take(self, states):
+    def take(self, states, options=None):
         for name, (net, optimizer) in self.pairs().items():
             of_model, of_optimizer = states[name].values()
-            set_state_dict(net, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+            set_state_dict(net, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
 
     def pairs(self):
         return {"ours": (self.net, self.optimizer), "twin": (self.twin, self.reference)}
 
-    def states(self):
+    def states(self, options=None):
         return {
-            name: dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True))
+            name: dict(zip(("model", "optimizer"), get_state_dict(*pair, options=options), strict=True))
             for name, pair in self.pairs().items()
         }
 

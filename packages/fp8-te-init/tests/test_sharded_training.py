@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,16 +9,10 @@ from torch.distributed.fsdp import fully_shard
 import fp8_te_init as fti
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.primary_facts import equal, masters, whole
-from tests.helpers.primary_models import RECIPES, deep, masters_for, sharded
-from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard
+from tests.helpers.primary_models import deep, masters_for
+from tests.helpers.sharded_models import WIDTHS, batches, loss_of, mlp, shard
 
 pytestmark = pytest.mark.distributed
-
-STEPS = 8
-
-
-def adamw(model):
-    return masters_for(model, torch.optim.AdamW, lr=1e-2)
 
 
 def hybrid(rank, world_size, recipe):
@@ -45,7 +38,7 @@ def test_hybrid_shards_gather_and_train_the_bits_of_the_unsharded_model(run_rank
 
 def collectives_of_steps(rank, world_size):
     model = shard(fti.convert_linear(mlp((24, 40, 60, 24), bias=False)), world_size)
-    optimizer, seen = adamw(model), []
+    optimizer, seen = masters_for(model, torch.optim.AdamW, lr=1e-2), []
     for x in batches(rank, 3):
         with CollectiveCounter() as forward:
             loss_of(model, x).backward()
