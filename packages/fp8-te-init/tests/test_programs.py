@@ -334,8 +334,9 @@ def set_to(parameter, values):
 
 def on_ranks(rank, world_size, seed, mode, folder):
     program = Program(seed, mode, rank, world_size, RECIPES)
-    program.run(length=6)
+    program.run(length=5)
     if program.sharded:
+        program.do("save_and_resume")
         dcp.save(program.states(), checkpoint_id=folder)
     return True
 
