@@ -164,7 +164,7 @@ def tests(report: Report, words: str) -> None:
     files = {name: place_of(report, name) for name in names.split()}
     record = report.path.with_suffix(".jsonl")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu" if report.on_gpu else "not gpu", "-k", chosen]
-    command += ["-p", "tests.helpers.gpu_record", "--record", str(record), "-p", "no:cacheprovider"]
+    command += ["-p", "benchmarks._gpu_record", "--record", str(record), "-p", "no:cacheprovider"]
     command += ["-o", "filterwarnings=default", "-o", "timeout=300"]
     parallel = report.on_gpu and importlib.util.find_spec("xdist") is not None
     # a CUDA error ends the process that it happens in: of xdist's there are others, else each file has one

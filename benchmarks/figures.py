@@ -4,7 +4,8 @@
 
 convergence.md, from the runs in results/convergence, and its pictures; convergence-packages.md and
 gradient_convergence.md, from runs of an earlier runner; certificates.json and .md, which are what `fp8 certify` answers
-of all recipes on this machine, as on any; and the pictures of numerics, README and links.
+of all recipes on this machine, as on any; and the pictures of numerics, README and links. By its name alone, because it
+trains models of Transformers and Diffusers (`nox -s ecosystem` installs both): architectures.json and its two tables.
 """
 
 import argparse
@@ -117,12 +118,13 @@ def main() -> None:
     """Make what is named, or everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     everything = ("convergence", *TABLES, "certificates", *DRAWINGS)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(everything)}")
+    known = (*everything, "architectures")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where tables go")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="where pictures go")
     chosen = parser.parse_args()
-    if unknown := set(chosen.names) - set(everything):
-        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(everything)}")
+    if unknown := set(chosen.names) - set(known):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     for name in chosen.names or everything:
         if name in TABLES:
             (chosen.results / f"{name}.md").write_text(TABLES[name]())
@@ -131,6 +133,10 @@ def main() -> None:
             picture(name, size, draw, chosen.pictures / "numerics")
         elif name == "certificates":
             write_certificates(chosen.results)
+        elif name == "architectures":
+            from benchmarks import _architectures
+
+            _architectures.write(chosen.results)
         else:
             text = of_runs(RESULTS / "convergence", chosen.pictures / "convergence")
             (chosen.results / "convergence.md").write_text(text)

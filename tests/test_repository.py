@@ -73,10 +73,11 @@ def test_importing_fp8_common_loads_no_framework():
     assert json.loads(done.stdout) == []
 
 
-def test_plugins_do_not_import_the_compiler():
+def test_packages_do_not_import_the_compiler():
     """`torch.compiler.disable` as a decorator does, a second of every start; torch imports it when it is needed."""
     code = "import sys, torch.distributed.fsdp, torch.distributed.tensor; before = 'torch._dynamo' in sys.modules"
-    for module in ("fp8_torch_fsdp", "fp8_te_init"):
+    lazy = ("fp8_common.torch.sharding.replaced", "fp8_common.torch.sharding.gradients")
+    for module in (*lazy, "fp8_torch_fsdp", "fp8_te_init"):
         code += f"; import {module}; assert before or 'torch._dynamo' not in sys.modules, '{module}'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -141,7 +141,7 @@ def test_every_test_is_recorded_at_once_and_a_lost_gpu_ends_its_process(tmp_path
         "def test_after(): pass\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    options = ["-p", "no:cacheprovider", "-p", "tests.helpers.gpu_record", "--record", tmp_path / "lines.jsonl"]
+    options = ["-p", "no:cacheprovider", "-p", "benchmarks._gpu_record", "--record", tmp_path / "lines.jsonl"]
     options += [*workers, "--rootdir", tmp_path, "-c", tmp_path / "pytest.ini", tmp_path / "test_some.py"]
     subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, capture_output=True, check=False, timeout=170)
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]

@@ -15,21 +15,21 @@ from fp8_common.presets import mx
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing import certify
 from fp8_common.testing.certify import cast_of, casts_of, explanations, rows, table
-from fp8_common.torch.certify import ranks
+from fp8_common.torch.certify import Function, ranks
 from tests.helpers import planted
 from tests.helpers.ranks import PRELOADED
 from tests.helpers.repository import ROOT
 
 INPUTS = torch.randint(-8, 9, (4, 4, 6), generator=torch.Generator().manual_seed(0)).float()
-HONEST = planted.Planted(planted.Keep())
+HONEST = planted.Planted(torch.nn.Identity())
 
 # the layer that breaks a property, and what it keeps
 VIOLATIONS = {
-    "causal": (planted.Peek, ("batch-invariant", "replayable")),
-    "batch-invariant": (planted.BatchScale, ("causal", "replayable")),
-    "padding-invariant": (planted.ReadPadding, ("batch-invariant", "replayable")),
-    "chunk-invariant": (planted.ReadSize, ("causal", "batch-invariant", "replayable")),
-    "replayable": (planted.Forgets, ("causal", "batch-invariant", "padding-invariant")),
+    "causal": (planted.peek, ("batch-invariant", "replayable")),
+    "batch-invariant": (planted.divide_by_the_largest_of_the_batch, ("causal", "replayable")),
+    "padding-invariant": (planted.add_the_mean_over_tokens, ("batch-invariant", "replayable")),
+    "chunk-invariant": (planted.multiply_by_the_number_of_examples, ("causal", "batch-invariant", "replayable")),
+    "replayable": (planted.Forgets(), ("causal", "batch-invariant", "padding-invariant")),
 }
 
 
@@ -44,14 +44,14 @@ def says(found):
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_a_planted_violation_is_named_with_its_layer(name):
     layer, kept = VIOLATIONS[name]
-    found = asked(planted.Planted(layer()), name, *kept)
+    found = asked(planted.Planted(layer), name, *kept)
     assert found[name].layer == ("step 3: middle" if name == "replayable" else "middle")
     assert found[name].output is not None
     assert says(found) == ["no", *["yes"] * len(kept)]
 
 
 def test_a_counterexample_is_one_element_and_small():
-    found = asked(planted.Planted(planted.Peek()), "causal")["causal"]
+    found = asked(planted.Planted(planted.peek), "causal")["causal"]
     example, token, _ = found.input
     assert found.output[:2] == (example, token - 1)
     before, after = map(float, re.findall(r"input\[.*?\] (\S+) -> (\S+),", found.why)[0])
@@ -68,7 +68,9 @@ def test_a_constant_of_the_rank_is_named(monkeypatch):
     multiprocessing.set_forkserver_preload(PRELOADED)
     monkeypatch.setattr("fp8_common.torch.certify.get_context", lambda _: multiprocessing.get_context("forkserver"))
     with ranks() as pool:
-        found = asked(planted.Planted(planted.WorldConstant()), "mesh-invariant", pool=pool)["mesh-invariant"]
+        found = asked(planted.Planted(planted.add_a_constant_of_the_rank), "mesh-invariant", pool=pool)[
+            "mesh-invariant"
+        ]
         assert (found.says, found.layer) == ("no", "middle")
         assert "on 2 ranks, rank 1" in found.why
         assert says(asked(HONEST, "mesh-invariant", pool=pool)) == ["yes"]
@@ -97,7 +99,7 @@ def test_a_cast_or_a_function_that_is_not_idempotent_is_named():
 
 
 def test_tokens_are_numbers_too():
-    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), planted.Peek())
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), Function(planted.peek))
     tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(0))
     found = asked(model, "causal", "batch-invariant", inputs=tokens)
     assert (says(found), found["causal"].layer) == (["no", "yes"], "1")
@@ -158,8 +160,8 @@ def test_the_table_in_the_page_is_what_runs_say():
 def test_the_command_prints_a_table_for_a_file(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import torch\nfrom tests.helpers.planted import Peek, Planted\n\n\n"
-        "def factory():\n    return Planted(Peek()), torch.ones(2, 3, 6)\n"
+        "import torch\nfrom tests.helpers.planted import Planted, peek\n\n\n"
+        "def factory():\n    return Planted(peek), torch.ones(2, 3, 6)\n"
     )
     assert _command.main(["certify", f"{file}:factory", "--properties", "causal", "batch-invariant"]) == 0
     said = capsys.readouterr().out

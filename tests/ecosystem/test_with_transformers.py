@@ -12,9 +12,8 @@ pytest.importorskip("diffusers", reason="diffusers is not installed: `nox -s eco
 
 import fp8_te_init as fti
 import fp8_torch_fsdp as f8
-from tests.ecosystem.architectures import MIXTURES, report
+from benchmarks._architectures import MIXTURES, report, small
 from tests.ecosystem.small import llama, loaded, train
-from tests.ecosystem.twins import small
 
 pytestmark = pytest.mark.filterwarnings("default")  # others may warn of their own future
 

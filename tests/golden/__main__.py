@@ -1,6 +1,7 @@
 """Writes the golden vectors: `python -m tests.golden`."""
 
-from tests.golden.cases import build
-from tests.golden.store import FILE, dump
+import json
 
-FILE.write_text(dump(build()), encoding="utf-8")
+from tests.golden import FILE, build
+
+FILE.write_text(json.dumps(build(), indent=0) + "\n", encoding="utf-8")

@@ -76,10 +76,10 @@ class Figures:
     narrow: int
 
 
-def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
-    """Return every kernel in its usual variants for one input dtype and one format."""
-    b, size, square, x = INPUT_BYTES[dtype], SIZE * SIZE, (SIZE, SIZE), (dtype, fmt)
-    k, tile, rows, columns = kernels, 128 * 64, 8, SIZE * SIZE // 8
+def cases(dtype: str = "bfloat16", fmt: str = "e4m3", square: tuple[int, int] = (SIZE, SIZE)) -> list[Case]:
+    """Return every kernel in its usual variants for one input dtype and one format; limits are those of `SIZE`."""
+    b, size, x = INPUT_BYTES[dtype], square[0] * square[1], (dtype, fmt)
+    k, tile, rows, columns = kernels, 128 * 64, 8, size // 8
     pitches = columns, MessageRows(compressed=columns, wide_bytes=0).nbytes
     # columns of all three: name, plan, elements, read, written, narrow
     in_flat_memory = (
@@ -107,7 +107,7 @@ def cases(dtype: str = "bfloat16", fmt: str = "e4m3") -> list[Case]:
         ("128x128", k.blockwise(*square, *x, rows=128), 16384, b, 1, 2),
         *((f"MX {mode}", k.mx(*square, *x, mode=mode), 4096, b, 1, 1) for mode in MX_MODES),
         ("dequantize, tensor", k.dequantize(*square, fmt, dtype, square), 4096, 1, b, 8),
-        ("dequantize, row", k.dequantize(*square, fmt, dtype, (1, SIZE)), 4096, 1, b, 8),
+        ("dequantize, row", k.dequantize(*square, fmt, dtype, (1, square[1])), 4096, 1, b, 8),
         ("dequantize, 1x128", k.dequantize(*square, fmt, dtype, (1, 128)), 4096, 1, b, 8),
         ("dequantize, 128x128", k.dequantize(*square, fmt, dtype, (128, 128)), 4096, 1, b, 8),
         ("dequantize, MX", k.dequantize_mx(*square, fmt, dtype), 2048, 1, b, 8),

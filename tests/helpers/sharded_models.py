@@ -9,7 +9,6 @@ from torch.distributed.fsdp import fully_shard
 
 # rows of the layers: uneven over 2 and 3 ranks; 2 rows over 3 or 4 ranks leave a rank without any
 WIDTHS = (24, 40, 7, 2, 24)
-WIDE = (24, 200, 130, 24)
 
 
 def mlp(widths=WIDTHS, dtype=torch.float32, bias=True) -> nn.Sequential:

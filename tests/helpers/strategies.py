@@ -24,8 +24,3 @@ def arrays(dtype: DTypeLike = np.float32, shape: tuple[int, ...] = ()) -> st.Sea
     """
     found = np.dtype(dtype)
     return hnp.arrays(np.dtype(f"u{found.itemsize}"), shape).map(lambda drawn: drawn.view(found))
-
-
-def amaxes() -> st.SearchStrategy[np.float32]:
-    """Draw a float32 amax: any non-negative bit pattern, infinity and NaN included."""
-    return st.integers(0, 2**31 - 1).map(lambda bits: np.uint32(bits).view(np.float32))

@@ -31,6 +31,10 @@ json.dump(found, open(sys.argv[1], "w"))
 sys.stdout.flush()
 os._exit(0)
 """
+on_a_pretended_gpu = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13.") or sys.platform != "linux",
+    reason="a GPU can be pretended to torch 2.13 on Linux alone",
+)
 MODELS = [("eager", "linear", 4096), ("eager", "moe", 2048), ("compiled", "linear", 4096)]
 
 
@@ -40,8 +44,7 @@ def shown(model, width, mode):
     return {step["contender"]: step for step in steps if step["mode"] == mode}
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone")
-@pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone")
+@on_a_pretended_gpu
 @pytest.mark.parametrize(("mode", "model", "width"), MODELS)
 def test_a_step_launches_no_more_than_the_documents_say(tmp_path, mode, model, width, full):
     if mode == "compiled" and not full:
@@ -63,8 +66,7 @@ def test_a_step_launches_no_more_than_the_documents_say(tmp_path, mode, model, w
             assert step["teraflops"]["bf16"] == 0, "all matmuls are in FP8"
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a GPU can be pretended to torch 2.13 alone")
-@pytest.mark.skipif(sys.platform != "linux", reason="a GPU can be pretended on Linux alone")
+@on_a_pretended_gpu
 @pytest.mark.timeout(900)
 def test_compiled_bytes_are_those_of_the_code_that_is_written(tmp_path, full):
     """Counted twice: from the compiler's own account of its graph, and from the text of the code alone."""

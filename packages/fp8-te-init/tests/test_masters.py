@@ -1,8 +1,11 @@
 """Masters: where they start, what is kept until then, what is saved and exported of them."""
 
+import contextlib
 import copy
 import io
+import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from tests.helpers.fresh_processes import memory_of
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights
 from tests.helpers.primary_models import RECIPES, built, masters_for, plain, step
+from tests.helpers.ranks import RankPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -156,14 +159,34 @@ def test_a_weight_that_no_optimizer_has_yet_keeps_its_values_over_a_step_but_not
     assert ("The masters of 1 FP8 weights start from rounded values" in caplog.text) == seeds
 
 
+def pages_held(rank, world_size, side, layers):
+    """Return the bytes of the process that a model holds, those of its copies, and what is left after a seeding."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def make(side, layers):
+        with fti.fp8_model_init(preserve_high_precision_init_val=True):
+            return nn.Sequential(*(nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+
+    masters_for(make(8, 1))  # what is imported on first use
+    before = resident()
+    model = make(side, layers)
+    held, copies = resident() - before, fti.memory_report(model).copies
+    fti.seed_masters(torch.optim.SGD(model.parameters(), lr=0.1), model, fallback="dequantize")
+    return held, copies, resident() - before
+
+
 # small: below the 128 KiB from which glibc maps pages of their own, and well above the 9 KB of objects that a layer is
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("side", "layers"), [(2048, 4), (192, 448)], ids=["large", "many small"])
 def test_the_pages_of_the_values_before_rounding_go_back_to_the_system_with_the_seeding(side, layers):
-    measured = memory_of(side, layers)
-    assert measured["copies"] == 2 * measured["weights"]
-    assert measured["held"] > 2.5 * measured["weights"]
-    assert measured["left"] < 1.6 * measured["weights"], "codes of one byte, and what the heap holds besides"
+    with contextlib.closing(RankPool(1)) as fresh_process:
+        ((held, copies, left),) = fresh_process.run(pages_held, side, layers)
+    weights = side * side * layers
+    assert copies == 2 * weights
+    assert held > 2.5 * weights
+    assert left < 1.6 * weights, "codes of one byte, and what the heap holds besides"
 
 
 # ---------------------------------------------------------------- state dicts, copies

@@ -19,6 +19,7 @@ from tests.helpers.not_finite import (
     scaled_layers,
     train_with_scaler,
 )
+from tests.helpers.primary_models import masters_for
 
 
 def converted(model: nn.Module, name: str) -> nn.Module:
@@ -26,12 +27,6 @@ def converted(model: nn.Module, name: str) -> nn.Module:
     if recipe.weight.scaling == "static":  # which weights held in FP8 do not have
         recipe = dataclasses.replace(recipe, weight=CastRecipe())
     return fti.convert_linear(model, recipe=recipe)
-
-
-def optimizer_of(model: nn.Module, cls=torch.optim.AdamW, **options) -> fti.MasterOptimizer:
-    optimizer = fti.MasterOptimizer(cls, model.parameters(), **options)
-    fti.seed_masters(optimizer, model)
-    return optimizer
 
 
 @pytest.mark.matrix(name=NAMES, place=PLACES, bad=BAD, dtype=[torch.float32, torch.float16, torch.bfloat16])
@@ -43,7 +38,7 @@ def test_what_is_not_finite_is_as_visible_as_without_fp8(name, place, bad, dtype
 def test_a_master_that_is_not_finite_is_seen_in_the_next_forward_and_leaves_nothing_behind(name, bad):
     def codes_after(values):
         model = converted(plain_layers(), name)
-        optimizer = optimizer_of(model, torch.optim.SGD, lr=0.0)
+        optimizer = masters_for(model, lr=0.0)
         master = optimizer.master_of(model[0].weight)
         kept, seen = master[3, 4].item(), []
         for value in values:
@@ -67,7 +62,7 @@ def test_a_master_that_is_not_finite_is_seen_in_the_next_forward_and_leaves_noth
 def test_float16_skips_the_steps_that_plain_pytorch_skips(name):
     plain, low = scaled_layers(), converted(scaled_layers(), name)
     skipped_plain, _ = train_with_scaler(plain, torch.optim.AdamW(plain.parameters(), lr=2e-2))
-    skipped, losses = train_with_scaler(low, optimizer_of(low, lr=2e-2))
+    skipped, losses = train_with_scaler(low, masters_for(low, torch.optim.AdamW, lr=2e-2))
     assert skipped == skipped_plain
     assert len(skipped) > 8
     assert losses[-1] < losses[0] / 8

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_te_init as fti
 from fp8_common import CANONICAL, CastRecipe, Fp8Error, Recipe, get_recipe, update_history
-from fp8_common.torch import amax, amax_to_scale, dequantize, quantize, quantize_blockwise, quantize_rowwise
+from fp8_common.torch import amax, amax_to_scale, quantize, quantize_blockwise, quantize_rowwise
 from tests.helpers.primary_models import built, loss_of, masters_for, step
 
 RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
@@ -132,15 +132,10 @@ def test_filters_and_rules_choose_layers_and_their_recipes(caplog):
     assert [type(layer) for layer in model] == [nn.Linear, fti.PrimaryFloat8Linear]
     assert "1 linear layers have FP8 primary weights. Left in high precision: 0 (filtered)." in caplog.text
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
-    fti.convert_linear(model, module_filter_fn=["*", "b = rowwise", "!head"])
+    recipe = get_recipe("tensorwise").to_dict()
+    fti.convert_linear(model, recipe=recipe, module_filter_fn=["*", "b = rowwise", "!head"])
     assert [model[name].config.recipe.name for name in "ab"] == ["tensorwise", "rowwise"]
     assert type(model["head"]) is nn.Linear
-
-
-def test_recipes_are_names_objects_or_dictionaries():
-    named = fti.LinearConfig(recipe="rowwise")
-    assert fti.LinearConfig(recipe=named.recipe) == fti.LinearConfig(recipe=named.recipe.to_dict()) == named
-    assert type(fti.convert_linear(linear(), recipe=named.recipe.to_dict())) is fti.PrimaryFloat8Linear
 
 
 def convert(**options):
@@ -155,16 +150,9 @@ def convert(**options):
         (lambda: convert(recipe="fp4"), "Unknown recipe 'fp4'"),
         (lambda: fti.convert_linear(nn.Linear(4, 4).double()), "is torch.float64: FP8 codes are made of"),
         (lambda: convert(recipe="mxfp8"), "MX weights need TransformerEngine"),
-        (lambda: fti.LinearConfig(emulate="yes"), "emulate must be"),
         (
             lambda: convert(recipe=Recipe(name="off", weight=CastRecipe(scaling="static", static_scale=2.0))),
             "is dynamic or delayed, not static",
-        ),
-        (
-            lambda: convert(
-                recipe=Recipe(name="two", weight_for_grad_input=CastRecipe(format="e5m2"), grad_output=CastRecipe())
-            ),
-            "'two': weight_for_grad_input cannot be honoured here",
         ),
         (lambda: fti.fp8_model_init(backend="gpu").__enter__(), "backend must be one of 'auto'"),
         (lambda: convert(recipe="rowwise", config=fti.LinearConfig()), "Pass recipe or config, not both"),
@@ -177,13 +165,6 @@ def test_bad_choices_say_what_they_got_and_what_to_do(call, message):
 
 
 # ---------------------------------------------------------------- what they compute
-
-
-def test_the_forward_uses_the_codes_and_nothing_finer():
-    layer, x = primary(shape=(64, 48)), torch.randn(8, 48)
-    scale = amax_to_scale(amax(x), "e4m3")
-    expected = dequantize(quantize(x, scale, "e4m3"), scale, "e4m3") @ layer.weight.dequantize().t() + layer.bias
-    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_reading_gives_dequantized_values_and_new_tensors_are_plain():

@@ -1,19 +1,14 @@
 """Streams of FSDP2 under FP8 primary weights: gathers, reads and writes are ordered, shown without a GPU."""
 
-import contextlib
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8_te_init as fti
+from tests.helpers.primary_models import RECIPES
+from tests.helpers.ranks import fake_ranks
+from tests.helpers.sharded_models import mlp, shard
 from tests.helpers.stream_order import StreamOrder
 
-RECIPES = ["tensorwise", "tensorwise_delayed", "rowwise", "blockwise"]
 SCENARIOS = {
     "plain steps": {},
     "an event of the optimizer": {"event": True},
@@ -31,23 +26,8 @@ def parts(tensor):
     return [one for one in inner if isinstance(one, torch.Tensor)]  # a DTensor names its mesh too
 
 
-@contextlib.contextmanager
-def ranks(world_size):
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def built(recipe=None, reshard=True):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    fti.convert_linear(model, recipe=recipe)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
+    model = shard(fti.convert_linear(mlp([64] * 4, bias=False), recipe=recipe), 2, reshard_after_forward=reshard)
     return model, fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
 
 
@@ -78,14 +58,14 @@ def train(recipe, order, *, event=False, accumulate=False, evaluate=False, resha
 @pytest.mark.matrix("each", recipe=RECIPES, scenario=SCENARIOS)
 def test_every_access_is_ordered(recipe, scenario):
     order = StreamOrder(parts)
-    with ranks(2), order.streams():
+    with fake_ranks(2), order.streams():
         train(recipe, order, **SCENARIOS[scenario])
     assert order.races == {}
 
 
 def test_an_optimizer_that_gathers_do_not_wait_for_is_found():
     order = StreamOrder(parts)
-    with ranks(2), order.streams():
+    with fake_ranks(2), order.streams():
         model, optimizer = built()
         with order:
             model(torch.randn(16, 64)).sum().backward()

@@ -49,6 +49,19 @@ def test_wrapping_in_ddp_starts_from_the_first_ranks_weights_and_leaves_scales_a
         assert are_rounded
 
 
+def rescaled(rank, world_size):
+    net = built(seed=rank)
+    return fti.rescale_(net, group=dist.group.WORLD), [weight.scale.clone() for weight in weights(net)]
+
+
+def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks):
+    drawn = zip(*(weights(plain(rank)) for rank in range(3)), strict=True)
+    wanted = [448.0 / torch.stack([weight.detach().abs().max() for weight in each]).max() for each in drawn]
+    for reductions, scales in run_ranks(3, rescaled):
+        assert reductions == 1
+        assert equal(scales, wanted)
+
+
 def broadcast_by_hand(rank, world_size, recipe):
     net = built(recipe, rank)
     fti.broadcast_weights_(net, dist.group.WORLD, root=1)

@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_te_init as fti
 from fp8_common import Fp8Error
-from fp8_common.torch.compat import local_of
 from tests.helpers.primary_facts import are_codes_of_masters, codes, equal, masters, weights, whole
 from tests.helpers.primary_models import RECIPES, deep, masters_for, plain_deep, sharded, step, tied, train_tied
 from tests.helpers.sharded_models import WIDTHS, mlp, shard
@@ -162,7 +159,7 @@ def test_a_frozen_base_that_was_loaded_into_shards_has_the_codes_of_an_unsharded
 
 
 def saved(rank, world_size, recipe, folder):
-    """Return by name how entries of a sharded state dict, and what users do with them, differ from plain ones."""
+    """Return by name how entries of a sharded state dict differ from plain ones, gathered, saved and loaded."""
     reference = deep(recipe).state_dict()
     model = sharded(world_size, recipe)
     state = model.state_dict()
@@ -177,14 +174,9 @@ def saved(rank, world_size, recipe, folder):
         "gathered": gathered,
         "offloaded": reference if rank else offloaded,
         "saved and read": torch.load(buffer, weights_only=True),
-        "deepcopy": copy.deepcopy(state),
-        "clone": {k: v.clone() for k, v in state.items()},
-        "cpu": {k: v.cpu() for k, v in state.items()},
-        "detach": {k: v.detach() for k, v in state.items()},
     }
     found = {name: unlike(form, reference) for name, form in forms.items()}
-    found["float"] = unlike({k: v.float() for k, v in state.items()}, {k: v.float() for k, v in reference.items()})
-    classes = {type(value) for form in list(forms.values())[:3] for value in form.values()}
+    classes = {type(value) for form in forms.values() for value in form.values()}
     torch.save(state, f"{folder}/{rank}.pt")
     with torch.serialization.safe_globals([DTensor]):
         read = torch.load(f"{folder}/{rank}.pt", weights_only=False)
@@ -205,7 +197,7 @@ def test_state_dicts_have_the_bits_of_the_unsharded_model_and_hold_plain_tensors
 
 
 def other_models(rank, world_size, folder):
-    """Return by name what is wrong of state dicts in models of other kinds, and in optimizers."""
+    """Return by name what is wrong of state dicts in models of other kinds."""
     wrong, mesh = {}, init_device_mesh("cpu", (world_size,))
     uneven = {"first": "head", "recipe": "rowwise", "size": 13}
     model, unsharded = fully_shard(tied(1, **uneven), mesh=mesh), tied(**uneven)
@@ -227,21 +219,10 @@ def other_models(rank, world_size, folder):
     reference, ddp = deep("tensorwise_delayed").state_dict(), DistributedDataParallel(deep("tensorwise_delayed", 1))
     full(ddp, reference, broadcast_from_rank0=True)
     wrong["ddp"] = unlike(ddp.module.state_dict(), reference)
-    both = []
-    for seed in (0, 1):
-        model = sharded(world_size, seed=seed)
-        optimizer = masters_for(model, torch.optim.AdamW, lr=0.01)
-        step(model, optimizer)
-        both.append((model, optimizer))
-    options = StateDictOptions(full_state_dict=True)
-    of_model, of_optimizer = get_state_dict(*both[0], options=options)
-    set_state_dict(*both[1], model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
-    for part in (masters, lambda model, _: codes(model)):
-        wrong[part.__name__] = not equal(*(map(local_of, part(*each)) for each in both))
     return [name for name, one in wrong.items() if one]
 
 
-def test_state_dicts_reach_tied_weights_ddp_and_optimizers(run_ranks, tmp_path):
+def test_state_dicts_reach_tied_weights_and_ddp(run_ranks, tmp_path):
     assert run_ranks(2, other_models, str(tmp_path)) == [[], []]
 
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import fp8_te_init as fti
 from tests.helpers.primary_facts import are_codes_of_masters, equal, masters, weights, whole
@@ -77,24 +75,6 @@ def test_shards_make_up_the_start_scales_and_masters_of_the_unsharded_model_and_
         assert kept <= share, "a share, and a row for the rounding"
         assert exported.keys() == reference.state_dict().keys()
         assert equal(exported.values(), (value.float() for value in reference.state_dict().values()))
-
-
-def rescaled(rank, world_size):
-    torch.manual_seed(rank)
-    with fti.fp8_model_init(preserve_high_precision_init_val=True):
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-    amax = [weight.get_high_precision_init_val().abs().max() for weight in weights(model)]
-    before = [layer.weight_scale_e4m3.item() for layer in model]
-    reductions = fti.rescale_(model, group=dist.group.WORLD)
-    return torch.stack(amax), before, [layer.weight_scale_e4m3.item() for layer in model], reductions
-
-
-def test_rescale_agrees_on_the_global_amax_with_exactly_one_all_reduce(run_ranks):
-    results = run_ranks(3, rescaled)
-    wanted = 448.0 / torch.stack([amax for amax, *_ in results]).amax(0)
-    assert len({tuple(before) for _, before, *_ in results}) == 3, "each rank had a scale of its own before"
-    for _, _, scales, reductions in results:
-        assert (scales, reductions) == (wanted.tolist(), 1)
 
 
 def different_generators(rank, world_size):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,45 +9,10 @@ from torch.distributed.fsdp import fully_shard
 import fp8_te_init as fti
 from tests.helpers.collectives import CollectiveCounter
 from tests.helpers.primary_facts import equal, masters, whole
-from tests.helpers.primary_models import RECIPES, deep, masters_for, sharded
-from tests.helpers.sharded_models import WIDE, WIDTHS, batches, loss_of, mlp, shard
+from tests.helpers.primary_models import deep, masters_for
+from tests.helpers.sharded_models import WIDTHS, batches, loss_of, mlp, shard
 
 pytestmark = pytest.mark.distributed
-
-STEPS = 8
-
-
-def adamw(model):
-    return masters_for(model, torch.optim.AdamW, lr=1e-2)
-
-
-def sharded_and_replicated(rank, world_size, recipe, widths):
-    """Return the losses and masters of both; two optimizers take turns with the masters of each."""
-    model, twin, losses = sharded(world_size, recipe, widths=widths), deep(recipe, widths=widths), ([], [])
-    nets = (model, twin)
-    pairs = [(adamw(net), masters_for(net, seed=False, lr=1e-3)) for net in nets]
-    for number, x in enumerate(batches(rank, STEPS)):
-        for net, optimizers, seen in zip(nets, pairs, losses, strict=True):
-            loss = loss_of(net, x)
-            loss.backward()
-            with torch.no_grad():
-                net(x)  # an evaluation leaves the root's weights gathered: a step has to gather them anew
-            for parameter in net.parameters() if net is twin else ():
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(world_size)
-            optimizers[number % 4 == 3].step()
-            net.zero_grad()
-            seen.append(loss.item())
-    model.reshard()
-    shared = all(a is b for a, b in zip(masters(model, pairs[0][0]), masters(model, pairs[0][1]), strict=True))
-    ours, theirs = (masters(net, optimizers[0]) for net, optimizers in zip(nets, pairs, strict=True))
-    return losses[0] == losses[1], equal(map(whole, ours), theirs), shared
-
-
-# the ranks' rows of the wide layers meet inside a block
-@pytest.mark.parametrize(("recipe", "widths"), [*((recipe, WIDTHS) for recipe in RECIPES), ("blockwise", WIDE)])
-def test_steps_of_two_optimizers_equal_those_of_a_replicated_model(run_ranks, recipe, widths):
-    assert run_ranks(2, sharded_and_replicated, recipe, widths) == [(True, True, True)] * 2
 
 
 def hybrid(rank, world_size, recipe):
@@ -74,7 +38,7 @@ def test_hybrid_shards_gather_and_train_the_bits_of_the_unsharded_model(run_rank
 
 def collectives_of_steps(rank, world_size):
     model = shard(fti.convert_linear(mlp((24, 40, 60, 24), bias=False)), world_size)
-    optimizer, seen = adamw(model), []
+    optimizer, seen = masters_for(model, torch.optim.AdamW, lr=1e-2), []
     for x in batches(rank, 3):
         with CollectiveCounter() as forward:
             loss_of(model, x).backward()

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: the same PTX however it is reached, refusals with reasons, known crashes."""
+"""Ahead-of-time compilation: the same PTX however it is reached, and every kernel is a case."""
 
 import inspect
 from types import SimpleNamespace
@@ -46,22 +46,9 @@ def test_launching_on_a_gpu_compiles_the_same_ptx(name):
     assert launched_ptx(plan, 90) == compile_launch(plan, 90).ptx
 
 
-def test_compiling_twice_gives_the_same_machine_code():
-    plan = CASES["MX rceil"].plan
-    first = compile_launch(plan, 90)
-    with triton.knobs.cache.scope():
-        triton.knobs.compilation.always_compile = True
-        assert compile_launch(plan, 90) == first
-
-
 def test_every_kernel_is_compiled_by_some_case():
     plans = {name for name, value in vars(kernels).items() if hasattr(value, "cache_info")}
     compiled = {case.plan.name for case in CASES.values()}
     renamed = {"block_1x128": "blockwise", "block_128x128": "blockwise", "rowwise_long": "rowwise"}
     renamed |= {"scales": "scales_of_amax"}
     assert {renamed.get(name, name) for name in compiled} == plans
-
-
-def test_ampere_is_refused():
-    with pytest.raises(Exception, match=r"(?i)ptxas|cvt|not supported|fp8e4nv"):
-        compile_launch(CASES["cast"].plan, 80)

@@ -132,13 +132,6 @@ def test_on_8_9_where_triton_rounds_twice_no_cast_is_fused(sources, tmp_path):
     assert not [text for text in moved if TO_FP8.search(text)], "codes may be transposed there, and no more"
 
 
-def test_what_is_rounded_approximately_would_be_found(tmp_path):
-    source = HEADER + "@triton.jit\ndef kernel(a, o, n, XBLOCK: tl.constexpr):\n    i = tl.arange(0, XBLOCK)\n"
-    source += "    tl.store(o + i, 1.0 / tl.load(a + i))\n"
-    signature = "{'a': '*fp32', 'o': '*fp32', 'n': 'i32', 'XBLOCK': 'constexpr'}"
-    assert INEXACT.search(ptx(f"'signature': {signature}\n{source}", tmp_path / "inexact.py"))
-
-
 def test_what_a_fused_producer_computed_is_rounded_before_the_cast(tmp_path):
     """On a CPU Inductor rounds it by itself, so that no result there would tell."""
     command = [sys.executable, "-c", PRODUCER, str(tmp_path / "sources.json")]

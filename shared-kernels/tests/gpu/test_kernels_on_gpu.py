@@ -5,15 +5,15 @@ import importlib.util
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.gpu
+import fp8_common as f8
+from fp8_common.testing import adversarial, all_bfloat16, all_float16, assert_same_bits
 
+pytestmark = pytest.mark.gpu
 
 if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
     import torch
 
-    import fp8_common as f8
     from fp8_common.presets import te_delayed
-    from fp8_common.testing import adversarial, all_bfloat16, all_float16, assert_same_bits
     from fp8_common.torch import casts, delayed, foreach
     from tests.helpers import kernel_inputs as inputs
 
@@ -105,23 +105,24 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
 
 
 if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
+    import jax
+    import jax.numpy as jnp
 
-    def test_jax_launches_the_kernels(monkeypatch):
-        import jax
-        import jax.numpy as jnp
+    import fp8_common.jax as f8j
+    from fp8_common.jax import casts as jax_casts
 
-        import fp8_common as f8
-        import fp8_common.jax as f8j
-        from fp8_common.jax import casts
-        from fp8_common.testing import assert_same_bits
-
+    @pytest.fixture
+    def gpu_of_jax():
         if not any(device.platform == "gpu" for device in jax.devices()):
             pytest.skip("this JAX sees no GPU")
+
+    @pytest.mark.usefixtures("gpu_of_jax")
+    def test_jax_launches_the_kernels(monkeypatch):
         monkeypatch.setenv("FP8_COMMON_BACKEND", "triton")
         x = np.random.default_rng(0).normal(size=(300, 544)).astype(np.float32)
         for fmt in ("e4m3", "e5m2"):
             want = f8.amax_to_scale(f8.amax(x), fmt)
-            both = jax.jit(lambda a, f=fmt, s=want: casts.cast_with_amax(a, s, f8.get_format(f)))(jnp.asarray(x))
+            both = jax.jit(lambda a, f=fmt, s=want: jax_casts.cast_with_amax(a, s, f8.get_format(f)))(jnp.asarray(x))
             assert_same_bits(np.asarray(both[0]), f8.quantize(x, want, fmt), fmt=fmt)
             assert_same_bits(np.asarray(both[1]), f8.amax(x))
             for operation, definition in (
@@ -132,18 +133,10 @@ if importlib.util.find_spec("jax") and importlib.util.find_spec("triton"):
                 got = jax.jit(lambda a, f=fmt, o=operation: o(a, f))(jnp.asarray(x))
                 assert_same_bits(np.asarray(got.data), definition(x, fmt).data, fmt=fmt)
 
+    @pytest.mark.usefixtures("gpu_of_jax")
     def test_the_conversion_of_the_gpu_rounds_as_the_definition_does(monkeypatch):
-        import jax
-        import jax.numpy as jnp
-
-        import fp8_common as f8
-        from fp8_common.jax.casts import cast
-        from fp8_common.testing import all_bfloat16, assert_same_bits
-
-        if not any(device.platform == "gpu" for device in jax.devices()):
-            pytest.skip("this JAX sees no GPU")
         monkeypatch.setenv("FP8_COMMON_BACKEND", "reference")
         for fmt in (f8.E4M3, f8.E5M2):
             for scale in np.float32([2**-20, 1 / 3, 1, 7.5, 2**40]):
-                codes = jax.jit(lambda x, s, f=fmt: cast(x, s, f))(jnp.asarray(all_bfloat16()), scale)
+                codes = jax.jit(lambda x, s, f=fmt: jax_casts.cast(x, s, f))(jnp.asarray(all_bfloat16()), scale)
                 assert_same_bits(np.asarray(codes), f8.quantize(all_bfloat16(), scale, fmt), fmt=fmt)

@@ -9,7 +9,7 @@ from fp8_common.presets import te_delayed
 from fp8_common.testing import adversarial_amax, assert_same_bits
 from fp8_common.torch import casts, delayed
 from fp8_common.torch._operators import policy_key
-from tests.golden import cases as golden
+from tests import golden
 from tests.helpers import kernel_inputs
 from tests.helpers.kernel_inputs import FORMATS, SEED, number, tensor
 

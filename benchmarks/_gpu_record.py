@@ -1,4 +1,4 @@
-"""A plugin of pytest, `-p tests.helpers.gpu_record`: `--record FILE`, and an end to processes whose GPU is lost.
+"""A plugin of pytest, `-p benchmarks._gpu_record`: `--record FILE`, and an end to processes whose GPU is lost.
 
 Every result is appended to the file at once, so an interrupted run loses none. A CUDA error stays with its process and
 would fail every later test there: the process writes down its test and ends. xdist starts another one.
