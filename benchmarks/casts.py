@@ -27,10 +27,10 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 import fp8_common
 import fp8_common.jax
 import fp8_common.torch
+from benchmarks import _aot as aot
 from benchmarks._common import median_ratio, options, save, table, take_turns
+from benchmarks._sass import Sass, disassemble
 from fp8_common.presets import flax
-from tests.helpers import aot
-from tests.helpers.sass import Sass, disassemble
 
 # ---------------------------------------------------------------- machine code
 

@@ -10,10 +10,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from benchmarks import _aot as aot
 from fp8_common import _kernels as kernels
 from fp8_common._kernels import compile_launch
 from fp8_common._kernels.launch import OPTIONS
-from tests.helpers import aot
 
 CASES = {case.name: case for case in aot.cases()}
 

@@ -9,7 +9,7 @@ import pytest
 import triton
 
 import fp8_common._kernels
-from tests.helpers import aot
+from benchmarks import _aot as aot
 
 NAMES = [case.name for case in aot.cases()]
 SOURCES = Path(fp8_common._kernels.__file__).parent

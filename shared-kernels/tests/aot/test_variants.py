@@ -5,10 +5,10 @@ Their accesses are necessarily narrow, and a few bytes may be spilled; every che
 
 import pytest
 
+from benchmarks import _aot as aot
 from fp8_common import CANONICAL, POWER_OF_2
 from fp8_common import _kernels as kernels
 from fp8_common.presets import deepgemm, flax, msamp, te_current, te_delayed, torchao
-from tests.helpers import aot
 
 KINDS = [("bfloat16", "e4m3"), ("float16", "e5m2"), ("float32", "e4m3")]
 ODD, LONG, TORN = (304, 517), (3, 20001), (301, 517)

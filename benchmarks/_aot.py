@@ -10,10 +10,10 @@ import dataclasses
 import re
 from typing import Any
 
+from benchmarks._sass import Sass, disassemble
 from fp8_common import _kernels as kernels
 from fp8_common._reference.gradients import MessageRows
 from fp8_common.policy import CANONICAL, MX_MODES
-from tests.helpers.sass import Sass, disassemble
 
 ARCHITECTURES = (89, 90, 100)
 # Lanes per processor and clock, times processors, times clock in Hz, over memory bandwidth in bytes/s.
