@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.helpers.fsdp_models import RECIPES, WIDTHS
-from tests.helpers.fsdp_programs import COLLECTIVES, EDITS, ENDING, NAMED, PROGRAMS, READERS, Program, Run
+from tests.helpers.fsdp_programs import ENDING, NAMED, PROGRAMS, Program, Run
+from tests.helpers.fsdp_writes import COLLECTIVES, EDITS, READERS
 from tests.helpers.ranks import RankError
 
 pytestmark = pytest.mark.distributed
