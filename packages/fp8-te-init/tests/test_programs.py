@@ -230,7 +230,7 @@ class Program:
         self.net(torch.ones(2, WIDTHS[0], dtype=self.dtype))
         for layer, backup, values in zip(self.net, backups, before, strict=True):
             layer.weight.data = backup
-            assert torch.equal(layer.weight.dequantize(), values), " ".join(self.log)
+            assert same(layer.weight.dequantize(), values), " ".join(self.log)
 
     def move(self):
         """Go to another dtype and back, which changes neither codes nor scales."""

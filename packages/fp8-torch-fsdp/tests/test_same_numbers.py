@@ -5,12 +5,13 @@ Each row is two models that train alike, bit for bit; mostly one is gathered in 
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -125,6 +126,15 @@ def tied_in_one_group(model):
     return model
 
 
+def two_formats(_):
+    """Weights with largest codes of 448 and 240 in one group of FSDP2; the twin scales each layer by itself."""
+    models = [seeded(lambda: nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))) for _ in range(2)]
+    for model, (index, fmt) in itertools.product(models, enumerate(("e4m3", "e4m3fnuz") * 2)):
+        casts = dict.fromkeys(("input", "weight", "grad_output"), f8.CastConfig(format=fmt))
+        model[index] = converted(model[index], f8.Recipe(name=fmt, **casts))
+    return fully_shard(models[0]), DistributedDataParallel(models[1])
+
+
 def three_dtypes():
     model = nn.Sequential(*(nn.Linear(24, 24, bias=False, dtype=d) for d in (None, torch.bfloat16, torch.float16)))
     for layer in model:
@@ -176,6 +186,7 @@ ROWS = {
     "mixed weight dtypes crash precompute": Row(
         both_gathers(three_dtypes), casts=6, reductions=2, loop={"after_step": f8.synchronize_scales}
     ),
+    "two formats in one group": Row(two_formats, recipes=("dynamic",)),
     "an empty shard crashes precompute": Row(
         both_gathers(lambda: chain((24, 1, 40, 1))), casts=6, reductions=2, loop={"after_step": f8.synchronize_scales}
     ),
