@@ -119,8 +119,12 @@ class Program:
 
     def restart(self):
         """Do to the twin what a step does to masters of weights that something else wrote to."""
-        for layer in self.twin if self.restarts else ():
-            values = self.rounded(whole(layer.weight.detach()))
+        for layer, own in zip(self.twin, self.net, strict=True) if self.restarts else ():
+            values, kept = self.rounded(whole(layer.weight.detach())), self.optimizer._masters[own.weight]
+            if not self.sharded and torch.equal(
+                own.weight.state.quantized(kept.to(self.dtype)), own.weight.state.own_codes
+            ):
+                values = kept.clone()  # what was written is this master, rounded: it stays
             with torch.no_grad():
                 for each in {id(t): t for t in (self.master_of(layer), layer.weight)}.values():
                     set_to(each, values)
