@@ -120,8 +120,9 @@ class Program:
     def restart(self):
         """Do to the twin what a step does to masters of weights that something else wrote to."""
         for layer, own in zip(self.twin, self.net, strict=True) if self.restarts else ():
-            values, kept = self.rounded(whole(layer.weight.detach())), self.optimizer._masters[own.weight]
-            if not self.sharded and torch.equal(
+            values = self.rounded(whole(layer.weight.detach()))
+            kept = None if self.sharded else self.optimizer._masters[own.weight]
+            if kept is not None and torch.equal(
                 own.weight.state.quantized(kept.to(self.dtype)), own.weight.state.own_codes
             ):
                 values = kept.clone()  # what was written is this master, rounded: it stays
