@@ -23,6 +23,7 @@ class Row(NamedTuple):
         models: Returns both, on each rank, by the recipe.
         ranks: How many ranks.
         recipes: Those of default runs.
+        more: Those that full runs add.
         casts: Weights that the first one casts in a step; None if that says nothing.
         reductions: MAX all-reduces of the first one in a step; a number, or a function of the recipe.
         loop: Options of `train`.
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     models: Callable[[Any], Sequence[Any]]
     ranks: int = 2
     recipes: Sequence[Any] = ("tensorwise", "tensorwise_delayed")
+    more: Sequence[Any] = RECIPES
     casts: int | None = 4
     reductions: Any = 1
     loop: Mapping[str, Any] = types.MappingProxyType({})
@@ -67,6 +69,6 @@ def check(rank: int, row: Row, recipe: Any) -> None:
 
 
 def check_all(rank: int, row: Row, full: bool) -> None:
-    """Check a row under its recipes, or under all."""
-    for recipe in (*row.recipes, *(r for r in RECIPES if full and r not in row.recipes)):
+    """Check a row under its recipes, in full runs under more."""
+    for recipe in dict.fromkeys((*row.recipes, *(row.more if full else ()))):
         check(rank, row, recipe)

@@ -19,7 +19,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def set_data(tensor: torch.Tensor, factor: float) -> None:
     """Not of plain parameters, whose `.data` FSDP2 itself does not look at again."""
-    local = local_of(tensor)
+    # `to_local()` of a parameter is an alias of it, whose `.data` is its own
+    local = getattr(tensor, "_local_tensor", tensor)
     if isinstance(local, f8.ShardedFloat8Weight):
         local.data = local.plain * factor
     else:
