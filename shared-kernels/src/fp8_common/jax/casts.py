@@ -80,7 +80,7 @@ def amax(x: ArrayLike, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 
 def _key_of_amax(x: jax.Array) -> tuple[jax.Array]:
-    return (float_key(amax_by_jnp(x)).reshape(1),)
+    return (to_bits(amax_by_jnp(x)).reshape(1),)
 
 
 _AMAX_KEY = KernelOp(

@@ -32,6 +32,7 @@ from fp8_jax_owg.scaling import DelayedScaling, Scaling, Tensor
 from fp8_jax_owg.state import cotangents
 from fp8_jax_owg.state.cotangents import (
     INFINITY_KEY,
+    NOT_OBSERVED_BITS,
     SMALLEST_NORMAL_KEY,
     check_float32,
     is_shared,
@@ -49,8 +50,8 @@ class Live(enum.IntEnum):
     GREATEST = 1  # the greatest amax of the history; NaN if steps cannot have left this history
     NEWEST = 2  # its newest entry
     INTO_E4M3 = 3  # scales of the usual rule, into a format and back; those back are NaN where GREATEST is
-    BACK_E4M3 = 4
-    INTO_E5M2 = 5
+    INTO_E5M2 = 4
+    BACK_E4M3 = 5
     BACK_E5M2 = 6
 
 
@@ -70,6 +71,8 @@ SMALLEST_SCALE_INV, GREATEST_SCALE_INV = np.float32(2.0**-100), np.float32(2.0**
 GREATEST_KEY = np.int32(0x7F7FFFFF)
 CANARY = np.float32(1 / 3)
 """What every use observes beside its amax, and no arithmetic leaves as it is: rounding does not, nor does adding."""
+CONSTANT_PLACES = np.array([CANARY.view(np.int32)] + [NOT_OBSERVED_BITS] * (WIDTH - len(Seen)), np.int32)
+"""The bits of what is observed behind the scale; as integers, among which `jax_debug_infs` stops at no constant."""
 NAN_BITS = np.int32(NAN_KEY)
 LOWEST_UNSOUND, MINUS_INFINITY = np.int32(-(2**31) + 2 * 0x00800000), np.float32(-np.inf).view(np.int32)
 """Between these lie the bits of finite negative numbers from the binade above that of encoded zeros on."""
@@ -131,10 +134,18 @@ def in_rows(function: Callable[..., jax.Array], *leaves: Sequence[jax.Array]) ->
             continue
         columns = zip(*[rows[i] for i in chosen], strict=True)
         made = function(*[jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in column]) for column in columns])
-        ends = np.cumsum([0, *[rows[i][0].size for i in chosen]]).tolist()
-        for i, start, end in zip(chosen, ends, ends[1:], strict=False):
-            results[i] = lax.slice_in_dim(made, start, end).reshape(*rows[i][0].shape[:-1], made.shape[-1])
+        sizes = [rows[i][0].size for i in chosen]
+        starts = _places(np.cumsum([0, *sizes[:-1]]))
+        for i, start, size in zip(chosen, starts, sizes, strict=True):
+            row = lax.dynamic_slice_in_dim(made, start, size)
+            results[i] = row.reshape(*rows[i][0].shape[:-1], made.shape[-1])
     return results
+
+
+def _places(starts: np.ndarray) -> Sequence[Any]:
+    """Return where rows begin, as numbers that XLA on CPUs does not know: it would compile a program for each row."""
+    numbers = map(np.uint32, starts)  # unsigned: what may be negative would be wrapped around
+    return lax.platform_dependent(*numbers, cpu=lambda *x: lax.optimization_barrier(x), default=lambda *x: x)
 
 
 def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
@@ -154,18 +165,15 @@ def make_live(pairs: Sequence[Pair]) -> list[jax.Array]:
 
 @jax.jit
 def _live_rows(scale: jax.Array, history: jax.Array) -> jax.Array:
-    stored = scale[..., 0]
     # a scale below zero is what gradients hold: they are no state, see `next_pair`
-    greatest = from_bits(jnp.where(_is_negative(to_bits(stored)), NAN_BITS, to_bits(_greatest(history))))
-    limits = np.array([E4M3.max, E5M2.max], np.float32)
-    into, back = _scales(scale, greatest[..., None], limits)
-    scales = [into[..., 0], back[..., 0], into[..., 1], back[..., 1]]
+    greatest = from_bits(jnp.where(_is_negative(to_bits(scale)), NAN_BITS, to_bits(_greatest(history))))
+    into, back = _scales(scale, greatest, np.array([E4M3.max, E5M2.max], np.float32))
     # XLA on CPUs would compute scales again for each element that they are used for
-    return lax.optimization_barrier(jnp.stack([stored, greatest, history[..., 0], *scales], axis=-1))
+    return lax.optimization_barrier(jnp.concatenate([scale, greatest, history[..., :1], into, back], axis=-1))
 
 
 def _greatest(history: jax.Array) -> jax.Array:
-    """Return the greatest amax [...] of histories [..., length]; NaN where steps cannot have left one.
+    """Return the greatest amax [..., 1] of histories [..., length]; NaN where steps cannot have left one.
 
     Nothing that a step stores is negative, but for encoded zeros, which plain `jax.grad` leaves, and -inf: as integers
     they are below zero, and zero is the least result. An optimizer that subtracts the gradient makes amax negative; a
@@ -173,7 +181,7 @@ def _greatest(history: jax.Array) -> jax.Array:
     """
     bits = to_bits(history)
     keys = jnp.maximum(jnp.where(_is_negative(bits), NAN_BITS, bits), np.int32(0))
-    return from_bits(jnp.max(keys, axis=-1))
+    return from_bits(jnp.max(keys, axis=-1, keepdims=True))
 
 
 def _is_negative(bits: jax.Array) -> jax.Array:
@@ -240,11 +248,10 @@ def observation(amax: jax.Array, back: jax.Array, live: jax.Array) -> jax.Array:
         back: float32 [], the scale that was used.
         live: [7], float32 or shared; what examples and devices observe that share it is combined.
     """
-    finite = float_key(amax) < INFINITY_KEY
-    seen = [amax, witness(amax), back, jnp.full_like(amax, CANARY)]
-    nothing = [jnp.zeros_like(amax)] * (WIDTH - len(seen))
-    flags = finite & (np.arange(WIDTH) < len(seen))
-    found = like(cotangents.observed_where(flags, jnp.stack([*seen, *nothing])), live)
+    seen = [lax.reshape(to_bits(x), (1,)) for x in (amax, witness(amax), back)]
+    finite = lax.lt(float_key(amax), INFINITY_KEY)
+    bits = lax.select(finite, lax.concatenate([*seen, CONSTANT_PLACES], 0), np.full(WIDTH, NOT_OBSERVED_BITS, np.int32))
+    found = like(from_bits(bits), live)
     return lax.convert_element_type(found, live.dtype) if is_shared(live) else cotangents.encode(found)
 
 
