@@ -101,6 +101,8 @@ LOOPS = {
     "barriers": (lambda m: sum(use(x, lax.optimization_barrier(m)) for x in SEEN), 5),
     "an amax of zero is seen": (lambda m: scan(m, jnp.zeros(2)), 0),
     "an amax among subnormals": (lambda m: scan(m, jnp.float32([1e-40, 1e-39, 1e-45])), 1e-39),
+    "of uses of which one is not finite, the others": (lambda m: scan(m, jnp.float32([1, np.inf, 5, NAN])), 5),
+    "an amax that is not finite alone": (lambda m: use(np.inf, m), NOTHING),
     "a loop that does not use its state": (lambda m: scan(m, XS, lambda c, x, m: (c + x, None)), NOTHING),
 }
 KEEP = jax.checkpoint_policies
