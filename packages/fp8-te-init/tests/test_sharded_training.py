@@ -36,6 +36,24 @@ def test_hybrid_shards_gather_and_train_the_bits_of_the_unsharded_model(run_rank
     assert run_ranks(4, hybrid, recipe) == [[True, True]] * 4
 
 
+def kept_over_a_write(rank, world_size, recipe):
+    model = shard(fti.convert_linear(mlp((24, 40, 60, 24), bias=False), recipe=recipe), world_size)
+    own = model[-1].weight
+    model.unshard()
+    before = model[-1].weight.dequantize()
+    with torch.no_grad():
+        own.mul_(2)
+    kept = torch.equal(model[-1].weight.dequantize(), before)
+    model.reshard()
+    model.unshard()
+    return kept, torch.equal(model[-1].weight.dequantize(), 2 * before)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_what_is_gathered_stays_as_it_is_when_its_shard_is_written_to(run_ranks, recipe):
+    assert run_ranks(2, kept_over_a_write, recipe) == [(True, True)] * 2
+
+
 def collectives_of_steps(rank, world_size):
     model = shard(fti.convert_linear(mlp((24, 40, 60, 24), bias=False)), world_size)
     optimizer, seen = masters_for(model, torch.optim.AdamW, lr=1e-2), []
