@@ -14,7 +14,7 @@ import fp8_common
 import fp8_torch_fsdp as f8
 from fp8_common.torch import amax_to_scale
 from fp8_torch_fsdp.scales import sync
-from fp8_torch_fsdp.scales.delayed import delayed_scales
+from fp8_torch_fsdp.scales.delayed import delayed_scales, fitting
 from fp8_torch_fsdp.scales.stale import nan_if_stale
 from tests.helpers.fsdp_models import Experts, converted, seeded, shard, with_delayed
 from tests.helpers.fsdp_training import batch, loss_of, train, unlike, whole
@@ -51,6 +51,15 @@ def step_of(model, x, optimizer=None):
 
 
 # ---------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize(("name", "most"), [("e4m3", 1 + 2.0**-4), ("e5m2", 1 + 2.0**-3)])
+def test_a_scale_of_earlier_steps_fits_if_it_clips_no_more_than_a_rounding_and_wastes_at_most_half(name, most):
+    ends = np.float32([0.5, 1, most]), np.nextafter(np.float32([0.5, most]), np.float32([0, 2]))
+    scales, dynamic = 8 * torch.tensor(np.concatenate(ends)), torch.full((5,), 8.0)
+    fits = fitting(torch.tensor(True), scales, dynamic, fp8_common.get_format(name))
+    assert fits.tolist() == [True, True, True, False, False]
+    assert not fitting(torch.tensor(False), scales, dynamic, fp8_common.get_format(name)).any()
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
