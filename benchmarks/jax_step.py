@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 CASES = (
-    *(Case("unrolled", n, dtype) for n, dtype in ((4, "float32"), (16, "bfloat16"))),
+    *(Case("unrolled", n, dtype) for n, dtype in ((4, "float32"), (8, "bfloat16"), (16, "bfloat16"))),
     *(Case("scan", n, dtype) for n in (1, 4, 32) for dtype in ("bfloat16", "float32")),
     *(Case("scan", n, "bfloat16", remat=True) for n in (4, 32)),
 )

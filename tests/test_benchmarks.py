@@ -6,6 +6,7 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers.repository import ROOT
@@ -26,6 +27,8 @@ def run(*command):
 def test_a_benchmark_writes_its_figures_and_its_table(name, tmp_path, full):
     if not full:
         pytest.skip("benchmarks run with --full")
+    if name == "modelled_step" and not torch.__version__.startswith("2.13."):
+        pytest.skip("a GPU can be pretended to torch 2.13 alone")
     said = run(f"benchmarks.{name}", "--quick", "--results", str(tmp_path))
     results = sorted(tmp_path.glob("*.json"))
     assert len(results) == (2 if name == "casts" else 1)
