@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8_common import Fp8Error
+from fp8_common import CANONICAL, Fp8Error
 from tests.helpers.conformance_implementations import IMPLEMENTATIONS, NUMPY, eager
 
 ONE, ROW, X = np.float32(1), np.ones(2, np.float32), np.ones((2, 3), np.float32)
@@ -18,6 +18,7 @@ REFUSED = [
     ("decode", (INTEGER, "e4m3"), "codes must be .*uint8 or .*float8_e4m3fn, got .*int32"),
     ("amax_to_scale", (INTEGER, "e4m3"), f"amax {FLOATS}"),
     ("amax_to_scale", (X, "e8m0"), "E8M0 holds block scales"),
+    ("amax_to_scale", (ROW, "e4m3", CANONICAL, X[0]), "broadcast"),
     ("amax_to_scale_inv", (INTEGER, "e4m3"), f"amax {FLOATS}"),
     ("reciprocal", (INTEGER,), f"scale {FLOATS}"),
     ("amax_to_e8m0", (INTEGER, "e4m3"), f"amax {FLOATS}"),

@@ -115,7 +115,7 @@ def amax_to_scale(
     with np.errstate(all="ignore"):  # amax of zero, infinity and NaN divide too; their scales are replaced below
         scale = _limit(_quotient(_at_least_eps(value, policy), fmt, policy), policy)
     # Current scaling has no previous scale; 1.0 leaves the data as it is.
-    fallback = np.ones((), np.float32) if prev is None else as_float32(prev, "prev")
+    fallback = np.broadcast_to(np.float32(1) if prev is None else as_float32(prev, "prev"), scale.shape)
     return _replace_unusable(scale, key, policy, fallback)
 
 

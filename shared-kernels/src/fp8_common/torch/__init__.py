@@ -122,9 +122,10 @@ def amax_to_scale(
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
     """
-    return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
+    kept = None if prev is None else _broadcastable(prev, amax, "prev")
+    return casts.scale_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, kept)
 
 
 def amax_to_scale_inv(
@@ -142,9 +143,10 @@ def amax_to_scale_inv(
         float32 of the shape of `amax`.
 
     Raises:
-        Fp8Error: `fmt` is no data format, or `amax` is not float16, bfloat16 or float32.
+        Fp8Error: `fmt` is no data format, `amax` is not float16, bfloat16 or float32, or `prev` does not broadcast.
     """
-    return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, prev)
+    kept = None if prev is None else _broadcastable(prev, amax, "prev")
+    return numerics.scale_inv_from_amax(_input(amax, "amax"), get_data_format(fmt), policy, kept)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -405,9 +407,9 @@ def _input(x: torch.Tensor, what: str = "x") -> torch.Tensor:
     return numerics.check_input_dtype(x, what).detach()
 
 
-def _broadcastable(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _broadcastable(scale: torch.Tensor, x: torch.Tensor, what: str = "scale") -> torch.Tensor:
     """Check that `scale` broadcasts to `x` without making the result larger."""
     aligned = (1,) * (x.ndim - scale.ndim) + tuple(scale.shape)
     if scale.ndim > x.ndim or any(s not in (1, n) for s, n in zip(aligned, x.shape, strict=True)):
-        raise Fp8Error(f"scale of shape {tuple(scale.shape)} does not broadcast to shape {tuple(x.shape)}.")
-    return _input(scale, "scale")
+        raise Fp8Error(f"{what} of shape {tuple(scale.shape)} does not broadcast to shape {tuple(x.shape)}.")
+    return _input(scale, what)
