@@ -231,7 +231,7 @@ def switch(taken):
 def taken_at(*steps):
     def body(carry, t, meta):
         take = jnp.isin(t, jnp.asarray(steps))
-        return carry + lax.cond(take, lambda m: use(jnp.asarray(XS)[t], m), lambda m: 0.0, meta), None
+        return carry + lax.cond(take, lambda m: use(jnp.asarray(XS)[t], m), lambda m: jnp.float32(0), meta), None
 
     return lambda meta: scan(meta, jnp.arange(4), body)
 
