@@ -23,21 +23,21 @@ class Row(NamedTuple):
         models: Returns both, on each rank, by the recipe.
         ranks: How many ranks.
         recipes: Those of default runs.
-        more: Those that full runs add.
         casts: Weights that the first one casts in a step; None if that says nothing.
         reductions: MAX all-reduces of the first one in a step; a number, or a function of the recipe.
         loop: Options of `train`.
         first: Options of `train` for the first model alone.
+        more: The recipes that full runs add.
     """
 
     models: Callable[[Any], Sequence[Any]]
     ranks: int = 2
     recipes: Sequence[Any] = ("tensorwise", "tensorwise_delayed")
-    more: Sequence[Any] = RECIPES
     casts: int | None = 4
     reductions: Any = 1
     loop: Mapping[str, Any] = types.MappingProxyType({})
     first: Mapping[str, Any] = types.MappingProxyType({})
+    more: Sequence[Any] = RECIPES
 
 
 STEPS = 3

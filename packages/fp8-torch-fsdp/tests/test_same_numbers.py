@@ -150,7 +150,7 @@ def mxfp8(ranks, place=shard):
     """On three ranks 96 rows are even and 64 are not."""
     inputs = {"inputs": lambda rank, step: batch(rank, step, (32, 64)).bfloat16()}
     layers = lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()  # noqa: E731
-    return Row(both_gathers(layers, place), ranks, ["mxfp8"], (), casts=2, reductions=0, loop=inputs)
+    return Row(both_gathers(layers, place), ranks, ["mxfp8"], casts=2, reductions=0, loop=inputs, more=())
 
 
 def compiled_layer(model):
@@ -182,7 +182,9 @@ ROWS = {
     "load_state_dict(assign=True) drops the subclass": Row(assigned),
     "tied weights silently untied": Row(
         # not delayed: layers that are gathered in high precision have a scale each
-        *(both_gathers(Tied, tied_in_one_group), 2, ["tensorwise"], ["rowwise", "blockwise"]),
+        both_gathers(Tied, tied_in_one_group),
+        recipes=["tensorwise"],
+        more=["rowwise", "blockwise"],
         casts=1,
         loop={"inputs": tokens},
     ),
