@@ -18,7 +18,7 @@ REFUSED = [
     ("decode", (INTEGER, "e4m3"), "codes must be .*uint8 or .*float8_e4m3fn, got .*int32"),
     ("amax_to_scale", (INTEGER, "e4m3"), f"amax {FLOATS}"),
     ("amax_to_scale", (X, "e8m0"), "E8M0 holds block scales"),
-    ("amax_to_scale", (ROW, "e4m3", CANONICAL, X[0]), "broadcast"),
+    ("amax_to_scale", (ROW[:1], "e4m3", CANONICAL, ROW), "broadcast"),
     ("amax_to_scale_inv", (INTEGER, "e4m3"), f"amax {FLOATS}"),
     ("reciprocal", (INTEGER,), f"scale {FLOATS}"),
     ("amax_to_e8m0", (INTEGER, "e4m3"), f"amax {FLOATS}"),
