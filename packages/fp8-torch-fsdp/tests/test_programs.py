@@ -123,6 +123,9 @@ FOUND = {
     "a rank skips a step, the next gathers are started before the forward": (
         *(2, TRAIN, STEP, ("unshard",), TRAIN, ("step", 1), ("unshard",), TRAIN, STEP, TRAIN),
     ),
+    "the first step of weights that a load has put in the place of others did not count": (
+        *(2, ("forward",), ("load", "assign", 0.5), STEP, ("forward",)),
+    ),
 }
 """What went wrong in a program that a random choice found: ranks, and operations under delayed scaling."""
 

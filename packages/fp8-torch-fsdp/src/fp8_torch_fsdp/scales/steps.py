@@ -15,7 +15,7 @@ _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def watch(sync: Any) -> None:
-    """Call `sync.note_step()` after each step of an optimizer that holds one of `sync.parameter_ids`."""
+    """Call `sync.note_step()` after each step of an optimizer for whose parameters `sync.holds_one_of` is true."""
     _watched.add(sync)
     _register()
 
@@ -27,7 +27,7 @@ def _register() -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for sync in list(_watched):
-        if not sync.parameter_ids.isdisjoint(held):
+        if sync.holds_one_of(held):
             sync.note_step()

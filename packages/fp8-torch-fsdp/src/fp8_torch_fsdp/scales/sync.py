@@ -49,7 +49,6 @@ class ScaleSync:
         groups: As given.
         slots: All weights.
         reductions: MAX all-reduces issued so far on this rank.
-        parameter_ids: Of the parameters as optimizers hold them; kept where there are delayed scales.
         sharded: As given.
     """
 
@@ -58,7 +57,8 @@ class ScaleSync:
     ) -> None:
         # Weakly: the root keeps this object alive.
         self._root = weakref.ref(root)
-        self.groups, self.reductions, self.parameter_ids = list(groups), 0, set[int]()
+        self.groups, self.reductions = list(groups), 0
+        self._parameter_ids = set[int]()  # as optimizers hold them; where there are delayed scales
         self.slots = [slot for group in self.groups for slot in group.slots]
         self.sharded, self._held, self._looks_left = sharded, list(held), SETTLES_AFTER
         # whether a forward has begun and not returned, and what delayed scales had observed when it began
@@ -201,6 +201,16 @@ class ScaleSync:
                 stacklevel=2,
             )
 
+    def holds_one_of(self, parameters: Collection[torch.Tensor]) -> bool:
+        """Whether one of these parameters is one of the root: of the live root if there is none among those of before.
+
+        Loads with `assign=True` put others in their place. Not in a backward, where each may have its own optimizer.
+        """
+        ids, root = {id(one) for one in parameters}, self._root()
+        if not ids.isdisjoint(self._parameter_ids):
+            return True
+        return root is not None and not fsdp.in_backward() and any(id(one) in ids for one in root.parameters())
+
     def note_step(self) -> None:
         """Note that an optimizer of the model has stepped: the windows of delayed scaling are due."""
         for group in self.groups:
@@ -271,7 +281,8 @@ class ScaleSync:
 
     def _collect_parameters(self, root: nn.Module) -> None:
         sharded = (shard.parameter for shard in self._held)  # while gathered weights are in their place
-        self.parameter_ids = {id(parameter) for parameter in (*root.parameters(), *sharded)}
+        # no weak references: tensors that have some cannot be exchanged in place by `to()` and its like
+        self._parameter_ids = {id(parameter) for parameter in (*root.parameters(), *sharded)}
 
 
 def sync_of(module: nn.Module) -> ScaleSync | None:
