@@ -356,9 +356,11 @@ class Run:
         return None
 
     def step(self, skipping: int | None) -> str | None:
+        """Step the optimizers; leave it out on one rank, or on all where ranks hold copies, which must stay equal."""
         self.backward()
         self.reshard()
-        return self.unlike("weights", *(pair.step(skipping == self.rank) for pair in self.pairs))
+        skips = skipping is not None and (skipping == self.rank or self.program.copies)
+        return self.unlike("weights", *(pair.step(skips) for pair in self.pairs))
 
     def evaluate(self, how: str) -> str | None:
         self.backward()
