@@ -70,7 +70,7 @@ def convert(model: nn.Module, contender: str, mode: str) -> None:
         # Compilers copy what they guard: the state of weights that can be gathered in FP8, and copies of its buffers
         # cannot be made on a GPU that is not there.
         gather = mode == "eager"
-        # scales that are there before the operands are, as `settle_delayed_scales` finds them in the third step
+        # scales that are there before the operands are, as delayed scaling finds them from the third step on
         delayed = ours.DelayedScalingConfig(initial="one") if "delayed" in recipe else None
         config = ours.Float8LinearConfig.from_recipe_name(recipe, all_gather=gather, delayed=delayed)
         ours.convert_to_float8_training(model, config=config, experts=moe.LAYOUTS)

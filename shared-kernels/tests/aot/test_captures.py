@@ -2,17 +2,12 @@
 
 import contextlib
 import gc
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-
-if importlib.util.find_spec("torch") is None:
-    pytest.skip("launches need torch, and session `aot_previous` has none", allow_module_level=True)
-
-import torch
 
 import fp8_common as f8
 from fp8_common import Fp8UnsupportedError
