@@ -124,8 +124,8 @@ def full(session: nox.Session) -> None:
     install(session, *PACKAGES, groups=("test", "demo", "peers"))
     everything = ("--full", "--timeout=1800")
     pytest(session, *everything, paths=EVERYTHING, documents=True)
-    if not session.posargs:
-        session.notify("kernels", posargs=everything)
+    for version in ("newest", "oldest") if not session.posargs else ():
+        session.notify(f"kernels({version})", posargs=everything)  # of "kernels" nox would run the first alone
 
 
 EVERYTHING = (TESTS, "packages", "tests")
