@@ -2,7 +2,7 @@
 
 They work eagerly and under jit, vmap, grad and shard_map, with 64-bit types disabled and strict dtype
 promotion. Everything has zero gradients except `fake_quantize`, which is straight-through. Formats, policies
-and errors are those of `fp8_common`. Needs jax >= 0.10.
+and errors are those of `fp8_common`. Needs jax >= 0.10.1.
 
 Plugins also use the modules without an underscore: `arrays` and `casts`.
 """

@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"fp8_jax_owg cannot define its dtype in jax {jax.__version__}, which has moved a private name: {error}. "
-        "Install a version that is tested, from 0.10 on."
+        "Install a version that is tested, from 0.10.1 on."
     ) from error
 
 
