@@ -82,18 +82,14 @@ class Access(NamedTuple):
 class StreamOrder(TorchDispatchMode):
     """Records every operator that runs while it is entered.
 
-    Args:
-        parts: Returns the plain tensors inside a tensor subclass; None for others.
-
     Attributes:
         races: Sentences about unordered accesses, with their number.
     """
 
-    def __init__(self, parts: Callable[[torch.Tensor], list[torch.Tensor] | None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.races: Counter[str] = Counter()
         self.compute = Stream(name="compute")
-        self._parts = parts
         self._current = self.compute
         self._streams = [self.compute]
         self._writes: dict[int, Access] = {}
@@ -138,6 +134,42 @@ class StreamOrder(TorchDispatchMode):
             stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", current))
             yield self
 
+    def train(
+        self,
+        model: Any,
+        optimizer: Any,
+        x: torch.Tensor,
+        *,
+        event: bool = False,
+        accumulate: bool = False,
+        evaluate: bool = False,
+        before: Callable[[int], Any] = lambda step: None,
+        after: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """Make three steps; with `event` the optimizer runs on a stream of its own, as users of FSDP2's event do it."""
+        optimizing = torch.cpu.Stream(name="optimizer") if event else None  # pyrefly: ignore[bad-argument-count]
+        with self:
+            for step in range(3):
+                if accumulate:
+                    model.set_requires_gradient_sync(False)
+                    model(x).sum().backward()
+                    model.set_requires_gradient_sync(True)
+                if evaluate:
+                    with torch.no_grad():
+                        model.eval()(x)
+                        model.train()
+                before(step)
+                model(x).sum().backward()
+                if optimizing is not None:
+                    optimizing.wait_stream(torch.cpu.current_stream())
+                    with torch.cpu.stream(optimizing):
+                        optimizer.step()
+                    model.set_post_optim_event(optimizing.record_event())
+                    continue  # gradients stay: zeroing them would need to wait
+                optimizer.step()
+                optimizer.zero_grad()
+                after()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operator and order what it reads and writes."""
         kwargs = kwargs or {}
@@ -179,8 +211,12 @@ class StreamOrder(TorchDispatchMode):
         return {self._place(tensor.untyped_storage()) for tensor in plain}
 
     def _plain(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = self._parts(tensor)
-        return [tensor] if parts is None else [plain for part in parts for plain in self._plain(part)]
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return [tensor]
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        # a DTensor names its mesh too
+        return [plain for part in inner if isinstance(part, torch.Tensor) for plain in self._plain(part)]
 
     def _place(self, storage: torch.UntypedStorage) -> int:
         place = storage._cdata

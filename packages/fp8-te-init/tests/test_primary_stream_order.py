@@ -18,53 +18,21 @@ SCENARIOS = {
 }
 
 
-def parts(tensor):
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return None
-    inner = [getattr(tensor, name) for name in flatten()[0]]
-    return [one for one in inner if isinstance(one, torch.Tensor)]  # a DTensor names its mesh too
-
-
 def built(recipe=None, reshard=True):
     model = shard(fti.convert_linear(mlp([64] * 4, bias=False), recipe=recipe), 2, reshard_after_forward=reshard)
     return model, fti.MasterOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, foreach=False)
 
 
-def train(recipe, order, *, event=False, accumulate=False, evaluate=False, reshard=True):
-    model, optimizer = built(recipe, reshard)
-    x, optimizing = torch.randn(16, 64), torch.cpu.Stream(name="optimizer")
-    with order:
-        for _ in range(3):
-            if accumulate:
-                model.set_requires_gradient_sync(False)
-                model(x).sum().backward()
-                model.set_requires_gradient_sync(True)
-            if evaluate:
-                with torch.no_grad():
-                    model.eval()(x)
-                    model.train()
-            model(x).sum().backward()
-            if event:
-                optimizing.wait_stream(torch.cpu.current_stream())
-                with torch.cpu.stream(optimizing):
-                    optimizer.step()
-                model.set_post_optim_event(optimizing.record_event())
-                continue  # gradients stay: zeroing them would need to wait
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @pytest.mark.matrix("each", recipe=RECIPES, scenario=SCENARIOS)
 def test_every_access_is_ordered(recipe, scenario):
-    order = StreamOrder(parts)
+    order, options = StreamOrder(), dict(SCENARIOS[scenario])
     with fake_ranks(2), order.streams():
-        train(recipe, order, **SCENARIOS[scenario])
+        order.train(*built(recipe, options.pop("reshard", True)), torch.randn(16, 64), **options)
     assert order.races == {}
 
 
 def test_an_optimizer_that_gathers_do_not_wait_for_is_found():
-    order = StreamOrder(parts)
+    order = StreamOrder()
     with fake_ranks(2), order.streams():
         model, optimizer = built()
         with order:

@@ -6,23 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8_torch_fsdp as f8
 from fp8_common.torch.sharding import fsdp
-from fp8_common.torch.sharding.gathered import GatheredWeight
 from tests.helpers.fsdp_models import RECIPES, Block, converted, mesh_of, shard
 from tests.helpers.ranks import fake_ranks
 from tests.helpers.stream_order import StreamOrder
-
-
-def parts(tensor):
-    if isinstance(tensor, DTensor):
-        return [tensor._local_tensor]
-    if isinstance(tensor, f8.ShardedFloat8Weight):
-        return [tensor.plain]
-    return [tensor.codes, tensor.scale] if isinstance(tensor, GatheredWeight) else None
 
 
 def build(recipe, mesh, *, checkpointed=False, reshard=True, late=False, prefetch=False, gradients=None, tp=None):
@@ -44,54 +34,18 @@ def build(recipe, mesh, *, checkpointed=False, reshard=True, late=False, prefetc
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
 
-def train(
-    order,
-    model,
-    optimizer,
-    *,
-    event=False,
-    accumulate=False,
-    evaluate=False,
-    explicit=False,
-    part=False,
-):
-    x = torch.randn(16, 32)
-    if event:
-        optimizing = torch.cpu.Stream(name="optimizer")
-    with order:
-        for step in range(3):
-            if accumulate:
-                model.set_requires_gradient_sync(False)
-                model(x).sum().backward()
-                model.set_requires_gradient_sync(True)
-            if evaluate:
-                with torch.no_grad():
-                    model.eval()(x)
-                    model.train()
-            if part and step:  # a root is the first module that is called
-                model[1](x).sum().backward()
-            model(x).sum().backward()
-            if event:
-                # the optimizer on a stream of its own, as users of the public event have it
-                optimizing.wait_stream(torch.cpu.current_stream())
-                with torch.cpu.stream(optimizing):
-                    optimizer.step()
-                model.set_post_optim_event(optimizing.record_event())
-                continue  # gradients stay: zeroing them would need to wait
-            optimizer.step()
-            optimizer.zero_grad()
-            if explicit:
-                f8.synchronize_scales(model)
-
-
-def races(recipe, *, world=(2,), tensor_parallel=False, build_options=None, **scenario):
-    order, options = StreamOrder(parts), build_options or {}
+def races(recipe, *, world=(2,), tensor_parallel=False, build_options=None, explicit=False, part=False, **scenario):
+    order, options, x = StreamOrder(), build_options or {}, torch.randn(16, 32)
     with fake_ranks(torch.Size(world).numel()), order.streams():
         mesh = mesh_of(*world)
         if tensor_parallel:
             mesh, options = mesh["replicate"], {"tp": mesh["shard"]}
         model, optimizer = build(recipe, mesh, **options)
-        train(order, model, optimizer, **scenario)
+        if part:  # a root is the first module that is called
+            scenario["before"] = lambda step: model[1](x).sum().backward() if step else None
+        if explicit:
+            scenario["after"] = lambda: f8.synchronize_scales(model)
+        order.train(model, optimizer, x, **scenario)
     return order.races
 
 
