@@ -8,22 +8,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8_common
+import fp8_jax_owg as owg
 from fp8_common import Fp8Error
-from fp8_jax_owg import (
-    CurrentScaling,
-    DelayedScaling,
-    Fp8Param,
-    assert_fp8_collectives,
-    find_collectives,
-    fp8_all_gather,
-    fp8_dot_general,
-    fp8_einsum,
-    init_meta,
-    next_state,
-)
 from tests.helpers.jax_layers import MATMUL
 
-SCALING = DelayedScaling(amax_history_length=2)
+SCALING = owg.DelayedScaling(amax_history_length=2)
 ROWS, COLUMNS = 64, 32
 
 
@@ -39,7 +28,7 @@ def data(dtype):
     w = random.normal(size=(ROWS, COLUMNS)).astype(np.float32)
     w[-1, -1] = 37
     x = jnp.asarray(random.normal(size=(16, ROWS)), dtype)
-    return jnp.asarray(w, dtype), x, init_meta(SCALING) | {"kernel_amax_history": jnp.float32([9, 3])}
+    return jnp.asarray(w, dtype), x, owg.init_meta(SCALING) | {"kernel_amax_history": jnp.float32([9, 3])}
 
 
 def gather_fn(mesh, how, delayed, dim=0):
@@ -48,8 +37,8 @@ def gather_fn(mesh, how, delayed, dim=0):
     def gather(w, meta):
         state = {"scale": meta["kernel_scale"], "amax_history": meta["kernel_amax_history"]} if delayed else {}
         if how == "auto":
-            return fp8_all_gather(w, sharding=NamedSharding(mesh, P(*[None] * dim, "fsdp")), **state)
-        return fp8_all_gather(w, "fsdp", axis=dim, **state)
+            return owg.fp8_all_gather(w, sharding=NamedSharding(mesh, P(*[None] * dim, "fsdp")), **state)
+        return owg.fp8_all_gather(w, "fsdp", axis=dim, **state)
 
     return gather
 
@@ -64,7 +53,7 @@ def on_mesh(step, mesh, how, kernel):
 
 def gathers(compiled):
     """The all-gathers of a program as (dtype, elements), after a check of its collectives."""
-    return [(one.dtype, one.elements) for one in assert_fp8_collectives(compiled) if one.kind == "all-gather"]
+    return [(one.dtype, one.elements) for one in owg.assert_fp8_collectives(compiled) if one.kind == "all-gather"]
 
 
 def mean_square(y):
@@ -84,7 +73,7 @@ def test_kernels_travel_as_bytes_and_give_the_bits_of_gathering_first(mesh, way,
     gather = gather_fn(mesh, how, delayed, dim)
 
     def product(w, meta, x, gather=lambda w, meta: w):
-        return fp8_dot_general(x, gather(w, meta), MATMUL, meta=meta if delayed else None)
+        return owg.fp8_dot_general(x, gather(w, meta), MATMUL, meta=meta if delayed else None)
 
     def step(w, meta, x):
         layer = jax.checkpoint(product, static_argnums=3) if remat else product
@@ -107,7 +96,7 @@ def test_kernels_travel_as_bytes_and_give_the_bits_of_gathering_first(mesh, way,
     distance = np.linalg.norm(np.float32(d_w) - np.float32(wanted_w))
     assert distance < (2e-2 if delayed else 1e-1) * np.linalg.norm(np.float32(wanted_w))
     if delayed:
-        after = next_state(meta, d_meta)
+        after = owg.next_state(meta, d_meta)
         np.testing.assert_array_equal(after["kernel_amax_history"], [np.float32(w).max(), 9])
         np.testing.assert_array_equal(d_meta["kernel_scale"], wanted_meta["kernel_scale"])
         assert d_meta["input_amax_history"][0] == np.abs(np.float32(x)).max()
@@ -121,7 +110,7 @@ def test_a_loop_gathers_bytes_forward_and_again_when_it_rematerialises(mesh, how
     def step(kernels, _, x):
         @jax.checkpoint
         def layer(h, w):
-            return jnp.tanh(fp8_dot_general(h, gather(w, None), MATMUL)), None
+            return jnp.tanh(owg.fp8_dot_general(h, gather(w, None), MATMUL)), None
 
         value, gradient = jax.value_and_grad(lambda kernels: jax.lax.scan(layer, x, kernels)[0].sum())(kernels)
         return value, (gradient, jnp.float32(0))
@@ -130,7 +119,7 @@ def test_a_loop_gathers_bytes_forward_and_again_when_it_rematerialises(mesh, how
     arguments = [jax.device_put(array, NamedSharding(mesh, at)) for array, at in places]
     compiled = jax.jit(on_mesh(step, mesh, how, kernel)).lower(*arguments).compile()
     assert gathers(compiled) == [("u8", ROWS * ROWS)] * 2
-    reduced = [one for one in find_collectives(compiled) if one.kind in ("reduce-scatter", "all-reduce")]
+    reduced = [one for one in owg.find_collectives(compiled) if one.kind in ("reduce-scatter", "all-reduce")]
     assert any(one.elements > COLUMNS for one in reduced)
 
 
@@ -148,31 +137,31 @@ def test_codes_and_scale_are_those_of_the_definition(mesh, how, delayed):
 
 def test_a_wider_gather_and_a_narrow_reduction_are_found():
     program = "%a = f32[64,32]{1,0} all-gather(%p)\n%b = (u8[8], u8[64]) all-gather-start(%q)\n"
-    found = [(one.kind, one.bits, one.elements) for one in find_collectives(program)]
+    found = [(one.kind, one.bits, one.elements) for one in owg.find_collectives(program)]
     assert found == [("all-gather", 32, 2048), ("all-gather", 8, 64)]
-    assert len(assert_fp8_collectives(program, allow_elements=2048)) == 2
+    assert len(owg.assert_fp8_collectives(program, allow_elements=2048)) == 2
     for text, message in (
         (program, "all-gather of 2048 elements in f32"),
         ("", "no all-gather in 8 bits"),
         ("%b = u8[64] all-gather(%q)\n%c = f8e5m2[4] all-reduce(%d)\n", "all-reduce of 4 elements in f8e5m2"),
     ):
         with pytest.raises(Fp8Error, match=message):
-            assert_fp8_collectives(text)
+            owg.assert_fp8_collectives(text)
 
 
 def test_bad_arguments_are_refused(mesh):
     w, x, meta = data("float32")
-    sharding, rows = NamedSharding(mesh, P("fsdp")), CurrentScaling(granularity="row")
-    kernel = Fp8Param(w.astype(jnp.float8_e4m3fn), jnp.float32(1), w)
-    square = Fp8Param(*(leaf[:4, :4] if leaf.ndim else leaf for leaf in kernel))
+    sharding, rows = NamedSharding(mesh, P("fsdp")), owg.CurrentScaling(granularity="row")
+    kernel = owg.Fp8Param(w.astype(jnp.float8_e4m3fn), jnp.float32(1), w)
+    square = owg.Fp8Param(*(leaf[:4, :4] if leaf.ndim else leaf for leaf in kernel))
     for run, message in (
-        (lambda: fp8_all_gather(w), "axis_name inside a shard_map, or sharding"),
-        (lambda: fp8_all_gather(w, sharding=sharding, scale=meta["kernel_scale"]), "together"),
-        (lambda: fp8_all_gather(w, sharding=sharding, scaling=DelayedScaling()), "needs its state"),
-        (lambda: fp8_all_gather(w, sharding=sharding, scaling=rows), "one scale per parameter"),
-        (lambda: fp8_dot_general(x, kernel, MATMUL, scaling=rows), "A gathered kernel has one scale"),
-        (lambda: fp8_einsum("bk,nn->b", x[:, :4], square), "cast already"),
+        (lambda: owg.fp8_all_gather(w), "axis_name inside a shard_map, or sharding"),
+        (lambda: owg.fp8_all_gather(w, sharding=sharding, scale=meta["kernel_scale"]), "together"),
+        (lambda: owg.fp8_all_gather(w, sharding=sharding, scaling=owg.DelayedScaling()), "needs its state"),
+        (lambda: owg.fp8_all_gather(w, sharding=sharding, scaling=rows), "one scale per parameter"),
+        (lambda: owg.fp8_dot_general(x, kernel, MATMUL, scaling=rows), "A gathered kernel has one scale"),
+        (lambda: owg.fp8_einsum("bk,nn->b", x[:, :4], square), "cast already"),
     ):
         with pytest.raises(Fp8Error, match=message):
             run()
-    assert fp8_einsum("bk,kn->bn", x, kernel).shape == (16, COLUMNS)
+    assert owg.fp8_einsum("bk,kn->bn", x, kernel).shape == (16, COLUMNS)

@@ -10,18 +10,8 @@ from flax import linen as nn
 from flax import nnx
 
 import fp8_common
+import fp8_jax_owg as owg
 from fp8_common.testing import adversarial
-from fp8_jax_owg import (
-    DelayedScaling,
-    assert_fp8_dots,
-    find_dots,
-    fp8_conv_general_dilated,
-    in_q,
-    in_qdq,
-    init_meta,
-    out_qdq,
-    value_and_grad,
-)
 from fp8_jax_owg import linen as owg_linen
 from fp8_jax_owg import nnx as owg_nnx
 from fp8_jax_owg.dots.conv import CONV_TENSORS
@@ -34,7 +24,7 @@ INTO = fp8_common.amax_to_scale(np.float32(3), "e4m3")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_in_q_gives_the_codes_of_the_definition(dtype):
     x = adversarial("e4m3", dtype, scale=float(INTO))
-    data, scale_inv = in_q(jnp.asarray(x), SCALE, HISTORY)
+    data, scale_inv = owg.in_q(jnp.asarray(x), SCALE, HISTORY)
     expected = fp8_common.quantize(x, INTO, "e4m3")
     finite = np.isfinite(np.float32(x))
     np.testing.assert_array_equal(np.asarray(data).view(np.uint8)[finite], expected[finite])
@@ -44,7 +34,7 @@ def test_in_q_gives_the_codes_of_the_definition(dtype):
 
 def test_in_qdq_passes_the_gradient_and_observes():
     x = jnp.float32([0.1, -2.7, 40])
-    y, pull = jax.vjp(lambda *a: in_qdq(*a), x, SCALE, HISTORY)
+    y, pull = jax.vjp(lambda *a: owg.in_qdq(*a), x, SCALE, HISTORY)
     codes = fp8_common.quantize(np.asarray(x), INTO, "e4m3")
     np.testing.assert_array_equal(y, fp8_common.dequantize(codes, INTO, "e4m3"))
     g, scale, history = pull(jnp.float32([1, 2, 3]))
@@ -55,7 +45,7 @@ def test_in_qdq_passes_the_gradient_and_observes():
 
 def test_out_qdq_casts_the_gradient_alone():
     x = jnp.float32([0.1, -2.7, 40])
-    y, pull = jax.vjp(lambda *a: out_qdq(*a), x, SCALE, HISTORY)
+    y, pull = jax.vjp(lambda *a: owg.out_qdq(*a), x, SCALE, HISTORY)
     np.testing.assert_array_equal(y, x)
     scale = fp8_common.amax_to_scale(np.float32(3), "e5m2")
     g = np.float32([0.3, 5, -1])
@@ -81,7 +71,7 @@ def test_convolutions_are_close_to_those_of_jax(options, dtype, delayed):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(2, 6, 6, 4)), dtype)
     w = jnp.asarray(random.normal(size=(3, 2, 4 // settings.get("feature_group_count", 1), 6)), dtype)
-    meta = init_meta(DelayedScaling(amax_history_length=2), CONV_TENSORS) if delayed else None
+    meta = owg.init_meta(owg.DelayedScaling(amax_history_length=2), CONV_TENSORS) if delayed else None
 
     def run(convolve):
         def both(x, w):
@@ -90,7 +80,7 @@ def test_convolutions_are_close_to_those_of_jax(options, dtype, delayed):
 
         return jax.jit(both)(x, w)
 
-    found = run(lambda x, w: fp8_conv_general_dilated(x, w, **settings, meta=meta))
+    found = run(lambda x, w: owg.fp8_conv_general_dilated(x, w, **settings, meta=meta))
     wanted = run(lambda x, w: jax.lax.conv_general_dilated(x, w, **settings))
     for one, other in zip(found, wanted, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -102,10 +92,10 @@ def test_convolutions_are_fp8_forward_and_bfloat16_backward():
     settings = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": LAYOUT}
 
     def forward(x, w):
-        return fp8_conv_general_dilated(x, w, **settings)
+        return owg.fp8_conv_general_dilated(x, w, **settings)
 
-    assert len(assert_fp8_dots(forward, x, w)) == 1
-    dots = find_dots(jax.grad(lambda *a: forward(*a).sum(), (0, 1)), x, w)
+    assert len(owg.assert_fp8_dots(forward, x, w)) == 1
+    dots = owg.find_dots(jax.grad(lambda *a: forward(*a).sum(), (0, 1)), x, w)
     backward = [dot for dot in dots if not dot.is_fp8]
     assert len(backward) >= 2
     assert {dtype.name for dot in backward for dtype in dot.operands} == {"bfloat16"}
@@ -116,10 +106,10 @@ def test_gradients_of_convolutions_are_those_of_fp8_values(fp8_format):
     random = np.random.default_rng(0)
     x, w = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 6, 4), (3, 4, 5)))
     g = jnp.asarray(random.normal(size=(2, 6, 5)), jnp.float32)
-    scaling = DelayedScaling(amax_history_length=2, fp8_format=fp8_format)
+    scaling = owg.DelayedScaling(amax_history_length=2, fp8_format=fp8_format)
     options = {"window_strides": (1,), "padding": "SAME", "dimension_numbers": ("NHC", "HIO", "NHC")}
-    meta = init_meta(scaling) | {"output_grad_amax_history": jnp.float32([3, 0])}
-    run = lambda x, w, m: fp8_conv_general_dilated(x, w, **options, meta=m, scaling=scaling, fp8_backward=True)  # noqa: E731
+    meta = owg.init_meta(scaling) | {"output_grad_amax_history": jnp.float32([3, 0])}
+    run = lambda x, w, m: owg.fp8_conv_general_dilated(x, w, **options, meta=m, scaling=scaling, fp8_backward=True)  # noqa: E731
     _, pull = jax.vjp(run, x, w, meta)
     d_x, d_w, after = pull(g)
 
@@ -142,7 +132,7 @@ def test_layers_with_gradients_in_fp8_have_state_for_them():
     op = functools.partial(owg_linen.Fp8ConvGeneralDilatedOp, amax_history_length=2, fp8_backward=True)
     model, x = nn.Conv(3, (3,), conv_general_dilated_cls=op), jnp.ones((1, 5, 2))
     variables = jax.jit(model.init)(jax.random.key(0), x)
-    _, after = jax.jit(value_and_grad(lambda v: (4 * model.apply(v, x)).sum()))(variables)
+    _, after = jax.jit(owg.value_and_grad(lambda v: (4 * model.apply(v, x)).sum()))(variables)
     (state,) = after["_overwrite_with_gradient"].values()
     assert state["output_grad_amax_history"][0] == 4
     layer = nnx.Conv(2, 3, (3,), rngs=nnx.Rngs(0))

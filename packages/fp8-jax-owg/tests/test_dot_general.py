@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 
 import fp8_common
+import fp8_jax_owg as owg
 from fp8_common import Fp8Error, Fp8UnsupportedError
-from fp8_jax_owg import (
-    CurrentScaling,
-    DelayedScaling,
-    assert_fp8_dots,
-    fp8_dot_general,
-    fp8_einsum,
-    fp8_ragged_dot,
-    in_qdq,
-    init_meta,
-    next_state,
-)
 from tests.helpers.jax_layers import MATMUL, casts, convolution, distance, dot, meta_of, normal, ragged, transposed
 
 SHAPES = {
@@ -37,9 +27,9 @@ FORMATS = {
     "HYBRID_FNUZ": ("e4m3fnuz", "e5m2fnuz"),
     "E4M3_FNUZ": ("e4m3fnuz", "e4m3fnuz"),
 }
-SHORT = DelayedScaling(amax_history_length=3)
-ROWS = CurrentScaling(granularity="row")
-SCALINGS = {"delayed": SHORT, "tensor": CurrentScaling(), "row": ROWS}
+SHORT = owg.DelayedScaling(amax_history_length=3)
+ROWS = owg.CurrentScaling(granularity="row")
+SCALINGS = {"delayed": SHORT, "tensor": owg.CurrentScaling(), "row": ROWS}
 
 
 def scale_of(tensor, scaling, fmt):
@@ -75,7 +65,7 @@ def test_products_are_those_of_the_definition(equation, dtype, scaling):
 
     @jax.jit
     def run(lhs, rhs, meta, g):
-        out, pull = jax.vjp(lambda *x: fp8_dot_general(*x[:2], dims, meta=x[2], scaling=scaling), lhs, rhs, meta)
+        out, pull = jax.vjp(lambda *x: owg.fp8_dot_general(*x[:2], dims, meta=x[2], scaling=scaling), lhs, rhs, meta)
         return out, *pull(g)
 
     g = normal(*jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, dims), lhs, rhs).shape, dtype=dtype, seed=2)
@@ -97,15 +87,15 @@ def test_products_are_those_of_the_definition(equation, dtype, scaling):
     for name, x, fmt in (("input", lhs, forward), ("kernel", rhs, forward), ("output_grad", g, backward)):
         window, amax = np.float32(HISTORY[name]), fp8_common.amax(np.asarray(x))
         expected, _ = fp8_common.update_history(window, amax, scaling.amax_compute_algo)
-        np.testing.assert_array_equal(next_state(meta, next_meta)[f"{name}_amax_history"], expected)
+        np.testing.assert_array_equal(owg.next_state(meta, next_meta)[f"{name}_amax_history"], expected)
         if (scale := scale_of(name, scaling, fmt)) != 1:
             assert next_meta[f"{name}_scale"] == fp8_common.reciprocal(scale)
 
 
-@pytest.mark.parametrize("scaling", [CurrentScaling(), ROWS], ids=["tensor", "row"])
+@pytest.mark.parametrize("scaling", [owg.CurrentScaling(), ROWS], ids=["tensor", "row"])
 def test_current_scaling_keeps_small_rows_only_by_row(scaling):
     x, w = normal(6, 64) * jnp.float32([[1], [1e-7], [1e5], [1], [1], [1]]), normal(64, 16, seed=1)
-    out, pull = jax.vjp(lambda x, w: fp8_dot_general(x, w, MATMUL, scaling=scaling), x, w)
+    out, pull = jax.vjp(lambda x, w: owg.fp8_dot_general(x, w, MATMUL, scaling=scaling), x, w)
     exact, exact_pull = jax.vjp(jnp.matmul, x, w)
     assert (distance(out[1], exact[1]) < 0.09) == (scaling.granularity == "row")
     assert distance(out[2], exact[2]) < 0.09
@@ -141,7 +131,7 @@ def test_every_equation_is_nearly_that_of_numpy(equation, dtype, scaling):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(a, b)
 
-    (_, out), found = run(lambda a, b: fp8_einsum(equation, a, b, meta=meta_of(scaling), scaling=scaling))
+    (_, out), found = run(lambda a, b: owg.fp8_einsum(equation, a, b, meta=meta_of(scaling), scaling=scaling))
     (_, exact), wanted = run(lambda a, b: jnp.einsum(equation, a, b))
     assert (out.shape, out.dtype) == (exact.shape, exact.dtype)
     assert all(distance(*pair) <= 0.07 for pair in zip((out, *found), (exact, *wanted), strict=True))
@@ -151,13 +141,13 @@ def test_every_equation_is_nearly_that_of_numpy(equation, dtype, scaling):
 def test_ragged_products_skip_empty_groups_and_foreign_rows(sizes):
     x, w, g = normal(8, 16), normal(3, 16, 5, seed=1), normal(8, 5, seed=2)
     used = sum(sizes)
-    x, g, meta = x.at[used:].set(jnp.nan), g.at[used:].set(jnp.inf), init_meta(SHORT)
+    x, g, meta = x.at[used:].set(jnp.nan), g.at[used:].set(jnp.inf), owg.init_meta(SHORT)
 
     @jax.jit
     def run(sizes, x, w, meta, g):
-        out, pull = jax.vjp(lambda x, w, m: fp8_ragged_dot(x, w, sizes, meta=m, scaling=SHORT), x, w, meta)
+        out, pull = jax.vjp(lambda x, w, m: owg.fp8_ragged_dot(x, w, sizes, meta=m, scaling=SHORT), x, w, meta)
         d_x, d_w, observed = pull(g)
-        return out, d_x, d_w, next_state(meta, observed)
+        return out, d_x, d_w, owg.next_state(meta, observed)
 
     out, d_x, d_w, after = run(jnp.int32(sizes), x, w, meta, g)
     np.testing.assert_array_equal(out[used:], 0)
@@ -182,18 +172,18 @@ def test_all_three_products_have_fp8_operands(product, name):
     def gradients(x, w):
         return jax.grad(lambda x, w: product(x, w, meta_of(SCALINGS[name]), SCALINGS[name]).sum(), (0, 1))(x, w)
 
-    dots = assert_fp8_dots(gradients, normal(4, 8), normal(8, 5))
+    dots = owg.assert_fp8_dots(gradients, normal(4, 8), normal(8, 5))
     assert sorted(sorted(dtype.name for dtype in one.operands) for one in dots) == sorted(map(sorted, ALL_THREE))
     assert {one.result.name for one in dots} == {"float32"}
 
 
 def test_batch_dimensions_stay_in_one_product():
     a, b = normal(2, 2, 4, 5), normal(2, 2, 6, 5)
-    dots = assert_fp8_dots(jax.grad(lambda a: fp8_einsum("bhqd,bhkd->bhqk", a, b).sum()), a)
+    dots = owg.assert_fp8_dots(jax.grad(lambda a: owg.fp8_einsum("bhqd,bhkd->bhqk", a, b).sum()), a)
     assert {one.shapes[0][:2] for one in dots} == {(2, 2)}
 
 
-@pytest.mark.parametrize("scaling", [SHORT, CurrentScaling()])
+@pytest.mark.parametrize("scaling", [SHORT, owg.CurrentScaling()])
 def test_a_scale_is_computed_once_and_not_for_every_element(scaling):
     """XLA on CPUs likes to fuse the scale, about a hundred scalar operations, into each loop over elements."""
 
@@ -210,18 +200,18 @@ def test_a_scale_is_computed_once_and_not_for_every_element(scaling):
 
 
 def test_operands_may_differ_in_dtype_and_the_activations_decide():
-    assert fp8_dot_general(normal(4, 8, dtype=jnp.bfloat16), normal(8, 5), MATMUL).dtype == jnp.bfloat16
-    assert fp8_dot_general(normal(4, 8), normal(8, 5), MATMUL, None, jnp.float16).dtype == jnp.float16
+    assert owg.fp8_dot_general(normal(4, 8, dtype=jnp.bfloat16), normal(8, 5), MATMUL).dtype == jnp.bfloat16
+    assert owg.fp8_dot_general(normal(4, 8), normal(8, 5), MATMUL, None, jnp.float16).dtype == jnp.float16
 
 
 def test_scales_far_apart_do_not_overflow_in_between():
     x, w = jnp.full((1, 1), 1e37, jnp.float32), jnp.full((1, 1), 1e-27, jnp.float32)
-    np.testing.assert_allclose(fp8_dot_general(x, w, MATMUL), [[1e10]], rtol=1e-6)
+    np.testing.assert_allclose(owg.fp8_dot_general(x, w, MATMUL), [[1e10]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_gradient_of_a_kernel_can_be_summed_in_its_own_dtype(dtype):
-    scaling = CurrentScaling()
+    scaling = owg.CurrentScaling()
     x, kernel, weights = (normal(*s, dtype=dtype, seed=i) for i, s in enumerate(((64, 32), (32, 16), (64, 16))))
 
     def gradients(how):
@@ -266,7 +256,7 @@ def test_nothing_that_is_not_finite_is_laundered_nor_recorded(product, name):
     def run(x, w, g):
         out, pull = jax.vjp(lambda x, w, m: product(x, w, m, SCALINGS[name]), x, w, meta)
         d_x, d_w, observed = pull(g)
-        return out, d_x, d_w, meta and next_state(meta, observed)
+        return out, d_x, d_w, meta and owg.next_state(meta, observed)
 
     def recorded(after, **spoiled):
         """A tensor that is not finite leaves its history, the others are observed."""
@@ -309,12 +299,12 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 5), np.float32)
 
 def with_state(**changes):
     """A product whose state was changed."""
-    kept = {name: leaf for name, leaf in init_meta(SHORT).items() if changes}
-    return lambda: dot(X, W, kept | changes, DelayedScaling())
+    kept = {name: leaf for name, leaf in owg.init_meta(SHORT).items() if changes}
+    return lambda: dot(X, W, kept | changes, owg.DelayedScaling())
 
 
 def of_ones(equation, *ndims):
-    return lambda: fp8_einsum(equation, *(jnp.ones((3,) * ndim) for ndim in ndims))
+    return lambda: owg.fp8_einsum(equation, *(jnp.ones((3,) * ndim) for ndim in ndims))
 
 
 def hessian(product):
@@ -325,13 +315,13 @@ REFUSED = {
     "a state without leaves": (with_state(), "lacks input_scale"),
     "a state of another dtype": (with_state(kernel_scale=np.ones(1, jnp.bfloat16)), "must be float32, got bfloat16"),
     "a stacked state": (with_state(input_amax_history=np.zeros((2, 3), np.float32)), "vmap for stacked layers"),
-    "no state": (lambda: dot(X, W, None, DelayedScaling()), "needs its state"),
-    "a state for current scaling": (lambda: dot(X, W, init_meta(), ROWS), "CurrentScaling has no state"),
+    "no state": (lambda: dot(X, W, None, owg.DelayedScaling()), "needs its state"),
+    "a state for current scaling": (lambda: dot(X, W, owg.init_meta(), ROWS), "CurrentScaling has no state"),
     "integers": (lambda: dot(np.int32(X), W, None, None), "lhs must be float16, bfloat16 or float32, got int32"),
-    "a history without entries": (lambda: DelayedScaling(amax_history_length=0), "from 1 on, got 0"),
-    "another rule": (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo must be one of"),
-    "a broken margin": (lambda: DelayedScaling(margin=0.5), "margin must be an integer"),
-    "other groups than experts": (lambda: fp8_ragged_dot(X, W[None], jnp.int32([1, 3])), r"needs lhs \[M, K\]"),
+    "a history without entries": (lambda: owg.DelayedScaling(amax_history_length=0), "from 1 on, got 0"),
+    "another rule": (lambda: owg.DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo must be one of"),
+    "a broken margin": (lambda: owg.DelayedScaling(margin=0.5), "margin must be an integer"),
+    "other groups than experts": (lambda: owg.fp8_ragged_dot(X, W[None], jnp.int32([1, 3])), r"needs lhs \[M, K\]"),
     "rows of a ragged product": (lambda: ragged(X, W, None, ROWS), "one scale per tensor"),
     "rows of a convolution": (lambda: convolution(X, W, None, ROWS), "one scale per tensor"),
     "three operands": (of_ones("ij,jk,kl->il", 2, 2), "multiplies two operands, got 3"),
@@ -340,14 +330,17 @@ REFUSED = {
     "a name from nowhere": (of_ones("ij,jk->iz", 2, 2), "is no equation of einsum"),
     "two dots": (of_ones("i..,jk->ik", 2, 2), "is no equation of einsum"),
     "other dimensions": (of_ones("ij,jk->ik", 3, 2), "of 2 and 2 dimensions, got 3 and 2"),
-    "other sizes": (lambda: fp8_einsum("ij,jk->ik", X, W.T), "'j' has size 8 in lhs and 5 in rhs"),
+    "other sizes": (lambda: owg.fp8_einsum("ij,jk->ik", X, W.T), "'j' has size 8 in lhs and 5 in rhs"),
     "a product that is not FP8": (
-        lambda: assert_fp8_dots(jnp.dot, X, W),
+        lambda: owg.assert_fp8_dots(jnp.dot, X, W),
         r"dot_general of float32\(4, 8\) and float32\(8, 5\)",
     ),
-    "a function without products": (lambda: assert_fp8_dots(jnp.sin, jnp.ones(3)), "Of 0 products"),
-    "a second derivative": (hessian(lambda x: fp8_dot_general(x, W, MATMUL)), "first derivatives only"),
-    "a second derivative of a cast": (hessian(lambda x: in_qdq(x, jnp.ones(1), jnp.ones(3))), "first derivatives only"),
+    "a function without products": (lambda: owg.assert_fp8_dots(jnp.sin, jnp.ones(3)), "Of 0 products"),
+    "a second derivative": (hessian(lambda x: owg.fp8_dot_general(x, W, MATMUL)), "first derivatives only"),
+    "a second derivative of a cast": (
+        hessian(lambda x: owg.in_qdq(x, jnp.ones(1), jnp.ones(3))),
+        "first derivatives only",
+    ),
 }
 
 

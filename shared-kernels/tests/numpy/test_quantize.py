@@ -4,32 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8_common import (
-    CANONICAL,
-    DATA_FORMATS,
-    POWER_OF_2,
-    Quantized,
-    amax,
-    amax_to_scale,
-    decode,
-    dequantize,
-    dequantize_blockwise,
-    dequantize_mx,
-    e8m0_to_scale,
-    encode,
-    get_format,
-    quantize,
-    quantize_blockwise,
-    quantize_mx,
-    quantize_rowwise,
-    quantize_stochastic,
-)
+import fp8_common as f8
 from fp8_common.policy import MX_MODES
 from fp8_common.presets import deepgemm, mx, torchao
 from fp8_common.testing import assert_same_bits, midpoints
 
 SEED = 17
-formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
+formats = pytest.mark.parametrize("fmt", f8.DATA_FORMATS, ids=str)
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 BLOCKS = [(1, 128), (128, 128), (1, 32), (3, 50), (1, 64)]
 
@@ -54,9 +35,9 @@ def by_rows(axis):
             yield index, tuple(slice(None) if i == axis_ else at for i, at in enumerate(index))
 
     def back(q, fmt, dtype):
-        return dequantize(*q, fmt, dtype)
+        return f8.dequantize(*q, fmt, dtype)
 
-    return lambda x, fmt, policy: quantize_rowwise(x, fmt, axis, policy), back, parts
+    return lambda x, fmt, policy: f8.quantize_rowwise(x, fmt, axis, policy), back, parts
 
 
 def block_parts(shape, block):
@@ -70,16 +51,16 @@ def block_parts(shape, block):
 
 def by_blocks(block):
     def back(q, fmt, dtype):
-        return dequantize_blockwise(*q, fmt, block, dtype)
+        return f8.dequantize_blockwise(*q, fmt, block, dtype)
 
-    return lambda x, fmt, policy: quantize_blockwise(x, fmt, block, policy), back, lambda s: block_parts(s, block)
+    return lambda x, fmt, policy: f8.quantize_blockwise(x, fmt, block, policy), back, lambda s: block_parts(s, block)
 
 
 def microscaled(mode):
     def back(q, fmt, dtype):
-        return dequantize_mx(*q, fmt, dtype)
+        return f8.dequantize_mx(*q, fmt, dtype)
 
-    return lambda x, fmt, _: quantize_mx(x, fmt, mode), back, lambda shape: block_parts(shape, (1, 32))
+    return lambda x, fmt, _: f8.quantize_mx(x, fmt, mode), back, lambda shape: block_parts(shape, (1, 32))
 
 
 CUTS = {"rows": by_rows(-1), "columns": by_rows(0)} | {f"{rows}x{n}": by_blocks((rows, n)) for rows, n in BLOCKS}
@@ -89,9 +70,9 @@ CUTS |= {f"MX {mode}": microscaled(mode) for mode in MX_MODES}
 @pytest.mark.matrix(
     cut=CUTS,
     shape=[(5, 300), (130, 140), (1, 1), (3, 128), (2, 3, 129), (0, 128), (4, 0), (257,)],
-    fmt=DATA_FORMATS,
+    fmt=f8.DATA_FORMATS,
     dtype=DTYPES,
-    policy=[CANONICAL, POWER_OF_2, torchao(), deepgemm(ue8m0=True)],
+    policy=[f8.CANONICAL, f8.POWER_OF_2, torchao(), deepgemm(ue8m0=True)],
 )
 def test_every_part_is_cast_and_comes_back_as_a_tensor_of_its_own(cut, shape, fmt, dtype, policy):
     if len(shape) == 1 and cut in ("128x128", "3x50"):
@@ -99,16 +80,16 @@ def test_every_part_is_cast_and_comes_back_as_a_tensor_of_its_own(cut, shape, fm
     x, (cast, back, parts) = data(shape, dtype), CUTS[cut]
     found, is_mx = cast(x, fmt, policy), cut.startswith("MX")
     assert (found.data.shape, found.data.dtype, found.scale.dtype) == (shape, np.uint8, (np.float32, np.uint8)[is_mx])
-    policy, scales = (mx(cut.split()[1]), e8m0_to_scale(found.scale)) if is_mx else (policy, found.scale)
+    policy, scales = (mx(cut.split()[1]), f8.e8m0_to_scale(found.scale)) if is_mx else (policy, found.scale)
     assert [where for where, _ in parts(shape)] == list(np.ndindex(scales.shape))
     values = back(found, fmt, dtype)
     with np.errstate(invalid="ignore"):
         wide = x.astype(np.float32)
     for where, part in parts(shape):
-        scale = np.float32(amax_to_scale(amax(wide[part]), fmt, policy))
+        scale = np.float32(f8.amax_to_scale(f8.amax(wide[part]), fmt, policy))
         assert_same_bits(scales[where], scale)
-        assert_same_bits(found.data[part], quantize(wide[part], scale, fmt), fmt=fmt, source=x[part], seed=SEED)
-        assert_same_bits(values[part], dequantize(found.data[part], scale, fmt, dtype))
+        assert_same_bits(found.data[part], f8.quantize(wide[part], scale, fmt), fmt=fmt, source=x[part], seed=SEED)
+        assert_same_bits(values[part], f8.dequantize(found.data[part], scale, fmt, dtype))
 
 
 @formats
@@ -116,33 +97,33 @@ def test_the_product_is_rounded_to_float32_before_the_cast(fmt):
     scale = np.linspace(1, 2, 500, dtype=np.float32)[:, None]
     x = midpoints(fmt) / scale
     exact = x.astype(np.float64) * scale
-    assert_same_bits(quantize(x, scale, fmt), encode(exact.astype(np.float32), fmt), fmt=fmt, source=x)
-    assert (quantize(x, scale, fmt) != encode(exact, fmt)).any(), "one rounding would give other codes"
+    assert_same_bits(f8.quantize(x, scale, fmt), f8.encode(exact.astype(np.float32), fmt), fmt=fmt, source=x)
+    assert (f8.quantize(x, scale, fmt) != f8.encode(exact, fmt)).any(), "one rounding would give other codes"
 
 
 def test_scales_at_their_limits_and_torchaos_for_an_infinite_amax():
     x = np.float32([1, -1, 0, 1e-45, np.inf, np.nan])
     for scale, want in ((2.0**100, [448, -448, 0, 0]), (2.0**-126, [0] * 4), (2, [2, -2, 0, 0]), (0, [0] * 4)):
-        found = decode(quantize(x, np.float32(scale), "e4m3"), "e4m3")
+        found = f8.decode(f8.quantize(x, np.float32(scale), "e4m3"), "e4m3")
         assert found[:4].tolist() == want
         assert np.isnan(found[4:]).all()
 
 
 @formats
 @pytest.mark.parametrize("scale", [-3.0, 2.0**-90, 0.7, 2.0**100, np.inf])
-@pytest.mark.parametrize("cast", [quantize, lambda *args: quantize_stochastic(*args, np.zeros(4, np.uint32))])
+@pytest.mark.parametrize("cast", [f8.quantize, lambda *args: f8.quantize_stochastic(*args, np.zeros(4, np.uint32))])
 def test_infinity_becomes_nan_and_a_product_that_overflows_saturates(fmt, scale, cast):
-    x, scale, top = np.float32([np.inf, -np.inf, np.nan, 3e38]), np.float32(scale), np.float32(get_format(fmt).max)
-    found = decode(cast(x, scale, fmt), fmt)
+    x, scale, top = np.float32([np.inf, -np.inf, np.nan, 3e38]), np.float32(scale), np.float32(f8.get_format(fmt).max)
+    found = f8.decode(cast(x, scale, fmt), fmt)
     assert np.isnan(found[:3]).all()
     assert found[3] == np.copysign(top, scale)
 
 
 def test_mx_rounds_its_scales_with_rceil_unless_told_otherwise():
     x = np.full((1, 32), 449, np.float32)
-    assert isinstance(quantize_mx(x, "e4m3"), Quantized)
-    assert quantize_mx(x, "e4m3").scale == 128
-    assert quantize_mx(x, "e4m3", "floor").scale == 127
+    assert isinstance(f8.quantize_mx(x, "e4m3"), f8.Quantized)
+    assert f8.quantize_mx(x, "e4m3").scale == 128
+    assert f8.quantize_mx(x, "e4m3", "floor").scale == 127
 
 
 @formats
@@ -152,11 +133,11 @@ def test_dequantize_multiplies_by_the_rounded_reciprocal_and_rounds_to_float32_f
     scale = scale.astype(np.float32)
     inverse = (1 / scale.astype(np.float64)).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        exact = decode(codes, fmt).astype(np.float64) * inverse
-        found = dequantize(codes, scale, fmt, dtype)
+        exact = f8.decode(codes, fmt).astype(np.float64) * inverse
+        found = f8.dequantize(codes, scale, fmt, dtype)
         assert found.dtype == dtype
         assert_same_bits(found, exact.astype(np.float32).astype(dtype), seed=SEED)
         if dtype == np.float32:
-            assert (found != decode(codes, fmt) / scale).mean() > 0.2, "dividing by the scale is another number"
+            assert (found != f8.decode(codes, fmt) / scale).mean() > 0.2, "dividing by the scale is another number"
         if dtype == np.float16:
             assert (found != exact.astype(np.float16)).any(), "one rounding would give other values"

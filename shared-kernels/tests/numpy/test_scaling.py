@@ -3,16 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8_common import (
-    CANONICAL,
-    DATA_FORMATS,
-    POWER_OF_2,
-    Fp8Error,
-    ScalePolicy,
-    amax_to_scale,
-    amax_to_scale_inv,
-    reciprocal,
-)
+import fp8_common as f8
 from fp8_common.testing import assert_same_bits
 
 SEED = 11
@@ -30,20 +21,20 @@ def below(x):
 THIRD = np.float32(448) / np.float32(3)
 # policy, previous scale, amax, scales for E4M3
 TABLE = {
-    "unusable amax keep the previous scale": (CANONICAL, 3.5, [0.0, -0.0, INF, NAN, 448], [3.5] * 4 + [1]),
-    "or 1.0 without one": (CANONICAL, None, [0.0, INF, NAN], [1.0] * 3),
-    "powers of two do, too": (POWER_OF_2, 3.5, [0.0], [3.5]),
-    "division, whatever the sign": (CANONICAL, None, [448.0, 3.0, -3.0], [1, THIRD, THIRD]),
-    "limits": (CANONICAL, None, [448 * 2.0**-100, below(448 * 2.0**-100), TINY, MAX], [*[2.0**100] * 3, 448 / MAX]),
-    "below eps": (ScalePolicy(eps=0.5), 3.5, [0.25, 0.5, 0.0], [896, 896, 3.5]),
-    "zero is eps": (ScalePolicy(eps=0.5, zero="eps"), 3.5, [0.0], [896]),
-    "a margin": (ScalePolicy(margin=2), None, [1.0], [112]),
-    "a negative margin": (ScalePolicy(margin=-1), None, [1.0], [896]),
-    "a margin at the lower limit": (ScalePolicy(margin=16), None, [MAX], [2.0**-126]),
-    "mantissas are cleared": (POWER_OF_2, None, [1.0, 1.75, above(1.75), TINY], [256, 256, 128, 2.0**100]),
-    "scales of their own": (CANONICAL, [5, 6], [[0, 448], [INF, 224]], [[5, 1], [5, 2]]),
-    "none": (CANONICAL, None, np.zeros((0, 3)), np.zeros((0, 3))),
-    "one": (CANONICAL, None, 2.0, 224),
+    "unusable amax keep the previous scale": (f8.CANONICAL, 3.5, [0.0, -0.0, INF, NAN, 448], [3.5] * 4 + [1]),
+    "or 1.0 without one": (f8.CANONICAL, None, [0.0, INF, NAN], [1.0] * 3),
+    "powers of two do, too": (f8.POWER_OF_2, 3.5, [0.0], [3.5]),
+    "division, whatever the sign": (f8.CANONICAL, None, [448.0, 3.0, -3.0], [1, THIRD, THIRD]),
+    "limits": (f8.CANONICAL, None, [448 * 2.0**-100, below(448 * 2.0**-100), TINY, MAX], [*[2.0**100] * 3, 448 / MAX]),
+    "below eps": (f8.ScalePolicy(eps=0.5), 3.5, [0.25, 0.5, 0.0], [896, 896, 3.5]),
+    "zero is eps": (f8.ScalePolicy(eps=0.5, zero="eps"), 3.5, [0.0], [896]),
+    "a margin": (f8.ScalePolicy(margin=2), None, [1.0], [112]),
+    "a negative margin": (f8.ScalePolicy(margin=-1), None, [1.0], [896]),
+    "a margin at the lower limit": (f8.ScalePolicy(margin=16), None, [MAX], [2.0**-126]),
+    "mantissas are cleared": (f8.POWER_OF_2, None, [1.0, 1.75, above(1.75), TINY], [256, 256, 128, 2.0**100]),
+    "scales of their own": (f8.CANONICAL, [5, 6], [[0, 448], [INF, 224]], [[5, 1], [5, 2]]),
+    "none": (f8.CANONICAL, None, np.zeros((0, 3)), np.zeros((0, 3))),
+    "one": (f8.CANONICAL, None, 2.0, 224),
 }
 
 
@@ -52,23 +43,23 @@ def test_the_table(name):
     policy, prev, amax, want = TABLE[name]
     previous = None if prev is None else np.float32(prev)
     assert_same_bits(
-        amax_to_scale(np.asarray(amax, np.float32), "e4m3", policy, previous), np.asarray(want, np.float32)
+        f8.amax_to_scale(np.asarray(amax, np.float32), "e4m3", policy, previous), np.asarray(want, np.float32)
     )
 
 
-@pytest.mark.parametrize("fmt", DATA_FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", f8.DATA_FORMATS, ids=str)
 def test_a_million_scales_and_reciprocals_are_ieee_quotients(fmt):
     amax = np.random.default_rng(SEED).integers(1, 0x7F800000, 1_000_000, dtype=np.int32).view(np.float32)
     # float64 has more than twice the bits of float32, so rounding its quotient again rounds the exact one
     want = np.clip(fmt.max / amax.astype(np.float64), 2.0**-126, 2.0**100).astype(np.float32)
     back = (1.0 / want.astype(np.float64)).astype(np.float32)
-    assert_same_bits(amax_to_scale(amax, fmt), want, source=amax, seed=SEED)
-    assert_same_bits(reciprocal(want), back, source=want, seed=SEED)
-    assert_same_bits(amax_to_scale_inv(amax, fmt), back, source=amax, seed=SEED)
+    assert_same_bits(f8.amax_to_scale(amax, fmt), want, source=amax, seed=SEED)
+    assert_same_bits(f8.reciprocal(want), back, source=want, seed=SEED)
+    assert_same_bits(f8.amax_to_scale_inv(amax, fmt), back, source=amax, seed=SEED)
     if fmt.name in ("e4m3", "e5m2"):
         assert (back != amax / np.float32(fmt.max)).mean() > 0.2, "amax over the maximum is another number"
     full, floor = want.astype(np.float64), np.ldexp(1.0, np.frexp(want.astype(np.float64))[1] - 1)
-    assert_same_bits(amax_to_scale(amax, fmt, POWER_OF_2), floor.astype(np.float32), source=amax)
+    assert_same_bits(f8.amax_to_scale(amax, fmt, f8.POWER_OF_2), floor.astype(np.float32), source=amax)
     assert (floor <= full).all()
 
 
@@ -95,5 +86,5 @@ STABLE = {"stable": True, "power_of_2": True}
     ],
 )
 def test_policies_refuse_what_nothing_could_honour(settings, message):
-    with pytest.raises(Fp8Error, match=message):
-        ScalePolicy(**settings)
+    with pytest.raises(f8.Fp8Error, match=message):
+        f8.ScalePolicy(**settings)

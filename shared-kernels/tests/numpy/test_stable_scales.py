@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_common import (
-    CANONICAL,
-    POWER_OF_2,
-    ScalePolicy,
-    dequantize,
-    dequantize_mx,
-    quantize_mx,
-    quantize_rowwise,
-)
+import fp8_common as f8
 from fp8_common.policy import MAX_STABLE_MARGIN, MX_MODES
 from fp8_common.presets import deepgemm, flax, msamp, mx, te_current, te_delayed, torchao
 from tests.helpers import strategies
@@ -26,7 +18,7 @@ quick = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def stable(margin=0):
-    return ScalePolicy(name="stable", power_of_2=True, margin=margin, stable=True)
+    return f8.ScalePolicy(name="stable", power_of_2=True, margin=margin, stable=True)
 
 
 def moves(x, fmt, policy):
@@ -34,11 +26,11 @@ def moves(x, fmt, policy):
     found = []
     for _ in range(2):
         if policy.formula == "e8m0":
-            found.append(quantize_mx(x, fmt, policy.mx_mode))
-            x = dequantize_mx(*found[-1], fmt, x.dtype)
+            found.append(f8.quantize_mx(x, fmt, policy.mx_mode))
+            x = f8.dequantize_mx(*found[-1], fmt, x.dtype)
         else:
-            found.append(quantize_rowwise(x, fmt, -1, policy))
-            x = dequantize(*found[-1], fmt, x.dtype)
+            found.append(f8.quantize_rowwise(x, fmt, -1, policy))
+            x = f8.dequantize(*found[-1], fmt, x.dtype)
     return any(a.tobytes() != b.tobytes() for a, b in zip(*found, strict=True))
 
 
@@ -62,7 +54,7 @@ def test_stable_scales_are_idempotent(dtype, data, fmt, margin):
 
 # the rules of the page's table: its first column, and the rules that its last one speaks of
 ROWS = {
-    "canonical": {"": CANONICAL, "`power_of_2`": POWER_OF_2, "`stable`": stable()},
+    "canonical": {"": f8.CANONICAL, "`power_of_2`": f8.POWER_OF_2, "`stable`": stable()},
     "te_delayed": {"": te_delayed()},
     "te_current": {"": te_current(), "`pow2`": te_current(pow2=True)},
     "torchao": {"": torchao(), "`power_of_2`": torchao(power_of_2=True)},
