@@ -42,3 +42,12 @@ def test_an_optimizer_that_gathers_do_not_wait_for_is_found():
             model.set_post_optim_event(begun)  # too early
             model(torch.randn(16, 64))
     assert order.races
+
+
+def test_a_write_to_a_weight_and_a_read_of_its_codes_on_another_stream_are_found():
+    weight, order = fti.convert_linear(mlp([64, 64], bias=False))[0].weight, StreamOrder()
+    with order.streams(), order:
+        with torch.cpu.stream(torch.cpu.Stream(name="other")):
+            weight.codes.view(torch.uint8).clone()
+        weight.detach().fill_(1.0)
+    assert order.races
