@@ -111,6 +111,9 @@ def queue() -> Iterator[Spec]:
     for seed in range(3):
         yield from architectures(seed)
         yield from breaks(seed)
+    for seed in range(3, 8):
+        # three seeds said that there is an effect, and not of what
+        yield from (spec for spec in architectures(seed) if spec.model == "Mamba2")
 
 
 def breaks(seed: int) -> Iterator[Spec]:
@@ -129,7 +132,8 @@ def breaks(seed: int) -> Iterator[Spec]:
 def architectures(seed: int) -> Iterator[Spec]:
     """Yield runs of architectures of Transformers; of Mamba-2 also with one of its two projections left in bf16."""
     for model in ARCHITECTURES:
-        for recipe in RECIPES:
+        # MX needs other widths than Mamba-2's and [out, in] weights of experts: these layers refuse it
+        for recipe in RECIPES if model == "Gemma4" else RECIPES[:-1]:
             yield Spec(question="architectures", recipe=recipe, seed=seed, model=model, rows=4, steps=200)
     for without in ("in_proj", "out_proj"):
         yield Spec(
@@ -419,6 +423,8 @@ def make(missing: list[Spec], options: argparse.Namespace) -> int:
         with (options.state / f"{spec.name}.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if (options.results / f"{spec.name}.json").exists():
+                    continue  # another process has made it meanwhile
                 with Bfloat16Matmuls() if options.device == "cpu" else contextlib.nullcontext():
                     if not finish(spec, corpus, options, end):
                         return 1

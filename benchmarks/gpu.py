@@ -75,16 +75,16 @@ def plan(gpu: str | None = "H100") -> list[Part]:
         Part("rates", 15, tuple(ask.RATES.values()) if gpu else (), ask.rates),
         Part(
             "bits",
-            135,
+            155,
             tuple(f"{name}: every test passes" for name in bits),
             ask.tests,
             f"{' '.join(bits)} -k not two_ranks",
         ),
-        Part("two ranks", 40, ("layers: every test passes",), ask.tests, "layers -k two_ranks"),
-        together("layers", 45, ask.layer, contenders),
-        together("blocks", 130, ask.block, contenders),
+        Part("two ranks", 60, ("layers: every test passes",), ask.tests, "layers -k two_ranks"),
+        together("layers", 55, ask.layer, contenders),
+        together("blocks", 85, ask.block, contenders),
         together("experts", 50, ask.experts, mixtures),
-        Part("JAX", 60, (ask.CODES, ask.FASTER), ask.jax_layer),
+        Part("JAX", 70, (ask.CODES, ask.FASTER), ask.jax_layer),
         Part("te-init", 15, (ask.MASTERS,), ask.te_init),
         *(
             Part(

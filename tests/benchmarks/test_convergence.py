@@ -1,5 +1,6 @@
 """The runner of training runs: its queue, that a run which was killed goes on bit for bit, and the tables of runs."""
 
+import argparse
 import fcntl
 import functools
 import json
@@ -78,6 +79,15 @@ def test_processes_beside_each_other_make_different_runs(train, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         (made,) = train(tmp_path, taken, free)
     assert made["spec"] == asdict(free)
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_not_made_again(train, tmp_path, monkeypatch):
+    spec = Spec(**TINY, recipe="bf16", steps=1)
+    train(tmp_path, spec)
+    monkeypatch.setattr(convergence, "finish", lambda *_: pytest.fail("it was begun"))
+    # what was missing when this process began
+    options = argparse.Namespace(state=tmp_path / "state", results=tmp_path / "results", device="cpu", minutes=1)
+    assert convergence.make([spec], options) == 0
 
 
 def test_a_wire_of_codes_changes_what_is_trained_and_little_of_it(train, tmp_path):

@@ -1,7 +1,7 @@
 """Pools of ranks for tests: processes on one machine that talk over gloo and stay alive between calls.
 
-A process that imports torch takes seconds to start. One process pays for that, all ranks are forked from it, and a
-pool keeps its ranks. After a call that fails or takes too long the processes are replaced.
+A process that imports torch takes seconds to start. Without a GPU one process pays for that and all ranks are forked
+from it, and a pool keeps its ranks. After a call that fails or takes too long the processes are replaced.
 """
 
 import datetime
@@ -174,8 +174,11 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def _process_type() -> type[multiprocessing.process.BaseProcess]:
-    """Return how ranks start: forked from a process that has imported torch, where the system can fork."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    """Return how ranks start: forked from a process that has imported torch, where the system can fork.
+
+    With a GPU they are not: PyTorch's compiler asks CUDA for devices when it is imported, and forks can use none then.
+    """
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn").Process
     multiprocessing.set_forkserver_preload(PRELOADED)
     return multiprocessing.get_context("forkserver").Process
