@@ -111,9 +111,10 @@ def queue() -> Iterator[Spec]:
     for seed in range(3):
         yield from architectures(seed)
         yield from breaks(seed)
-    for seed in range(3, 8):
-        # three seeds said that there is an effect, and not of what
-        yield from (spec for spec in architectures(seed) if spec.model == "Mamba2")
+    for seed in range(3, 6):
+        # three seeds said that there is an effect, and not of which layers
+        named = ("bf16", "tensorwise", "rowwise")
+        yield from (spec for spec in architectures(seed) if spec.model == "Mamba2" and spec.recipe in named)
 
 
 def breaks(seed: int) -> Iterator[Spec]:
