@@ -194,7 +194,7 @@ def counted(report: Report, files: Mapping[str, str], record: Path) -> None:
         report.found["failures"] |= failed
         report.found["figures"] |= {test: line["noted"] for test, line in own.items() if line.get("noted")}
         if passed or failed:
-            report.claim(f"{name}: every test passes", not failed, f"{passed} passed, {len(failed)} failed")
+            report.claim(f"{name}: {EVERY_TEST}", not failed, f"{passed} passed, {len(failed)} failed")
 
 
 def layer(report: Report, contender: str) -> None:
@@ -294,6 +294,7 @@ def together(report: Report, words: str) -> None:
         time.sleep(1)
 
 
+EVERY_TEST = "every test passes"
 COMPILES = "compiles as one graph and makes a step"
 
 
@@ -419,7 +420,7 @@ def rotation(report: Report, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_about_a_program(claim: str) -> bool:
     """Return whether a claim is about what a program does, and not about how fast."""
-    return claim.endswith((COMPILES, CODES, "every test passes"))
+    return claim.endswith((COMPILES, CODES, EVERY_TEST))
 
 
 def speedup(report: Report, times: Mapping[str, float], contender: str) -> None:

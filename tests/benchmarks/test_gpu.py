@@ -128,6 +128,14 @@ def test_a_cpu_refutes_programs_and_no_speeds():
     assert [row[2] for row in rows] == ["refuted", "pretended"]
 
 
+@pytest.mark.parametrize(("holds", "verdict"), [(True, "not reached"), (False, "refuted")])
+def test_a_part_that_was_cut_off_does_not_say_that_every_test_passes(holds, verdict):
+    part = gpu.Part("bits", 1, ("layers: every test passes",), ask.tests)
+    found = {"claims": {part.claims[0]: {"holds": holds, "shown": "some"}}, "ended": "stopped after 9 s"}
+    ((*_, said, shown),) = gpu.verdicts([part], {"parts": {"bits": found}}, on_gpu=True)
+    assert (said, shown) == (verdict, "some; stopped after 9 s")
+
+
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "under xdist"])
 def test_every_test_is_recorded_at_once_and_a_lost_gpu_ends_its_process(tmp_path, workers):
     """xdist goes on in another process; alone, what was recorded stays."""

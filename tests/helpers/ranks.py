@@ -176,7 +176,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def _process_type() -> type[multiprocessing.process.BaseProcess]:
     """Return how ranks start: forked from a process that has imported torch, where the system can fork.
 
-    With a GPU they are not: PyTorch's compiler asks CUDA for devices when it is imported, and forks can use none then.
+    With a GPU they are not: something imported for them asks CUDA for devices there, and forks can use none then.
     """
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn").Process
