@@ -131,12 +131,20 @@ def run_part(part: Part, seconds: float, folder: Path, *, on_gpu: bool) -> dict[
 
 
 def run_plan(parts: Sequence[Part], minutes: float, results: Path, *, on_gpu: bool) -> dict[str, Any]:
-    """Run all parts in `minutes`; write what is known after each, and return it."""
+    """Run all parts in `minutes`; write what is known after each, and return it.
+
+    What a file of the same device and versions says of other parts stays in it.
+    """
     device = torch.cuda.get_device_name() if on_gpu else "pretended"
     name = f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}"
     share = 60 * minutes / sum(part.seconds for part in parts)
     folder, due = Path(tempfile.mkdtemp(prefix="gpu-")), time.monotonic()
-    result: dict[str, Any] = {"device": device, "minutes": minutes, "parts": {}}
+    before = json.loads((results / f"{name}.json").read_text()) if (results / f"{name}.json").exists() else {}
+    names = {part.name for part in parts}
+    same = before.get("versions") == machine()["versions"]
+    kept = {other: found for other, found in before.get("parts", {}).items() if same and other not in names}
+    told = [*(part for part in plan(ask.modelled_gpu(on_gpu)) if part.name in kept), *parts]
+    result: dict[str, Any] = {"device": device, "minutes": minutes, "parts": kept}
     try:
         for part in parts:
             due += share * part.seconds
@@ -144,7 +152,7 @@ def run_plan(parts: Sequence[Part], minutes: float, results: Path, *, on_gpu: bo
             found = run_part(part, max(1.0, due - time.monotonic()), folder, on_gpu=on_gpu)
             result["parts"][part.name] = found
             print(f"{part.name}: {found['ended']}, {found['seconds']} s", flush=True)
-            rows = [("part", "claim", "", "shown by"), *verdicts(parts, result, on_gpu=on_gpu)]
+            rows = [("part", "claim", "", "shown by"), *verdicts(told, result, on_gpu=on_gpu)]
             results.mkdir(parents=True, exist_ok=True)
             (results / f"{name}.json").write_text(json.dumps({**machine(), **result}, indent=1) + "\n")
             (results / f"{name}.md").write_text(table(rows) + "\n")
@@ -193,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plan, or one part; return 0 if nothing was refuted and all was reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="how long all of it may take (8.5; 60 if pretended)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names begin so")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names begin so; the others' stay")
     parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT") or RESULTS))
     parser.add_argument("--pretend", action="store_true", help="take a CPU for a GPU; always, where there is none")
     parser.add_argument("--list", action="store_true", help="name the parts")

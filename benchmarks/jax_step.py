@@ -1,12 +1,14 @@
 """What do time, memory and compilation of FP8 layers in JAX cost beside flax's?
 
-    python -m benchmarks.jax_step [--quick] [--cases scan-4-bfloat16 ...]
+    python -m benchmarks.jax_step [--quick] [--cases scan-4-bfloat16 ...] [--decoder BATCH TOKENS WIDTH]
 
 A layer is two dense ones, width 256 to 1024 and back, with gelu between them, on 128 rows; layers stand one after the
-other, or in a scan. Programs take turns, and the median ratio of a round counts. Beside it stand ratios
-of the bytes that XLA allocates for temporaries and of processor times to lower and to compile. "matmuls alone"
-multiplies float32 operands, which is how XLA on CPUs multiplies FP8 ones, without casts, amax and state: what is beyond
-it is what FP8 costs. What misses its goal is bold.
+other, or in a scan. A decoder's layers have attention before them, norms and residuals, in a scan: width 512, 8 heads
+and 4 texts of 128 tokens, if `--decoder` says no others. Programs take turns, and the median ratio of a round counts.
+Beside it stand ratios of the bytes that XLA allocates for temporaries and of processor times to lower and to compile.
+"matmuls alone" multiplies float32 operands, which is how XLA on CPUs multiplies FP8 ones, without casts, amax and
+state: what is beyond it is what FP8 costs. "without FP8" is our time divided by that of the layers as they are. What
+misses its goal is bold.
 """
 
 import functools
@@ -24,13 +26,14 @@ from benchmarks._common import median_ratio, options, save, table, take_turns
 from fp8_jax_owg.linen import OVERWRITE_WITH_GRADIENT, Fp8DotGeneralOp
 
 ROWS, WIDTH, COMPILATIONS = 128, 256, 5
-OURS, FLAX, ALONE = "ours", "flax direct", "matmuls alone"
+DECODED = 4, 128, 512
+OURS, FLAX, ALONE, PLAIN = "ours", "flax direct", "matmuls alone", "without FP8"
 GOALS = {"time": 0.7, "temporaries": 1.0, "lower": 1.2, "compile": 1.2}
 """The greatest ratio to flax's with which a column reaches its goal."""
 
 
 class Case(NamedTuple):
-    """One arrangement of layers: "unrolled" or "scan"."""
+    """One arrangement of layers: "unrolled", "scan" or "decoder", which is scanned too."""
 
     loop: str
     layers: int
@@ -45,8 +48,9 @@ class Case(NamedTuple):
 
 CASES = (
     *(Case("unrolled", n, dtype) for n, dtype in ((4, "float32"), (8, "bfloat16"), (16, "bfloat16"))),
-    *(Case("scan", n, dtype) for n in (1, 4, 32) for dtype in ("bfloat16", "float32")),
+    *(Case("scan", n, dtype) for n in (1, 4, 16, 32) for dtype in ("bfloat16", "float32")),
     *(Case("scan", n, "bfloat16", remat=True) for n in (4, 32)),
+    *(Case("decoder", 8, "bfloat16", remat) for remat in (False, True)),
 )
 
 
@@ -60,6 +64,7 @@ OPERATIONS: dict[str, Any] = {
     OURS: Fp8DotGeneralOp,
     FLAX: nn.Fp8DirectDotGeneralOp,
     ALONE: lambda: multiply_in_float32,
+    PLAIN: lambda: jax.lax.dot_general,
 }
 
 
@@ -67,13 +72,21 @@ class Block(nn.Module):
     """One layer."""
 
     operation: Any
-    dtype: Any
+    case: Case
 
     @nn.compact
     def __call__(self, h: jax.Array) -> jax.Array:
         """Return activations of the same shape."""
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype, dot_general_cls=self.operation)
-        return dense(WIDTH, name="down")(nn.gelu(dense(4 * WIDTH, name="up")(h)))
+        width, dtype = h.shape[-1], jnp.dtype(self.case.dtype)
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=dtype, dot_general_cls=self.operation)
+        norm = functools.partial(nn.RMSNorm, dtype=dtype)
+        if self.case.loop != "decoder":
+            return dense(width, name="down")(nn.gelu(dense(4 * width, name="up")(h)))
+        heads = (*h.shape[:2], max(8, width // 128), -1)
+        q, k, v = (one.reshape(heads) for one in jnp.split(dense(3 * width, name="qkv")(norm()(h)), 3, -1))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        h = h + dense(width, name="o")(attended.reshape(h.shape))
+        return h + dense(width, name="down")(nn.gelu(dense(4 * width, name="up")(norm()(h))))
 
 
 class Step(nn.Module):
@@ -98,7 +111,7 @@ class Stack(nn.Module):
         """Return activations of the same shape."""
         # the loop keeps XLA from merging what is recomputed with the forward
         block = nn.remat(Block, prevent_cse=self.case.loop == "unrolled") if self.case.remat else Block
-        make = functools.partial(block, self.operation, jnp.dtype(self.case.dtype))
+        make = functools.partial(block, self.operation, self.case)
         if self.case.loop == "unrolled":
             for i in range(self.case.layers):
                 h = make(name=f"layer_{i}")(h)
@@ -108,9 +121,12 @@ class Stack(nn.Module):
         return scanned(make, name="layers")(h, None)[0]
 
 
-def compiled(case: Case, operation: Any, compilations: int) -> tuple[Callable[[], object], dict[str, float]]:
+def compiled(
+    case: Case, operation: Any, compilations: int, decoded: tuple[int, int, int]
+) -> tuple[Callable[[], object], dict[str, float]]:
     """Return a call of the compiled gradient, and what is known of it: medians over some compilations."""
-    x, model = jax.random.normal(jax.random.key(0), (ROWS, WIDTH), case.dtype), Stack(operation, case)
+    shape = decoded if case.loop == "decoder" else (ROWS, WIDTH)
+    x, model = jax.random.normal(jax.random.key(0), shape, case.dtype), Stack(operation, case)
     variables = jax.jit(model.init)(jax.random.key(1), x)
     grad = owg.grad if operation is Fp8DotGeneralOp else jax.grad
     gradient = grad(lambda variables, x: jnp.square(model.apply(variables, x).astype(jnp.float32)).mean())
@@ -133,14 +149,15 @@ def compiled(case: Case, operation: Any, compilations: int) -> tuple[Callable[[]
     return lambda: jax.block_until_ready(program(variables, x)), facts
 
 
-def measure(case: Case, rounds: int, compilations: int) -> dict[str, Any]:
+def measure(case: Case, rounds: int, compilations: int, decoded: tuple[int, int, int]) -> dict[str, Any]:
     """Return one row: what ours takes, divided by what flax takes."""
-    made = {name: compiled(case, operation, compilations) for name, operation in OPERATIONS.items()}
+    made = {name: compiled(case, operation, compilations, decoded) for name, operation in OPERATIONS.items()}
     times = take_turns({name: run for name, (run, _) in made.items()}, rounds)
     facts = {name: found for name, (_, found) in made.items()}
     row: dict[str, Any] = {"case": case.name, "time": median_ratio(times[OURS], times[FLAX])}
     row |= {name: facts[OURS][name] / max(facts[FLAX][name], 1e-9) for name in ("temporaries", "lower", "compile")}
-    row[ALONE] = median_ratio(times[ALONE], times[FLAX])
+    row |= {ALONE: median_ratio(times[ALONE], times[FLAX]), PLAIN: median_ratio(times[OURS], times[PLAIN])}
+    row["milliseconds"] = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
     row |= {"operations": facts[OURS]["operations"], "operations of flax": facts[FLAX]["operations"]}
     return row
 
@@ -149,16 +166,17 @@ def main() -> None:
     """Measure and write."""
     parser = options(__doc__, rounds=21)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
+    parser.add_argument("--decoder", nargs=3, type=int, default=DECODED, metavar=("BATCH", "TOKENS", "WIDTH"))
     chosen = parser.parse_args()
     cases = [Case("scan", 2, "bfloat16")] if chosen.quick else [c for c in CASES if c.name in (chosen.cases or c.name)]
     rounds, compilations = (1, 1) if chosen.quick else (chosen.rounds, COMPILATIONS)
-    rows = [measure(case, rounds, compilations) for case in cases]
-    lines = [("case; ours / flax direct", *GOALS, ALONE, "operations", "of flax")]
+    rows = [measure(case, rounds, compilations, tuple(chosen.decoder)) for case in cases]
+    lines = [("case; ours / flax direct", *GOALS, ALONE, PLAIN, "operations", "of flax")]
     for row in rows:
         cells = [f"**{row[name]:.2f}**" if row[name] > goal else f"{row[name]:.2f}" for name, goal in GOALS.items()]
         counts = (f"{row[name]:,}" for name in ("operations", "operations of flax"))
-        lines.append((row["case"], *cells, f"{row[ALONE]:.2f}", *counts))
-    save(chosen.results, "jax_step", {"goals": GOALS, "rows": rows}, table(lines))
+        lines.append((row["case"], *cells, f"{row[ALONE]:.2f}", f"{row[PLAIN]:.2f}", *counts))
+    save(chosen.results, "jax_step", {"goals": GOALS, "decoder": chosen.decoder, "rows": rows}, table(lines))
 
 
 if __name__ == "__main__":

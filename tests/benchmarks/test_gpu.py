@@ -96,6 +96,8 @@ def test_a_part_that_hangs_or_dies_costs_its_own_results_alone(faults, tmp_path,
     assert {row[2] for row in gpu.verdicts(parts, {"parts": result}, on_gpu=False)} == {"pretended", "not reached"}
     written = (tmp_path / "out/gpu-pretended.md").read_text()
     assert f"| hangs | never | not reached | {ended[1]} |" in written
+    again = gpu.run_plan(parts[2:], 1, tmp_path / "out", on_gpu=False)["parts"]
+    assert [found["ended"] for found in again.values()] == ended, "what is asked again replaces its own part alone"
 
 
 def test_the_plan_asks_about_bits_before_speed_and_ends_in_nine_minutes():
