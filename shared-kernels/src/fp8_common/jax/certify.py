@@ -1,5 +1,6 @@
 """What `fp8_common.testing.certify` asks a JAX function: traces of its outputs and gradients, and a replay."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,44 +61,21 @@ def subject(
 
     step = jax.jit(value_and_grad(loss, has_aux=True))
 
-    def run(variables: Any, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> tuple[dict[str, Any], Any]:
+    def advanced(variables: Any, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> tuple[Trace, Any]:
         parts = zip(np.split(x, chunks), np.split(counted, chunks), strict=True)
         found = [step(variables, part, mask) for part, mask in parts]
-        gradients = found[0][1]
-        for _, more in found[1:]:
-            gradients = add(gradients, more)
+        gradients = functools.reduce(add, [each for _, each in found])
         layers = [aux for (_, aux), _ in found]
-        return {name: np.concatenate([np.asarray(each[name]) for each in layers]) for name in names}, gradients
+        outputs = {name: np.concatenate([np.asarray(each[name]) for each in layers]) for name in names}
+        leaves = reversed(jax.tree_util.tree_leaves_with_path(compared(gradients)))
+        named = {jax.tree_util.keystr(path) + GRADIENT: np.asarray(leaf) for path, leaf in leaves}
+        return outputs | named, lambda: update(variables, gradients)
 
-    everything = np.ones(np.shape(inputs)[:2], bool)
+    def reload(variables: Any) -> Any:
+        # by way of bytes, which hold nothing else
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, variables))
+        return structure.unflatten([np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape) for x in leaves])
+
     for _ in range(warmup):
-        start = update(start, run(start, np.asarray(inputs), everything, 1)[1])
-
-    def trace(x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> Trace:
-        outputs, gradients = run(start, x, counted, chunks)
-        return outputs | _gradients(compared(gradients))
-
-    def replay() -> tuple[Trace, Trace]:
-        def steps(variables: Any) -> tuple[Any, dict[str, Any]]:
-            found: dict[str, Any] = {}
-            for number in range(2):
-                outputs, gradients = run(variables, np.asarray(inputs), everything, 1)
-                variables = update(variables, gradients)
-                found |= {
-                    f"step {number}: {name}": value
-                    for name, value in (outputs | _gradients(compared(gradients))).items()
-                }
-            return variables, found
-
-        middle = steps(start)[0]
-        saved = [(leaf.dtype, leaf.tobytes(), leaf.shape) for leaf in map(np.asarray, jax.tree.leaves(middle))]
-        uninterrupted = steps(middle)[1]
-        loaded = [jnp.asarray(np.frombuffer(data, dtype).reshape(shape)) for dtype, data, shape in saved]
-        return uninterrupted, steps(jax.tree.unflatten(jax.tree.structure(middle), loaded))[1]
-
-    return Subject(inputs=np.asarray(inputs), run=trace, replay=replay, casts=casts or {})
-
-
-def _gradients(gradients: Any) -> dict[str, NDArray[Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    return {jax.tree_util.keystr(path) + GRADIENT: np.asarray(leaf) for path, leaf in reversed(leaves)}
+        start = advanced(start, np.asarray(inputs), np.ones(np.shape(inputs)[:2], bool), 1)[1]()
+    return Subject(inputs=np.asarray(inputs), start=lambda: start, step=advanced, reload=reload, casts=casts or {})

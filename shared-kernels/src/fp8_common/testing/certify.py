@@ -76,19 +76,25 @@ class Subject:
 
     Attributes:
         inputs: [examples, tokens, ...], floats or whole numbers.
-        run: Called with inputs, a bool [examples, tokens] that says which outputs the loss counts, and a number of
-            micro-batches; returns the trace of one step from the model's first state.
-        meshes: Returns by "N ranks, rank R" the trace of the same step, and of the forward after it, on meshes of
+        start: Returns the model's first state.
+        step: Called with a state, inputs, a bool [examples, tokens] that says which outputs the loss counts, and a
+            number of micro-batches; returns the trace, and what makes the next state. It may change the state it got.
+        reload: Returns the state that is there after one was saved and loaded; the one it got stays.
+        meshes: Returns by "N ranks, rank R" the trace of the first step, and of the forward after it, on meshes of
             several sizes; the first is what the others are compared with.
-        replay: Returns the traces of a run and of one that was saved, loaded and gone on with.
         casts: The casts into FP8, by name.
     """
 
     inputs: NDArray[Any]
-    run: Callable[[NDArray[Any], NDArray[np.bool_], int], Trace]
+    start: Callable[[], Any]
+    step: Callable[[Any, NDArray[Any], NDArray[np.bool_], int], tuple[Trace, Callable[[], Any]]]
+    reload: Callable[[Any], Any] | None = None
     meshes: Callable[[], Mapping[str, Trace]] | None = None
-    replay: Callable[[], tuple[Trace, Trace]] | None = None
     casts: Mapping[str, Cast] = dataclasses.field(default_factory=dict)
+
+    def run(self, inputs: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> Trace:
+        """Return the trace of one step from the first state."""
+        return self.step(self.start(), inputs, counted, chunks)[0]
 
 
 def certify(model: Any, inputs: Any, *, properties: Sequence[Property] = PROPERTIES, **options: Any) -> Certificate:
@@ -169,7 +175,8 @@ def rows(properties: Sequence[Property] = PROPERTIES) -> Iterator[tuple[str, Cal
             yield from getattr(importlib.import_module(module), name)(properties)
     if "idempotent" in properties:
         for name, rule in RULES.items():
-            found = Subject(inputs=np.zeros((2, 2)), run=lambda *_: {}, casts={"cast": cast_of(rule)})
+            casts = {"cast": cast_of(rule)}
+            found = Subject(inputs=np.zeros((2, 2)), start=dict, step=lambda *_: ({}, dict), casts=casts)
             yield name, functools.partial(ask, found, ["idempotent"])
 
 
@@ -351,9 +358,22 @@ def _mesh(subject: Subject) -> Answer:
 
 
 def _replay(subject: Subject) -> Answer:
-    if subject.replay is None:
+    if subject.reload is None:
         return Answer(says="not asked", why="nothing says how its state is saved")
-    found = difference(*subject.replay())
+    everything = np.ones(subject.inputs.shape[:2], bool)
+
+    def two_steps(state: Any, first: int) -> tuple[Trace, Any]:
+        found: dict[str, NDArray[Any]] = {}
+        for number in (first, first + 1):
+            trace, advance = subject.step(state, subject.inputs, everything, 1)
+            state = advance()
+            # the kind of a layer stays at the end of its name
+            found |= {f"step {number}: {layer}": value for layer, value in trace.items()}
+        return found, state
+
+    _, middle = two_steps(subject.start(), 1)
+    loaded = subject.reload(middle)
+    found = difference(two_steps(middle, 3)[0], two_steps(loaded, 3)[0])
     return Answer(says="yes") if found is None else dataclasses.replace(found, why=f"after a load {found.why}")
 
 

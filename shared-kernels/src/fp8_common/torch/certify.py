@@ -30,6 +30,7 @@ WORLDS = (1, 2, 3)
 SECONDS = 300
 RATE = 2.0**-6
 """Of the optimizer: exact in every dtype."""
+State = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Function(nn.Module):
@@ -75,16 +76,25 @@ def subject(
     elif casts is None:
         casts = {getattr(model, "__name__", "function"): lambda x: (as_numpy(module(torch.from_numpy(x))),)}
     like = inputs.detach()
+
+    def start() -> State:
+        copied = copy.deepcopy(module)
+        return copied, _optimizer(copied)
+
+    def step(now: State, x: NDArray[Any], counted: NDArray[np.bool_], chunks: int) -> tuple[Trace, Callable[[], State]]:
+        return trace(now[0], _tensor(x, like), torch.from_numpy(counted), chunks), lambda: _advance(*now)
+
+    def reload(now: State) -> State:
+        file, loaded = io.BytesIO(), start()
+        saved, target = ({**state(each), "optimizer": optimizer} for each, optimizer in (now, loaded))
+        torch.save({name: each.state_dict() for name, each in saved.items()}, file)
+        file.seek(0)
+        for name, each in torch.load(file, weights_only=True).items():  # noqa: TID251 tensors alone
+            target[name].load_state_dict(each)
+        return loaded
+
     meshes = functools.partial(_meshes, module, like, build, pool)
-    return Subject(
-        inputs=as_numpy(like),
-        run=lambda x, counted, chunks: trace(
-            copy.deepcopy(module), _tensor(x, like), torch.from_numpy(counted), chunks
-        ),
-        meshes=meshes,
-        replay=functools.partial(_replay, module, like, state),
-        casts=casts,
-    )
+    return Subject(inputs=as_numpy(like), start=start, step=step, reload=reload, meshes=meshes, casts=casts)
 
 
 def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None, chunks: int = 1) -> Trace:
@@ -124,9 +134,14 @@ def trace(model: nn.Module, x: torch.Tensor, counted: torch.Tensor | None = None
 def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> Trace:
     """Return the trace of one step that the optimizer made."""
     found = trace(model, x)
+    _advance(model, optimizer)
+    return found
+
+
+def _advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     optimizer.step()
     optimizer.zero_grad()
-    return found
+    return model, optimizer
 
 
 @contextmanager
@@ -155,31 +170,6 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     # an optimizer refuses to have no parameter
     used = [each for each in model.parameters() if each.requires_grad] or [nn.Parameter(torch.zeros(()))]
     return torch.optim.SGD(used, lr=RATE, momentum=0.5)
-
-
-def _numbered(step: int, found: Trace) -> dict[str, NDArray[Any]]:
-    # the kind of a layer stays at the end of its name
-    return {f"step {step}: {layer}": value for layer, value in found.items()}
-
-
-def _replay(module: nn.Module, x: torch.Tensor, state: Callable[[nn.Module], Mapping[str, Any]]) -> tuple[Trace, Trace]:
-    def start() -> tuple[nn.Module, Any, Mapping[str, Any]]:
-        model = copy.deepcopy(module)
-        optimizer = _optimizer(model)
-        return model, optimizer, {**state(model), "optimizer": optimizer}
-
-    model, optimizer, saved = start()
-    for _ in range(2):
-        train(model, x, optimizer)
-    file = io.BytesIO()
-    torch.save({name: each.state_dict() for name, each in saved.items()}, file)
-    file.seek(0)
-    again, its_optimizer, target = start()
-    for name, saved_state in torch.load(file, weights_only=True).items():  # noqa: TID251 tensors alone
-        target[name].load_state_dict(saved_state)
-    runs = ((model, optimizer), (again, its_optimizer))
-    one, other = ([_numbered(step, train(m, x, o)) for step in (3, 4)] for m, o in runs)
-    return one[0] | one[1], other[0] | other[1]
 
 
 def _meshes(
@@ -230,8 +220,8 @@ def _on_rank(rank: int, world: int, store: str, model: bytes, inputs: NDArray[An
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the model warns of, its owner has seen
             found = trace(module, x, counted)
-            optimizer.step()
-            optimizer.zero_grad()
-            return {**found, **_numbered(2, trace(module, x, counted))}
+            _advance(module, optimizer)
+            # the kind of a layer stays at the end of its name
+            return {**found, **{f"step 2: {layer}": value for layer, value in trace(module, x, counted).items()}}
     finally:
         dist.destroy_process_group()
