@@ -133,11 +133,9 @@ class Loop:
         own = {name: meta for name, meta in own.items() if name.startswith("own")}
         shared = {name: meta for name, meta in only(state, names(self)).items() if name not in own}
 
-        def body(h, x, shared):
-            factor, one = x
-            return self.parts[0].trace(h * factor, state | shared | one), None
-
-        return owg.scan(body, h, (factors, own), owg=shared)[0]
+        used = state | owg.share(shared)
+        body = lambda h, x: (self.parts[0].trace(h * x[0], used | x[1]), None)  # noqa: E731
+        return lax.scan(body, h, (factors, own))[0]
 
     def follow(self, h, seen, index):
         for i, factor in enumerate(self.factors):

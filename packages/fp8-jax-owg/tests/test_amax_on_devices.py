@@ -47,8 +47,8 @@ def own_part(x, meta, axes="a"):
 
 
 def loop_that_is_summed(x, meta):
-    first = lax.pcast(jnp.float32(0), "a", to="varying")
-    return lax.psum(owg.scan(total, first, x, owg=owg.replicated(meta, "a"))[0], "a")
+    first, meta = lax.pcast(jnp.float32(0), "a", to="varying"), owg.replicated(meta, "a")
+    return lax.psum(lax.scan(lambda c, x: total(c, x, meta), first, x)[0], "a")
 
 
 def gate_on_each(x, meta):

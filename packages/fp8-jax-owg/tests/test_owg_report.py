@@ -52,8 +52,8 @@ def test_a_sum_betrays_itself(uses):
     for number in range(8):
         histories.append(uses * np.concatenate([[1 + number % 3], np.roll(histories[-1], -1)[1:]]))
     before, after = (state(history=one) for one in histories[-2:])
-    for found, message in ((owg.report(after), "SUM instead of MAX"), (owg.report(after, before), "3 times")):
-        assert bool(found.suspicious) == (message in str(found)) == (uses > 1)
+    found = owg.report(after, before)
+    assert bool(found.suspicious) == ("3 times" in str(found)) == (uses > 1)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,6 @@ def test_a_sum_betrays_itself(uses):
         (state(scale=-1.0, history=(3.0, 1.5, 0, 0)), "gradients were put in the place of the state"),
         (state(scale=np.nan), "finite"),
         (state(history=(-1.0, 0, 1)), "a negative amax"),
-        (state(scale=1.0, history=(2, 0, 3, 4)), "a scale of exactly 1 behind earlier amax"),
-        (state(scale=1.0, history=(2, 0, 0, 0)), ""),
         (state(scale=1.0, history=(2, 0, 0, 448)), ""),
     ],
 )

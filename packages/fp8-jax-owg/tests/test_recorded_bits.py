@@ -98,13 +98,12 @@ def einsum() -> Program:
     return single(multiply, kernel(1, WIDTH, 4), numbers(2, 2, 3, WIDTH).astype(jnp.bfloat16))
 
 
-def convolution(fp8_backward: bool) -> Program:
+def convolution() -> Program:
     def multiply(x: jax.Array, w: jax.Array, meta: Any) -> jax.Array:
-        settings = {"meta": meta, "scaling": BASE, "fp8_backward": fp8_backward}
-        return owg.fp8_conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **settings)
+        layout = ("NWC", "WIO", "NWC")
+        return owg.fp8_conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=layout, meta=meta, scaling=BASE)
 
-    tensors = None if fp8_backward else ("input", "kernel")
-    return single(multiply, kernel(1, 3, 4, 4), numbers(2, 2, 6, 4).astype(jnp.bfloat16), tensors)
+    return single(multiply, kernel(1, 3, 4, 4), numbers(2, 2, 6, 4).astype(jnp.bfloat16), ("input", "kernel"))
 
 
 def ragged() -> Program:
@@ -226,8 +225,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "current scaling, row": partial(stack, owg.CurrentScaling(granularity="row", kernel_gradient="kernel")),
     "einsum, dots and sums": einsum,
     "ragged": ragged,
-    "convolution": partial(convolution, False),
-    "convolution, FP8 backward": partial(convolution, True),
+    "convolution": convolution,
     "in_qdq, out_qdq": praxis_casts,
     "in_q, out_dq": direct_casts,
     "all-gather": gathered,

@@ -28,7 +28,7 @@ from fp8_jax_owg.state.pairs import (
     split,
     unmark,
 )
-from fp8_jax_owg.state.share import gate, replicated, scan, share
+from fp8_jax_owg.state.share import gate, replicated, share
 from fp8_jax_owg.step import (
     accumulate,
     all_finite,
@@ -88,7 +88,6 @@ __all__ = [
     "read",
     "replicated",
     "report",
-    "scan",
     "share",
     "split",
     "unmark",

@@ -3,24 +3,24 @@
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp8_common import get_recipe
-from fp8_common.jax.certify import RATE, descend, subject
+from fp8_common.jax.certify import descend, subject
 from fp8_common.presets import flax
 from fp8_common.recipe import CastRecipe
 from fp8_common.testing.certify import Certificate, Property, Subject, ask, cast_of, casts_of, example
 from fp8_jax_owg.dots.dot import fp8_dot_general
 from fp8_jax_owg.gradients import value_and_grad
 from fp8_jax_owg.scaling import as_scaling
-from fp8_jax_owg.state.pairs import init_meta
-from fp8_jax_owg.step import accumulate, apply_updates
+from fp8_jax_owg.state.pairs import COLLECTION, init_meta
+from fp8_jax_owg.step import accumulate, next_state
 
 INPUTS, WEIGHTS = example()
-OWG = "_overwrite_with_gradient"
 RECIPES = ("tensorwise", "tensorwise_delayed", "rowwise")
 LAST = (((2,), (0,)), ((), ()))
 """The dimensions that a layer contracts."""
@@ -36,45 +36,45 @@ def certificates(properties: Sequence[Property]) -> Iterator[tuple[str, Callable
         yield f"JAX {name}", lambda make=make: ask(make(), properties)
 
 
-def _parameters(gradients: Any) -> Any:
-    return {name: each for name, each in gradients.items() if name != OWG}
-
-
 def _weights(dtype: Any) -> dict[str, Any]:
     return {name: jnp.asarray(weight.T, dtype) for name, weight in WEIGHTS.items()}
 
 
-def _bf16() -> Subject:
-    def function(weights: Any, x: Any) -> Any:
-        up = x @ weights["up"]
-        return (jax.nn.relu(up)) @ weights["down"], {"up": up}
+def _layers(dot: Callable[[str, Any], Any], x: Any) -> Any:
+    """Return the output of both layers, and what the first gave."""
+    up = dot("up", x)
+    return dot("down", jax.nn.relu(up)), {"up": up}
 
+
+def _updated(variables: Any, after: Any) -> Any:
+    """Return the next variables; `after` holds gradients of parameters, and the next state."""
+    return after | {"params": descend(variables["params"], after["params"])}
+
+
+def _bf16() -> Subject:
+    function = lambda weights, x: _layers(lambda name, y: y @ weights[name], x)  # noqa: E731
     return subject((function, _weights(jnp.bfloat16)), jnp.asarray(INPUTS, jnp.bfloat16))
 
 
 def _own(name: str) -> Subject:
-    scaling = as_scaling(name)
-    delayed = name == "tensorwise_delayed"
+    scaling, delayed = as_scaling(name), name == "tensorwise_delayed"
+    state = {COLLECTION: {layer: init_meta(scaling) for layer in WEIGHTS}} if delayed else {}
 
     def function(variables: Any, x: Any) -> Any:
-        meta = variables[OWG] if delayed else dict.fromkeys(WEIGHTS)
-        dot = lambda layer, y: fp8_dot_general(y, variables[layer], LAST, meta=meta[layer], scaling=scaling)  # noqa: E731
-        up = dot("up", x)
-        return dot("down", jax.nn.relu(up)), {"up": up}
+        meta = variables.get(COLLECTION, {})
+        dot = lambda layer, y: fp8_dot_general(  # noqa: E731
+            y, variables["params"][layer], LAST, meta=meta.get(layer), scaling=scaling
+        )
+        return _layers(dot, x)
 
-    def update(variables: Any, gradients: Any) -> Any:
-        parameters = {layer: -RATE * gradients[layer] for layer in WEIGHTS}
-        return apply_updates(variables, gradients | parameters)
-
-    variables = _weights(jnp.float32) | ({OWG: {layer: init_meta(scaling) for layer in WEIGHTS}} if delayed else {})
     # with delayed scaling from the third step on, when histories are filled
     return subject(
-        (function, variables),
+        (function, {"params": _weights(jnp.float32)} | state),
         INPUTS,
         value_and_grad=value_and_grad,
         add=accumulate,
-        update=update,
-        compared=_parameters,
+        update=lambda variables, gradients: _updated(variables, next_state(variables, gradients)),
+        compared=itemgetter("params"),
         casts=casts_of(get_recipe(name)),
         warmup=2 * delayed,
     )
@@ -87,16 +87,10 @@ def _flax() -> Subject:
         @nn.compact
         def __call__(self, x: Any) -> Any:
             layer = functools.partial(nn.Dense, 16, use_bias=False, dot_general_cls=nn.fp8_ops.Fp8DotGeneralOp)
-            up = layer(name="up")(x)
-            return layer(name="down")(jax.nn.relu(up)), {"up": up}
+            return _layers(lambda name, y: layer(name=name)(y), x)
 
-    def update(variables: Any, gradients: Any) -> Any:
-        return {"params": descend(variables["params"], gradients["params"]), OWG: gradients[OWG]}
-
-    variables = Model().init(jax.random.key(0), INPUTS)
-    parameters = {name: {"kernel": weight} for name, weight in _weights(jnp.float32).items()}
-    cast = cast_of(CastRecipe(policy=flax(history=0)))
-    model = (Model().apply, dict(variables) | {"params": parameters})
-    return subject(
-        model, INPUTS, update=update, compared=_parameters, casts=dict.fromkeys(("input", "kernel"), cast), warmup=2
-    )
+    variables = dict(Model().init(jax.random.key(0), INPUTS))
+    variables["params"] = {name: {"kernel": weight} for name, weight in _weights(jnp.float32).items()}
+    casts = dict.fromkeys(("input", "kernel"), cast_of(CastRecipe(policy=flax(history=0))))
+    model = (Model().apply, variables)
+    return subject(model, INPUTS, update=_updated, compared=itemgetter("params"), casts=casts, warmup=2)

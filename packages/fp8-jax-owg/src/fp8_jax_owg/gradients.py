@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 
 from fp8_common import Fp8Error
 from fp8_jax_owg.state import cotangents
-from fp8_jax_owg.state.cotangents import check_float32, is_shared, refuse_second_order, share_leaf
+from fp8_jax_owg.state.cotangents import check_float32, first_order_only, is_shared, share_leaf
 from fp8_jax_owg.state.live import Live, in_gradient, is_at_rest, is_live, make_live
 from fp8_jax_owg.state.moves import CannotCombineError, arrays_alone, combining, plain
 from fp8_jax_owg.state.pairs import find_pairs, owg_flags, take
@@ -181,16 +181,8 @@ def _adopt_mapping(state: list[Any], others: Any) -> list[Any]:
     """
     # Only traced values can be mapped.
     traced = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, jax.core.Tracer)]
-    return _mapped_like(state, traced) if traced and state else state
-
-
-@jax.custom_jvp
-def _mapped_like(state: list[Any], others: list[Any]) -> list[Any]:
-    return _mapped_as(state, others)
-
-
-# as that of `_over_examples`: a gradient is differentiated here
-_mapped_like.defjvp(refuse_second_order)
+    # JAX differentiates no `custom_vmap`, and says so without a word about the gradient
+    return _mapped_as(*first_order_only((state, traced))) if traced and state else state
 
 
 @custom_vmap

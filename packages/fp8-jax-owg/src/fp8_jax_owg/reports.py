@@ -11,12 +11,8 @@ import numpy as np
 from fp8_common import get_format
 from fp8_jax_owg.state.pairs import HISTORY, find_pairs, names_of, take
 
-ENCODED_ZERO, SUM_OF_ZEROS = 2.0**-125, 2.0**-110
-"""Above the magnitudes of an encoded zero or subnormal, and of sums of many."""
-LIMITS = tuple(get_format(name).max for name in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"))
-"""The amax that have a scale of 1."""
-GROWTH = 1.9
-"""Mean growth per step that no training shows over a whole history, and a SUM of two or more uses does."""
+ENCODED_ZERO = 2.0**-125
+"""Above the magnitude of an encoded zero or subnormal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +68,7 @@ def report(variables: Any, previous: Any = None) -> OwgReport:
 
     Args:
         variables: Variables, a state of NNX, or any tree with leaves `<tensor>_scale` and `<tensor>_amax_history`.
-        previous: The same before the last step; with it, staleness is known, and a SUM is certain, not guessed.
+        previous: The same before the last step; with it, staleness is known, and a SUM under plain `jax.grad`.
 
     Returns:
         One entry per tensor, in the order of the tree.
@@ -116,7 +112,7 @@ def _entry(name: str, pair: Arrays, before: Arrays | None) -> TensorReport:
 
 def _suspicion(pair: Arrays, before: Arrays | None) -> str:
     scale, history = pair
-    # From what is certain to what is guessed; the first that holds is told.
+    # the first that holds is told
     if not (np.isfinite(history).all() and np.isfinite(scale).all()):
         return (
             "not finite: what uses, micro-batches or devices observed was added up, averaged, scaled or clipped "
@@ -126,22 +122,11 @@ def _suspicion(pair: Arrays, before: Arrays | None) -> str:
     if (scale < 0).any():
         return "gradients were put in the place of the state: make the next state with apply_updates or next_state"
     # plain `jax.grad` leaves zeros as they are encoded, slightly below zero
-    if ((history <= -ENCODED_ZERO) & (history > -SUM_OF_ZEROS)).any():
-        return "encoded zeros were added up: gradients were combined by SUM instead of MAX"
     if (history <= -ENCODED_ZERO).any():
-        return "a negative amax, which no step records: an optimizer or an average has changed it as a parameter"
+        return "a negative amax, which no step records: an optimizer, an average or a SUM has changed it"
     if not (scale > 0).all():
         return "a scale of zero: the gradient of an unused layer was taken for its next value"
-    if before is not None:
-        return _compare(history, before[1])
-    if (scale == 1).all() and _by_age(history)[1:].max(initial=0) not in (0, *LIMITS):
-        return "a scale of exactly 1 behind earlier amax: something puts back or leaves out the scale, not its history"
-    return _guess(history)
-
-
-def _by_age(history: np.ndarray) -> np.ndarray:
-    """Return the entries from the newest to the oldest: behind slot 0 lie the oldest first, the second newest last."""
-    return np.concatenate([history[:1], history[:0:-1]])
+    return "" if before is None else _compare(history, before[1])
 
 
 def _compare(history: np.ndarray, before: np.ndarray) -> str:
@@ -155,16 +140,6 @@ def _compare(history: np.ndarray, before: np.ndarray) -> str:
         factors = np.unique((history[1:] / rolled[1:])[rolled[1:] > 0].round(3))
     times = f"{factors[0]:g} times" if factors.size == 1 else "not"
     return f"older amax are {times} what they were: gradients were combined by SUM instead of MAX, or rolled twice"
-
-
-def _guess(history: np.ndarray) -> str:
-    """Judge by growth: a SUM multiplies every older entry again at every step."""
-    by_age = _by_age(history)
-    known = by_age[1:][by_age[1:] > 0]
-    # With fewer entries such growth may be that of a few steps of training.
-    if known.size >= 4 and (known[-1] / known[0]) ** (1 / (known.size - 1)) >= GROWTH:
-        return "older amax grow with their age: gradients seem to be combined by SUM instead of MAX"
-    return ""
 
 
 def _remarks(tensor: TensorReport) -> str:

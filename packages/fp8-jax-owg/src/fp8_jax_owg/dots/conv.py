@@ -1,8 +1,8 @@
-"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward, and backward if asked for.
+"""`fp8_conv_general_dilated`: a convolution with FP8 operands forward.
 
 XLA refuses a convolution of two different float8 dtypes, which is what gradients in E5M2 would need. So the backward
 convolutions run on bfloat16, which holds all FP8 values: the operands are those of the forward one, and the output
-gradient, which by default is not cast to FP8 and has no state, or its FP8 values.
+gradient is not cast to FP8 and has no state.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ class Convolution(Bilinear):
     """A convolution with its settings, those of `lax.conv_general_dilated`."""
 
     options: tuple[tuple[str, Any], ...]
+    tensors = CONV_TENSORS
 
     def forward(self, lhs: jax.Array, rhs: jax.Array, extra: None) -> jax.Array:
         """Return the float32 result of native FP8 operands."""
@@ -62,10 +63,9 @@ def fp8_conv_general_dilated(
     *,
     meta: Meta | None = None,
     scaling: ScalingChoice | None = None,
-    fp8_backward: bool = False,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward, or FP8 values in them.
+    """`lax.conv_general_dilated` with E4M3 operands forward and bfloat16 operands backward.
 
     Args:
         lhs: float16, bfloat16 or float32: the activations.
@@ -79,11 +79,8 @@ def fp8_conv_general_dilated(
         batch_group_count: Number of batch groups.
         precision: Of the convolutions.
         preferred_element_type: The dtype of the result; None is that of `lhs`.
-        meta: For delayed scaling, the leaves of `init_meta(scaling, CONV_TENSORS)`, or with `fp8_backward` those of
-            `init_meta(scaling)`; None for current scaling.
+        meta: For delayed scaling, the leaves of `init_meta(scaling, ("input", "kernel"))`; None for current scaling.
         scaling: As in `fp8_dot_general`; scales per row are not supported here.
-        fp8_backward: Cast the output gradient to FP8 as well, as layers do. The convolutions of its values run in
-            bfloat16, because XLA has no convolution of two FP8 formats: this is no faster.
         out_sharding: As in `fp8_dot_general`.
 
     Returns:
@@ -105,5 +102,4 @@ def fp8_conv_general_dilated(
         "precision": precision,
     }
     how = Convolution(options=tuple(options.items()))
-    result = multiply(how, a, b, preferred_element_type, meta, scaling, casts_gradient=fp8_backward)
-    return constrain(result, out_sharding)
+    return constrain(multiply(how, a, b, preferred_element_type, meta, scaling), out_sharding)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8_common import Fp8Error
@@ -95,24 +95,15 @@ class Contraction(NamedTuple):
             like: What the result is the gradient of: on explicit meshes it gets the same sharding.
             out_sharding: Of the result, where it is no gradient.
         """
-        batch = [letter for letter in self.out if letter in self.lhs and letter in self.rhs]
-        dims = (
-            (_places(self.lhs, self.summed), _places(self.rhs, self.summed)),
-            (_places(self.lhs, batch), _places(self.rhs, batch)),
-        )
-        one_sided = [letter for letter in self.lhs + self.rhs if (letter in self.lhs) != (letter in self.rhs)]
-        # The order in which `lax.dot_general` returns dimensions: batch, then those of lhs, then those of rhs.
-        made = "".join([*batch, *one_sided])
-        order = _places(self.out, made)
-        result = lax.dot_general(
+        sharding = out_sharding if like is None else jax.typeof(like).sharding
+        result = jnp.einsum(
+            f"{self.lhs},{self.rhs}->{self.out}",
             lhs,
             rhs,
-            dims,
             precision=precision,
             preferred_element_type=dtype,
-            out_sharding=_explicit_sharding(out_sharding if like is None else jax.typeof(like).sharding, order),
+            out_sharding=sharding if _is_explicit(sharding) else None,
         )
-        result = result if made == self.out else jnp.transpose(result, _places(made, self.out))
         return constrain(result, out_sharding)
 
     def align(self, x: jax.Array, letters: str) -> jax.Array:
@@ -135,19 +126,9 @@ def _places(letters: str, wanted: Sequence[str]) -> tuple[int, ...]:
 # result of a matmul is sharded that sums over a sharded dimension, as both gradients of a layer do.
 
 
-def _explicit_sharding(sharding: Any, order: Sequence[int]) -> NamedSharding | None:
-    """Return what `lax.dot_general` is told of its result; None where axes are automatic, see `constrain`.
-
-    Args:
-        sharding: What a layer was asked for, a `PartitionSpec`, a `NamedSharding` or None; or that of an array.
-        order: Which dimension of the result of the layer is which of that of the matmul.
-    """
+def _is_explicit(sharding: Any) -> bool:
     mesh = _mesh_of(sharding)
-    if mesh is None or AxisType.Explicit not in mesh.axis_types:
-        return None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    parts = (*spec, *[None] * (len(order) - len(spec)))
-    return NamedSharding(mesh, PartitionSpec(*(parts[i] for i in order)))
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def constrain(x: jax.Array, sharding: Any) -> jax.Array:

@@ -9,7 +9,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,13 @@ LiveState = dict[Tensor, jax.Array]
 
 
 class Bilinear:
-    """What two operands are multiplied by: a base, whose subclasses are frozen and have a hash."""
+    """What two operands are multiplied by: a base, whose subclasses are frozen and have a hash.
+
+    Attributes:
+        tensors: What is cast to FP8 and has state; the output gradient is, or is not.
+    """
+
+    tensors: ClassVar[tuple[Tensor, ...]] = TENSORS
 
     def prepare(self, x: jax.Array, extra: Any) -> jax.Array:
         """Return an operand of which everything may be observed: lhs, or the output gradient."""
@@ -206,8 +212,6 @@ def multiply(
     meta: Meta | None,
     scaling: ScalingChoice | None,
     extra: Any = None,
-    *,
-    casts_gradient: bool = True,
 ) -> jax.Array:
     """Return the result of checked operands.
 
@@ -219,14 +223,12 @@ def multiply(
         meta: The leaves of the matmul, of what is cast here.
         scaling: What was asked for.
         extra: What `how` takes besides.
-        casts_gradient: Whether the output gradient is cast to FP8.
 
     Raises:
         Fp8Error: State and scaling do not fit, or there are no scales per row.
         Fp8UnsupportedError: A forward-mode or second derivative was asked for.
     """
-    left_out = {"kernel": isinstance(rhs, Fp8Param), "output_grad": not casts_gradient}
-    tensors = tuple(tensor for tensor in TENSORS if not left_out.get(tensor))
+    tensors = tuple(tensor for tensor in how.tensors if not (tensor == "kernel" and isinstance(rhs, Fp8Param)))
     found, live = match_state(meta, scaling, tensors)
     result = np.dtype(lhs.dtype if dtype is None else dtype)
     if found.by_row:

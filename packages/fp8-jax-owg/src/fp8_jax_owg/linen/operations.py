@@ -5,8 +5,6 @@ take the attributes of `Fp8Op`.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from flax import linen as nn
 from fp8_common import Fp8Error
 from fp8_jax_owg.dots.conv import CONV_TENSORS, fp8_conv_general_dilated
 from fp8_jax_owg.dots.dot import fp8_dot_general, fp8_einsum
-from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, Tensor, as_scaling
+from fp8_jax_owg.scaling import TENSORS, DelayedScaling, ScalingChoice, as_scaling
 from fp8_jax_owg.state.pairs import COLLECTION, init_meta
 
 OVERWRITE_WITH_GRADIENT = COLLECTION
@@ -88,20 +86,8 @@ class Fp8Einsum(Fp8Op):
 class Fp8ConvGeneralDilatedOp(Fp8Op):
     """`fp8_jax_owg.fp8_conv_general_dilated`, forward in FP8 and backward in bfloat16, with its state.
 
-    For `conv_general_dilated_cls` of `nn.Conv`. There is no state of the output gradient unless it is cast.
-
-    Attributes:
-        fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
+    For `conv_general_dilated_cls` of `nn.Conv`. There is no state of the output gradient, which is not cast.
     """
 
-    fp8_backward: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What has state."""
-        return TENSORS if self.fp8_backward else CONV_TENSORS
-
-    @property
-    def function(self) -> Callable[..., jax.Array]:
-        """The convolution."""
-        return functools.partial(fp8_conv_general_dilated, fp8_backward=self.fp8_backward)
+    function = staticmethod(fp8_conv_general_dilated)
+    tensors = CONV_TENSORS

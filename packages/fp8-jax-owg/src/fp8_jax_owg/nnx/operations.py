@@ -77,22 +77,7 @@ class Fp8EinsumOp(Fp8Op):
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
-    """`fp8_jax_owg.fp8_conv_general_dilated`, forward in FP8 and backward in bfloat16, with its state, for `nnx.Conv`.
-
-    Args:
-        scaling: As for `Fp8Op`.
-        stacked: As for `Fp8Op`.
-        fp8_backward: Cast the output gradient to FP8 too, with a state of its own.
-    """
+    """`fp8_jax_owg.fp8_conv_general_dilated`, forward in FP8, backward in bfloat16, with its state, for `nnx.Conv`."""
 
     function = staticmethod(fp8_conv_general_dilated)
-
-    def __init__(
-        self, scaling: ScalingChoice | None = None, stacked: tuple[int, ...] = (), *, fp8_backward: bool = False
-    ) -> None:
-        self.tensors = TENSORS if fp8_backward else CONV_TENSORS
-        super().__init__(scaling, stacked)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Convolve; arguments and errors are those of `fp8_jax_owg.fp8_conv_general_dilated`."""
-        return super().__call__(*args, **kwargs, fp8_backward=self.tensors == TENSORS)
+    tensors = CONV_TENSORS

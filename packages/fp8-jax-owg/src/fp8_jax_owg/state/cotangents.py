@@ -302,8 +302,8 @@ _read.defvjp(lambda x: (_read(x), None), lambda _, g: (lax.convert_element_type(
 
 
 @jax.custom_jvp
-def first_order_only(x: jax.Array) -> jax.Array:
-    """Return `x`; differentiating through it raises.
+def first_order_only(x: Any) -> Any:
+    """Return `x`, an array or a tree; differentiating through it raises.
 
     It stands in the forward and backward rules of matmuls. Those rules run without being differentiated, unless
     someone differentiates a gradient, and would then get zeros that look like a result.
@@ -358,18 +358,9 @@ def like(observed: jax.Array, value: jax.Array) -> jax.Array:
         value: The state it is for; only how it is mapped matters.
     """
     # First over examples of vmap, which only a batching rule sees, then over devices, whose axes the types tell.
-    reduced = _over_examples(observed, value)
+    reduced = _over_mapped(observed, value)
     missing = tuple(sorted(varying_axes(reduced) - varying_axes(value)))
     return from_ordered(lax.pmax(to_ordered(reduced), missing)) if missing else reduced
-
-
-@jax.custom_jvp
-def _over_examples(observed: jax.Array, value: jax.Array) -> jax.Array:
-    return _over_mapped(observed, value)
-
-
-# JAX differentiates no `custom_vmap`, and says so without a word about the matmul
-_over_examples.defjvp(refuse_second_order)
 
 
 @custom_vmap

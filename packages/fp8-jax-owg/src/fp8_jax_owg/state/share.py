@@ -1,4 +1,4 @@
-"""`share`, `read`, `gate`, `replicated` and `scan`: state that is used several times.
+"""`share`, `read`, `gate` and `replicated`: state that is used several times.
 
 Outside of a loss state is float32. `share` makes it live and of the dtype `fp32_max_grad`, so that everything that
 happens to its cotangents from there on is a MAX; layers read it where they use it. `fp8_jax_owg.value_and_grad` shares
@@ -6,7 +6,6 @@ all state of its loss. Functions take trees; leaves must be float32 or shared.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -94,37 +93,6 @@ def replicated(tree: Any, axes: str | tuple[str, ...], *, sharded: str | tuple[s
             )
         values = jax.tree.map(functools.partial(_same_on, names), values)
     return share(values)
-
-
-def scan(
-    f: Callable[[Any, Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
-    length: int | None = None,
-    *,
-    owg: Any,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-) -> tuple[Any, Any]:
-    """Run `jax.lax.scan` with state that every iteration uses, also under plain `jax.grad`.
-
-    Args:
-        f: The body, `f(carry, x, owg) -> (carry, y)`; it sees `owg` shared.
-        init: The first carry.
-        xs: What is scanned over, or None.
-        length: Number of iterations; needed without `xs`.
-        owg: Tree of float32 or shared values.
-        reverse: As for `jax.lax.scan`.
-        unroll: As for `jax.lax.scan`.
-
-    Returns:
-        The last carry and the stacked ys.
-
-    Raises:
-        Fp8Error: A leaf of `owg` is not float32.
-    """
-    shared = share(owg)
-    return lax.scan(lambda c, x: f(c, x, shared), init, xs, length, reverse=reverse, unroll=unroll)
 
 
 @jax.custom_vjp
